@@ -1,0 +1,214 @@
+"""Documents on disk: strict parsing, versions, atomic writes, and where the shipped files lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from autotune.errors import UserError, nearest
+
+# Version of each document kind that this program writes; it reads no newer one.
+SCHEMA_VERSIONS = {"cost-table": 1, "trace": 1, "decoding-profile": 1, "check-result": 1, "study": 1, "recipe": 1, "search-space": 1, "draft-card": 1}
+
+
+class Document(BaseModel):
+    """A frozen record that refuses unknown keys, wrong types and non-finite numbers. Shape of every JSON and YAML file here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
+
+
+D = TypeVar("D", bound=BaseModel)
+
+
+def data_root() -> Path:
+    """The folder that holds ``profiles``, ``search_spaces`` and ``drafts``: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_data"
+    return installed if installed.is_dir() else package.parent
+
+
+def sha256_of(*paths: Path) -> str:
+    """SHA-256 of the files' contents, in the order given."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def content_key(value: Any) -> str:
+    """Short content hash of a JSON-able value: the name under which work on it is remembered."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+# ----------------------------------------------------------------------------------------------------------------- read
+
+
+def read_text(path: Path) -> str:
+    """The file's text, or a UserError that names the path."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text ({error}); check the path and its permissions") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """The YAML document in ``path``."""
+    try:
+        return yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]}); mend the file") from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a finite number")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON document in ``path``; NaN and Infinity are refused."""
+    try:
+        return json.loads(read_text(path), parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise UserError(f"{path}: not a complete JSON document ({error}); restore the file, or make it again") from None
+
+
+def parse(kind_of: type[D], kind: str, content: Any, *, source: Path | str) -> D:
+    """``content`` as a document of the given kind.
+
+    Raises:
+        UserError: not an object, another or newer schema, an unknown key, a missing key, a wrong type, a number that is not finite.
+    """
+    if not isinstance(content, dict):
+        raise UserError(f"{source}: a {kind} is an object with a 'schema'; got {type(content).__name__}; give another file")
+    content = dict(content)
+    schema = content.pop("schema", None)
+    name, _, version = str(schema).partition("/")
+    if name != f"autotune.{kind}" or not version.isdigit():
+        raise UserError(f"{source}: schema must be 'autotune.{kind}/{SCHEMA_VERSIONS[kind]}'; got {schema!r}; give a file of that kind")
+    if int(version) > SCHEMA_VERSIONS[kind]:
+        raise UserError(
+            f"{source}: schema {schema!r} is newer than this program reads ('autotune.{kind}/{SCHEMA_VERSIONS[kind]}'); update autotune"
+        )
+    try:
+        return kind_of.model_validate(content)
+    except ValidationError as error:
+        raise UserError(f"{source}: {describe(error, kind_of)}") from None
+
+
+def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
+    """The first violation as one line: where, the rule, the value, the next step."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the document"
+    if first["type"] == "extra_forbidden":
+        key = str(first["loc"][-1])
+        return f"unknown key {where!r}; {nearest(key, _keys_near(kind_of, first['loc']))}"
+    if first["type"] == "missing":
+        return f"key {where!r} is required and missing; add it"
+    value = repr(first.get("input"))
+    value = value if len(value) <= 60 else value[:57] + "..."
+    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {value}; mend that value"
+
+
+def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Field names of the (possibly nested) model in which an unknown key stands."""
+    for part in location[:-1]:
+        if isinstance(part, int) or part not in model.model_fields:
+            continue
+        annotation = model.model_fields[str(part)].annotation
+        for candidate in (annotation, *getattr(annotation, "__args__", ())):
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                model = candidate
+                break
+    return list(model.model_fields)
+
+
+# ---------------------------------------------------------------------------------------------------------------- write
+
+
+def require_writable(path: Path) -> None:
+    """Fail before long work, not after it: ``path`` must be creatable or replaceable.
+
+    Raises:
+        UserError: the folder cannot be made or written, or the path is a folder.
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: the output must be a file; got a folder; add a file name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error}); choose another output with -o") from None
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace ``path`` by ``content`` in one step: readers see the old file or the new one, never half of one."""
+    require_writable(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_document(path: Path, kind: str, document: BaseModel) -> None:
+    """Write a document as indented JSON with its schema, atomically."""
+    write_bytes(path, (dump_document(kind, document) + "\n").encode())
+
+
+def dump_document(kind: str, document: BaseModel) -> str:
+    """The JSON text of a document."""
+    content = {"schema": f"autotune.{kind}/{SCHEMA_VERSIONS[kind]}", **document.model_dump(mode="json", by_alias=True)}
+    return json.dumps(content, indent=1, allow_nan=False)
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one JSON record to a ledger and force it to disk. A crash can lose at most the record being written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(record, allow_nan=False).encode() + b"\n"
+    with path.open("ab+") as file:
+        # A crash may have left half a line without its end: begin a new one.
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole records of a ledger; a line torn by a crash is passed over."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number may stand in a document."""
+    return math.isfinite(value)

@@ -1,0 +1,383 @@
+"""The decoding loop: draft a tree, verify it in one target forward, accept, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from autotune.drafters.independent import IndependentDraft
+from autotune.errors import UserError
+from autotune.runtime.masks import MaskBuffer
+from autotune.runtime.target import Target
+from autotune.runtime.token_rule import TokenRule
+from autotune.trees import policy as policies
+from autotune.trees.policy import parse_policy
+from autotune.trees.tree import MAX_NODES, ROOT, new_tree, plant, write_tree_mask
+from autotune.trees.verification import accept_path
+
+if TYPE_CHECKING:
+    from autotune.decoding_profile import DecodingProfile
+
+DEFAULT_MAX_NEW_TOKENS = 256
+
+
+@dataclass
+class DecodingStats:
+    """What one request did. Times are milliseconds of wall clock, the device synchronised where they are read."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    """τ of every round: draft tokens accepted and emitted."""
+    verified_nodes: list[int] = field(default_factory=list)
+    """Draft nodes sent to verification in every round."""
+    target_forwards: int = 0
+    """After the prefill."""
+    draft_forwards: int = 0
+    target_prefill_ms: float = 0.0
+    draft_prefill_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    decode_ms: float = 0.0
+    """From the first token to the last: draft prefill, drafting, verification and everything between them."""
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accepted_lengths)
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """M = mean tokens emitted by a round; the first token, which the prefill emits, is not counted. None without rounds."""
+        return (self.new_tokens - 1) / self.rounds if self.rounds else None
+
+    @property
+    def overhead_ms(self) -> float:
+        """Decoding time spent outside the two models."""
+        return self.decode_ms - self.draft_prefill_ms - self.draft_ms - self.verify_ms
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "rounds": self.rounds, "tokens_per_round": self.tokens_per_round, "overhead_ms": self.overhead_ms}
+
+
+@dataclass(frozen=True)
+class DecodingOutput:
+    """``sequences`` is [1, prompt + new tokens], as Hugging Face's generate returns it."""
+
+    sequences: Tensor
+    stats: DecodingStats
+
+
+@dataclass
+class _Request:
+    """One prompt on its way: what stops it, and where its figures go."""
+
+    rule: TokenRule
+    prompt: Tensor
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+    should_stop: Callable[[Tensor], bool] | None
+    stats: DecodingStats = field(default_factory=DecodingStats)
+    tokens: list[int] = field(default_factory=list)
+    is_finished: bool = False
+
+    def emit(self, tokens: list[int]) -> list[int]:
+        """Take up to the first end of sequence, and no more than asked for; returns what was taken."""
+        taken: list[int] = []
+        for token in tokens:
+            taken.append(token)
+            self.tokens.append(token)
+            if (
+                token in self.eos_token_ids
+                or len(self.tokens) >= self.max_new_tokens
+                or (self.should_stop is not None and self.should_stop(self.sequence()))
+            ):
+                self.is_finished = True
+                break
+        return taken
+
+    def sequence(self) -> Tensor:
+        return torch.cat([self.prompt, torch.tensor([self.tokens], dtype=torch.long, device=self.prompt.device)], dim=1)
+
+
+class Decoder:
+    """Decodes with a target and a draft: the same tokens as the target alone.
+
+    Args:
+        target: a Hugging Face model, as ``from_pretrained`` gave it.
+        draft: a smaller model of the same vocabulary, or None for plain autoregressive (AR) decoding through the same runner.
+        tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; what is left out takes the paper's default.
+        visual_keep: share of visual tokens that the draft sees, in (0, 1].
+        processor: the target's processor, kept for the caller.
+
+    Raises:
+        UserError: vocabularies that differ, an unknown tree policy or hyperparameter, a share out of range.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any | None = None,
+        *,
+        tree: Any = None,
+        visual_keep: float = 1.0,
+        processor: Any | None = None,
+        profile: DecodingProfile | None = None,
+    ) -> None:
+        if not 0.0 < visual_keep <= 1.0:
+            raise UserError(f"visual_keep must be above 0 and at most 1; got {visual_keep}; 1 keeps every visual token")
+        self.target = target if isinstance(target, Target) else Target(target)
+        self.draft = draft if draft is None or isinstance(draft, IndependentDraft) else IndependentDraft(draft)
+        self.processor = processor
+        self.profile = profile
+        if self.draft is not None and self.draft.vocab_size != self.target.vocab_size:
+            raise UserError(
+                f"target and draft must share one vocabulary; the target has {self.target.vocab_size} tokens, the draft {self.draft.vocab_size}; "
+                "use a draft made for this target"
+            )
+        self.configure(tree if tree is not None else {"policy": "chain"}, visual_keep=visual_keep)
+        self._tree = new_tree()
+        self._state = policies.new_state()
+        self._frontier = np.zeros(MAX_NODES, np.int64)
+        self._path = np.zeros(MAX_NODES, np.int64)
+        self._block = np.zeros((MAX_NODES, MAX_NODES), np.float32)
+        self._no_sources = np.full((MAX_NODES, 32), -1)
+        self._masks = MaskBuffer(self.target.cache.capacity, dtype=self.target.dtype, device=self.target.device)
+
+    def configure(self, tree: Any, *, visual_keep: float) -> None:
+        """Switch to another tree policy and visual keep ratio: free between requests."""
+        self.policy = parse_policy(tree)
+        self._kind, self._params = self.policy.KIND, self.policy.encode()
+        self.visual_keep = visual_keep
+        if self.draft is not None:
+            self.draft.visual_keep = visual_keep
+
+    @property
+    def target_model(self) -> Any:
+        """The Hugging Face model that is decoded."""
+        return self.target.model
+
+    # ------------------------------------------------------------------------------------------------------------ public
+
+    def generate(
+        self,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        **inputs: Any,
+    ) -> DecodingOutput:
+        """Decode one prompt, given as the Hugging Face processor made it.
+
+        Raises:
+            UserError: inputs that cannot be decoded, or settings out of range.
+        """
+        rule = TokenRule(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, device=self.target.device)
+        request = self._request(inputs, rule, max_new_tokens)
+        for _ in self._decode(request, inputs):
+            pass
+        return DecodingOutput(request.sequence(), request.stats)
+
+    def stream(
+        self,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        **inputs: Any,
+    ) -> Iterator[int]:
+        """The tokens of ``generate``, one by one, as soon as their round is verified."""
+        rule = TokenRule(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, device=self.target.device)
+        for tokens in self._decode(self._request(inputs, rule, max_new_tokens), inputs):
+            yield from tokens
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Hugging Face's hook: ``model.generate(**inputs, custom_generate=decoder)``.
+
+        Greedy output equals ``model.generate(**inputs)``. With ``do_sample`` the noise is keyed by position: the same distribution, other tokens than
+        the global random state would give, repeatable through ``torch.manual_seed``.
+
+        Raises:
+            UserError: another model than the decoder's target, several beams or several sequences.
+        """
+        if model is not self.target.model:
+            raise UserError("custom_generate must be called on the decoder's own target; load the decoder with target=model")
+        if generation_config.num_beams > 1 or generation_config.num_return_sequences > 1:
+            raise UserError("trees decode one sequence: num_beams and num_return_sequences must be 1; set them to 1")
+        # Temperature, top-k and top-p are among the processors that generate prepared.
+        seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
+        rule = TokenRule(
+            temperature=1.0 if generation_config.do_sample else 0.0, processors=logits_processor or (), seed=seed, device=self.target.device
+        )
+        inputs = {"input_ids": input_ids, **{name: value for name, value in model_kwargs.items() if value is not None}}
+        eos = generation_config.eos_token_id
+        eos_ids = () if eos is None else eos if isinstance(eos, Sequence) else (eos,)
+        stops = [criterion for criterion in stopping_criteria or () if type(criterion).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria")]
+        request = self._request(inputs, rule, generation_config.max_length - input_ids.shape[1], frozenset(int(token) for token in eos_ids))
+        if stops:
+            request.should_stop = lambda sequence: any(bool(stop(sequence, None).all()) for stop in stops)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        for tokens in self._decode(request, inputs):
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+        if streamer is not None:
+            streamer.end()
+        self.last_stats = request.stats
+        if not generation_config.return_dict_in_generate:
+            return request.sequence()
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        return GenerateDecoderOnlyOutput(sequences=request.sequence())
+
+    # ---------------------------------------------------------------------------------------------------------- the loop
+
+    def _request(self, inputs: dict[str, Any], rule: TokenRule, max_new_tokens: int, eos: frozenset[int] | None = None) -> _Request:
+        if inputs.get("input_ids") is None:
+            raise UserError("generate needs input_ids, as the target's processor makes them; got " + (", ".join(inputs) or "nothing"))
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}; ask for a token")
+        prompt = inputs["input_ids"]
+        if prompt.shape[1] + max_new_tokens > self.target.max_context:
+            raise UserError(
+                f"prompt and answer must fit the target's context of {self.target.max_context} tokens; "
+                f"got {prompt.shape[1]} + {max_new_tokens}; shorten the prompt or lower max_new_tokens"
+            )
+        if eos is None:
+            configured = self.target.model.generation_config.eos_token_id
+            eos = frozenset(() if configured is None else configured if isinstance(configured, list) else (configured,))
+        return _Request(rule, prompt, max_new_tokens, eos, None)
+
+    def _decode(self, request: _Request, inputs: dict[str, Any]) -> Iterator[list[int]]:
+        """Yields the tokens of each round as they are verified; the first list is the prefill's token."""
+        with torch.inference_mode():
+            stats, clock = request.stats, self._clock
+            started = clock()
+            capacity = request.prompt.shape[1] + request.max_new_tokens + self.policy.max_nodes + 1
+            self.target.reserve(capacity)
+            if self.target.cache.capacity > self._masks.capacity:
+                self._masks = MaskBuffer(self.target.cache.capacity, dtype=self.target.dtype, device=self.target.device)
+            ranks = self.draft is not None and self.visual_keep < 1.0
+            prefilled = self.target.prefill(inputs, rank_visual_tokens=ranks)
+            token = request.rule.token(prefilled.logits, prefilled.prompt_length, request.prompt)
+            stats.prompt_tokens = prefilled.prompt_length
+            first = clock()
+            stats.target_prefill_ms = first - started
+            yield request.emit([token])
+            # What the caller does between two tokens is not decoding time.
+            resumed = clock()
+            if self.draft is not None and not request.is_finished:
+                self.draft.prefill(inputs, prefilled.visual_scores, capacity=capacity)
+                self.draft.append(token)
+                policies.reset(self._kind, self._params, self._state)
+                stats.draft_prefill_ms = clock() - resumed
+            stats.new_tokens = 1
+            while not request.is_finished:
+                tokens = self._plain_step(token, request) if self.draft is None else self._round(token, request)
+                emitted = request.emit(tokens)
+                token = tokens[-1]
+                stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
+                stats.new_tokens += len(emitted)
+                stats.decode_ms += clock() - resumed
+                yield emitted
+                resumed = clock()
+
+    def _plain_step(self, root: int, request: _Request) -> list[int]:
+        """One AR step: the baseline, through the same adapter, cache and token rule."""
+        started = self._clock()
+        logits = self.target.step(root)
+        token = request.rule.token(logits, self.target.length, request.sequence() if request.rule.needs_prefix else None)
+        request.stats.target_forwards += 1
+        request.stats.verified_nodes.append(0)
+        request.stats.verify_ms += self._clock() - started
+        return [token]
+
+    def _round(self, root: int, request: _Request) -> list[int]:
+        """One round: returns the accepted draft tokens and the target's own token after them."""
+        self._grow_tree(root, request)
+        logits_or_tokens = self._verify(request)
+        path, next_token = self._accept(logits_or_tokens, request)
+        tokens = [int(token) for token in self._tree.token[path]] + [next_token]
+        self.target.cache.keep([ROOT, *(int(node) for node in path)])
+        assert self.draft is not None
+        self.draft.commit(self._tree, path, next_token)
+        policies.learn(self._kind, self._params, self._state, len(path))
+        return tokens
+
+    def _grow_tree(self, root: int, request: _Request) -> None:
+        """Draft: alternate between the draft's proposals and the policy's choice, level by level."""
+        assert self.draft is not None
+        plant(self._tree, root, -1)
+        self._frontier[0] = ROOT
+        num_frontier = 1
+        while num_frontier > 0:
+            started = self._clock()
+            tokens, logprobs = self.draft.propose(self._tree, self._frontier[:num_frontier], self.policy.num_proposals)
+            request.stats.draft_ms += self._clock() - started
+            request.stats.draft_forwards += 1
+            num_frontier = policies.grow(
+                self._kind, self._params, self._state, self._tree, self._frontier, num_frontier, tokens, logprobs, self._no_sources
+            )
+
+    def _verify(self, request: _Request) -> Tensor | NDArray[np.int64]:
+        """One target forward over root and tree. Returns the target's token after every node, or logits where tokens depend on the prefix."""
+        tree, size = self._tree, int(self._tree.size[0])
+        block = self._block[:size, :size]
+        write_tree_mask(tree, block, self._masks.closed)
+        started = self._clock()
+        device, length = self.target.device, self.target.length
+        mask = self._masks.write(block, length) if size > 1 else None
+        positions = tree.depth[:size] + length
+        logits = self.target.forward(torch.from_numpy(tree.token[:size])[None].to(device), torch.from_numpy(positions)[None].to(device), mask)
+        result = logits if request.rule.needs_prefix else request.rule.tokens(logits, positions + 1)
+        request.stats.target_forwards += 1
+        request.stats.verified_nodes.append(size - 1)
+        request.stats.verify_ms += self._clock() - started
+        return result
+
+    def _accept(self, verified: Tensor | NDArray[np.int64], request: _Request) -> tuple[NDArray[np.int64], int]:
+        """The accepted nodes, and the token that the target emits after the last of them."""
+        if isinstance(verified, Tensor):
+            return self._accept_visiting(verified, request)
+        length = accept_path(self._tree, verified, self._path)
+        path = self._path[:length].copy()
+        return path, int(verified[path[-1] if length else ROOT])
+
+    def _accept_visiting(self, logits: Tensor, request: _Request) -> tuple[NDArray[np.int64], int]:
+        """The same walk where logits processors read the prefix: tokens are decided on the visited nodes only."""
+        from autotune.trees.verification import find_child
+
+        prefix, node, path = request.sequence(), ROOT, []
+        while True:
+            token = request.rule.token(logits[node], self.target.length + len(path) + 1, prefix)
+            child = find_child(self._tree, node, token)
+            if child < 0:
+                return np.array(path, np.int64), token
+            path.append(child)
+            node = child
+            prefix = torch.cat([prefix, torch.tensor([[token]], device=prefix.device)], dim=1)
+
+    def _clock(self) -> float:
+        """Milliseconds, after the device has done what it was told."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter() * 1e3

@@ -1,0 +1,89 @@
+"""Which token the target emits at a position: one function of logits, seed and position, used by plain decoding, trees and recording alike.
+
+The token at absolute position t is ``argmax(processed_logits / T + gumbel(seed, t))``, without noise at temperature 0 (DESIGN section 5). By the Gumbel-max
+trick it is distributed as softmax(processed_logits / T); because the noise belongs to the position, not to the order of calls, decoding with and without a
+draft emits the same tokens at any temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from autotune.errors import UserError
+
+_MASK64 = (1 << 64) - 1
+
+
+def mix_seed(seed: int, position: int) -> int:
+    """A 63-bit generator seed for (seed, position): splitmix64, so that neighbouring positions share nothing."""
+    z = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (z ^ (z >> 31)) >> 1
+
+
+class TokenRule:
+    """Turns logits into tokens. ``processors`` are Hugging Face logits processors, which may look at the tokens before the position."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        processors: Sequence[Any] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not (math.isfinite(temperature) and temperature >= 0.0):
+            raise UserError(f"temperature must be a number of at least 0; got {temperature}; 0 is greedy decoding")
+        if not 0.0 < top_p <= 1.0:
+            raise UserError(f"top_p must be above 0 and at most 1; got {top_p}; 1 keeps every token")
+        if top_k < 0:
+            raise UserError(f"top_k must be at least 0; got {top_k}; 0 keeps every token")
+        self.temperature = temperature
+        self.seed = seed
+        self.processors = list(processors)
+        self.warpers = LogitsProcessorList()
+        if temperature > 0.0 and top_k > 0:
+            self.warpers.append(TopKLogitsWarper(top_k))
+        if temperature > 0.0 and top_p < 1.0:
+            self.warpers.append(TopPLogitsWarper(top_p))
+        self._generator = torch.Generator(device)
+        self._device = device
+
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether a token depends on the tokens before it beyond the logits: then only visited nodes can be decided."""
+        return bool(self.processors)
+
+    def tokens(self, logits: Tensor, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The token after each of n nodes, whose own logits are [n, vocabulary]; ``positions`` [n] are where those tokens will stand."""
+        if self.temperature == 0.0:
+            return logits.argmax(-1).cpu().numpy()
+        # Warpers know nothing of the prefix; they are given an empty one.
+        scores = self.warpers(torch.empty(len(logits), 0, dtype=torch.long, device=logits.device), logits.float() / self.temperature)
+        distinct, inverse = np.unique(positions, return_inverse=True)
+        noise = torch.stack([self.noise(int(position), logits.shape[-1]) for position in distinct])
+        return (scores + noise[torch.from_numpy(inverse)]).argmax(-1).cpu().numpy()
+
+    def token(self, logits: Tensor, position: int, prefix: Tensor | None = None) -> int:
+        """The token at ``position`` after a prefix [1, tokens], from logits [vocabulary]."""
+        if self.processors:
+            assert prefix is not None
+            logits = LogitsProcessorList(self.processors)(prefix, logits[None].float().clone())[0]
+        return int(self.tokens(logits[None], np.array([position]))[0])
+
+    def noise(self, position: int, vocabulary: int) -> Tensor:
+        """Standard Gumbel noise of a position, [vocabulary]."""
+        self._generator.manual_seed(mix_seed(self.seed, position))
+        # -log of an exponential variate is Gumbel distributed.
+        return -torch.empty(vocabulary, device=self._device).exponential_(generator=self._generator).log()

@@ -1,0 +1,94 @@
+"""New models of the bundled pair from a recipe: real Hugging Face classes, random weights, a tokenizer trained on the workload's text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from autotune.digits import IMAGE_SIZE, TASKS, make_example
+from autotune.training.recipe import Recipe
+
+IMAGE_TOKEN = "<image>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'].upper() + ':' }}"
+    "{% if message['content'] is string %}{{ ' ' + message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ ' <image>' }}{% else %}{{ ' ' + part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ ' ' }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer in which every digit is a token of its own, trained on the train split's prompts and answers."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    # A digit may carry the space before it, and never merges with its neighbours: the models see numbers digit by digit.
+    pattern = Regex(r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=["<pad>", "<s>", "</s>", IMAGE_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    examples = (make_example("train", task, index) for index in range(1500) for task in TASKS)
+    tokenizer.train_from_iterator((f"USER: {example.prompt} ASSISTANT: {example.answer}" for example in examples), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens={"image_token": IMAGE_TOKEN},
+        model_max_length=2048,
+    )
+
+
+def build_processor(tokenizer: PreTrainedTokenizerFast, patch_size: int) -> LlavaProcessor:
+    """The pair's processor: PIL images scaled to 192 pixels, 144 visual tokens each."""
+    images = CLIPImageProcessorPil(
+        size={"shortest_edge": IMAGE_SIZE},
+        crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        image_mean=[0.3, 0.3, 0.3],
+        image_std=[0.35, 0.35, 0.35],
+    )
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,  # the CLIP tower's class token, which "default" drops again
+        image_token=IMAGE_TOKEN,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(recipe: Recipe, tokenizer: Any) -> LlavaForConditionalGeneration:
+    """A LLaVA with the recipe's sizes and fresh weights; seed torch before the call."""
+    text = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2048,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+        **recipe.text,
+    )
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**recipe.vision),
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        image_seq_length=(recipe.vision["image_size"] // recipe.vision["patch_size"]) ** 2,
+        tie_word_embeddings=True,
+    )
+    model = LlavaForConditionalGeneration(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.bos_token_id = tokenizer.bos_token_id
+    return model

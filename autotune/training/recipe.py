@@ -1,0 +1,69 @@
+"""What to train and how: a YAML file beside the weights that it makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from autotune.digits import TASKS
+from autotune.errors import UserError
+from autotune.files import Document, parse, read_yaml
+
+Objective = Literal["grounding", "answers", "distillation"]
+
+
+class Stage(Document):
+    """Some steps towards one objective, with AdamW under linear warm-up and cosine decay.
+
+    ``grounding`` classifies the digit under every visual token, and trains the vision tower and projector alone;
+    ``answers`` is next-token cross-entropy on the reference answers, plus ``grounding_weight`` times the grounding loss;
+    ``distillation`` is KL divergence from the teacher's distribution at every answer position.
+    """
+
+    objective: Objective
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    learning_rate: float = Field(gt=0)
+    warmup_steps: int = Field(default=50, ge=0)
+    weight_decay: float = Field(default=0.05, ge=0)
+    grounding_weight: float = Field(default=0.0, ge=0)
+    min_visual_keep: float = Field(default=1.0, gt=0, le=1)
+    """Distillation: half of the steps drop visual tokens at random, down to this share, so that pruning finds a draft that has seen it."""
+
+
+class Recipe(Document):
+    """A model to train on the bundled workload."""
+
+    name: str
+    description: str
+    model: Literal["target", "independent"]
+    teacher: str | None = None
+    """Folder of the teacher, relative to the recipe: required for ``independent``, which also takes its tokenizer and processor."""
+    vocabulary_size: int | None = Field(default=None, ge=300)
+    """Size of the byte-pair vocabulary trained on the workload's own text: required for ``target``."""
+    text: dict[str, Any]
+    """Overrides of transformers' LlamaConfig."""
+    vision: dict[str, Any]
+    """Overrides of transformers' CLIPVisionConfig."""
+    tasks: dict[str, float] = Field(default_factory=lambda: dict.fromkeys(TASKS, 1.0))
+    """Relative frequency of each task in training."""
+    seed: int = 0
+    stages: list[Stage] = Field(min_length=1)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """The recipe in ``path``.
+
+    Raises:
+        UserError: no such file, no YAML, an unknown or missing key, an unknown task.
+    """
+    recipe = parse(Recipe, "recipe", read_yaml(path), source=path)
+    if unknown := set(recipe.tasks) - set(TASKS):
+        raise UserError(f"{path}: a recipe's tasks are among {', '.join(TASKS)}; got {', '.join(sorted(unknown))}; remove or rename them")
+    if recipe.model == "independent" and recipe.teacher is None:
+        raise UserError(f"{path}: an independent draft is distilled from a target; add 'teacher: ../target' to the recipe")
+    if recipe.model == "target" and recipe.vocabulary_size is None:
+        raise UserError(f"{path}: a target trains its own tokenizer; add 'vocabulary_size: 2048' to the recipe")
+    return recipe
