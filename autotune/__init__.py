@@ -1,0 +1,31 @@
+"""Finds the fit of draft, token tree and hardware for speculative decoding of vision-language models, and decodes with it.
+
+Importing does nothing: torch is loaded when a decoder is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autotune.decoding_profile import load
+    from autotune.errors import UserError
+    from autotune.runtime.decoder import Decoder, DecodingOutput, DecodingStats
+
+__all__ = ["Decoder", "DecodingOutput", "DecodingStats", "UserError", "load"]
+
+_HOMES = {
+    "Decoder": "autotune.runtime.decoder",
+    "DecodingOutput": "autotune.runtime.decoder",
+    "DecodingStats": "autotune.runtime.decoder",
+    "UserError": "autotune.errors",
+    "load": "autotune.decoding_profile",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'autotune' has no attribute {name!r}")

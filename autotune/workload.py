@@ -1,5 +1,167 @@
-from typing import Any
+"""Workloads: prompts, images and generation settings, from a JSONL file or the bundled digits.
+
+A JSONL line is ``{"prompt": text, "images": [paths], "task": name, "split": "tune" | "evaluate", "max_new_tokens": n, "temperature": t, "top_p": p,
+"seed": s}``; only ``prompt`` is required, image paths are relative to the file. Prompts of the ``tune`` split choose a configuration, those of the
+``evaluate`` split judge it; without a split they alternate, so that no prompt does both.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from autotune.digits import MAX_NEW_TOKENS as DIGITS_MAX_NEW_TOKENS
+from autotune.digits import PASSAGE_TOKENS, TASKS, make_example
+from autotune.errors import UserError
+from autotune.files import Document, describe, read_text
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+WorkloadSplit = Literal["tune", "evaluate"]
+BUNDLED = "digits"
+FIRST_EVALUATE_EXAMPLE = 100_000  # the bundled workload's held-out examples from here on judge; those before it tune
+
+
+class Prompt(Document):
+    """One prompt with its settings. ``images`` are paths; the bundled workload draws its own instead."""
+
+    prompt: str
+    images: list[str] = Field(default_factory=list)
+    task: str = "prompt"
+    split: WorkloadSplit | None = None
+    max_new_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int = Field(default=0, ge=0)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Keyword arguments of ``Decoder.generate``."""
+        return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+
+
+@dataclass(frozen=True)
+class WorkloadPrompt:
+    """A prompt ready to be processed: its settings, and its images as PIL images."""
+
+    name: str
+    settings: Prompt
+    pixels: tuple[Image, ...]
+
+    def inputs(self, processor: Any) -> dict[str, Any]:
+        """What the Hugging Face processor makes of it."""
+        text = chat_text(processor, self.settings.prompt, num_images=len(self.pixels))
+        if hasattr(processor, "image_processor"):
+            return dict(processor(text=text, images=list(self.pixels) or None, return_tensors="pt"))
+        if self.pixels:
+            raise UserError(f"{self.name}: the prompt has an image, and the target reads text alone; drop the image or use a model that sees")
+        return dict(processor(text, return_tensors="pt"))
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hash of everything that decides the answer."""
+        digest = hashlib.sha256(json.dumps(self.settings.model_dump(exclude={"images", "split"}), sort_keys=True).encode())
+        for image in self.pixels:
+            digest.update(repr((image.mode, image.size)).encode())
+            digest.update(image.tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of one split, under a name."""
+
+    name: str
+    split: WorkloadSplit
+    prompts: tuple[WorkloadPrompt, ...]
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256("".join(prompt.sha256 for prompt in self.prompts).encode()).hexdigest()
+
+    @property
+    def tasks(self) -> list[str]:
+        """Task names in order of first appearance."""
+        return list(dict.fromkeys(prompt.settings.task for prompt in self.prompts))
+
+
+def load_workload(name: str, split: WorkloadSplit, *, num_prompts: int | None = None) -> Workload:
+    """The bundled workload (``digits``), or a JSONL file, in one split; the first ``num_prompts`` of it.
+
+    Raises:
+        UserError: no such file, a line that is no JSON or has unknown keys, an image that is none, a split without prompts.
+    """
+    if name == BUNDLED:
+        return Workload(name, split, tuple(_digits(split, num_prompts or 8 * len(TASKS))))
+    path = Path(name)
+    prompts = _read_jsonl(path)
+    chosen = [p for i, p in enumerate(prompts) if (p.settings.split or ("evaluate" if i % 2 else "tune")) == split]
+    if not chosen:
+        raise UserError(f"{path}: a workload needs prompts of both splits; none is for {split!r}; add prompts, or mark some with \"split\": \"{split}\"")
+    return Workload(path.name, split, tuple(chosen[:num_prompts]))
+
+
+def _digits(split: WorkloadSplit, num_prompts: int) -> list[WorkloadPrompt]:
+    from PIL import Image
+
+    prompts = []
+    for number in range(num_prompts):
+        task = TASKS[number % len(TASKS)]
+        index = number // len(TASKS) + (FIRST_EVALUATE_EXAMPLE if split == "evaluate" else 0)
+        example = make_example("held-out", task, index)
+        limit = PASSAGE_TOKENS if task == "continue" else DIGITS_MAX_NEW_TOKENS
+        pixels = () if example.image is None else (Image.fromarray(example.image),)
+        prompts.append(WorkloadPrompt(f"{task}/{index}", Prompt(prompt=example.prompt, task=task, split=split, max_new_tokens=limit), pixels))
+    return prompts
+
+
+def _read_jsonl(path: Path) -> list[WorkloadPrompt]:
+    prompts = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            settings = Prompt.model_validate(json.loads(line))
+        except ValidationError as error:
+            raise UserError(f"{where}: {describe(error, Prompt)}") from None
+        except ValueError as error:
+            raise UserError(f"{where}: a workload has one JSON object a line ({error}); mend that line") from None
+        pixels = tuple(load_image(path.parent / image) for image in settings.images)
+        prompts.append(WorkloadPrompt(f"{path.name}:{number}", settings, pixels))
+    if not prompts:
+        raise UserError(f"{path}: the workload is empty; add a line such as {{\"prompt\": \"What is this?\", \"images\": [\"photo.png\"]}}")
+    return prompts
+
+
+def load_image(path: Path) -> Image:
+    """The image in ``path``, as RGB.
+
+    Raises:
+        UserError: no such file, or no image that PIL reads.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such image; check the path") from None
+    except (UnidentifiedImageError, OSError) as error:
+        raise UserError(f"{path}: not an image that can be read ({error}); give a PNG or JPEG file") from None
+
+
 def chat_text(processor: Any, prompt: str, *, num_images: int) -> str:
-    """The prompt as the processor's chat template words it, images first, ready for the answer."""
+    """The prompt as the processor's chat template words it, images first, ready for the answer; a processor without a template gets it as it is."""
+    if not getattr(processor, "chat_template", None):
+        return f"{getattr(processor, 'image_token', '')}\n" * num_images + prompt
     content = [*({"type": "image"} for _ in range(num_images)), {"type": "text", "text": prompt}]
-    return str(processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False))
+    messages = [{"role": "user", "content": content if hasattr(processor, "image_processor") else prompt}]
+    return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))

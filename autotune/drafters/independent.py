@@ -50,6 +50,18 @@ class IndependentDraft:
         self.cache = SlabCache(self.config.num_hidden_layers, capacity)
         self._masks = MaskBuffer(capacity, dtype=self.text_model.dtype, device=self.device)
 
+    def reserve(self, num_tokens: int) -> None:
+        """Empty the cache and make sure that it holds that many tokens."""
+        if num_tokens > self.cache.capacity:
+            self._make_buffers(-(-num_tokens // 256) * 256)
+        self.cache.clear()
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Forget the nodes read in the round before."""
+        self._num_evaluated = 0
+        self._slot[:] = -1
+
     @property
     def length(self) -> int:
         """Committed tokens in the cache; pruned visual tokens are not among them."""
@@ -64,10 +76,8 @@ class IndependentDraft:
 
         ``capacity`` counts the tokens that the request can reach, the prompt and the trees included.
         """
-        if capacity > self.cache.capacity:
-            self._make_buffers(-(-capacity // 256) * 256)
-        self.cache.clear()
-        self._pending, self._num_evaluated = [], 0
+        self.reserve(capacity)
+        self._pending = []
         input_ids = inputs["input_ids"]
         keep_off = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep", "position_ids")
         extra = {key: value for key, value in inputs.items() if key not in keep_off}
@@ -113,8 +123,8 @@ class IndependentDraft:
             positions = np.arange(count) + self.cache.length + self._num_pruned
             logits = self.forward(np.array(self._pending), positions, block)[-1:]
             self.cache.advance(count)
-            self._pending, self._num_evaluated = [], 0
-            self._slot[:] = -1
+            self._pending = []
+            self.begin_round()
         else:
             end = self._num_evaluated + len(frontier)
             self._slot[frontier] = np.arange(self._num_evaluated, end)
@@ -151,7 +161,6 @@ class IndependentDraft:
         places = [int(place) for place in self._slot[path] if place >= 0]
         self.cache.keep(places)
         self._pending = [int(tree.token[node]) for node in path[len(places) :]] + [next_token]
-        self._num_evaluated = 0
 
 
 def top_proposals(logits: Tensor, num_proposals: int) -> Proposals:

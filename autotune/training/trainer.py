@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from autotune.console import Console
 from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
 from autotune.training.batches import IGNORED, Batch, Batches
@@ -254,3 +256,19 @@ def save_pretrained(model: Any, processor: Any, folder: Path) -> None:
 def weights_sha256(folder: Path) -> str:
     """The hash that names a model in profiles, traces and cost tables: of its weights and its config."""
     return sha256_of(*sorted(folder.glob("*.safetensors")), folder / "config.json")
+
+
+def train_with_progress(recipe_path: Path, output: Path | None, console: Console) -> None:
+    """``autotune train``: the loop with a progress bar for people, ending with where the weights are."""
+    shown: dict[str, Any] = {}
+
+    with contextlib.ExitStack() as stack:
+
+        def progress(stage: str, step: int, steps: int, figures: dict[str, float]) -> None:
+            if shown.get("stage") != stage:
+                stack.close()
+                shown.update(stage=stage, update=stack.enter_context(console.stage(stage)))
+            shown["update"](step, steps, " ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+
+        folder = train(recipe_path, output=output, progress=progress)
+    console.say(f"weights, processor and training log written to {folder}")

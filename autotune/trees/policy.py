@@ -21,7 +21,7 @@ from autotune.trees.sage import SagePolicy
 from autotune.trees.tree import Floats, Ints, Tree
 
 TreePolicy = Annotated[ChainPolicy | SagePolicy, Field(discriminator="policy")]
-POLICIES: dict[str, type[ChainPolicy] | type[SagePolicy]] = {"chain": ChainPolicy, "sage": SagePolicy}
+POLICIES: dict[str, type[ChainPolicy | SagePolicy]] = {"chain": ChainPolicy, "sage": SagePolicy}
 STATE_SIZE = sage.STATE_SIZE
 
 _CHAIN = ChainPolicy.KIND

@@ -1,0 +1,29 @@
+# Two commands set everything up on a fresh machine: `make search` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: search test check clean
+
+search: .venv/installed  ## install, then the main job on the bundled pair: writes profile.json
+	$(BIN)/autotune search
+
+check: .venv/installed  ## lint, types and the fast tests
+	$(BIN)/ruff check autotune tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test: check  ## everything that needs no accelerator
+	$(BIN)/pytest -m "slow and not gpu"
+
+clean:
+	rm -rf .venv .autotune profile.json
+
+# Debian's python3 may come without venv; root installs it.
+.venv/bin/python:
+	$(PYTHON) -m venv .venv || { rm -rf .venv; apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv .venv; }
+
+# torch before everything that depends on it, so that its exact version is the one that is found.
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .[dev]
+	touch $@

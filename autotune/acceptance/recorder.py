@@ -1,0 +1,297 @@
+"""Records traces: the target's answers once, then what a draft would propose at every position of them, many positions at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+from torch import Tensor
+
+from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
+from autotune.drafters.independent import IndependentDraft, top_proposals
+from autotune.files import content_key, write_bytes
+from autotune.provenance import ModelReference, stamp
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.target import Target
+from autotune.trees.tree import MAX_NODES, Floats, Ints
+from autotune.workload import Workload, WorkloadPrompt
+
+ROOTS_AT_ONCE = 12  # positions whose forests grow together: a level then has some 50 nodes
+Report = Callable[[int, int], None]
+"""Called as report(done, of)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target says to a prompt. ``visual_scores`` [visual tokens] rank them for pruning; empty without an image."""
+
+    tokens: list[int]
+    prompt_length: int
+    visual_scores: list[float]
+
+
+class Recorder:
+    """Records with one loaded pair. Every answer and every forest is a file of its own under ``folder`` as soon as it is known, named by what it depends
+    on: after a crash the same calls find them again and do only what is missing.
+    """
+
+    def __init__(self, target: Target, target_reference: ModelReference, processor: Any, folder: Path) -> None:
+        self.target = target
+        self.target_reference = target_reference
+        self.processor = processor
+        self.folder = folder
+        self._plain = Decoder(target)
+
+    def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
+        """The target's answer to every prompt, by plain decoding."""
+        answers = []
+        for number, prompt in enumerate(workload.prompts):
+            path = self.folder / "answers" / f"{self._answer_key(prompt)}.json"
+            answer = _read_answer(path)
+            if answer is None:
+                answer = self._answer(prompt)
+                write_bytes(path, json.dumps(answer.__dict__).encode())
+            answers.append(answer)
+            if report is not None:
+                report(number + 1, len(workload.prompts))
+        return answers
+
+    def _answer_key(self, prompt: WorkloadPrompt) -> str:
+        return content_key([self.target_reference.sha256 or self.target_reference.id, prompt.sha256])
+
+    def _answer(self, prompt: WorkloadPrompt) -> Answer:
+        inputs = to_device(prompt.inputs(self.processor), self.target.device)
+        with torch.inference_mode():
+            self.target.reserve(inputs["input_ids"].shape[1])
+            scores = self.target.prefill(inputs, rank_visual_tokens=True).visual_scores
+        sequence = self._plain.generate(**inputs, **prompt.settings.generation).sequences
+        length = inputs["input_ids"].shape[1]
+        return Answer(sequence[0, length:].tolist(), length, [] if scores is None else scores.tolist())
+
+    def trace(
+        self,
+        draft: IndependentDraft,
+        draft_reference: ModelReference,
+        workload: Workload,
+        *,
+        visual_keep: float,
+        bounds: ForestBounds,
+        report: Report | None = None,
+    ) -> Trace:
+        """What the draft, seeing ``visual_keep`` of the visual tokens, proposes along the target's answers."""
+        draft.visual_keep = visual_keep
+        parts = []
+        subnet = [draft_reference.sha256 or draft_reference.id, visual_keep, bounds.model_dump()]
+        for number, (prompt, answer) in enumerate(zip(workload.prompts, self.answers(workload), strict=True)):
+            path = self.folder / "forests" / content_key(subnet) / f"{self._answer_key(prompt)}.safetensors"
+            part = _read_part(path)
+            if part is None:
+                inputs = to_device(prompt.inputs(self.processor), draft.device)
+                part = record_forest(draft, inputs, answer, bounds)
+                _write_part(path, part)
+            parts.append(part)
+            if report is not None:
+                report(number + 1, len(workload.prompts))
+        header = TraceHeader(
+            provenance=stamp(),
+            target=self.target_reference,
+            draft=draft_reference,
+            visual_keep=visual_keep,
+            workload=workload.name,
+            workload_sha256=workload.sha256,
+            bounds=bounds,
+            prompts=[prompt.name for prompt in workload.prompts],
+            tasks=[prompt.settings.task for prompt in workload.prompts],
+        )
+        return join(header, parts)
+
+
+def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The processor's tensors, moved."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def _read_answer(path: Path) -> Answer | None:
+    try:
+        return Answer(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _read_part(path: Path) -> RecordedPrompt | None:
+    try:
+        arrays = load(path.read_bytes())
+        forest = Forest(*(arrays[name] for name in ("answer", "child_token", "child_logprob", "child_node")))
+        return RecordedPrompt(forest, *(int(length) for length in arrays["lengths"]))
+    except (OSError, SafetensorError, KeyError):
+        return None
+
+
+def _write_part(path: Path, part: RecordedPrompt) -> None:
+    arrays = {name: np.ascontiguousarray(array) for name, array in part.forest.__dict__.items()}
+    write_bytes(path, save({**arrays, "lengths": np.array(part[1:])}))
+
+
+# ---------------------------------------------------------------------------------------------------------------- forest
+
+
+@torch.inference_mode()
+def record_forest(draft: IndependentDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds) -> RecordedPrompt:
+    """The forest along one answer."""
+    tokens = np.array(answer.tokens, np.int64)
+    num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
+    levels = bounds.depth - 1
+    capacity = answer.prompt_length + len(tokens) + ROOTS_AT_ONCE * bounds.width * levels + MAX_NODES
+    scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
+    draft.prefill(inputs, scores, capacity=capacity)
+    grower = _ForestGrower(draft, tokens, answer.prompt_length, bounds)
+    grower.read_answer(num_roots)
+    for first in range(0, num_roots, ROOTS_AT_ONCE):
+        grower.grow(first, min(first + ROOTS_AT_ONCE, num_roots))
+    return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, len(answer.visual_scores))
+
+
+class _ForestGrower:
+    """Lays the answer behind the prompt in the draft's cache, then grows the forests of some roots at a time behind it.
+
+    The answer's tokens count as uncommitted, because a root must not see the tokens after it: the mask says which a node may see.
+    """
+
+    def __init__(self, draft: IndependentDraft, tokens: Ints, prompt_length: int, bounds: ForestBounds) -> None:
+        self.draft = draft
+        self.tokens = tokens
+        self.prompt_length = prompt_length
+        self.bounds = bounds
+        self.closed = float(torch.finfo(draft.text_model.dtype).min)
+        self.num_roots = 0
+        self._child_token: list[NDArray[np.int64]] = []
+        self._child_logprob: list[NDArray[np.float32]] = []
+        self._links: list[tuple[Ints, Ints, int]] = []  # parents, ranks, first child node
+        self._num_nodes = 0
+
+    def _evaluate(self, tokens: Ints, positions: Ints, block: NDArray[np.float32], uncommitted: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        logits = self.draft.forward(tokens, positions, block, num_uncommitted=uncommitted)
+        found = top_proposals(logits, self.bounds.num_proposals)
+        self._child_token.append(found[0])
+        self._child_logprob.append(found[1])
+        self._num_nodes += len(tokens)
+        return found
+
+    def read_answer(self, num_roots: int) -> None:
+        """The answer's tokens, teacher-forced: the children of every root."""
+        for first in range(0, num_roots, MAX_NODES):
+            rows = np.arange(first, min(first + MAX_NODES, num_roots))
+            block = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.closed, 0.0).astype(np.float32)
+            self._evaluate(self.tokens[rows], self.prompt_length + rows, block, first)
+        self.num_roots = num_roots
+
+    def grow(self, first: int, end: int) -> None:
+        """The forests of the roots ``first`` to ``end - 1``, level by level."""
+        bounds = self.bounds
+        root = np.arange(first, end)
+        all_tokens = np.concatenate(self._child_token[: -(-self.num_roots // MAX_NODES)])
+        all_logprobs = np.concatenate(self._child_logprob[: -(-self.num_roots // MAX_NODES)])
+        tokens, logprobs = all_tokens[root], all_logprobs[root]
+        node, path_logprob = root.copy(), np.zeros(len(root))
+        is_best, is_answer = np.ones(len(root), np.bool_), np.ones(len(root), np.bool_)
+        ancestors = np.full((len(root), bounds.depth), -1)  # places behind the answer, by level
+        written = 0
+        for level in range(1, bounds.depth):
+            row, rank = choose_expanded(
+                root, tokens, logprobs, path_logprob, is_best, is_answer, self.tokens, level, np.log(bounds.floor * level), bounds.width
+            )
+            self._links.append((node[row], rank, self._num_nodes))
+            chosen = tokens[row, rank]
+            path_logprob = path_logprob[row] + logprobs[row, rank]
+            is_best = is_best[row] & (rank == 0)
+            root, ancestors = root[row], ancestors[row]
+            following = root + level
+            is_answer = is_answer[row] & (following < len(self.tokens)) & (self.tokens[np.minimum(following, len(self.tokens) - 1)] == chosen)
+            node = self._num_nodes + np.arange(len(row))
+            found = []
+            for begin in range(0, len(row), MAX_NODES):  # what one forward takes
+                part = slice(begin, min(begin + MAX_NODES, len(row)))
+                places = written + np.arange(part.stop - part.start)
+                ancestors[part, level] = places
+                written += len(places)
+                block = np.full((len(places), self.num_roots + written), self.closed, np.float32)
+                open_columns(block, root[part], ancestors[part, 1 : level + 1], self.num_roots)
+                positions = self.prompt_length + root[part] + level
+                found.append(self._evaluate(chosen[part], positions, block, self.num_roots + written - len(places)))
+            tokens = np.concatenate([f[0] for f in found])
+            logprobs = np.concatenate([f[1] for f in found])
+
+    def forest(self) -> Forest:
+        """All nodes; the first ``num_roots`` are the answer's own."""
+        k = self.bounds.num_proposals
+        child_token = np.concatenate(self._child_token) if self._child_token else np.zeros((0, k), np.int64)
+        child_logprob = np.concatenate(self._child_logprob) if self._child_logprob else np.zeros((0, k), np.float32)
+        child_node = np.full(child_token.shape, -1)
+        for parents, ranks, first in self._links:
+            child_node[parents, ranks] = first + np.arange(len(parents))
+        return Forest(self.tokens, child_token, child_logprob, child_node)
+
+
+@njit(cache=True)
+def choose_expanded(
+    root: Ints,
+    tokens: Ints,
+    logprobs: NDArray[np.float32],
+    path_logprob: Floats,
+    is_best: NDArray[np.bool_],
+    is_answer: NDArray[np.bool_],
+    answer: Ints,
+    level: int,
+    log_floor: float,
+    width: int,
+) -> tuple[Ints, Ints]:
+    """Which children, as (frontier row, rank), are expanded at this level. Rows of one root stand together.
+
+    The best path and the answer always are; of the others the ``width`` most probable above the floor.
+    """
+    num_rows, k = tokens.shape
+    rows = np.empty(num_rows * k, np.int64)
+    ranks = np.empty(num_rows * k, np.int64)
+    count = 0
+    begin = 0
+    while begin < num_rows:
+        end = begin
+        while end < num_rows and root[end] == root[begin]:
+            end += 1
+        value = np.full((end - begin) * k, -np.inf)
+        for row in range(begin, end):
+            for rank in range(k):
+                logprob = path_logprob[row] + logprobs[row, rank]
+                following = root[row] + level
+                if (is_best[row] and rank == 0) or (is_answer[row] and following < len(answer) and tokens[row, rank] == answer[following]):
+                    value[(row - begin) * k + rank] = 1.0  # before any log-probability
+                elif logprob > log_floor:
+                    value[(row - begin) * k + rank] = logprob
+        order = np.argsort(-value, kind="mergesort")
+        for place in range(len(order)):
+            if value[order[place]] == -np.inf or (place >= width and value[order[place]] < 1.0):
+                break
+            rows[count] = begin + order[place] // k
+            ranks[count] = order[place] % k
+            count += 1
+        begin = end
+    return rows[:count], ranks[:count]
+
+
+@njit(cache=True)
+def open_columns(block: NDArray[np.float32], root: Ints, ancestors: Ints, num_roots: int) -> None:
+    """Open to each node the answer up to its root, its ancestors and itself (the last of ``ancestors``)."""
+    for row in range(len(root)):
+        for column in range(root[row] + 1):
+            block[row, column] = 0.0
+        for place in ancestors[row]:
+            block[row, num_roots + place] = 0.0

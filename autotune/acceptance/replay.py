@@ -1,0 +1,219 @@
+"""Replays a tree policy over a trace, priced by a cost table: the rounds that decoding would take, and how long, without running a model.
+
+The trees are grown by the very code that grows them at inference (``trees/policy.py``); the trace answers what a node's children are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from autotune.acceptance.trace import Trace
+from autotune.cost.table import DensePrices
+from autotune.errors import UserError
+from autotune.trees import policy as policies
+from autotune.trees.chain import ChainPolicy
+from autotune.trees.sage import SagePolicy
+from autotune.trees.tree import MAX_NODES, ROOT, Floats, Ints, Tree, plant
+from autotune.trees.verification import find_child
+
+# Columns of the per-prompt counts.
+_ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING = range(4)
+# Columns of the per-prompt times.
+_DRAFT_MS, _VERIFY_MS = range(2)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What decoding the trace's prompts with a policy would do. Arrays are per prompt unless said otherwise."""
+
+    tokens: Ints
+    """Emitted after the prefill's first token."""
+    rounds: Ints
+    draft_forwards: Ints
+    verified_nodes: Ints
+    """Draft nodes sent to verification, over all rounds."""
+    missing: Ints
+    """Nodes that the policy expanded and the trace does not hold. None of them is on the answer, so accepted lengths are exact; the trees that were
+    priced lack at most their descendants."""
+    accepted_lengths: list[Ints]
+    """τ of every round, an array for each prompt."""
+    draft_ms: Floats
+    verify_ms: Floats
+    overhead_ms: Floats
+    draft_prefill_ms: Floats
+
+    @property
+    def decode_ms(self) -> Floats:
+        """Predicted decoding time, from the first token to the last."""
+        return self.draft_ms + self.verify_ms + self.overhead_ms + self.draft_prefill_ms
+
+    @property
+    def ms_per_token(self) -> float:
+        """Pooled over prompts: what the search minimises."""
+        return float(self.decode_ms.sum() / self.tokens.sum())
+
+    @property
+    def tokens_per_round(self) -> float:
+        """M, pooled over prompts."""
+        return float(self.tokens.sum() / self.rounds.sum())
+
+
+def replay(trace: Trace, policy: ChainPolicy | SagePolicy, prices: DensePrices) -> Replay:
+    """Replay ``policy`` over every prompt of the trace.
+
+    Raises:
+        UserError: the policy looks at more children, or grows deeper trees, than the trace holds.
+    """
+    bounds = trace.header.bounds
+    if policy.num_proposals > bounds.num_proposals or policy.max_depth > bounds.depth:
+        raise UserError(
+            f"this trace holds {bounds.num_proposals} children per node to depth {bounds.depth}; "
+            f"{policy.policy} asks for {policy.num_proposals} to depth {policy.max_depth}; record a larger one, or narrow the space"
+        )
+    counts = np.zeros((trace.num_prompts, 4), np.int64)
+    times = np.zeros((trace.num_prompts, 2))
+    accepted = np.zeros(len(trace.forest.answer), np.int64)
+    forest = trace.forest
+    _replay_prompts(
+        policy.KIND,
+        policy.encode(),
+        forest.answer,
+        forest.child_token,
+        forest.child_logprob,
+        forest.child_node,
+        trace.answer_start,
+        trace.first_node,
+        trace.prompt_length,
+        trace.draft_prompt_length,
+        prices.draft_ms,
+        prices.verify_ms,
+        prices.kv_step,
+        counts,
+        times,
+        accepted,
+    )
+    rounds, draft_forwards = counts[:, _ROUNDS], counts[:, _DRAFT_FORWARDS]
+    return Replay(
+        tokens=np.diff(trace.answer_start) - 1,
+        rounds=rounds,
+        draft_forwards=draft_forwards,
+        verified_nodes=counts[:, _NODES],
+        missing=counts[:, _MISSING],
+        accepted_lengths=[accepted[begin : begin + count] for begin, count in zip(trace.answer_start, rounds, strict=False)],
+        draft_ms=times[:, _DRAFT_MS],
+        verify_ms=times[:, _VERIFY_MS],
+        overhead_ms=prices.overhead_round_ms * rounds + prices.overhead_level_ms * draft_forwards,
+        draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0),
+    )
+
+
+def plain_decode_ms(trace: Trace, prices: DensePrices) -> Floats:
+    """Predicted time of plain decoding the same answers, per prompt."""
+    times = np.zeros(trace.num_prompts)
+    for p, (prompt_length, num_tokens) in enumerate(zip(trace.prompt_length, np.diff(trace.answer_start) - 1, strict=True)):
+        lengths = prompt_length + np.arange(num_tokens)
+        bins = np.minimum(lengths // prices.kv_step, prices.decode_ms.shape[0] - 1)
+        times[p] = prices.decode_ms[bins].sum()
+    return times
+
+
+@njit(cache=True)
+def _price(table: Floats, tokens: int, kv_length: int, kv_step: int) -> float:
+    return float(table[min(tokens, table.shape[0] - 1), min(kv_length // kv_step, table.shape[1] - 1)])
+
+
+@njit(cache=True)
+def _replay_prompts(
+    kind: int,
+    params: Floats,
+    answer: Ints,
+    child_token: Ints,
+    child_logprob: NDArray[np.float32],
+    child_node: Ints,
+    answer_start: Ints,
+    first_node: Ints,
+    prompt_length: Ints,
+    draft_prompt_length: Ints,
+    draft_ms: Floats,
+    verify_ms: Floats,
+    kv_step: int,
+    counts: Ints,
+    times: Floats,
+    accepted: Ints,
+) -> None:
+    """The decoding loop of ``runtime/decoder.py`` over every prompt, with recorded proposals."""
+    k = child_token.shape[1]
+    tree = Tree(
+        np.zeros(MAX_NODES, np.int64),
+        np.zeros(MAX_NODES, np.int64),
+        np.zeros(MAX_NODES, np.int64),
+        np.zeros(MAX_NODES),
+        np.zeros(MAX_NODES, np.int64),
+        np.zeros(1, np.int64),
+    )
+    state = np.zeros(policies.STATE_SIZE)
+    frontier = np.zeros(MAX_NODES, np.int64)
+    is_read = np.zeros(MAX_NODES, np.bool_)
+    tokens = np.zeros((MAX_NODES, k), np.int64)
+    logprobs = np.zeros((MAX_NODES, k), np.float32)
+    sources = np.zeros((MAX_NODES, k), np.int64)
+    for p in range(len(prompt_length)):
+        begin, num_answer = answer_start[p], answer_start[p + 1] - answer_start[p]
+        policies.reset(kind, params, state)
+        position = 0  # of the root in the answer
+        draft_length = draft_prompt_length[p]
+        pending = 1
+        while position < num_answer - 1:
+            # Draft.
+            plant(tree, answer[begin + position], first_node[p] + position)
+            is_read[:] = False
+            frontier[0] = ROOT
+            num_frontier = 1
+            times[p, _DRAFT_MS] += _price(draft_ms, pending, draft_length, kv_step)
+            draft_length += pending
+            num_read = 0
+            while num_frontier > 0:
+                counts[p, _DRAFT_FORWARDS] += 1
+                for row in range(num_frontier):
+                    node = tree.source[frontier[row]]
+                    is_read[frontier[row]] = True
+                    if node >= 0:
+                        tokens[row] = child_token[node]
+                        logprobs[row] = child_logprob[node]
+                        sources[row] = child_node[node]
+                    else:
+                        counts[p, _MISSING] += 1
+                        tokens[row] = -1
+                        logprobs[row] = -np.inf
+                        sources[row] = -1
+                num_frontier = policies.grow(
+                    kind, params, state, tree, frontier, num_frontier, tokens[:num_frontier], logprobs[:num_frontier], sources[:num_frontier]
+                )
+                if num_frontier > 0:
+                    times[p, _DRAFT_MS] += _price(draft_ms, num_frontier, draft_length + num_read, kv_step)
+                    num_read += num_frontier
+            # Verify.
+            size = tree.size[0]
+            times[p, _VERIFY_MS] += _price(verify_ms, size, prompt_length[p] + position, kv_step)
+            counts[p, _NODES] += size - 1
+            # Accept.
+            node, length, num_kept = ROOT, 0, 0
+            while position + length + 1 < num_answer:
+                child = find_child(tree, node, answer[begin + position + length + 1])
+                if child < 0:
+                    break
+                length += 1
+                if is_read[child]:
+                    num_kept += 1
+                node = child
+            # Commit.
+            accepted[begin + counts[p, _ROUNDS]] = length
+            counts[p, _ROUNDS] += 1
+            policies.learn(kind, params, state, length)
+            draft_length += num_kept
+            pending = length - num_kept + 1
+            position += length + 1

@@ -1,0 +1,69 @@
+"""``autotune check``: does a profile still decode losslessly, and fast enough?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autotune.console import Console
+from autotune.decoding_profile import load
+from autotune.errors import UserError
+from autotune.files import Document
+from autotune.provenance import Provenance, stamp
+from autotune.search.finalists import AR, Arm, Runner, summarise
+from autotune.search.main_job import configuration_of
+from autotune.workload import load_workload
+
+
+class CheckResult(Document):
+    """What the check found. ``exit_code`` is 0 passed, 1 failed."""
+
+    provenance: Provenance
+    profile: str
+    num_prompts: int
+    identical_outputs: int
+    speedup: float
+    ci95: tuple[float, float]
+    min_speedup: float | None
+    verdict: str
+    exit_code: int
+
+
+def run_check(
+    profile: Path, workload: str, min_speedup: float | None, num_prompts: int, seed: int, device: str, console: Console
+) -> CheckResult:
+    """Decode with the profile and plainly, side by side, and judge.
+
+    An output that differs from plain decoding fails. So does a speedup whose whole 95 % interval lies below ``min_speedup``: noise alone fails nothing.
+
+    Raises:
+        UserError: a minimum that is not positive, or the profile or workload cannot be read.
+    """
+    if min_speedup is not None and not min_speedup > 0:
+        raise UserError(f"--min-speedup must be above 0; got {min_speedup}; give for example --min-speedup 1.5")
+    prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
+    decoder = load(profile, device=device)
+    configuration = configuration_of(decoder.profile)
+    tuned = Arm("tuned", configuration) if configuration is not None else Arm(AR)
+    with console.stage("check") as update:
+        runs = Runner(decoder, decoder.processor).compare([Arm(AR), tuned], prompts, seed=seed, report=lambda done, of: update(done, of, ""))
+    summary = summarise(tuned.name, runs[tuned.name], runs[AR], seed=seed)
+    verdict, code = "passed", 0
+    if summary.identical_outputs < summary.num_prompts:
+        verdict, code = "failed: the output is not that of plain decoding", 1
+    elif min_speedup is not None and summary.ci95[1] < min_speedup:
+        verdict, code = f"failed: the speedup lies below {min_speedup:g}", 1
+    console.say(
+        f"{verdict}; {summary.identical_outputs}/{summary.num_prompts} outputs identical, "
+        f"speedup {summary.speedup:.2f}x ({summary.ci95[0]:.2f}-{summary.ci95[1]:.2f})"
+    )
+    return CheckResult(
+        provenance=stamp(),
+        profile=str(profile),
+        num_prompts=summary.num_prompts,
+        identical_outputs=summary.identical_outputs,
+        speedup=summary.speedup,
+        ci95=summary.ci95,
+        min_speedup=min_speedup,
+        verdict=verdict,
+        exit_code=code,
+    )

@@ -1,0 +1,297 @@
+"""The command line: one verb per stage. Each parses, calls one function, and prints; torch is loaded by the verbs that need it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autotune.errors import UserError
+from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.provenance import version_of
+from autotune.workload import BUNDLED
+
+OK, REGRESSED, USAGE, INCONCLUSIVE, NOT_COMPARABLE = range(5)
+
+
+class _Duration(click.ParamType):
+    """``90``, ``90s``, ``10m`` or ``1h``, as seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        found = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smh]?)", str(value).strip())
+        if not found:
+            self.fail(f"{value!r} is not a duration; write for example 90s, 10m or 1h", param, ctx)
+        return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+class _Verbs(click.Group):
+    """Catches the one exception that users can mend, in one place, for every verb."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            click.echo(f"autotune: {error}", err=True)
+            ctx.exit(USAGE)
+
+
+def _model_options(command: Callable[..., None]) -> Callable[..., None]:
+    command = click.option("--draft", default=BUNDLED_DRAFT, show_default=True, help="Draft: a bundled name, a path or a Hugging Face id.")(command)
+    return click.option("--target", default=BUNDLED_TARGET, show_default=True, help="Target: a bundled name, a path or a Hugging Face id.")(command)
+
+
+_workload_option = click.option("--workload", default=BUNDLED, show_default=True, help="'digits', or a JSONL file of prompts.")
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
+_device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1, allow_nan=False))
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version_of("autotune"), prog_name="autotune")
+def main() -> None:
+    """Finds the fit of draft, token tree and hardware for speculative decoding, and decodes with it.
+
+    Without options every verb works on the bundled pair and workload, offline, on the CPU. Exit codes: 0 done, 1 the check found a regression, 2 a mistake you
+    can mend, 3 the check is inconclusive, 4 not comparable.
+    """
+
+
+@main.command()
+@_json_option
+def devices(as_json: bool) -> None:
+    """This machine's devices, and those with shipped cost tables."""
+    from autotune.console import Console
+    from autotune.cost.device import fingerprint, local_devices, shipped_tables
+
+    here = {device: fingerprint(device) for device in local_devices()}
+    shipped = {name: [path.name.removesuffix(".cost.json") for path in paths] for name, paths in shipped_tables().items()}
+    if as_json:
+        _print_json({"local": {name: {**f.model_dump(), "key": f.key} for name, f in here.items()}, "shipped": shipped})
+        return
+    console = Console()
+    rows = [[name, f.model, str(f.num_cores), f"{f.memory_bytes / 2**30:.0f} GiB"] for name, f in here.items()]
+    console.table("This machine", ["device", "model", "cores", "memory"], rows)
+    if shipped:
+        console.table("Shipped cost tables (--gpu NAME)", ["device", "pairs"], [[name, ", ".join(pairs)] for name, pairs in shipped.items()])
+
+
+@main.command()
+@_model_options
+@_workload_option
+@_device_option
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("pair.cost.json"), show_default=True)
+@_json_option
+def profile(target: str, draft: str, workload: str, device: str, output: Path, as_json: bool) -> None:
+    """Measure a cost table: what a step of target and draft costs on a device."""
+    from autotune.console import Console
+    from autotune.cost.device import choose_device
+    from autotune.files import dump_document, require_writable, write_document
+    from autotune.search.main_job import Pair, measure_table, print_table
+    from autotune.workload import load_workload
+
+    require_writable(output)
+    console = Console()
+    prompts = load_workload(workload, "tune")
+    table = measure_table(Pair(target, draft, choose_device(device)), prompts, console)
+    write_document(output, "cost-table", table)
+    print_table(table, console)
+    console.say(f"cost table written to {output}")
+    if as_json:
+        click.echo(dump_document("cost-table", table))
+
+
+@main.command()
+@_model_options
+@_workload_option
+@_device_option
+@click.option("--visual-keep", multiple=True, type=float, default=(1.0,), show_default=True, help="Share of visual tokens that the draft sees; may be repeated.")
+@click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=64, show_default=True, help="How many prompts.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("traces"), show_default=True, help="Folder.")
+@_json_option
+def record(target: str, draft: str, workload: str, device: str, visual_keep: tuple[float, ...], num_prompts: int, output: Path, as_json: bool) -> None:
+    """Record traces: what the draft proposes along the target's answers."""
+    from autotune.acceptance.trace import agreement
+    from autotune.console import Console
+    from autotune.cost.device import choose_device
+    from autotune.files import require_writable
+    from autotune.search.main_job import Pair, print_agreement, record_traces
+    from autotune.workload import load_workload
+
+    require_writable(output / "keep-1.trace.json")
+    for keep in visual_keep:
+        if not 0.0 < keep <= 1.0:
+            raise UserError(f"--visual-keep must be above 0 and at most 1; got {keep:g}; 1 keeps every visual token")
+    console = Console()
+    prompts = load_workload(workload, "tune", num_prompts=num_prompts)
+    traces = record_traces(Pair(target, draft, choose_device(device)), prompts, list(visual_keep), output, console)
+    for trace in traces:
+        print_agreement(trace, console)
+    if as_json:
+        _print_json([{"visual_keep": trace.header.visual_keep, "agreement": agreement(trace)} for trace in traces])
+
+
+@main.command()
+@click.option("--gpu", default="auto", show_default=True, help="auto (the local accelerator, or the CPU), a local device, or the name of another one.")
+@_model_options
+@_workload_option
+@click.option("--space", default="quick", show_default=True, help="Search space: a shipped name or a YAML file.")
+@click.option("--budget", type=_Duration(), default="5m", show_default=True, help="Time to aim for, as 90s, 10m or 1h.")
+@click.option("--trials", type=int, default=400, show_default=True, help="Sampled configurations; small policies are enumerated beside them.")
+@click.option("--storage", default=None, help="Optuna RDB URL; a journal file in the study's folder where left out.")
+@click.option("--study", default=None, help="Name of the study's folder in .autotune/, to go on with or keep apart.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("profile.json"), show_default=True)
+@_json_option
+def search(
+    gpu: str,
+    target: str,
+    draft: str,
+    workload: str,
+    space: str,
+    budget: float,
+    trials: int,
+    storage: str | None,
+    study: str | None,
+    seed: int,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """The main job: profile, record, search, measure, and write the decoding profile. Interrupted, the same command goes on."""
+    from autotune.console import Console
+    from autotune.files import dump_document
+    from autotune.search.main_job import SearchSettings, check_settings
+    from autotune.search.main_job import search as run_search
+
+    settings = SearchSettings(
+        target=target,
+        draft=draft,
+        workload=workload,
+        space=space,
+        gpu=gpu,
+        budget_s=budget,
+        num_trials=trials,
+        storage=storage,
+        study=study,
+        seed=seed,
+        output=output,
+    )
+    check_settings(settings)
+    document = run_search(settings, Console())
+    if as_json:
+        click.echo(dump_document("decoding-profile", document))
+
+
+@main.command()
+@click.argument("profile", type=click.Path(path_type=Path))
+@click.option("--prompt", default=None, help="Text; with --image the question about it.")
+@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Image file; may be repeated.")
+@click.option("--workload", default=None, help="Decode a workload's evaluation prompts instead of one prompt.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True)
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@_device_option
+@_json_option
+def run(
+    profile: Path,
+    prompt: str | None,
+    images: tuple[Path, ...],
+    workload: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Decode with a profile. Without a prompt: one bundled example."""
+    from autotune.runtime.service import answer_prompts
+    from autotune.workload import Prompt, WorkloadPrompt, load_image, load_workload
+
+    if workload is not None and (prompt is not None or images):
+        raise UserError("give either --workload or --prompt with --image; got both; drop one")
+    if images and prompt is None:
+        raise UserError("an image needs a question; add --prompt TEXT")
+    if not math.isfinite(temperature) or temperature < 0:
+        raise UserError(f"--temperature must be a number of at least 0; got {temperature}; 0 is greedy decoding")
+    if prompt is not None:
+        settings = Prompt(prompt=prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        prompts = [WorkloadPrompt("prompt", settings, tuple(load_image(path) for path in images))]
+    else:
+        chosen = load_workload(workload or BUNDLED, "evaluate", num_prompts=None if workload else 1)
+        update = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        prompts = [
+            WorkloadPrompt(
+                p.name, p.settings.model_copy(update={**update, "max_new_tokens": min(p.settings.max_new_tokens, max_new_tokens)}), p.pixels
+            )
+            for p in chosen.prompts
+        ]
+    answers = []
+    for answer in answer_prompts(profile, prompts, device=device):
+        answers.append(answer)
+        if not as_json:
+            click.echo(answer["text"])
+            click.echo(answer["summary"], err=True)
+    if as_json:
+        _print_json(answers if workload is not None else answers[0])
+
+
+@main.command()
+@click.argument("profile", type=click.Path(path_type=Path))
+@_workload_option
+@click.option("--against", default="ar,hf,chain,sage", show_default=True, help="Arms, separated by commas: ar, hf, and published defaults.")
+@click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the order in which arms take turns.")
+@_device_option
+@_json_option
+def bench(profile: Path, workload: str, against: str, num_prompts: int, seed: int, device: str, as_json: bool) -> None:
+    """Measure a profile and other ways to decode side by side, in one run."""
+    from autotune.bench import run_bench
+    from autotune.console import Console
+
+    result = run_bench(profile, workload, [name.strip() for name in against.split(",") if name.strip()], num_prompts, seed, device, Console())
+    if as_json:
+        _print_json(result)
+
+
+@main.command()
+@click.argument("profile", type=click.Path(path_type=Path))
+@_workload_option
+@click.option("--min-speedup", type=float, default=None, help="Fail if the speedup over plain decoding, with its interval, lies below this.")
+@click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@_device_option
+@_json_option
+def check(profile: Path, workload: str, min_speedup: float | None, num_prompts: int, seed: int, device: str, as_json: bool) -> None:
+    """Check that a profile still decodes losslessly and, with --min-speedup, fast enough."""
+    from autotune.check import run_check
+    from autotune.console import Console
+
+    result = run_check(profile, workload, min_speedup, num_prompts, seed, device, Console())
+    if as_json:
+        _print_json(result.model_dump(mode="json"))
+    sys.exit(result.exit_code)
+
+
+@main.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Folder; the recipe's own where left out.")
+def train(recipe: Path, output: Path | None) -> None:
+    """Train a model of the bundled pair from a recipe, going on from the last checkpoint."""
+    from autotune.console import Console
+    from autotune.training.trainer import train_with_progress
+
+    train_with_progress(recipe, output, Console())

@@ -1,0 +1,62 @@
+"""What people see: progress and tables on standard error, so that standard output stays free for results and JSON."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+Update = Callable[[int, int, str], None]
+"""Called as update(done, of, note)."""
+
+
+class Console:
+    """Prints to standard error: a moving bar where a person watches, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._rich = RichConsole(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._rich.print(text, markup=False)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None) -> None:
+        """A table; the first column is text, the others are figures."""
+        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+        for number, row in enumerate(rows):
+            table.add_row(*row, style="bold" if number == emphasised else None)
+        self._rich.print(table)
+        self._rich.print()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Update]:
+        """A piece of long work: yields what to call with its progress, and says how long it took."""
+        started = time.monotonic()
+        if sys.stderr.isatty():
+            columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+            with Progress(*columns, console=self._rich, transient=True) as progress:
+                bar = progress.add_task(name, total=None, note="")
+
+                def update(done: int, of: int, note: str = "") -> None:
+                    progress.update(bar, completed=done, total=of, note=note)
+
+                yield update
+        else:
+            said = 0  # quarters
+
+            def update(done: int, of: int, note: str = "") -> None:
+                nonlocal said
+                if 4 * done // of > said and done < of:
+                    said = 4 * done // of
+                    self.say(f"  {name}: {done}/{of} {note}".rstrip())
+
+            yield update
+        self.say(f"{name}: done in {time.monotonic() - started:.1f} s")
+

@@ -1,0 +1,229 @@
+"""Measures a cost table through the very code that decodes: ``Decoder`` steps and draft proposals, at chosen sizes.
+
+Sizes are visited in random order, over and over, draft and target taking turns as they do in a round, so that neither a warm cache nor a drifting clock
+favours one size. The overhead outside the models is what real decoding showed beyond them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from autotune.acceptance.recorder import to_device
+from autotune.cost.device import fingerprint
+from autotune.cost.table import CostTable, DraftCosts, Overhead, Point, PrefillCost, Surface, fit_prefill
+from autotune.drafters.independent import IndependentDraft
+from autotune.errors import UserError
+from autotune.provenance import ModelReference, stamp
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.target import Target
+from autotune.runtime.token_rule import TokenRule
+from autotune.trees.tree import MAX_NODES, ROOT, Tree, add_child, plant
+from autotune.workload import Workload
+
+Report = Callable[[int, int], None]
+
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 65)  # 65: a full tree of 64 nodes and its root
+HELD_OUT_TOKENS = (5, 10, 20, 40)
+WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """How much to measure."""
+
+    repeats: int = 12
+    """Samples of every size."""
+    kv_lengths: tuple[int, ...] = (160, 256, 400)
+    held_out_kv_length: int = 208
+    seed: int = 0
+
+
+def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
+    """Three KV lengths that span a workload, and one between them for testing."""
+    lengths = tuple(sorted({int(round(x)) for x in np.linspace(max(16, shortest), max(32, longest), 3)}))
+    return lengths, (lengths[0] + lengths[1]) // 2
+
+
+def profile(
+    target: Target,
+    target_reference: ModelReference,
+    drafts: list[tuple[IndependentDraft, ModelReference]],
+    processor: Any,
+    workload: Workload,
+    *,
+    settings: ProfileSettings | None = None,
+    report: Report | None = None,
+) -> CostTable:
+    """Measure target and drafts on the device where they are. ``workload`` gives prompts for prefills and the overhead.
+
+    Raises:
+        UserError: no draft was given.
+    """
+    if not drafts:
+        raise UserError("a cost table needs a draft; name one with --draft")
+    settings = settings or ProfileSettings()
+    steps = settings.repeats * len(drafts) + 4 * len(drafts)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if report is not None:
+            report(min(done, steps), steps)
+
+    verify: dict[tuple[int, int], list[float]] = {}
+    decode: dict[tuple[int, int], list[float]] = {}
+    costs = []
+    prefill = None
+    for draft, draft_reference in drafts:
+        bench = _Bench(target, draft, settings)
+        propose: dict[tuple[int, int], list[float]] = {}
+        for _ in range(settings.repeats):
+            bench.sweep(propose, verify, decode)
+            advance()
+        target_prefill, draft_prefill = measure_prefills(target, draft, processor, workload)
+        prefill = prefill or target_prefill
+        advance()
+        costs.append(
+            DraftCosts(
+                draft=draft_reference, propose=_surface(propose, settings), prefill=draft_prefill, overhead=measure_overhead(target, draft, processor, workload)
+            )
+        )
+        for _ in range(3):
+            advance()
+    assert prefill is not None
+    return CostTable(
+        provenance=stamp(),
+        device=fingerprint(str(target.device)),
+        precision=str(target.dtype).removeprefix("torch."),
+        target=target_reference,
+        decode=_surface(decode, settings),
+        verify=_surface(verify, settings),
+        prefill=prefill,
+        drafts=costs,
+    )
+
+
+def _surface(samples: dict[tuple[int, int], list[float]], settings: ProfileSettings) -> Surface:
+    points = [Point(tokens=n, kv_length=m, samples_ms=ms) for (n, m), ms in sorted(samples.items())]
+    return Surface(
+        points=[point for point in points if point.kv_length in settings.kv_lengths],
+        held_out=[point for point in points if point.kv_length not in settings.kv_lengths],
+    )
+
+
+class _Bench:
+    """Times single steps of a decoder whose caches hold whatever numbers: latency does not depend on them."""
+
+    def __init__(self, target: Target, draft: IndependentDraft, settings: ProfileSettings) -> None:
+        capacity = max(settings.kv_lengths) + 2 * MAX_NODES
+        self.settings = settings
+        self.random = random.Random(settings.seed)
+        self.rule = TokenRule(device=target.device)
+        with torch.inference_mode():
+            target.reserve(capacity)
+            draft.reserve(capacity)
+            self.decoder = Decoder(target, draft)
+            for _ in range(WARM_UPS):
+                self.sweep({}, {}, {})
+
+    def _points(self) -> Iterator[tuple[int, int]]:
+        """All sizes of a sweep in random order, the held-out ones among them."""
+        points = [(n, m) for n in TOKENS for m in self.settings.kv_lengths]
+        points += [(n, self.settings.held_out_kv_length) for n in HELD_OUT_TOKENS]
+        self.random.shuffle(points)
+        return iter(points)
+
+    @torch.inference_mode()
+    def sweep(
+        self, propose: dict[tuple[int, int], list[float]], verify: dict[tuple[int, int], list[float]], decode: dict[tuple[int, int], list[float]]
+    ) -> None:
+        """Samples of every size: two draft steps, one verification, and so on, as in rounds; then plain steps in a row, as in plain decoding."""
+        for first, second, verified in zip(self._points(), self._points(), self._points(), strict=True):
+            for n, m in (first, second):
+                propose.setdefault((n, m), []).append(self._time_propose(n, m))
+            verify.setdefault(verified, []).append(self._time_verify(*verified))
+        for m in (*self.settings.kv_lengths, self.settings.held_out_kv_length):
+            samples = [self._time_decode(m + i) for i in range(4)]
+            decode.setdefault((1, m), []).extend(samples[1:])
+
+    def _time_propose(self, n: int, m: int) -> float:
+        draft, tree = self.decoder.draft, self.decoder._tree
+        assert draft is not None
+        draft.cache.length = m
+        _plant_star(tree, n)
+        frontier = np.arange(1, n + 1)
+        draft.begin_round()
+        clock = self.decoder._clock
+        started = clock()
+        draft.propose(tree, frontier, 10)
+        return clock() - started
+
+    def _time_verify(self, n: int, m: int) -> float:
+        self.decoder.target.cache.length = m
+        _plant_star(self.decoder._tree, n - 1)
+        request = self.decoder._request({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, self.rule, 1)
+        self.decoder._verify(request)
+        return request.stats.verify_ms
+
+    def _time_decode(self, m: int) -> float:
+        self.decoder.target.cache.length = m
+        request = self.decoder._request({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, self.rule, 1)
+        self.decoder._plain_step(1, request)
+        return request.stats.verify_ms
+
+
+def _plant_star(tree: Tree, num_children: int) -> None:
+    """A root with children: the shape of a tree does not matter to its latency, its size does."""
+    plant(tree, 1, -1)
+    for _ in range(num_children):
+        add_child(tree, ROOT, 1, 0.0, -1)
+
+
+def measure_prefills(target: Target, draft: IndependentDraft, processor: Any, workload: Workload) -> tuple[PrefillCost, PrefillCost]:
+    """Prefill latencies of target and draft over the workload's shortest and longest prompts and some visual keep ratios."""
+    clock = Decoder(target)._clock
+    of_target: list[tuple[int, int, float]] = []
+    of_draft: list[tuple[int, int, float]] = []
+    kept = draft.visual_keep
+    with torch.inference_mode():
+        for attempt in range(3):
+            for prompt in workload.prompts[: 2 * len(workload.tasks)]:
+                inputs = to_device(prompt.inputs(processor), target.device)
+                length = inputs["input_ids"].shape[1]
+                target.reserve(length)
+                started = clock()
+                prefilled = target.prefill(inputs, rank_visual_tokens=True)
+                of_target.append((length, int(prefilled.num_visual_tokens > 0), clock() - started))
+                for draft.visual_keep in (1.0, 0.5, 0.1) if prefilled.num_visual_tokens else (1.0,):
+                    started = clock()
+                    draft.prefill(inputs, prefilled.visual_scores, capacity=length + MAX_NODES)
+                    of_draft.append((draft.length, int(prefilled.num_visual_tokens > 0), clock() - started))
+            if attempt == 0:  # warm-up
+                of_target.clear()
+                of_draft.clear()
+    draft.visual_keep = kept
+    return fit_prefill(of_target), fit_prefill(of_draft)
+
+
+def measure_overhead(target: Target, draft: IndependentDraft, processor: Any, workload: Workload) -> Overhead:
+    """Real decoding with shallow and deep trees: time outside the models, as so much a round and so much a draft level."""
+    from scipy.optimize import nnls
+
+    rows, outside = [], []
+    for tree in ({"policy": "chain", "depth": 1}, {"policy": "chain", "depth": 8}, {"policy": "sage"}):
+        decoder = Decoder(target, draft, tree=tree)
+        for number, prompt in enumerate(workload.prompts[:5]):
+            inputs = to_device(prompt.inputs(processor), target.device)
+            stats = decoder.generate(**inputs, max_new_tokens=32).stats
+            if number > 0 and stats.rounds > 0:  # the first is warm-up
+                rows.append((stats.rounds, stats.draft_forwards))
+                outside.append(stats.overhead_ms)
+    per_round, per_level = nnls(np.array(rows, np.float64), np.array(outside))[0]
+    return Overhead(round_ms=float(per_round), level_ms=float(per_level))

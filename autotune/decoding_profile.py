@@ -1,0 +1,212 @@
+"""The decoding profile: what the search finds, with its evidence, and what the runtime obeys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from autotune.cost.device import Fingerprint
+from autotune.errors import UserError
+from autotune.files import Document, parse, read_json, write_document
+from autotune.provenance import ModelReference, Provenance
+from autotune.trees.policy import TreePolicy, parse_policy
+
+
+class Subnet(Document):
+    """Which part of the draft decodes. Heads and injection layer are for drafts that have them."""
+
+    heads: float | None = None
+    visual_keep: float = Field(default=1.0, gt=0, le=1)
+    injection_layer: int | None = None
+
+
+class DraftChoice(Document):
+    """A draft, as a profile names it."""
+
+    kind: str
+    id: str
+    sha256: str
+    subnet: Subnet = Field(default_factory=Subnet)
+
+
+class Predicted(Document):
+    """What replay and the cost table say, on the tuning prompts."""
+
+    speedup: float
+    ms_per_token: float
+    tokens_per_round: float | None
+    estimated: bool = False
+    """Priced by a datasheet estimate, not by a measured table."""
+
+
+class Measured(Document):
+    """What real runs said, interleaved with plain decoding, on the evaluation prompts."""
+
+    speedup: float
+    ci95: tuple[float, float]
+    """Paired bootstrap over prompts."""
+    tokens_per_round: float | None
+    tokens_per_second: float
+    ar_tokens_per_second: float
+    num_prompts: int
+    num_tokens: int
+    predicted_error: float | None = None
+    """Predicted over measured decoding time on the evaluation prompts, minus 1."""
+    identical_outputs: int
+    """Prompts whose tokens equal plain decoding's."""
+
+
+class OperatingPoint(Document):
+    """One way to decode, and when. ``draft`` and ``tree`` are null for plain autoregressive decoding."""
+
+    when: dict[str, Any] = Field(default_factory=dict)
+    draft: DraftChoice | None
+    tree: TreePolicy | None
+    verification: dict[str, str] = Field(default_factory=lambda: {"kind": "lossless"})
+    lossless: bool = True
+    predicted: Predicted | None
+    measured: Measured | None
+
+    @field_validator("when")
+    @classmethod
+    def _no_conditions_yet(cls, when: dict[str, Any]) -> dict[str, Any]:
+        if when:
+            raise ValueError("this version knows no conditions, and applies the first point always; leave 'when' empty")
+        return when
+
+    @field_validator("verification")
+    @classmethod
+    def _only_lossless(cls, verification: dict[str, str]) -> dict[str, str]:
+        if verification != {"kind": "lossless"}:
+            raise ValueError("the only verification known is {'kind': 'lossless'}")
+        return verification
+
+
+class PromptEvidence(Document):
+    """The counts of one evaluation prompt under the first point: exact, so a change shows without timing."""
+
+    name: str
+    sha256: str
+    tokens_sha256: str
+    rounds: int
+    draft_forwards: int
+    accepted_tokens: int
+    decode_ms: float
+    ar_decode_ms: float
+
+
+class ComparedArm(Document):
+    """An arm that the winner was compared with, in the same run on the same prompts."""
+
+    name: str
+    tree: dict[str, Any] | None
+    visual_keep: float | None
+    predicted_speedup: float | None
+    speedup: float
+    ci95: tuple[float, float]
+    tokens_per_round: float | None
+    tokens_per_second: float
+
+
+class Evidence(Document):
+    """Why the points are what they are."""
+
+    prompts: list[PromptEvidence] = Field(default_factory=list)
+    compared: list[ComparedArm] = Field(default_factory=list)
+    configurations_replayed: int = 0
+
+
+class WorkloadReference(Document):
+    """The prompts that tuned and judged."""
+
+    name: str
+    tune_sha256: str
+    evaluate_sha256: str
+    num_tune_prompts: int
+    num_evaluate_prompts: int
+
+
+class DecodingProfile(Document):
+    """A deployable choice of draft and tree for a target on a device."""
+
+    provenance: Provenance
+    target: ModelReference
+    workload: WorkloadReference
+    hardware: Fingerprint
+    precision: str
+    points: list[OperatingPoint] = Field(min_length=1)
+    evidence: Evidence
+
+    @property
+    def point(self) -> OperatingPoint:
+        """The point in force: the first that matches."""
+        return self.points[0]
+
+
+def save_profile(path: Path, profile: DecodingProfile) -> None:
+    """Write the profile atomically."""
+    write_document(path, "decoding-profile", profile)
+
+
+def load_profile(path: Path) -> DecodingProfile:
+    """The profile in ``path``.
+
+    Raises:
+        UserError: missing, truncated, unknown key, newer schema, unknown tree policy.
+    """
+    content = read_json(path)
+    for number, point in enumerate(content.get("points") or [] if isinstance(content, dict) else []):
+        # Named before the union of policies is tried, whose errors would speak of all of them.
+        if isinstance(point, dict) and isinstance(point.get("tree"), dict):
+            parse_policy(point["tree"], source=f"{path}: points.{number}.tree")
+    return parse(DecodingProfile, "decoding-profile", content, source=path)
+
+
+def load(
+    profile: str | Path | DecodingProfile, *, target: Any = None, draft: Any = None, device: str = "auto", strict: bool = False
+) -> Any:
+    """A decoder that obeys a profile.
+
+    Loads the target and draft that the profile names, or takes loaded models. On another device than the profile was made for it says so in a warning and
+    decodes anyway, for that is lossless all the same.
+
+    Raises:
+        UserError: the profile or its models cannot be read; a model's weights are not those of the profile (models given by the caller are not hashed);
+            with ``strict``, another device.
+    """
+    import warnings
+
+    from autotune.cost.device import choose_device, fingerprint
+    from autotune.models import load_model, load_processor, reference
+    from autotune.runtime.decoder import Decoder
+
+    source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
+    document = profile if isinstance(profile, DecodingProfile) else load_profile(Path(profile))
+    point = document.point
+    place = choose_device(device) if target is None else str(target.device)
+    here = fingerprint(place)
+    if here.key != document.hardware.key:
+        message = f"{source}: tuned on {document.hardware.key}, this is {here.key}"
+        if strict:
+            raise UserError(f"{message}; run autotune search here, or load without strict=True")
+        warnings.warn(f"{message}; output is the same, the speedup may differ", stacklevel=2)
+
+    def checked(reference_in_profile: ModelReference, given: Any) -> Any:
+        if given is not None:
+            return given
+        found = reference(reference_in_profile.id)
+        if reference_in_profile.sha256 and found.sha256 and found.sha256 != reference_in_profile.sha256:
+            raise UserError(f"{source}: {reference_in_profile.id} has other weights than when the profile was made; run autotune search again")
+        return load_model(reference_in_profile.id, device=place)
+
+    target_model = checked(document.target, target)
+    draft_model = None
+    if point.draft is not None:
+        draft_model = checked(ModelReference(id=point.draft.id, sha256=point.draft.sha256), draft)
+    keep = 1.0 if point.draft is None else point.draft.subnet.visual_keep
+    processor = None
+    if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
+        processor = load_processor(document.target.id if target is None else target.config._name_or_path)
+    return Decoder(target_model, draft_model, tree=point.tree, visual_keep=keep, processor=processor, profile=document)

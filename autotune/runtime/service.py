@@ -1,0 +1,30 @@
+"""Decodes prompts with a profile, for ``autotune run``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.acceptance.recorder import to_device
+from autotune.decoding_profile import load
+from autotune.workload import WorkloadPrompt
+
+
+def answer_prompts(profile: Path, prompts: Sequence[WorkloadPrompt], *, device: str) -> Iterator[dict[str, Any]]:
+    """For every prompt its text, statistics, and a line that sums them up."""
+    decoder = load(profile, device=device)
+    for prompt in prompts:
+        inputs = to_device(prompt.inputs(decoder.processor), decoder.target.device)
+        output = decoder.generate(**inputs, **prompt.settings.generation)
+        stats = output.stats
+        text = decoder.processor.decode(output.sequences[0, stats.prompt_tokens :], skip_special_tokens=True).strip()
+        speed = 1e3 * (stats.new_tokens - 1) / stats.decode_ms if stats.decode_ms else 0.0
+        rounds = f", {stats.tokens_per_round:.2f} tokens a round" if stats.tokens_per_round and decoder.draft is not None else ""
+        yield {
+            "prompt": prompt.settings.prompt,
+            "text": text,
+            "lossless": True,
+            "stats": stats.to_json(),
+            "summary": f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s{rounds})",
+        }

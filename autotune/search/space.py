@@ -1,0 +1,156 @@
+"""Search spaces: YAML files in Optuna's own words, and the configurations they hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from autotune.errors import UserError, nearest
+from autotune.files import Document, content_key, data_root, parse, read_yaml
+from autotune.trees.policy import POLICIES, parse_policy
+
+if TYPE_CHECKING:
+    import optuna
+
+# Pairs of hyperparameters of which the second must not be below the first: sampled freely, then put in order.
+_ORDERED = (("d_min", "d_max"), ("w_min", "w_max"), ("lower", "upper"))
+
+
+class Dimension(Document):
+    """Values of one hyperparameter: ``choices``, or a range with ``low``, ``high`` and perhaps ``step`` or ``log``."""
+
+    choices: list[Any] | None = Field(default=None, min_length=1)
+    low: int | float | None = None
+    high: int | float | None = None
+    step: int | float | None = None
+    log: bool = False
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Dimension:
+        has_range = self.low is not None and self.high is not None
+        if (self.choices is not None) == has_range:
+            raise ValueError("give either choices, or low and high")
+        if has_range and self.low > self.high:  # type: ignore[operator]
+            raise ValueError(f"low must be at most high, which is {self.high}")
+        return self
+
+    @property
+    def values(self) -> list[Any] | None:
+        """All values of a finite dimension; None of a continuous one."""
+        if self.choices is not None:
+            return self.choices
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return list(range(self.low, self.high + 1, int(self.step or 1)))
+        return None
+
+    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+        """A value, by Optuna's sampler."""
+        if self.choices is not None:
+            return trial.suggest_categorical(name, self.choices)
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return trial.suggest_int(name, self.low, self.high, step=int(self.step or 1), log=self.log)
+        assert self.low is not None and self.high is not None
+        return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
+
+
+class Configuration(Document):
+    """One way to decode: a tree policy with its hyperparameters, and the share of visual tokens that the draft sees."""
+
+    tree: dict[str, Any]
+    visual_keep: float
+
+    @property
+    def key(self) -> str:
+        """Content hash: equal configurations have equal keys."""
+        return content_key([parse_policy(self.tree).model_dump(), self.visual_keep])
+
+    @property
+    def label(self) -> str:
+        """For people: the policy with what differs from its defaults."""
+        policy = parse_policy(self.tree)
+        defaults = type(policy)()
+        changed = {n: v for n, v in policy.model_dump().items() if n != "policy" and (v != getattr(defaults, n) or policy.policy == "chain")}
+        words = [f"{n}={v:.2f}" if isinstance(v, float) else f"{n}={v}" for n, v in changed.items()]
+        return f"{policy.policy}({', '.join(words)}) keep={self.visual_keep:g}"
+
+
+class SearchSpace(Document):
+    """Which configurations a search may choose."""
+
+    name: str
+    description: str = ""
+    visual_keep: Dimension
+    trees: dict[str, dict[str, Dimension]] = Field(min_length=1)
+
+    def enumerated(self, policy: str) -> Iterator[Configuration] | None:
+        """All configurations of a policy with few of them (at most 200), or None."""
+        axes = [dimension.values for dimension in self.trees[policy].values()]
+        keeps = self.visual_keep.values
+        if keeps is None or any(axis is None for axis in axes):
+            return None
+        size = len(keeps)
+        for axis in axes:
+            size *= len(axis or ())
+        if size > 200:
+            return None
+        names = list(self.trees[policy])
+        return (
+            configuration(policy, dict(zip(names, values, strict=True)), keep)
+            for keep in keeps
+            for values in itertools.product(*(axis for axis in axes if axis is not None))
+        )
+
+    def suggest(self, trial: optuna.Trial, policies: list[str]) -> Configuration:
+        """A configuration of one of the policies, by Optuna's sampler."""
+        policy = trial.suggest_categorical("policy", policies)
+        values = {name: dimension.suggest(trial, f"{policy}.{name}") for name, dimension in self.trees[policy].items()}
+        return configuration(policy, values, self.visual_keep.suggest(trial, "visual_keep"))
+
+
+def configuration(policy: str, values: dict[str, Any], visual_keep: float) -> Configuration:
+    """A configuration with its ordered pairs put in order."""
+    values = dict(values)
+    for low, high in _ORDERED:
+        if low in values and high in values and values[low] > values[high]:
+            values[low], values[high] = values[high], values[low]
+    return Configuration(tree={"policy": policy, **values}, visual_keep=visual_keep)
+
+
+def load_space(name: str) -> SearchSpace:
+    """A shipped search space by name, or a YAML file.
+
+    Raises:
+        UserError: no such space; a policy or hyperparameter that does not exist.
+    """
+    shipped = {path.stem: path for path in (data_root() / "search_spaces").glob("*.yaml")}
+    path = shipped.get(name, Path(name))
+    if name not in shipped and not path.suffix:
+        raise UserError(f"unknown search space {name!r}; {nearest(name, shipped)}")
+    space = parse(SearchSpace, "search-space", read_yaml(path), source=path)
+    for policy, dimensions in space.trees.items():
+        if policy not in POLICIES:
+            raise UserError(f"{path}: unknown tree policy {policy!r}; {nearest(policy, POLICIES)}")
+        fields = [field for field in POLICIES[policy].model_fields if field != "policy"]
+        for dimension in dimensions:
+            if dimension not in fields:
+                raise UserError(f"{path}: {policy} has no hyperparameter {dimension!r}; {nearest(dimension, fields)}")
+        for values in dimensions.items():
+            for edge in (values[1].choices or [values[1].low, values[1].high])[:: max(1, len(values[1].choices or [0, 0]) - 1)]:
+                parse_policy(configuration(policy, {**_widest(dimensions), values[0]: edge}, 1.0).tree, source=f"{path}: {policy}")
+    return space
+
+
+def _widest(dimensions: dict[str, Dimension]) -> dict[str, Any]:
+    """One value of every dimension: the upper end, or the last choice."""
+    return {name: d.choices[-1] if d.choices is not None else d.high for name, d in dimensions.items()}
+
+
+# What users run today (shared defaults of serving engines and papers): every search compares its winner with these.
+PUBLISHED_DEFAULTS: dict[str, Configuration] = {
+    "chain": Configuration(tree={"policy": "chain", "depth": 5}, visual_keep=1.0),
+    "sage": Configuration(tree={"policy": "sage"}, visual_keep=0.2),
+}
