@@ -17,7 +17,9 @@ from autotune.workload import Workload, load_workload
 TUNED = "tuned"
 
 
-def run_bench(profile: Path, workload: str, against: list[str], num_prompts: int, seed: int, device: str, console: Console) -> dict[str, Any]:
+def run_bench(
+    profile: Path, workload: str, against: list[str], num_prompts: int, seed: int, device: str, console: Console
+) -> dict[str, Any]:
     """Measure the arms and print them pooled and by task; returns the figures.
 
     Raises:
@@ -30,20 +32,35 @@ def run_bench(profile: Path, workload: str, against: list[str], num_prompts: int
     prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
     decoder = load(profile, device=device)
     if decoder.draft is None and any(name in PUBLISHED_DEFAULTS for name in against):
-        raise UserError("this profile decodes without a draft, so trees cannot be compared with it; bench it --against ar,hf")
-    arms = [Arm(AR), *(Arm(name, PUBLISHED_DEFAULTS.get(name)) for name in against if name != AR), Arm(TUNED, configuration_of(decoder.profile))]
+        raise UserError(
+            "this profile decodes without a draft, so trees cannot be compared with it; bench it --against ar,hf"
+        )
+    arms = [
+        Arm(AR),
+        *(Arm(name, PUBLISHED_DEFAULTS.get(name)) for name in against if name != AR),
+        Arm(TUNED, configuration_of(decoder.profile)),
+    ]
     if decoder.draft is None:
         arms = arms[:-1]
     with console.stage("bench") as update:
-        runs = Runner(decoder, decoder.processor).compare(arms, prompts, seed=seed, report=lambda done, of: update(done, of, ""))
+        runs = Runner(decoder, decoder.processor).compare(
+            arms, prompts, seed=seed, report=lambda done, of: update(done, of, "")
+        )
     summaries = [summarise(arm.name, runs[arm.name], runs[AR], seed=seed) for arm in arms]
     _print(summaries, console)
     by_task = speedups_by_task(runs, prompts)
     tasks = list(next(iter(by_task.values())))
     console.table(
-        "Speedup over ar by task", ["arm", *tasks], [[name, *(f"{found[task]:.2f}x" for task in tasks)] for name, found in by_task.items()]
+        "Speedup over ar by task",
+        ["arm", *tasks],
+        [[name, *(f"{found[task]:.2f}x" for task in tasks)] for name, found in by_task.items()],
     )
-    return {"arms": [asdict(summary) for summary in summaries], "speedup_by_task": by_task, "workload_sha256": prompts.sha256, "seed": seed}
+    return {
+        "arms": [asdict(summary) for summary in summaries],
+        "speedup_by_task": by_task,
+        "workload_sha256": prompts.sha256,
+        "seed": seed,
+    }
 
 
 def _print(summaries: list[Summary], console: Console) -> None:
@@ -61,7 +78,12 @@ def _print(summaries: list[Summary], console: Console) -> None:
         for s in summaries
     ]
     title = f"Decoding {summaries[0].num_prompts} prompts, {summaries[0].num_tokens} tokens; speedup over ar with its 95 % interval"
-    console.table(title, ["arm", "speedup", "interval", "M", "tokens/s", "median ms", "outside models", "same output"], rows, emphasised=len(rows) - 1)
+    console.table(
+        title,
+        ["arm", "speedup", "interval", "M", "tokens/s", "median ms", "outside models", "same output"],
+        rows,
+        emphasised=len(rows) - 1,
+    )
 
 
 def speedups_by_task(runs: dict[str, list[Run]], workload: Workload) -> dict[str, dict[str, float]]:

@@ -45,7 +45,9 @@ def run_check(
     configuration = configuration_of(decoder.profile)
     tuned = Arm("tuned", configuration) if configuration is not None else Arm(AR)
     with console.stage("check") as update:
-        runs = Runner(decoder, decoder.processor).compare([Arm(AR), tuned], prompts, seed=seed, report=lambda done, of: update(done, of, ""))
+        runs = Runner(decoder, decoder.processor).compare(
+            [Arm(AR), tuned], prompts, seed=seed, report=lambda done, of: update(done, of, "")
+        )
     summary = summarise(tuned.name, runs[tuned.name], runs[AR], seed=seed)
     verdict, code = "passed", 0
     if summary.identical_outputs < summary.num_prompts:

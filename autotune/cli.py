@@ -20,7 +20,7 @@ from autotune.workload import BUNDLED
 OK, REGRESSED, USAGE, INCONCLUSIVE, NOT_COMPARABLE = range(5)
 
 
-class _Duration(click.ParamType):
+class _Duration(click.ParamType[float]):
     """``90``, ``90s``, ``10m`` or ``1h``, as seconds."""
 
     name = "duration"
@@ -46,11 +46,20 @@ class _Verbs(click.Group):
 
 
 def _model_options(command: Callable[..., None]) -> Callable[..., None]:
-    command = click.option("--draft", default=BUNDLED_DRAFT, show_default=True, help="Draft: a bundled name, a path or a Hugging Face id.")(command)
-    return click.option("--target", default=BUNDLED_TARGET, show_default=True, help="Target: a bundled name, a path or a Hugging Face id.")(command)
+    command = click.option(
+        "--draft", default=BUNDLED_DRAFT, show_default=True, help="Draft: a bundled name, a path or a Hugging Face id."
+    )(command)
+    return click.option(
+        "--target",
+        default=BUNDLED_TARGET,
+        show_default=True,
+        help="Target: a bundled name, a path or a Hugging Face id.",
+    )(command)
 
 
-_workload_option = click.option("--workload", default=BUNDLED, show_default=True, help="'digits', or a JSONL file of prompts.")
+_workload_option = click.option(
+    "--workload", default=BUNDLED, show_default=True, help="'digits', or a JSONL file of prompts."
+)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 _device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
 
@@ -75,17 +84,36 @@ def devices(as_json: bool) -> None:
     """This machine's devices, and those with shipped cost tables."""
     from autotune.console import Console
     from autotune.cost.device import fingerprint, local_devices, shipped_tables
+    from autotune.cost.roofline import datasheets, load_limits
 
     here = {device: fingerprint(device) for device in local_devices()}
-    shipped = {name: [path.name.removesuffix(".cost.json") for path in paths] for name, paths in shipped_tables().items()}
+    shipped = {
+        name: [path.name.removesuffix(".cost.json") for path in paths] for name, paths in shipped_tables().items()
+    }
     if as_json:
-        _print_json({"local": {name: {**f.model_dump(), "key": f.key} for name, f in here.items()}, "shipped": shipped})
+        local = {name: {**f.model_dump(), "key": f.key} for name, f in here.items()}
+        _print_json(
+            {
+                "local": local,
+                "measured": shipped,
+                "estimated": {name: load_limits(name).model_dump() for name in datasheets()},
+            }
+        )
         return
     console = Console()
     rows = [[name, f.model, str(f.num_cores), f"{f.memory_bytes / 2**30:.0f} GiB"] for name, f in here.items()]
     console.table("This machine", ["device", "model", "cores", "memory"], rows)
-    if shipped:
-        console.table("Shipped cost tables (--gpu NAME)", ["device", "pairs"], [[name, ", ".join(pairs)] for name, pairs in shipped.items()])
+    limits = {name: load_limits(name) for name in datasheets()}
+    rows = [
+        [
+            name,
+            limits[name].model if name in limits else "-",
+            f"{limits[name].memory_gb_per_second:.0f} GB/s" if name in limits else "-",
+            ", ".join(shipped.get(name, [])) or "none: estimated from the datasheet",
+        ]
+        for name in sorted({*limits, *shipped})
+    ]
+    console.table("Other devices (--gpu NAME)", ["name", "model", "bandwidth", "measured pairs"], rows)
 
 
 @main.command()
@@ -99,7 +127,8 @@ def profile(target: str, draft: str, workload: str, device: str, output: Path, a
     from autotune.console import Console
     from autotune.cost.device import choose_device
     from autotune.files import dump_document, require_writable, write_document
-    from autotune.search.main_job import Pair, measure_table, print_table
+    from autotune.search.documents import measure_table, print_table
+    from autotune.search.pair import Pair
     from autotune.workload import load_workload
 
     require_writable(output)
@@ -117,17 +146,38 @@ def profile(target: str, draft: str, workload: str, device: str, output: Path, a
 @_model_options
 @_workload_option
 @_device_option
-@click.option("--visual-keep", multiple=True, type=float, default=(1.0,), show_default=True, help="Share of visual tokens that the draft sees; may be repeated.")
-@click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=64, show_default=True, help="How many prompts.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("traces"), show_default=True, help="Folder.")
+@click.option(
+    "--visual-keep",
+    multiple=True,
+    type=float,
+    default=(1.0,),
+    show_default=True,
+    help="Share of visual tokens that the draft sees; may be repeated.",
+)
+@click.option(
+    "--prompts", "num_prompts", type=click.IntRange(min=1), default=64, show_default=True, help="How many prompts."
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), default=Path("traces"), show_default=True, help="Folder."
+)
 @_json_option
-def record(target: str, draft: str, workload: str, device: str, visual_keep: tuple[float, ...], num_prompts: int, output: Path, as_json: bool) -> None:
+def record(
+    target: str,
+    draft: str,
+    workload: str,
+    device: str,
+    visual_keep: tuple[float, ...],
+    num_prompts: int,
+    output: Path,
+    as_json: bool,
+) -> None:
     """Record traces: what the draft proposes along the target's answers."""
     from autotune.acceptance.trace import agreement
     from autotune.console import Console
     from autotune.cost.device import choose_device
     from autotune.files import require_writable
-    from autotune.search.main_job import Pair, print_agreement, record_traces
+    from autotune.search.documents import print_agreement, record_traces
+    from autotune.search.pair import Pair
     from autotune.workload import load_workload
 
     require_writable(output / "keep-1.trace.json")
@@ -144,12 +194,23 @@ def record(target: str, draft: str, workload: str, device: str, visual_keep: tup
 
 
 @main.command()
-@click.option("--gpu", default="auto", show_default=True, help="auto (the local accelerator, or the CPU), a local device, or the name of another one.")
+@click.option(
+    "--gpu",
+    default="auto",
+    show_default=True,
+    help="auto (the local accelerator, or the CPU), a local device, or the name of another one.",
+)
 @_model_options
 @_workload_option
 @click.option("--space", default="quick", show_default=True, help="Search space: a shipped name or a YAML file.")
 @click.option("--budget", type=_Duration(), default="5m", show_default=True, help="Time to aim for, as 90s, 10m or 1h.")
-@click.option("--trials", type=int, default=400, show_default=True, help="Sampled configurations; small policies are enumerated beside them.")
+@click.option(
+    "--trials",
+    type=int,
+    default=400,
+    show_default=True,
+    help="Sampled configurations; small policies are enumerated beside them.",
+)
 @click.option("--storage", default=None, help="Optuna RDB URL; a journal file in the study's folder where left out.")
 @click.option("--study", default=None, help="Name of the study's folder in .autotune/, to go on with or keep apart.")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -235,7 +296,11 @@ def run(
         update = {"temperature": temperature, "top_p": top_p, "seed": seed}
         prompts = [
             WorkloadPrompt(
-                p.name, p.settings.model_copy(update={**update, "max_new_tokens": min(p.settings.max_new_tokens, max_new_tokens)}), p.pixels
+                p.name,
+                p.settings.model_copy(
+                    update={**update, "max_new_tokens": min(p.settings.max_new_tokens, max_new_tokens)}
+                ),
+                p.pixels,
             )
             for p in chosen.prompts
         ]
@@ -252,7 +317,12 @@ def run(
 @main.command()
 @click.argument("profile", type=click.Path(path_type=Path))
 @_workload_option
-@click.option("--against", default="ar,hf,chain,sage", show_default=True, help="Arms, separated by commas: ar, hf, and published defaults.")
+@click.option(
+    "--against",
+    default="ar,hf,chain,sage",
+    show_default=True,
+    help="Arms, separated by commas: ar, hf, and published defaults.",
+)
 @click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order in which arms take turns.")
 @_device_option
@@ -262,7 +332,15 @@ def bench(profile: Path, workload: str, against: str, num_prompts: int, seed: in
     from autotune.bench import run_bench
     from autotune.console import Console
 
-    result = run_bench(profile, workload, [name.strip() for name in against.split(",") if name.strip()], num_prompts, seed, device, Console())
+    result = run_bench(
+        profile,
+        workload,
+        [name.strip() for name in against.split(",") if name.strip()],
+        num_prompts,
+        seed,
+        device,
+        Console(),
+    )
     if as_json:
         _print_json(result)
 
@@ -270,12 +348,19 @@ def bench(profile: Path, workload: str, against: str, num_prompts: int, seed: in
 @main.command()
 @click.argument("profile", type=click.Path(path_type=Path))
 @_workload_option
-@click.option("--min-speedup", type=float, default=None, help="Fail if the speedup over plain decoding, with its interval, lies below this.")
+@click.option(
+    "--min-speedup",
+    type=float,
+    default=None,
+    help="Fail if the speedup over plain decoding, with its interval, lies below this.",
+)
 @click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @_device_option
 @_json_option
-def check(profile: Path, workload: str, min_speedup: float | None, num_prompts: int, seed: int, device: str, as_json: bool) -> None:
+def check(
+    profile: Path, workload: str, min_speedup: float | None, num_prompts: int, seed: int, device: str, as_json: bool
+) -> None:
     """Check that a profile still decodes losslessly and, with --min-speedup, fast enough."""
     from autotune.check import run_check
     from autotune.console import Console
@@ -288,7 +373,9 @@ def check(profile: Path, workload: str, min_speedup: float | None, num_prompts: 
 
 @main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Folder; the recipe's own where left out.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), default=None, help="Folder; the recipe's own where left out."
+)
 def train(recipe: Path, output: Path | None) -> None:
     """Train a model of the bundled pair from a recipe, going on from the last checkpoint."""
     from autotune.console import Console

@@ -25,9 +25,19 @@ class Console:
         """One line."""
         self._rich.print(text, markup=False)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None) -> None:
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None
+    ) -> None:
         """A table; the first column is text, the others are figures."""
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table = Table(
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            header_style="bold",
+            box=None,
+            pad_edge=False,
+            padding=(0, 2, 0, 0),
+        )
         for number, column in enumerate(columns):
             table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
         for number, row in enumerate(rows):
@@ -40,7 +50,13 @@ class Console:
         """A piece of long work: yields what to call with its progress, and says how long it took."""
         started = time.monotonic()
         if sys.stderr.isatty():
-            columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+            columns = (
+                TextColumn("{task.description:24}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
             with Progress(*columns, console=self._rich, transient=True) as progress:
                 bar = progress.add_task(name, total=None, note="")
 
@@ -59,4 +75,3 @@ class Console:
 
             yield update
         self.say(f"{name}: done in {time.monotonic() - started:.1f} s")
-

@@ -165,7 +165,12 @@ def load_profile(path: Path) -> DecodingProfile:
 
 
 def load(
-    profile: str | Path | DecodingProfile, *, target: Any = None, draft: Any = None, device: str = "auto", strict: bool = False
+    profile: str | Path | DecodingProfile,
+    *,
+    target: Any = None,
+    draft: Any = None,
+    device: str = "auto",
+    strict: bool = False,
 ) -> Any:
     """A decoder that obeys a profile.
 
@@ -198,7 +203,9 @@ def load(
             return given
         found = reference(reference_in_profile.id)
         if reference_in_profile.sha256 and found.sha256 and found.sha256 != reference_in_profile.sha256:
-            raise UserError(f"{source}: {reference_in_profile.id} has other weights than when the profile was made; run autotune search again")
+            raise UserError(
+                f"{source}: {reference_in_profile.id} has other weights than when the profile was made; run autotune search again"
+            )
         return load_model(reference_in_profile.id, device=place)
 
     target_model = checked(document.target, target)

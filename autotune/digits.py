@@ -75,7 +75,9 @@ def _scan_bank(split: Split, num_variants: int) -> tuple[NDArray[np.float32], li
     rng = np.random.default_rng(20240)
     bank = np.empty((len(images), num_variants, DIGIT_SIZE, DIGIT_SIZE), np.float32)
     scale = images.shape[-1] / DIGIT_SIZE
-    grid = np.mgrid[0:DIGIT_SIZE, 0:DIGIT_SIZE].reshape(2, -1).astype(np.float64) - (DIGIT_SIZE - 1) / 2  # pixels from the centre
+    grid = (
+        np.mgrid[0:DIGIT_SIZE, 0:DIGIT_SIZE].reshape(2, -1).astype(np.float64) - (DIGIT_SIZE - 1) / 2
+    )  # pixels from the centre
     knots = (grid - grid.min()) / np.ptp(grid) * 2  # the same places on a 3 x 3 lattice of displacements
     for scan, image in enumerate(images):
         for variant in range(num_variants):
@@ -84,7 +86,9 @@ def _scan_bank(split: Split, num_variants: int) -> tuple[NDArray[np.float32], li
                 angle, shear = rng.uniform(-0.4, 0.4, 2)
                 turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
                 matrix = turn @ np.array([[1.0, shear], [0.0, 1.0]]) @ np.diag(rng.uniform(0.77, 1.3, 2))
-                bend = np.stack([map_coordinates(lattice, knots, order=1) for lattice in rng.normal(0.0, 1.0, (2, 3, 3))])
+                bend = np.stack(
+                    [map_coordinates(lattice, knots, order=1) for lattice in rng.normal(0.0, 1.0, (2, 3, 3))]
+                )
                 places = matrix @ places + bend + rng.uniform(-0.7, 0.7, (2, 1))
                 gamma = rng.uniform(0.6, 1.6)
             ink = map_coordinates(image, places + (image.shape[0] - 1) / 2, order=1).clip(0.0, 1.0) ** gamma
@@ -109,8 +113,8 @@ def _draw_grid(grid: Grid, split: Split, rng: Generator) -> tuple[NDArray[np.uin
         y, x = row * CELL_SIZE, column * CELL_SIZE
         canvas[y : y + DIGIT_SIZE, x : x + DIGIT_SIZE] = np.roll(cell, (down, right), (0, 1))
     ink, paper = rng.uniform(0.75, 1.0), rng.uniform(0.0, 0.12)
-    canvas = paper + (ink - paper) * canvas + rng.normal(0.0, 0.03, canvas.shape)
-    grey = (canvas.clip(0.0, 1.0) * 255).astype(np.uint8)
+    shaded = paper + (ink - paper) * canvas + rng.normal(0.0, 0.03, canvas.shape)
+    grey = (shaded.clip(0.0, 1.0) * 255).astype(np.uint8)
     squares = np.full((IMAGE_SIZE // DIGIT_SIZE,) * 2, BLANK, np.int64)
     squares[:: CELL_SIZE // DIGIT_SIZE, :: CELL_SIZE // DIGIT_SIZE] = cells
     return np.repeat(grey[:, :, None], 3, axis=2), squares
@@ -129,14 +133,18 @@ def _number(row: NDArray[np.int64]) -> int:
 
 def _read(grid: Grid, rng: Generator) -> str:
     rows = " ".join(f"Row {r + 1} reads {_listing(row)}." for r, row in enumerate(grid))
-    return f"The grid has {grid.shape[0]} rows and {grid.shape[1]} columns. {rows} That makes {grid.size} digits in all."
+    return (
+        f"The grid has {grid.shape[0]} rows and {grid.shape[1]} columns. {rows} That makes {grid.size} digits in all."
+    )
 
 
 def _count(grid: Grid, rng: Generator) -> str:
     parts = []
     for digit in range(10):
         places = [f"{'abcdef'[r]}{c + 1}" for r, c in zip(*np.nonzero(grid == digit), strict=True)]
-        parts.append(f"Digit {digit} is at {', '.join(places)}: {len(places)}." if places else f"Digit {digit} is nowhere: 0.")
+        parts.append(
+            f"Digit {digit} is at {', '.join(places)}: {len(places)}." if places else f"Digit {digit} is nowhere: 0."
+        )
     return " ".join(parts)
 
 
@@ -181,7 +189,11 @@ def _describe(grid: Grid, rng: Generator) -> str:
         up, side = rng.integers(2), rng.integers(2)
         digit = grid[-1 if up else 0, -1 if side else 0]
         name = f"{pick('lower', 'bottom') if up else pick('upper', 'top')} {'right' if side else 'left'}"
-        return pick(f"in the {name} corner we find a {digit}", f"the {name} corner holds a {digit}", f"a {digit} sits at the {name}")
+        return pick(
+            f"in the {name} corner we find a {digit}",
+            f"the {name} corner holds a {digit}",
+            f"a {digit} sits at the {name}",
+        )
 
     def edge() -> str:
         r = rng.integers(len(grid))
@@ -203,7 +215,10 @@ def _describe(grid: Grid, rng: Generator) -> str:
         digit = rng.integers(10)
         return f"{pick('there are', 'we count', 'one can see')} {(grid == digit).sum()} {pick('cells', 'places', 'squares')} with {_WORDS[digit]}"
 
-    sentences = [pick("This is", "Here we see", "The picture shows", "We look at") + f" {pick('a grid', 'a table', 'a board')} of {grid.size} digits"]
+    sentences = [
+        pick("This is", "Here we see", "The picture shows", "We look at")
+        + f" {pick('a grid', 'a table', 'a board')} of {grid.size} digits"
+    ]
     facts = [corner, corner, edge, edge, extreme, extreme, total, total, tally, tally]
     rng.shuffle(facts)  # type: ignore[arg-type]
     while facts:
@@ -216,12 +231,31 @@ def _describe(grid: Grid, rng: Generator) -> str:
 
 _GRID_TASKS: dict[str, tuple[Callable[[Grid, Generator], str], tuple[str, ...]]] = {
     "read": (_read, ("Read the digits row by row.", "What digits does the grid show?", "Please read this grid aloud.")),
-    "count": (_count, ("Where is each digit?", "List the places of every digit and count them.", "Find every digit from 0 to 9.")),
-    "sum": (_sum, ("Add up each row step by step.", "Give the running sums of the rows.", "Sum every row, showing each step.")),
+    "count": (
+        _count,
+        ("Where is each digit?", "List the places of every digit and count them.", "Find every digit from 0 to 9."),
+    ),
+    "sum": (
+        _sum,
+        ("Add up each row step by step.", "Give the running sums of the rows.", "Sum every row, showing each step."),
+    ),
     "sort": (_sort, ("Sort each row.", "Put the digits of each row in order.", "Give every row in ascending order.")),
-    "add": (_add, ("Read rows as numbers and add pairs of them.", "Add the rows as numbers, two at a time.", "What do pairs of rows add to?")),
-    "multiply": (_multiply, ("Multiply each row by its first and last digit.", "Read rows as numbers; multiply by first and last digit.")),
-    "describe": (_describe, ("Describe the picture.", "What can you tell about this image?", "Say some things about the grid.")),
+    "add": (
+        _add,
+        (
+            "Read rows as numbers and add pairs of them.",
+            "Add the rows as numbers, two at a time.",
+            "What do pairs of rows add to?",
+        ),
+    ),
+    "multiply": (
+        _multiply,
+        ("Multiply each row by its first and last digit.", "Read rows as numbers; multiply by first and last digit."),
+    ),
+    "describe": (
+        _describe,
+        ("Describe the picture.", "What can you tell about this image?", "Say some things about the grid."),
+    ),
 }
 
 

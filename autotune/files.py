@@ -16,7 +16,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from autotune.errors import UserError, nearest
 
 # Version of each document kind that this program writes; it reads no newer one.
-SCHEMA_VERSIONS = {"cost-table": 1, "trace": 1, "decoding-profile": 1, "check-result": 1, "study": 1, "recipe": 1, "search-space": 1, "draft-card": 1}
+SCHEMA_VERSIONS = {
+    "cost-table": 1,
+    "trace": 1,
+    "decoding-profile": 1,
+    "check-result": 1,
+    "study": 1,
+    "recipe": 1,
+    "search-space": 1,
+    "device-limits": 1,
+}
 
 
 class Document(BaseModel):
@@ -90,12 +99,16 @@ def parse(kind_of: type[D], kind: str, content: Any, *, source: Path | str) -> D
         UserError: not an object, another or newer schema, an unknown key, a missing key, a wrong type, a number that is not finite.
     """
     if not isinstance(content, dict):
-        raise UserError(f"{source}: a {kind} is an object with a 'schema'; got {type(content).__name__}; give another file")
+        raise UserError(
+            f"{source}: a {kind} is an object with a 'schema'; got {type(content).__name__}; give another file"
+        )
     content = dict(content)
     schema = content.pop("schema", None)
     name, _, version = str(schema).partition("/")
     if name != f"autotune.{kind}" or not version.isdigit():
-        raise UserError(f"{source}: schema must be 'autotune.{kind}/{SCHEMA_VERSIONS[kind]}'; got {schema!r}; give a file of that kind")
+        raise UserError(
+            f"{source}: schema must be 'autotune.{kind}/{SCHEMA_VERSIONS[kind]}'; got {schema!r}; give a file of that kind"
+        )
     if int(version) > SCHEMA_VERSIONS[kind]:
         raise UserError(
             f"{source}: schema {schema!r} is newer than this program reads ('autotune.{kind}/{SCHEMA_VERSIONS[kind]}'); update autotune"
@@ -149,7 +162,9 @@ def require_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error}); choose another output with -o") from None
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}); choose another output with -o"
+        ) from None
 
 
 def write_bytes(path: Path, content: bytes) -> None:

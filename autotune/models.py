@@ -16,7 +16,10 @@ BUNDLED_DRAFT = "digits/independent"
 def bundled_models() -> dict[str, Path]:
     """Bundled models by name, ``<pair>/<model>``."""
     root = data_root() / "drafts"
-    return {f"{path.parent.parent.name}/{path.parent.name}": path.parent for path in sorted(root.glob("*/*/model.safetensors"))}
+    return {
+        f"{path.parent.parent.name}/{path.parent.name}": path.parent
+        for path in sorted(root.glob("*/*/model.safetensors"))
+    }
 
 
 def resolve(name: str) -> str:
@@ -31,9 +34,16 @@ def resolve(name: str) -> str:
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").exists():
-            raise UserError(f"{name}: a model folder has a config.json; this one has none; give a folder written by save_pretrained")
+            raise UserError(
+                f"{name}: a model folder has a config.json; this one has none; give a folder written by save_pretrained"
+            )
         return name
-    if name.split("/")[0] in {known.split("/")[0] for known in bundled} or path.suffix or name.startswith((".", "/")) or "/" not in name:
+    if (
+        name.split("/")[0] in {known.split("/")[0] for known in bundled}
+        or path.suffix
+        or name.startswith((".", "/"))
+        or "/" not in name
+    ):
         raise UserError(f"{name}: no such model; {nearest(name, bundled)}")
     return name
 
@@ -63,7 +73,9 @@ def load_model(name: str, *, device: str = "cpu") -> Any:
         logging.disable_progress_bar()
         model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise UserError(f"{name}: transformers cannot load it ({str(error).strip().splitlines()[0]}); check the name or path") from None
+        raise UserError(
+            f"{name}: transformers cannot load it ({str(error).strip().splitlines()[0]}); check the name or path"
+        ) from None
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -74,4 +86,6 @@ def load_processor(name: str) -> Any:
     try:
         return AutoProcessor.from_pretrained(resolve(name))
     except (OSError, ValueError) as error:
-        raise UserError(f"{name}: its processor cannot be loaded ({str(error).strip().splitlines()[0]}); save it beside the model") from None
+        raise UserError(
+            f"{name}: its processor cannot be loaded ({str(error).strip().splitlines()[0]}); save it beside the model"
+        ) from None

@@ -44,7 +44,12 @@ class Prompt(Document):
     @property
     def generation(self) -> dict[str, Any]:
         """Keyword arguments of ``Decoder.generate``."""
-        return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+        }
 
 
 @dataclass(frozen=True)
@@ -55,19 +60,27 @@ class WorkloadPrompt:
     settings: Prompt
     pixels: tuple[Image, ...]
 
-    def inputs(self, processor: Any) -> dict[str, Any]:
-        """What the Hugging Face processor makes of it."""
+    def inputs(self, processor: Any, device: Any = "cpu") -> dict[str, Any]:
+        """What the Hugging Face processor makes of it, on a device.
+
+        Raises:
+            UserError: an image for a model that reads text alone.
+        """
         text = chat_text(processor, self.settings.prompt, num_images=len(self.pixels))
         if hasattr(processor, "image_processor"):
-            return dict(processor(text=text, images=list(self.pixels) or None, return_tensors="pt"))
+            return dict(processor(text=text, images=list(self.pixels) or None, return_tensors="pt").to(device))
         if self.pixels:
-            raise UserError(f"{self.name}: the prompt has an image, and the target reads text alone; drop the image or use a model that sees")
-        return dict(processor(text, return_tensors="pt"))
+            raise UserError(
+                f"{self.name}: the prompt has an image, and the target reads text alone; drop the image or use a model that sees"
+            )
+        return dict(processor(text, return_tensors="pt").to(device))
 
     @functools.cached_property
     def sha256(self) -> str:
         """Hash of everything that decides the answer."""
-        digest = hashlib.sha256(json.dumps(self.settings.model_dump(exclude={"images", "split"}), sort_keys=True).encode())
+        digest = hashlib.sha256(
+            json.dumps(self.settings.model_dump(exclude={"images", "split"}), sort_keys=True).encode()
+        )
         for image in self.pixels:
             digest.update(repr((image.mode, image.size)).encode())
             digest.update(image.tobytes())
@@ -104,7 +117,9 @@ def load_workload(name: str, split: WorkloadSplit, *, num_prompts: int | None = 
     prompts = _read_jsonl(path)
     chosen = [p for i, p in enumerate(prompts) if (p.settings.split or ("evaluate" if i % 2 else "tune")) == split]
     if not chosen:
-        raise UserError(f"{path}: a workload needs prompts of both splits; none is for {split!r}; add prompts, or mark some with \"split\": \"{split}\"")
+        raise UserError(
+            f'{path}: a workload needs prompts of both splits; none is for {split!r}; add prompts, or mark some with "split": "{split}"'
+        )
     return Workload(path.name, split, tuple(chosen[:num_prompts]))
 
 
@@ -118,7 +133,11 @@ def _digits(split: WorkloadSplit, num_prompts: int) -> list[WorkloadPrompt]:
         example = make_example("held-out", task, index)
         limit = PASSAGE_TOKENS if task == "continue" else DIGITS_MAX_NEW_TOKENS
         pixels = () if example.image is None else (Image.fromarray(example.image),)
-        prompts.append(WorkloadPrompt(f"{task}/{index}", Prompt(prompt=example.prompt, task=task, split=split, max_new_tokens=limit), pixels))
+        prompts.append(
+            WorkloadPrompt(
+                f"{task}/{index}", Prompt(prompt=example.prompt, task=task, split=split, max_new_tokens=limit), pixels
+            )
+        )
     return prompts
 
 
@@ -137,7 +156,9 @@ def _read_jsonl(path: Path) -> list[WorkloadPrompt]:
         pixels = tuple(load_image(path.parent / image) for image in settings.images)
         prompts.append(WorkloadPrompt(f"{path.name}:{number}", settings, pixels))
     if not prompts:
-        raise UserError(f"{path}: the workload is empty; add a line such as {{\"prompt\": \"What is this?\", \"images\": [\"photo.png\"]}}")
+        raise UserError(
+            f'{path}: the workload is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'
+        )
     return prompts
 
 

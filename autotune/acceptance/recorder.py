@@ -14,7 +14,6 @@ from numba import njit
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
-from torch import Tensor
 
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.drafters.independent import IndependentDraft, top_proposals
@@ -69,7 +68,7 @@ class Recorder:
         return content_key([self.target_reference.sha256 or self.target_reference.id, prompt.sha256])
 
     def _answer(self, prompt: WorkloadPrompt) -> Answer:
-        inputs = to_device(prompt.inputs(self.processor), self.target.device)
+        inputs = prompt.inputs(self.processor, self.target.device)
         with torch.inference_mode():
             self.target.reserve(inputs["input_ids"].shape[1])
             scores = self.target.prefill(inputs, rank_visual_tokens=True).visual_scores
@@ -95,7 +94,7 @@ class Recorder:
             path = self.folder / "forests" / content_key(subnet) / f"{self._answer_key(prompt)}.safetensors"
             part = _read_part(path)
             if part is None:
-                inputs = to_device(prompt.inputs(self.processor), draft.device)
+                inputs = prompt.inputs(self.processor, draft.device)
                 part = record_forest(draft, inputs, answer, bounds)
                 _write_part(path, part)
             parts.append(part)
@@ -113,11 +112,6 @@ class Recorder:
             tasks=[prompt.settings.task for prompt in workload.prompts],
         )
         return join(header, parts)
-
-
-def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The processor's tensors, moved."""
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def _read_answer(path: Path) -> Answer | None:
@@ -145,7 +139,9 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 
 
 @torch.inference_mode()
-def record_forest(draft: IndependentDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds) -> RecordedPrompt:
+def record_forest(
+    draft: IndependentDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds
+) -> RecordedPrompt:
     """The forest along one answer."""
     tokens = np.array(answer.tokens, np.int64)
     num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
@@ -178,7 +174,9 @@ class _ForestGrower:
         self._links: list[tuple[Ints, Ints, int]] = []  # parents, ranks, first child node
         self._num_nodes = 0
 
-    def _evaluate(self, tokens: Ints, positions: Ints, block: NDArray[np.float32], uncommitted: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _evaluate(
+        self, tokens: Ints, positions: Ints, block: NDArray[np.float32], uncommitted: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         logits = self.draft.forward(tokens, positions, block, num_uncommitted=uncommitted)
         found = top_proposals(logits, self.bounds.num_proposals)
         self._child_token.append(found[0])
@@ -207,7 +205,16 @@ class _ForestGrower:
         written = 0
         for level in range(1, bounds.depth):
             row, rank = choose_expanded(
-                root, tokens, logprobs, path_logprob, is_best, is_answer, self.tokens, level, np.log(bounds.floor * level), bounds.width
+                root,
+                tokens,
+                logprobs,
+                path_logprob,
+                is_best,
+                is_answer,
+                self.tokens,
+                level,
+                np.log(bounds.floor * level),
+                bounds.width,
             )
             self._links.append((node[row], rank, self._num_nodes))
             chosen = tokens[row, rank]
@@ -215,7 +222,11 @@ class _ForestGrower:
             is_best = is_best[row] & (rank == 0)
             root, ancestors = root[row], ancestors[row]
             following = root + level
-            is_answer = is_answer[row] & (following < len(self.tokens)) & (self.tokens[np.minimum(following, len(self.tokens) - 1)] == chosen)
+            is_answer = (
+                is_answer[row]
+                & (following < len(self.tokens))
+                & (self.tokens[np.minimum(following, len(self.tokens) - 1)] == chosen)
+            )
             node = self._num_nodes + np.arange(len(row))
             found = []
             for begin in range(0, len(row), MAX_NODES):  # what one forward takes
@@ -272,7 +283,9 @@ def choose_expanded(
             for rank in range(k):
                 logprob = path_logprob[row] + logprobs[row, rank]
                 following = root[row] + level
-                if (is_best[row] and rank == 0) or (is_answer[row] and following < len(answer) and tokens[row, rank] == answer[following]):
+                if (is_best[row] and rank == 0) or (
+                    is_answer[row] and following < len(answer) and tokens[row, rank] == answer[following]
+                ):
                     value[(row - begin) * k + rank] = 1.0  # before any log-probability
                 elif logprob > log_floor:
                     value[(row - begin) * k + rank] = logprob

@@ -103,7 +103,9 @@ def replay(trace: Trace, policy: ChainPolicy | SagePolicy, prices: DensePrices) 
         draft_forwards=draft_forwards,
         verified_nodes=counts[:, _NODES],
         missing=counts[:, _MISSING],
-        accepted_lengths=[accepted[begin : begin + count] for begin, count in zip(trace.answer_start, rounds, strict=False)],
+        accepted_lengths=[
+            accepted[begin : begin + count] for begin, count in zip(trace.answer_start, rounds, strict=False)
+        ],
         draft_ms=times[:, _DRAFT_MS],
         verify_ms=times[:, _VERIFY_MS],
         overhead_ms=prices.overhead_round_ms * rounds + prices.overhead_level_ms * draft_forwards,
@@ -114,7 +116,9 @@ def replay(trace: Trace, policy: ChainPolicy | SagePolicy, prices: DensePrices) 
 def plain_decode_ms(trace: Trace, prices: DensePrices) -> Floats:
     """Predicted time of plain decoding the same answers, per prompt."""
     times = np.zeros(trace.num_prompts)
-    for p, (prompt_length, num_tokens) in enumerate(zip(trace.prompt_length, np.diff(trace.answer_start) - 1, strict=True)):
+    for p, (prompt_length, num_tokens) in enumerate(
+        zip(trace.prompt_length, np.diff(trace.answer_start) - 1, strict=True)
+    ):
         lengths = prompt_length + np.arange(num_tokens)
         bins = np.minimum(lengths // prices.kv_step, prices.decode_ms.shape[0] - 1)
         times[p] = prices.decode_ms[bins].sum()
@@ -191,7 +195,15 @@ def _replay_prompts(
                         logprobs[row] = -np.inf
                         sources[row] = -1
                 num_frontier = policies.grow(
-                    kind, params, state, tree, frontier, num_frontier, tokens[:num_frontier], logprobs[:num_frontier], sources[:num_frontier]
+                    kind,
+                    params,
+                    state,
+                    tree,
+                    frontier,
+                    num_frontier,
+                    tokens[:num_frontier],
+                    logprobs[:num_frontier],
+                    sources[:num_frontier],
                 )
                 if num_frontier > 0:
                     times[p, _DRAFT_MS] += _price(draft_ms, num_frontier, draft_length + num_read, kv_step)

@@ -104,7 +104,9 @@ def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
     forests = [part.forest for part in parts]
     node_counts = np.array([len(forest.child_token) for forest in forests])
     first_node = np.concatenate([[0], np.cumsum(node_counts)[:-1]])
-    shifted = [np.where(f.child_node >= 0, f.child_node + first, -1) for f, first in zip(forests, first_node, strict=True)]
+    shifted = [
+        np.where(f.child_node >= 0, f.child_node + first, -1) for f, first in zip(forests, first_node, strict=True)
+    ]
     return Trace(
         header,
         Forest(
@@ -132,7 +134,9 @@ def save_trace(path: Path, trace: Trace) -> None:
     arrays: dict[str, Any] = {name: getattr(trace, name) for name in _ARRAYS}
     arrays |= {name: getattr(trace.forest, name) for name in _FOREST}
     # Half the bytes: tokens and nodes fit 32 bits.
-    small = {name: np.ascontiguousarray(a if a.dtype == np.float32 else a.astype(np.int32)) for name, a in arrays.items()}
+    small = {
+        name: np.ascontiguousarray(a if a.dtype == np.float32 else a.astype(np.int32)) for name, a in arrays.items()
+    }
     write_bytes(path.with_suffix(".safetensors"), save(small))
     write_document(path, "trace", trace.header)
 
@@ -153,7 +157,9 @@ def load_trace(path: Path) -> Trace:
         wide = {name: array if array.dtype == np.float32 else array.astype(np.int64) for name, array in arrays.items()}
         return Trace(header, Forest(*(wide[name] for name in _FOREST)), *(wide[name] for name in _ARRAYS))
     except (OSError, SafetensorError, KeyError) as error:
-        raise UserError(f"{arrays_path}: the trace's arrays cannot be read ({error}); record it again with autotune record") from None
+        raise UserError(
+            f"{arrays_path}: the trace's arrays cannot be read ({error}); record it again with autotune record"
+        ) from None
 
 
 def agreement(trace: Trace, ranks: tuple[int, ...] = (1, 4)) -> dict[str, dict[int, float]]:
@@ -165,4 +171,6 @@ def agreement(trace: Trace, ranks: tuple[int, ...] = (1, 4)) -> dict[str, dict[i
         nodes = int(trace.first_node[p]) + np.arange(len(following))
         is_it = trace.forest.child_token[nodes] == following[:, None]
         found.setdefault(task, []).append(np.where(is_it.any(1), is_it.argmax(1), 1 << 30))
-    return {task: {rank: float((np.concatenate(places) < rank).mean()) for rank in ranks} for task, places in found.items()}
+    return {
+        task: {rank: float((np.concatenate(places) < rank).mean()) for rank in ranks} for task, places in found.items()
+    }

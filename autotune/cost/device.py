@@ -51,12 +51,16 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
         import torch
 
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Fingerprint(name="cpu", kind="cpu", model=_cpu_model(), num_cores=torch.get_num_threads(), memory_bytes=memory)
+        return Fingerprint(
+            name="cpu", kind="cpu", model=_cpu_model(), num_cores=torch.get_num_threads(), memory_bytes=memory
+        )
     import torch
 
     index = device.partition(":")[2] or "0"
     if not torch.cuda.is_available() or not index.isdigit() or int(index) >= torch.cuda.device_count():
-        raise UserError(f"device {device!r} is not on this machine; it has: {', '.join(local_devices())}; choose one of them")
+        raise UserError(
+            f"device {device!r} is not on this machine; it has: {', '.join(local_devices())}; choose one of them"
+        )
     properties = torch.cuda.get_device_properties(int(index))
     return Fingerprint(
         name=short_name(properties.name),
@@ -82,7 +86,9 @@ def _driver_version() -> str:
 
 def short_name(model: str) -> str:
     """``h200`` of ``NVIDIA H200``; ``rtx4090`` of ``NVIDIA GeForce RTX 4090``."""
-    words = re.sub(r"\b(nvidia|geforce|tesla|graphics|gpu|pcie|sxm\d?|hbm\d?e?|\d+\s*gb)\b", " ", model.lower().replace("-", " "))
+    words = re.sub(
+        r"\b(nvidia|geforce|tesla|graphics|gpu|pcie|sxm\d?|hbm\d?e?|\d+\s*gb)\b", " ", model.lower().replace("-", " ")
+    )
     return "".join(words.split()) or "gpu"
 
 
@@ -104,7 +110,9 @@ def choose_device(name: str) -> str:
     if name == "cpu" or re.fullmatch(r"cuda(:\d+)?", name):
         fingerprint(name)
         return name
-    raise UserError(f"unknown device {name!r}; this machine has: {', '.join(local_devices())}; choose one of them, or auto")
+    raise UserError(
+        f"unknown device {name!r}; this machine has: {', '.join(local_devices())}; choose one of them, or auto"
+    )
 
 
 def shipped_tables() -> dict[str, list[Path]]:

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from autotune.acceptance.recorder import to_device
 from autotune.cost.device import fingerprint
-from autotune.cost.table import CostTable, DraftCosts, Overhead, Point, PrefillCost, Surface, fit_prefill
+from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, Point, PrefillCost, Surface, fit_prefill
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.provenance import ModelReference, stamp
@@ -28,7 +27,6 @@ from autotune.workload import Workload
 
 Report = Callable[[int, int], None]
 
-TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 65)  # 65: a full tree of 64 nodes and its root
 HELD_OUT_TOKENS = (5, 10, 20, 40)
 WARM_UPS = 3
 
@@ -46,7 +44,7 @@ class ProfileSettings:
 
 def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
     """Three KV lengths that span a workload, and one between them for testing."""
-    lengths = tuple(sorted({int(round(x)) for x in np.linspace(max(16, shortest), max(32, longest), 3)}))
+    lengths = tuple(sorted({round(float(x)) for x in np.linspace(max(16, shortest), max(32, longest), 3)}))
     return lengths, (lengths[0] + lengths[1]) // 2
 
 
@@ -92,7 +90,10 @@ def profile(
         advance()
         costs.append(
             DraftCosts(
-                draft=draft_reference, propose=_surface(propose, settings), prefill=draft_prefill, overhead=measure_overhead(target, draft, processor, workload)
+                draft=draft_reference,
+                propose=_surface(propose, settings),
+                prefill=draft_prefill,
+                overhead=measure_overhead(target, draft, processor, workload),
             )
         )
         for _ in range(3):
@@ -142,7 +143,10 @@ class _Bench:
 
     @torch.inference_mode()
     def sweep(
-        self, propose: dict[tuple[int, int], list[float]], verify: dict[tuple[int, int], list[float]], decode: dict[tuple[int, int], list[float]]
+        self,
+        propose: dict[tuple[int, int], list[float]],
+        verify: dict[tuple[int, int], list[float]],
+        decode: dict[tuple[int, int], list[float]],
     ) -> None:
         """Samples of every size: two draft steps, one verification, and so on, as in rounds; then plain steps in a row, as in plain decoding."""
         for first, second, verified in zip(self._points(), self._points(), self._points(), strict=True):
@@ -186,7 +190,9 @@ def _plant_star(tree: Tree, num_children: int) -> None:
         add_child(tree, ROOT, 1, 0.0, -1)
 
 
-def measure_prefills(target: Target, draft: IndependentDraft, processor: Any, workload: Workload) -> tuple[PrefillCost, PrefillCost]:
+def measure_prefills(
+    target: Target, draft: IndependentDraft, processor: Any, workload: Workload
+) -> tuple[PrefillCost, PrefillCost]:
     """Prefill latencies of target and draft over the workload's shortest and longest prompts and some visual keep ratios."""
     clock = Decoder(target)._clock
     of_target: list[tuple[int, int, float]] = []
@@ -195,7 +201,7 @@ def measure_prefills(target: Target, draft: IndependentDraft, processor: Any, wo
     with torch.inference_mode():
         for attempt in range(3):
             for prompt in workload.prompts[: 2 * len(workload.tasks)]:
-                inputs = to_device(prompt.inputs(processor), target.device)
+                inputs = prompt.inputs(processor, target.device)
                 length = inputs["input_ids"].shape[1]
                 target.reserve(length)
                 started = clock()
@@ -220,7 +226,7 @@ def measure_overhead(target: Target, draft: IndependentDraft, processor: Any, wo
     for tree in ({"policy": "chain", "depth": 1}, {"policy": "chain", "depth": 8}, {"policy": "sage"}):
         decoder = Decoder(target, draft, tree=tree)
         for number, prompt in enumerate(workload.prompts[:5]):
-            inputs = to_device(prompt.inputs(processor), target.device)
+            inputs = prompt.inputs(processor, target.device)
             stats = decoder.generate(**inputs, max_new_tokens=32).stats
             if number > 0 and stats.rounds > 0:  # the first is warm-up
                 rows.append((stats.rounds, stats.draft_forwards))

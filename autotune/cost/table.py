@@ -14,6 +14,20 @@ from autotune.provenance import ModelReference, Provenance
 from autotune.trees.tree import Floats
 
 KV_STEP = 16  # tokens: the prices of one KV length serve up to this many more
+TOKENS = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    65,
+)  # sizes of a table's steps; 65: a full tree of 64 nodes and its root
 REACH = 1.5  # how far beyond the longest KV length measured a price may be extended
 
 
@@ -41,7 +55,9 @@ class Surface(Document):
         lengths = sorted({point.kv_length for point in self.points})
         known = {(point.tokens, point.kv_length): point.latency_ms for point in self.points}
         if len(known) != len(tokens) * len(lengths):
-            raise UserError(f"a cost surface is a full grid; {len(known)} points do not fill {len(tokens)} x {len(lengths)}; profile again")
+            raise UserError(
+                f"a cost surface is a full grid; {len(known)} points do not fill {len(tokens)} x {len(lengths)}; profile again"
+            )
         latency = np.array([[known[n, m] for m in lengths] for n in tokens])
         return np.array(tokens, np.float64), np.array(lengths, np.float64), latency
 
@@ -71,7 +87,12 @@ class Surface(Document):
     @property
     def held_out_errors(self) -> Floats:
         """Relative errors at the held-out points."""
-        return np.array([self.latency_ms(np.array([p.tokens]), np.array([p.kv_length]))[0, 0] / p.latency_ms - 1.0 for p in self.held_out])
+        return np.array(
+            [
+                self.latency_ms(np.array([p.tokens]), np.array([p.kv_length]))[0, 0] / p.latency_ms - 1.0
+                for p in self.held_out
+            ]
+        )
 
 
 class PrefillCost(Document):
@@ -93,7 +114,9 @@ def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
     tokens, images, ms = (np.array(column, np.float64) for column in zip(*samples, strict=True))
     design = np.stack([np.ones_like(tokens), tokens, images], axis=1)
     intercept, per_token, image = np.linalg.lstsq(design, ms, rcond=None)[0]
-    return PrefillCost(intercept_ms=float(intercept), per_token_ms=float(per_token), image_ms=float(image), samples=samples)
+    return PrefillCost(
+        intercept_ms=float(intercept), per_token_ms=float(per_token), image_ms=float(image), samples=samples
+    )
 
 
 class Overhead(Document):
@@ -139,7 +162,9 @@ class CostTable(Document):
             if costs.draft.sha256 == draft.sha256 and (draft.sha256 or costs.draft.id == draft.id):
                 return costs
         known = ", ".join(costs.draft.id for costs in self.drafts)
-        raise UserError(f"the cost table has no draft {draft.id!r} with these weights; it has: {known}; profile that draft first")
+        raise UserError(
+            f"the cost table has no draft {draft.id!r} with these weights; it has: {known}; profile that draft first"
+        )
 
     def prices(self, draft: ModelReference, *, max_tokens: int, max_kv_length: int) -> DensePrices:
         """The prices that replay looks up, for steps up to ``max_tokens`` and caches up to ``max_kv_length``."""

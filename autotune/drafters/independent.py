@@ -91,7 +91,9 @@ class IndependentDraft:
             kept = is_kept.nonzero().squeeze(1)
         self._num_pruned = input_ids.shape[1] - len(kept)
 
-        def prune(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def prune(
+            _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             # Between the vision tower and the first text layer: tokens pruned here cost nothing from now on, and the others keep their positions.
             kwargs["inputs_embeds"] = kwargs["inputs_embeds"][:, kept]
             kwargs["position_ids"] = kept[None]
@@ -136,7 +138,14 @@ class IndependentDraft:
             self._num_evaluated = end
         return top_proposals(logits, num_proposals)
 
-    def forward(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], block: NDArray[np.float32], *, num_uncommitted: int = 0) -> Tensor:
+    def forward(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        block: NDArray[np.float32],
+        *,
+        num_uncommitted: int = 0,
+    ) -> Tensor:
         """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` tokens written earlier this round.
 
         ``block`` [n, num_uncommitted + n] is the additive mask behind the prefix, which all may see. Nothing is committed.

@@ -45,13 +45,17 @@ def _scores(query: Tensor, key: Tensor, scaling: float, is_visual: Tensor) -> Te
 
 
 @contextmanager
-def capture_visual_attention(text_config: Any, last_attention: nn.Module, is_visual: Tensor) -> Iterator[VisualAttention]:
+def capture_visual_attention(
+    text_config: Any, last_attention: nn.Module, is_visual: Tensor
+) -> Iterator[VisualAttention]:
     """Inside, a forward of the whole prompt (batch of one, empty cache) fills the yielded object's ``scores``."""
     inner_name = text_config._attn_implementation
     captured = VisualAttention(is_visual)
     inner = ALL_ATTENTION_FUNCTIONS.get(inner_name)
 
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         if module is last_attention:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             captured.scores = _scores(query, key, scaling, is_visual)

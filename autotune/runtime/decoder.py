@@ -63,7 +63,12 @@ class DecodingStats:
         return self.decode_ms - self.draft_prefill_ms - self.draft_ms - self.verify_ms
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "rounds": self.rounds, "tokens_per_round": self.tokens_per_round, "overhead_ms": self.overhead_ms}
+        return {
+            **asdict(self),
+            "rounds": self.rounds,
+            "tokens_per_round": self.tokens_per_round,
+            "overhead_ms": self.overhead_ms,
+        }
 
 
 @dataclass(frozen=True)
@@ -220,19 +225,30 @@ class Decoder:
             UserError: another model than the decoder's target, several beams or several sequences.
         """
         if model is not self.target.model:
-            raise UserError("custom_generate must be called on the decoder's own target; load the decoder with target=model")
+            raise UserError(
+                "custom_generate must be called on the decoder's own target; load the decoder with target=model"
+            )
         if generation_config.num_beams > 1 or generation_config.num_return_sequences > 1:
             raise UserError("trees decode one sequence: num_beams and num_return_sequences must be 1; set them to 1")
         # Temperature, top-k and top-p are among the processors that generate prepared.
         seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
         rule = TokenRule(
-            temperature=1.0 if generation_config.do_sample else 0.0, processors=logits_processor or (), seed=seed, device=self.target.device
+            temperature=1.0 if generation_config.do_sample else 0.0,
+            processors=logits_processor or (),
+            seed=seed,
+            device=self.target.device,
         )
         inputs = {"input_ids": input_ids, **{name: value for name, value in model_kwargs.items() if value is not None}}
         eos = generation_config.eos_token_id
         eos_ids = () if eos is None else eos if isinstance(eos, Sequence) else (eos,)
-        stops = [criterion for criterion in stopping_criteria or () if type(criterion).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria")]
-        request = self._request(inputs, rule, generation_config.max_length - input_ids.shape[1], frozenset(int(token) for token in eos_ids))
+        stops = [
+            criterion
+            for criterion in stopping_criteria or ()
+            if type(criterion).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria")
+        ]
+        request = self._request(
+            inputs, rule, generation_config.max_length - input_ids.shape[1], frozenset(int(token) for token in eos_ids)
+        )
         if stops:
             request.should_stop = lambda sequence: any(bool(stop(sequence, None).all()) for stop in stops)
         if streamer is not None:
@@ -251,9 +267,14 @@ class Decoder:
 
     # ---------------------------------------------------------------------------------------------------------- the loop
 
-    def _request(self, inputs: dict[str, Any], rule: TokenRule, max_new_tokens: int, eos: frozenset[int] | None = None) -> _Request:
+    def _request(
+        self, inputs: dict[str, Any], rule: TokenRule, max_new_tokens: int, eos: frozenset[int] | None = None
+    ) -> _Request:
         if inputs.get("input_ids") is None:
-            raise UserError("generate needs input_ids, as the target's processor makes them; got " + (", ".join(inputs) or "nothing"))
+            raise UserError(
+                "generate needs input_ids, as the target's processor makes them; got "
+                + (", ".join(inputs) or "nothing")
+            )
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}; ask for a token")
         prompt = inputs["input_ids"]
@@ -305,7 +326,9 @@ class Decoder:
         """One AR step: the baseline, through the same adapter, cache and token rule."""
         started = self._clock()
         logits = self.target.step(root)
-        token = request.rule.token(logits, self.target.length, request.sequence() if request.rule.needs_prefix else None)
+        token = request.rule.token(
+            logits, self.target.length, request.sequence() if request.rule.needs_prefix else None
+        )
         request.stats.target_forwards += 1
         request.stats.verified_nodes.append(0)
         request.stats.verify_ms += self._clock() - started
@@ -335,7 +358,15 @@ class Decoder:
             request.stats.draft_ms += self._clock() - started
             request.stats.draft_forwards += 1
             num_frontier = policies.grow(
-                self._kind, self._params, self._state, self._tree, self._frontier, num_frontier, tokens, logprobs, self._no_sources
+                self._kind,
+                self._params,
+                self._state,
+                self._tree,
+                self._frontier,
+                num_frontier,
+                tokens,
+                logprobs,
+                self._no_sources,
             )
 
     def _verify(self, request: _Request) -> Tensor | NDArray[np.int64]:
@@ -347,7 +378,9 @@ class Decoder:
         device, length = self.target.device, self.target.length
         mask = self._masks.write(block, length) if size > 1 else None
         positions = tree.depth[:size] + length
-        logits = self.target.forward(torch.from_numpy(tree.token[:size])[None].to(device), torch.from_numpy(positions)[None].to(device), mask)
+        logits = self.target.forward(
+            torch.from_numpy(tree.token[:size])[None].to(device), torch.from_numpy(positions)[None].to(device), mask
+        )
         result = logits if request.rule.needs_prefix else request.rule.tokens(logits, positions + 1)
         request.stats.target_forwards += 1
         request.stats.verified_nodes.append(size - 1)
@@ -366,7 +399,8 @@ class Decoder:
         """The same walk where logits processors read the prefix: tokens are decided on the visited nodes only."""
         from autotune.trees.verification import find_child
 
-        prefix, node, path = request.sequence(), ROOT, []
+        prefix, node = request.sequence(), ROOT
+        path: list[int] = []
         while True:
             token = request.rule.token(logits[node], self.target.length + len(path) + 1, prefix)
             child = find_child(self._tree, node, token)

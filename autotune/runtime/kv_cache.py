@@ -16,6 +16,8 @@ class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, cache: SlabCache, index: int) -> None:
         super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
         self.cache = cache
         self.index = index
         self.is_initialized = True
@@ -23,9 +25,12 @@ class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         if self.keys is None:
             self.keys, self.values = self.cache.allocate(self.index, key_states, value_states)
+        assert self.keys is not None and self.values is not None
         begin = self.cache.length
         end = begin + key_states.shape[2]
         self.keys[:, :, begin:end] = key_states
@@ -64,7 +69,11 @@ class SlabCache(Cache):  # type: ignore[misc]
         if self._slabs is None:
             num_layers = len(self.layers)
             self._slabs = tuple(  # type: ignore[assignment]
-                torch.zeros((num_layers, *states.shape[:2], self.capacity, states.shape[3]), dtype=states.dtype, device=states.device)
+                torch.zeros(
+                    (num_layers, *states.shape[:2], self.capacity, states.shape[3]),
+                    dtype=states.dtype,
+                    device=states.device,
+                )
                 for states in (keys, values)
             )
         assert self._slabs is not None

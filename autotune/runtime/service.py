@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.acceptance.recorder import to_device
 from autotune.decoding_profile import load
 from autotune.workload import WorkloadPrompt
 
@@ -15,12 +14,16 @@ def answer_prompts(profile: Path, prompts: Sequence[WorkloadPrompt], *, device: 
     """For every prompt its text, statistics, and a line that sums them up."""
     decoder = load(profile, device=device)
     for prompt in prompts:
-        inputs = to_device(prompt.inputs(decoder.processor), decoder.target.device)
+        inputs = prompt.inputs(decoder.processor, decoder.target.device)
         output = decoder.generate(**inputs, **prompt.settings.generation)
         stats = output.stats
         text = decoder.processor.decode(output.sequences[0, stats.prompt_tokens :], skip_special_tokens=True).strip()
         speed = 1e3 * (stats.new_tokens - 1) / stats.decode_ms if stats.decode_ms else 0.0
-        rounds = f", {stats.tokens_per_round:.2f} tokens a round" if stats.tokens_per_round and decoder.draft is not None else ""
+        rounds = (
+            f", {stats.tokens_per_round:.2f} tokens a round"
+            if stats.tokens_per_round and decoder.draft is not None
+            else ""
+        )
         yield {
             "prompt": prompt.settings.prompt,
             "text": text,

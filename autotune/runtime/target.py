@@ -35,7 +35,9 @@ def text_model_of(model: Any) -> Any:
     """
     text_type = model.config.get_text_config().model_type
     if text_type not in SUPPORTED_TEXT_TYPES:
-        raise UserError(f"text models of type {text_type!r} cannot be decoded with trees yet; known: {', '.join(SUPPORTED_TEXT_TYPES)}; use one of these")
+        raise UserError(
+            f"text models of type {text_type!r} cannot be decoded with trees yet; known: {', '.join(SUPPORTED_TEXT_TYPES)}; use one of these"
+        )
     inner = model.model
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):
@@ -48,7 +50,9 @@ class Target:
 
     def __init__(self, model: Any) -> None:
         if getattr(model.config.get_text_config(), "sliding_window", None):
-            raise UserError("models with sliding-window attention cannot be decoded with trees yet; use a model without a window")
+            raise UserError(
+                "models with sliding-window attention cannot be decoded with trees yet; use a model without a window"
+            )
         self.model = model.eval()
         self.text_model = text_model_of(model)
         self.head = model.get_output_embeddings()
@@ -79,17 +83,25 @@ class Target:
         """
         input_ids = inputs["input_ids"]
         if input_ids.shape[0] != 1:
-            raise UserError(f"one prompt at a time: input_ids must have one row; got {input_ids.shape[0]}; call generate once per prompt")
+            raise UserError(
+                f"one prompt at a time: input_ids must have one row; got {input_ids.shape[0]}; call generate once per prompt"
+            )
         is_visual = self.is_visual(input_ids[0])
         num_visual = int(is_visual.sum())
         has_pixels = inputs.get("pixel_values") is not None or inputs.get("mm_encoder_outputs") is not None
         if num_visual > 0 and not has_pixels:
-            raise UserError(f"the prompt has {num_visual} image tokens but no pixel_values; pass the image to the processor, or drop the tokens")
+            raise UserError(
+                f"the prompt has {num_visual} image tokens but no pixel_values; pass the image to the processor, or drop the tokens"
+            )
         if has_pixels and num_visual == 0:
-            raise UserError("pixel_values came without image tokens in the prompt; let the processor make both from one text")
+            raise UserError(
+                "pixel_values came without image tokens in the prompt; let the processor make both from one text"
+            )
         mask = inputs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
-            raise UserError("a single prompt needs no padding: attention_mask must be all ones; pass the prompt unpadded")
+            raise UserError(
+                "a single prompt needs no padding: attention_mask must be all ones; pass the prompt unpadded"
+            )
         keep_off = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep", "position_ids", "return_dict")
         extra = {key: value for key, value in inputs.items() if key not in keep_off}
 
@@ -99,7 +111,9 @@ class Target:
 
         scores = None
         if rank_visual_tokens and num_visual > 0:
-            with capture_visual_attention(self.text_config, self.text_model.layers[-1].self_attn, is_visual) as captured:
+            with capture_visual_attention(
+                self.text_config, self.text_model.layers[-1].self_attn, is_visual
+            ) as captured:
                 logits = forward()
             scores = captured.scores
             assert scores is not None, "the last layer did not go through the attention interface"
@@ -116,7 +130,9 @@ class Target:
 
     def step(self, token: int) -> Tensor:
         """Append one token (plain decoding); returns the logits after it, [vocabulary]."""
-        logits = self.forward(torch.tensor([[token]], device=self.device), torch.tensor([[self.length]], device=self.device), None)
+        logits = self.forward(
+            torch.tensor([[token]], device=self.device), torch.tensor([[self.length]], device=self.device), None
+        )
         self.cache.advance(1)
         return logits[0]
 

@@ -70,7 +70,9 @@ class TokenRule:
         if self.temperature == 0.0:
             return logits.argmax(-1).cpu().numpy()
         # Warpers know nothing of the prefix; they are given an empty one.
-        scores = self.warpers(torch.empty(len(logits), 0, dtype=torch.long, device=logits.device), logits.float() / self.temperature)
+        scores = self.warpers(
+            torch.empty(len(logits), 0, dtype=torch.long, device=logits.device), logits.float() / self.temperature
+        )
         distinct, inverse = np.unique(positions, return_inverse=True)
         noise = torch.stack([self.noise(int(position), logits.shape[-1]) for position in distinct])
         return (scores + noise[torch.from_numpy(inverse)]).argmax(-1).cpu().numpy()

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from autotune.acceptance.recorder import to_device
 from autotune.files import Document, append_line, content_key, read_lines
 from autotune.runtime.decoder import Decoder, DecodingStats
 from autotune.search.space import Configuration
@@ -79,7 +78,14 @@ class Runner:
                 self._known[run.arm, run.prompt_sha256] = run
 
     def compare(
-        self, arms: Sequence[Arm], workload: Workload, *, seed: int = 0, deadline: float | None = None, min_prompts: int = 8, report: Report | None = None
+        self,
+        arms: Sequence[Arm],
+        workload: Workload,
+        *,
+        seed: int = 0,
+        deadline: float | None = None,
+        min_prompts: int = 8,
+        report: Report | None = None,
     ) -> dict[str, list[Run]]:
         """Every arm on the same prompts, by arm name. Past the deadline it ends after a whole prompt, once ``min_prompts`` are done."""
         order = random.Random(seed)
@@ -98,7 +104,7 @@ class Runner:
         known = self._known.get((arm.key, prompt.sha256))
         if known is not None:
             return known
-        inputs = to_device(prompt.inputs(self.processor), self.decoder.target.device)
+        inputs = prompt.inputs(self.processor, self.decoder.target.device)
         if arm.key not in self._warm:
             self._decode(arm, inputs, prompt)
             self._warm.add(arm.key)
@@ -155,7 +161,11 @@ def hf_generate(model: Any, inputs: dict[str, Any], prompt: WorkloadPrompt) -> t
     """Hugging Face's own ``generate``, timed like the others: decoding from its first token to its last."""
     settings = prompt.settings
     clock = _FirstTokenClock(model.device)
-    sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0} if settings.temperature > 0 else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
+        if settings.temperature > 0
+        else {"do_sample": False}
+    )
     torch.manual_seed(settings.seed)
     started = time.perf_counter() * 1e3
     with torch.inference_mode():
@@ -197,7 +207,9 @@ class Summary:
     """Share of decoding time outside the two models; 0 where it is not known."""
 
 
-def summarise(name: str, runs: Sequence[Run], baseline: Sequence[Run], *, num_resamples: int = 2000, seed: int = 0) -> Summary:
+def summarise(
+    name: str, runs: Sequence[Run], baseline: Sequence[Run], *, num_resamples: int = 2000, seed: int = 0
+) -> Summary:
     """Speedup of ``runs`` over ``baseline``, prompt for prompt the same, with a paired bootstrap interval over prompts."""
     ms = np.array([run.decode_ms for run in runs])
     baseline_ms = np.array([run.decode_ms for run in baseline])
@@ -213,12 +225,16 @@ def summarise(name: str, runs: Sequence[Run], baseline: Sequence[Run], *, num_re
         median_ms=float(np.median(ms)),
         num_prompts=len(runs),
         num_tokens=tokens,
-        identical_outputs=sum(run.tokens_sha256 == other.tokens_sha256 for run, other in zip(runs, baseline, strict=True)),
+        identical_outputs=sum(
+            run.tokens_sha256 == other.tokens_sha256 for run, other in zip(runs, baseline, strict=True)
+        ),
         outside_share=float(outside / ms.sum()),
     )
 
 
-def bootstrap_ratio(above: NDArray[np.float64], below: NDArray[np.float64], *, num_resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
+def bootstrap_ratio(
+    above: NDArray[np.float64], below: NDArray[np.float64], *, num_resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
     """95 % interval of ``sum(above) / sum(below)``, resampling the pairs."""
     draws = np.random.default_rng(seed).integers(len(above), size=(num_resamples, len(above)))
     ratios = above[draws].sum(1) / below[draws].sum(1)

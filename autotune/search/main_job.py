@@ -1,17 +1,19 @@
-"""``autotune search``: profile, record, search, measure, and write the decoding profile. Each stage leaves documents that the next run finds again."""
+"""``autotune search``: profile, record, search, measure, and write the decoding profile.
+
+Each stage leaves documents that the next run finds again.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from autotune.acceptance.recorder import Recorder
-from autotune.acceptance.trace import ForestBounds, Trace, agreement, save_trace
+import numpy as np
+from numpy.typing import NDArray
+
 from autotune.console import Console
-from autotune.cost.device import Fingerprint, choose_device, fingerprint, local_devices, shipped_tables
-from autotune.cost.profiler import ProfileSettings, kv_lengths_for, profile
+from autotune.cost.device import Fingerprint
 from autotune.cost.table import CostTable
 from autotune.decoding_profile import (
     ComparedArm,
@@ -27,13 +29,19 @@ from autotune.decoding_profile import (
     save_profile,
 )
 from autotune.drafters.independent import IndependentDraft
-from autotune.errors import UserError, nearest
-from autotune.files import content_key, parse, read_json, require_writable, write_document
-from autotune.models import load_model, load_processor, reference
-from autotune.provenance import ModelReference, stamp, version_of
-from autotune.runtime.decoder import Decoder
-from autotune.runtime.target import Target
+from autotune.errors import UserError
+from autotune.files import require_writable
+from autotune.provenance import ModelReference, stamp
+from autotune.search.documents import (
+    device_for,
+    foreign_table,
+    local_table,
+    print_agreement,
+    print_table,
+    record_traces,
+)
 from autotune.search.finalists import AR, Arm, Run, Runner, Summary, bootstrap_ratio, summarise
+from autotune.search.pair import Pair
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, load_space
 from autotune.search.study import Candidate, Evaluator, choose_finalists, search_trees
 from autotune.trees.policy import parse_policy
@@ -64,25 +72,6 @@ class SearchSettings:
     """Where studies keep their documents."""
 
 
-class Pair:
-    """Target and draft, loaded, with what documents call them."""
-
-    def __init__(self, target: str, draft: str, device: str) -> None:
-        self.target_reference = reference(target)
-        self.draft_reference = reference(draft)
-        self.processor = load_processor(target)
-        self.target = Target(load_model(target, device=device))
-        self.draft = IndependentDraft(load_model(draft, device=device))
-        self.decoder = Decoder(self.target, self.draft)  # checks that they fit
-        self.device = fingerprint(device)
-
-    @property
-    def key(self) -> str:
-        """Names documents that speak of this pair on this device, through these versions."""
-        models = [self.target_reference.sha256 or self.target_reference.id, self.draft_reference.sha256 or self.draft_reference.id]
-        return content_key([*models, self.device.key, version_of("torch"), version_of("transformers")])
-
-
 def check_settings(settings: SearchSettings) -> None:
     """Refuse what cannot work before anything is loaded.
 
@@ -90,7 +79,9 @@ def check_settings(settings: SearchSettings) -> None:
         UserError: no time, no trials, or an output that cannot be written.
     """
     if settings.budget_s <= 0:
-        raise UserError(f"--budget must be longer than nothing; got {settings.budget_s:g} s; give for example --budget 5m")
+        raise UserError(
+            f"--budget must be longer than nothing; got {settings.budget_s:g} s; give for example --budget 5m"
+        )
     if settings.num_trials < 1:
         raise UserError(f"--trials must be at least 1; got {settings.num_trials}; the default is 400")
     require_writable(settings.output)
@@ -135,8 +126,14 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
             report=update,
         )
     # Published defaults may lie outside the space; only what the space allows can win.
-    candidates = [candidate for candidate in candidates if candidate.configuration.visual_keep in keeps and candidate.configuration.tree["policy"] in space.trees]
-    console.say(f"{evaluator.num_evaluated} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token")
+    candidates = [
+        candidate
+        for candidate in candidates
+        if candidate.configuration.visual_keep in keeps and candidate.configuration.tree["policy"] in space.trees
+    ]
+    console.say(
+        f"{evaluator.num_evaluated} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token"
+    )
     workload_reference = WorkloadReference(
         name=settings.workload,
         tune_sha256=tune.sha256,
@@ -148,132 +145,28 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         document = predicted_profile(pair, table, candidates[0], workload_reference, evaluator)
     else:
         runner = Runner(pair.decoder, pair.processor, folder / "runs.jsonl", context=[pair.key])
-        winner = measure_finalists(runner, choose_finalists(candidates, NUM_FINALISTS), tune, evaluator, settings, deadline, console)
-        document = judged_profile(runner, pair, table, winner, workload_reference, evaluate, evaluator, settings, deadline, console)
+        winner = measure_finalists(
+            runner, choose_finalists(candidates, NUM_FINALISTS), tune, evaluator, settings, deadline, console
+        )
+        document = judged_profile(
+            runner, pair, table, winner, workload_reference, evaluate, evaluator, settings, deadline, console
+        )
     save_profile(settings.output, document)
     console.say(f"decoding profile written to {settings.output}")
     return document
-
-
-# ------------------------------------------------------------------------------------------------------------ cost table
-
-
-def device_for(gpu: str) -> str | None:
-    """The local device to measure on, or None where ``gpu`` names another one, whose shipped table is used.
-
-    Raises:
-        UserError: a device that is neither here nor shipped.
-    """
-    if gpu == "auto" or gpu in local_devices():
-        return choose_device(gpu)
-    for device in local_devices():
-        if fingerprint(device).name == gpu:
-            return device
-    shipped = shipped_tables()
-    if gpu not in shipped:
-        raise UserError(f"--gpu {gpu}: neither this machine's device nor one with a shipped cost table; {nearest(gpu, ['auto', *local_devices(), *shipped])}")
-    return None
-
-
-def load_table(path: Path) -> CostTable:
-    """The cost table in ``path``."""
-    return parse(CostTable, "cost-table", read_json(path), source=path)
-
-
-def foreign_table(gpu: str, pair: Pair) -> CostTable:
-    """The shipped table of another device for this pair.
-
-    Raises:
-        UserError: that device's tables speak of other models.
-    """
-    for path in shipped_tables()[gpu]:
-        table = load_table(path)
-        if table.target.sha256 == pair.target_reference.sha256 and any(c.draft.sha256 == pair.draft_reference.sha256 for c in table.drafts):
-            return table
-    raise UserError(f"--gpu {gpu}: its shipped tables are of other models than {pair.target_reference.id}; run autotune profile on that device")
-
-
-def local_table(pair: Pair, workload: Workload, folder: Path, console: Console) -> CostTable:
-    """This device's table: from the study's folder if it was measured for this pair, else measured now."""
-    path = folder / f"{content_key([pair.key, workload.sha256])}.cost.json"
-    if path.exists():
-        table = load_table(path)
-        console.say(f"cost table of {table.provenance.created} reused: {path}")
-        return table
-    table = measure_table(pair, workload, console)
-    write_document(path, "cost-table", table)
-    return table
-
-
-def measure_table(pair: Pair, workload: Workload, console: Console) -> CostTable:
-    """Measure the pair at the KV lengths that the workload's prompts and answers reach."""
-    lengths = [prompt.inputs(pair.processor)["input_ids"].shape[1] for prompt in workload.prompts]
-    longest = max(length + prompt.settings.max_new_tokens for length, prompt in zip(lengths, workload.prompts, strict=True))
-    kv_lengths, between = kv_lengths_for(min(lengths), longest)
-    with console.stage("cost table") as update:
-        return profile(
-            pair.target,
-            pair.target_reference,
-            [(pair.draft, pair.draft_reference)],
-            pair.processor,
-            workload,
-            settings=ProfileSettings(kv_lengths=kv_lengths, held_out_kv_length=between),
-            report=lambda done, of: update(done, of, ""),
-        )
-
-
-def record_traces(pair: Pair, workload: Workload, keeps: list[float], folder: Path, console: Console) -> list[Trace]:
-    """The target's answers, then a trace of the draft for each visual keep ratio, saved under ``folder``."""
-    recorder = Recorder(pair.target, pair.target_reference, pair.processor, folder)
-    with console.stage("answers of the target") as update:
-        recorder.answers(workload, lambda done, of: update(done, of, ""))
-    traces: list[Trace] = []
-    with console.stage("traces of the draft") as update:
-        for number, keep in enumerate(keeps):
-
-            def report(done: int, of: int, first: int = number) -> None:
-                update(first * of + done, len(keeps) * of, "")
-
-            trace = recorder.trace(pair.draft, pair.draft_reference, workload, visual_keep=keep, bounds=ForestBounds(), report=report)
-            save_trace(folder / "traces" / f"keep-{keep:g}.trace.json", trace)
-            traces.append(trace)
-    return traces
-
-
-def print_table(table: CostTable, console: Console) -> None:
-    """The cost table's summary: latency by size, and how well it predicts sizes that it was not fitted to."""
-    sizes = (1, 4, 8, 16, 32, 64)
-    middle = sorted({point.kv_length for point in table.verify.points})[1:2] or [table.verify.points[0].kv_length]
-    shown = {"target, plain step": (table.decode, (1,)), "target, verification": (table.verify, sizes)}
-    shown |= {f"draft {costs.draft.id}, a level": (costs.propose, sizes) for costs in table.drafts}
-    rows = []
-    for name, (surface, tokens) in shown.items():
-        import numpy as np
-
-        latencies = surface.latency_ms(np.array(tokens, np.float64), np.array(middle, np.float64))[:, 0]
-        errors = np.abs(surface.held_out_errors)
-        cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(sizes) - len(tokens))
-        rows.append([name, *cells, f"{100 * float(np.median(errors)):.1f} %" if len(errors) else "-"])
-    mark = " (estimated)" if table.estimated else ""
-    columns = ["part", *(f"{n} tok" for n in sizes), "held-out error"]
-    console.table(f"Cost table, ms: {table.device.model}, {table.precision}, {table.runner}, KV length {middle[0]}{mark}", columns, rows)
-    for costs in table.drafts:
-        overhead = costs.overhead
-        console.say(f"outside the models: {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft level")
-
-
-def print_agreement(trace: Trace, console: Console) -> None:
-    """How often the draft names the target's next token, by task."""
-    shares = agreement(trace)
-    rows = [[task, f"{100 * found[1]:.1f} %", f"{100 * found[4]:.1f} %"] for task, found in shares.items()]
-    console.table("Draft's agreement with the target", ["task", "top-1", "top-4"], rows)
 
 
 # -------------------------------------------------------------------------------------------------------------- measuring
 
 
 def measure_finalists(
-    runner: Runner, finalists: list[Candidate], tune: Workload, evaluator: Evaluator, settings: SearchSettings, deadline: float, console: Console
+    runner: Runner,
+    finalists: list[Candidate],
+    tune: Workload,
+    evaluator: Evaluator,
+    settings: SearchSettings,
+    deadline: float,
+    console: Console,
 ) -> Candidate:
     """The finalists decode tuning prompts for real; the fastest wins, ties go to the smaller tree."""
     prompts = Workload(tune.name, tune.split, tune.prompts[:FINALIST_PROMPTS])
@@ -290,9 +183,18 @@ def measure_finalists(
         measured_ms = sum(run.decode_ms for run in runs[arm.name])
         totals[arm.name] = measured_ms
         error = predicted_ms / measured_ms - 1
-        rows.append([candidate.configuration.label, f"{candidate.speedup:.2f}x", f"{summary.speedup:.2f}x", f"{100 * error:+.1f} %"])
+        rows.append(
+            [
+                candidate.configuration.label,
+                f"{candidate.speedup:.2f}x",
+                f"{summary.speedup:.2f}x",
+                f"{100 * error:+.1f} %",
+            ]
+        )
     console.table(
-        f"Finalists on {len(runs[AR])} tuning prompts", ["configuration", "predicted", "measured", "predicted time against measured"], rows
+        f"Finalists on {len(runs[AR])} tuning prompts",
+        ["configuration", "predicted", "measured", "predicted time against measured"],
+        rows,
     )
     fastest = min(arms, key=lambda arm: totals[arm.name])
     winner = fastest
@@ -304,9 +206,7 @@ def measure_finalists(
     return finalists[arms.index(winner)]
 
 
-def _times(runs: list[Run]) -> Any:
-    import numpy as np
-
+def _times(runs: list[Run]) -> NDArray[np.float64]:
     return np.array([run.decode_ms for run in runs])
 
 
@@ -327,10 +227,17 @@ def judged_profile(
     defaults = [Arm(name, configuration) for name, configuration in PUBLISHED_DEFAULTS.items()]
     with console.stage("evaluation, measured") as update:
         runs = runner.compare(
-            [Arm(AR), *defaults, tuned], evaluate, seed=settings.seed + 1, deadline=deadline, min_prompts=16, report=lambda done, of: update(done, of, "")
+            [Arm(AR), *defaults, tuned],
+            evaluate,
+            seed=settings.seed + 1,
+            deadline=deadline,
+            min_prompts=16,
+            report=lambda done, of: update(done, of, ""),
         )
     summaries = {name: summarise(name, arm_runs, runs[AR]) for name, arm_runs in runs.items()}
-    predicted = {arm.name: evaluator.evaluate(arm.configuration) for arm in [*defaults, tuned] if arm.configuration is not None}
+    predicted = {
+        arm.name: evaluator.evaluate(arm.configuration) for arm in [*defaults, tuned] if arm.configuration is not None
+    }
     print_comparison(summaries, predicted, console)
     best = summaries["tuned"]
     evidence = Evidence(
@@ -386,7 +293,12 @@ def print_comparison(summaries: dict[str, Summary], predicted: dict[str, Candida
         )
     first = next(iter(summaries.values()))
     title = f"Evaluation on {first.num_prompts} held-out prompts, {first.num_tokens} tokens"
-    console.table(title, ["arm", "predicted", "measured", "95 % interval", "M", "tokens/s", "same output"], rows, emphasised=len(rows) - 1)
+    console.table(
+        title,
+        ["arm", "predicted", "measured", "95 % interval", "M", "tokens/s", "same output"],
+        rows,
+        emphasised=len(rows) - 1,
+    )
 
 
 def _prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
@@ -405,13 +317,17 @@ def _prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
 # ---------------------------------------------------------------------------------------------------------------- profile
 
 
-def predicted_profile(pair: Pair, table: CostTable, winner: Candidate, workload: WorkloadReference, evaluator: Evaluator) -> DecodingProfile:
+def predicted_profile(
+    pair: Pair, table: CostTable, winner: Candidate, workload: WorkloadReference, evaluator: Evaluator
+) -> DecodingProfile:
     """A profile for a device that is not here: predictions only."""
     if winner.speedup < 1.0:
         points = [OperatingPoint(draft=None, tree=None, predicted=_plain_prediction(evaluator), measured=None)]
     else:
         points = [_point(pair.draft_reference, winner, None, estimated=table.estimated)]
-    return _profile(pair, table.device, table.precision, workload, points, Evidence(configurations_replayed=evaluator.num_evaluated))
+    return _profile(
+        pair, table.device, table.precision, workload, points, Evidence(configurations_replayed=evaluator.num_evaluated)
+    )
 
 
 def _plain_prediction(evaluator: Evaluator) -> Predicted:
@@ -435,17 +351,30 @@ def plain_point(summary: Summary, evaluator: Evaluator) -> OperatingPoint:
 
 def _point(draft: ModelReference, winner: Candidate, measured: Measured | None, *, estimated: bool) -> OperatingPoint:
     return OperatingPoint(
-        draft=DraftChoice(kind=IndependentDraft.kind, id=draft.id, sha256=draft.sha256, subnet=Subnet(visual_keep=winner.configuration.visual_keep)),
+        draft=DraftChoice(
+            kind=IndependentDraft.kind,
+            id=draft.id,
+            sha256=draft.sha256,
+            subnet=Subnet(visual_keep=winner.configuration.visual_keep),
+        ),
         tree=parse_policy(winner.configuration.tree),
         predicted=Predicted(
-            speedup=winner.speedup, ms_per_token=winner.ms_per_token, tokens_per_round=winner.tokens_per_round, estimated=estimated
+            speedup=winner.speedup,
+            ms_per_token=winner.ms_per_token,
+            tokens_per_round=winner.tokens_per_round,
+            estimated=estimated,
         ),
         measured=measured,
     )
 
 
 def _profile(
-    pair: Pair, device: Fingerprint, precision: str, workload: WorkloadReference, points: list[OperatingPoint], evidence: Evidence
+    pair: Pair,
+    device: Fingerprint,
+    precision: str,
+    workload: WorkloadReference,
+    points: list[OperatingPoint],
+    evidence: Evidence,
 ) -> DecodingProfile:
     return DecodingProfile(
         provenance=stamp(),

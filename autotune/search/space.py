@@ -73,7 +73,11 @@ class Configuration(Document):
         """For people: the policy with what differs from its defaults."""
         policy = parse_policy(self.tree)
         defaults = type(policy)()
-        changed = {n: v for n, v in policy.model_dump().items() if n != "policy" and (v != getattr(defaults, n) or policy.policy == "chain")}
+        changed = {
+            n: v
+            for n, v in policy.model_dump().items()
+            if n != "policy" and (v != getattr(defaults, n) or policy.policy == "chain")
+        }
         words = [f"{n}={v:.2f}" if isinstance(v, float) else f"{n}={v}" for n, v in changed.items()]
         return f"{policy.policy}({', '.join(words)}) keep={self.visual_keep:g}"
 
@@ -139,8 +143,13 @@ def load_space(name: str) -> SearchSpace:
             if dimension not in fields:
                 raise UserError(f"{path}: {policy} has no hyperparameter {dimension!r}; {nearest(dimension, fields)}")
         for values in dimensions.items():
-            for edge in (values[1].choices or [values[1].low, values[1].high])[:: max(1, len(values[1].choices or [0, 0]) - 1)]:
-                parse_policy(configuration(policy, {**_widest(dimensions), values[0]: edge}, 1.0).tree, source=f"{path}: {policy}")
+            for edge in (values[1].choices or [values[1].low, values[1].high])[
+                :: max(1, len(values[1].choices or [0, 0]) - 1)
+            ]:
+                parse_policy(
+                    configuration(policy, {**_widest(dimensions), values[0]: edge}, 1.0).tree,
+                    source=f"{path}: {policy}",
+                )
     return space
 
 

@@ -61,7 +61,9 @@ class Evaluator:
         trace = self.traces.get(configuration.visual_keep)
         if trace is None:
             known = ", ".join(f"{keep:g}" for keep in sorted(self.traces))
-            raise UserError(f"no trace has visual keep {configuration.visual_keep:g}; there are {known}; record it, or narrow the space")
+            raise UserError(
+                f"no trace has visual keep {configuration.visual_keep:g}; there are {known}; record it, or narrow the space"
+            )
         return replay(trace, parse_policy(configuration.tree), self.prices)
 
     def evaluate(self, configuration: Configuration) -> Candidate:
@@ -128,7 +130,11 @@ def search_trees(
             study.tell(trial, evaluator.evaluate(configuration).ms_per_token)
             if report is not None:
                 best = evaluator.candidates[0] if number % 10 == 0 else None
-                report(number + 1, num_trials, f"best so far: {best.speedup:.2f}x {best.configuration.label}" if best else "")
+                report(
+                    number + 1,
+                    num_trials,
+                    f"best so far: {best.speedup:.2f}x {best.configuration.label}" if best else "",
+                )
     return evaluator.candidates
 
 
@@ -144,9 +150,13 @@ def _open_study(storage: str | Path, name: str, seed: int) -> Any:
     else:
         opened = storage
     try:
-        study = optuna.create_study(study_name=f"trees-{name}", storage=opened, direction="minimize", load_if_exists=True)
+        study = optuna.create_study(
+            study_name=f"trees-{name}", storage=opened, direction="minimize", load_if_exists=True
+        )
     except Exception as error:  # each database driver raises its own
-        raise UserError(f"--storage {storage}: the storage does not answer ({str(error).splitlines()[0]}); check the URL and its driver") from None
+        raise UserError(
+            f"--storage {storage}: the storage does not answer ({str(error).splitlines()[0]}); check the URL and its driver"
+        ) from None
     # A resumed study draws on from where it stood, not the same numbers again.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), multivariate=True, n_startup_trials=60)
     return study

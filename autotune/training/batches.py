@@ -63,10 +63,14 @@ class Batches:
     def _tokenise(self, example: DigitsExample) -> tuple[DigitsExample, list[int], list[int]]:
         tokenizer = self.processor.tokenizer
         prompt = chat_text(self.processor, example.prompt, num_images=0 if example.image is None else 1)
-        num_visual_tokens = (example.image.shape[0] // self.processor.patch_size) ** 2 if example.image is not None else 0
+        num_visual_tokens = (
+            (example.image.shape[0] // self.processor.patch_size) ** 2 if example.image is not None else 0
+        )
         prompt_ids = tokenizer(prompt.replace("<image>", "<image>" * num_visual_tokens)).input_ids
         answer_ids = tokenizer(" " + example.answer).input_ids
-        answer_ids = answer_ids[:PASSAGE_TOKENS] if example.task == "continue" else [*answer_ids, tokenizer.eos_token_id]
+        answer_ids = (
+            answer_ids[:PASSAGE_TOKENS] if example.task == "continue" else [*answer_ids, tokenizer.eos_token_id]
+        )
         return example, prompt_ids, answer_ids
 
     def _collate(self, examples: list[tuple[DigitsExample, list[int], list[int]]]) -> Batch:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from autotune.digits import IMAGE_SIZE, TASKS, make_example
@@ -37,7 +44,9 @@ def train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     examples = (make_example("train", task, index) for index in range(1500) for task in TASKS)
-    tokenizer.train_from_iterator((f"USER: {example.prompt} ASSISTANT: {example.answer}" for example in examples), trainer)
+    tokenizer.train_from_iterator(
+        (f"USER: {example.prompt} ASSISTANT: {example.answer}" for example in examples), trainer
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

@@ -61,9 +61,13 @@ def load_recipe(path: Path) -> Recipe:
     """
     recipe = parse(Recipe, "recipe", read_yaml(path), source=path)
     if unknown := set(recipe.tasks) - set(TASKS):
-        raise UserError(f"{path}: a recipe's tasks are among {', '.join(TASKS)}; got {', '.join(sorted(unknown))}; remove or rename them")
+        raise UserError(
+            f"{path}: a recipe's tasks are among {', '.join(TASKS)}; got {', '.join(sorted(unknown))}; remove or rename them"
+        )
     if recipe.model == "independent" and recipe.teacher is None:
-        raise UserError(f"{path}: an independent draft is distilled from a target; add 'teacher: ../target' to the recipe")
+        raise UserError(
+            f"{path}: an independent draft is distilled from a target; add 'teacher: ../target' to the recipe"
+        )
     if recipe.model == "target" and recipe.vocabulary_size is None:
         raise UserError(f"{path}: a target trains its own tokenizer; add 'vocabulary_size: 2048' to the recipe")
     return recipe

@@ -32,7 +32,9 @@ Progress = Callable[[str, int, int, dict[str, float]], None]
 class Trainee(nn.Module):
     """The model being trained, and the head that names the digit under each visual token (dropped at the end)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    model: Any
+
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
         self.grounding_head = nn.Linear(model.config.text_config.hidden_size, NUM_DIGIT_CLASSES)
@@ -44,7 +46,9 @@ def visual_features(model: Any, pixel_values: Tensor) -> Tensor:
     return torch.stack(list(pooled))
 
 
-def answer_states(model: Any, batch: Batch, *, min_visual_keep: float = 1.0, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
+def answer_states(
+    model: Any, batch: Batch, *, min_visual_keep: float = 1.0, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Final hidden states at the labelled positions [labels, hidden], and the visual features.
 
     Below 1, ``min_visual_keep`` hides a random share of the visual tokens from every later token in half of the calls.
@@ -61,8 +65,12 @@ def answer_states(model: Any, batch: Batch, *, min_visual_keep: float = 1.0, gen
             length = batch.input_ids.shape[1]
             causal = torch.ones(length, length, dtype=torch.bool).tril()
             is_open = causal & (~is_hidden[:, None, :] | torch.eye(length, dtype=torch.bool))
-            mask = torch.zeros(is_open.shape, dtype=embeddings.dtype).masked_fill(~is_open, torch.finfo(embeddings.dtype).min)[:, None]
-    hidden = model.model.language_model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).last_hidden_state
+            mask = torch.zeros(is_open.shape, dtype=embeddings.dtype).masked_fill(
+                ~is_open, torch.finfo(embeddings.dtype).min
+            )[:, None]
+    hidden = model.model.language_model(
+        inputs_embeds=embeddings, attention_mask=mask, use_cache=False
+    ).last_hidden_state
     return hidden[batch.labels != IGNORED], features
 
 
@@ -91,7 +99,7 @@ class Objectives:
         labels = batch.labels[batch.labels != IGNORED]
         loss = nn.functional.cross_entropy(logits, labels)
         figures = {"loss": loss.item(), "token_accuracy": (logits.argmax(-1) == labels).float().mean().item()}
-        if features is not None and stage.grounding_weight > 0:
+        if features is not None and batch.digits is not None and stage.grounding_weight > 0:
             loss = loss + stage.grounding_weight * grounding_loss(self.trainee, features, batch.digits)
         return loss, figures
 
@@ -124,7 +132,11 @@ class Checkpoint:
                 tensors[f"{moment}.{name}"] = value
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".new")
-        save_file({k: v.contiguous().clone() for k, v in tensors.items()}, temporary, {"stage": str(stage), "step": str(step), "recipe": self.recipe_key})
+        save_file(
+            {k: v.contiguous().clone() for k, v in tensors.items()},
+            temporary,
+            {"stage": str(stage), "step": str(step), "recipe": self.recipe_key},
+        )
         temporary.replace(self.path)
 
     def position(self) -> tuple[int, int]:
@@ -138,7 +150,9 @@ class Checkpoint:
         with safe_open(self.path, "pt") as file:
             metadata = file.metadata()
         if metadata["recipe"] != self.recipe_key:
-            raise UserError(f"{self.path}: the recipe has changed since this checkpoint; delete the checkpoint to start over, or restore the recipe")
+            raise UserError(
+                f"{self.path}: the recipe has changed since this checkpoint; delete the checkpoint to start over, or restore the recipe"
+            )
         return int(metadata["stage"]), int(metadata["step"])
 
     def load_model(self, trainee: Trainee) -> None:
@@ -152,7 +166,9 @@ class Checkpoint:
             names = set(file.keys())
             for name, parameter in trainee.named_parameters():
                 if f"exp_avg.{name}" in names:
-                    optimizer.state[parameter] = {moment: file.get_tensor(f"{moment}.{name}") for moment in ("step", "exp_avg", "exp_avg_sq")}
+                    optimizer.state[parameter] = {
+                        moment: file.get_tensor(f"{moment}.{name}") for moment in ("step", "exp_avg", "exp_avg_sq")
+                    }
 
 
 # ------------------------------------------------------------------------------------------------------------------ loop
@@ -199,7 +215,11 @@ def train(recipe_path: Path, *, output: Path | None = None, progress: Progress |
         if number < first_stage:
             continue
         begin = first_step if number == first_stage else 0
-        tasks = {name: weight for name, weight in recipe.tasks.items() if stage.objective != "grounding" or name != "continue"}
+        tasks = {
+            name: weight
+            for name, weight in recipe.tasks.items()
+            if stage.objective != "grounding" or name != "continue"
+        }
         batches = Batches(processor, tasks, split="train", batch_size=stage.batch_size, seed=10 * recipe.seed + number)
         parameters = list(trained_parameters(trainee, stage))
         optimizer = torch.optim.AdamW(parameters, weight_decay=stage.weight_decay, betas=(0.9, 0.98), fused=True)
@@ -220,7 +240,10 @@ def train(recipe_path: Path, *, output: Path | None = None, progress: Progress |
             if progress is not None:
                 progress(f"{recipe.name} {stage.objective}", step + 1, stage.steps, figures)
             if (step + 1) % 25 == 0:
-                append_line(log, {"stage": stage.objective, "step": step + 1, **figures, "seconds": time.perf_counter() - started})
+                append_line(
+                    log,
+                    {"stage": stage.objective, "step": step + 1, **figures, "seconds": time.perf_counter() - started},
+                )
             if (step + 1) % CHECKPOINT_EVERY == 0 and step + 1 < stage.steps:
                 checkpoint.save(trainee, optimizer, number, step + 1)
         checkpoint.save(trainee, optimizer, number + 1, 0)
@@ -236,7 +259,9 @@ def _models(recipe: Recipe, recipe_path: Path) -> tuple[Any | None, Any, Trainee
         return None, processor, Trainee(build_model(recipe, processor.tokenizer))
     folder = (recipe_path.parent / recipe.teacher).resolve()
     if not (folder / "model.safetensors").exists():
-        raise UserError(f"{recipe_path}: its teacher {folder} has no weights; train it first: autotune train {folder / 'recipe.yaml'}")
+        raise UserError(
+            f"{recipe_path}: its teacher {folder} has no weights; train it first: autotune train {folder / 'recipe.yaml'}"
+        )
     processor = AutoProcessor.from_pretrained(folder)
     teacher = AutoModelForImageTextToText.from_pretrained(folder).eval().requires_grad_(False)
     return teacher, processor, Trainee(build_model(recipe, processor.tokenizer))

@@ -73,7 +73,16 @@ class SagePolicy(Document):
     def encode(self) -> Floats:
         """The hyperparameters as the compiled steps read them."""
         cap = self.d_max if self.depth_cap is None else self.depth_cap
-        numbers = [self.d_min, self.d_max, self.w_min, self.w_max, self.k, self.n_max, self.confidence == "previous", cap]
+        numbers = [
+            self.d_min,
+            self.d_max,
+            self.w_min,
+            self.w_max,
+            self.k,
+            self.n_max,
+            self.confidence == "previous",
+            cap,
+        ]
         return np.array([*numbers, self.window, self.lower, self.upper], np.float64)
 
 
@@ -106,7 +115,14 @@ def reset(params: Floats, state: Floats) -> None:
 
 @njit(cache=True)
 def grow(
-    params: Floats, state: Floats, tree: Tree, frontier: Ints, num_frontier: int, tokens: Ints, logprobs: NDArray[np.float32], sources: Ints
+    params: Floats,
+    state: Floats,
+    tree: Tree,
+    frontier: Ints,
+    num_frontier: int,
+    tokens: Ints,
+    logprobs: NDArray[np.float32],
+    sources: Ints,
 ) -> int:
     """One level: from the frontier's proposals to its children kept; returns how many of them to expand next (written to ``frontier``)."""
     level = tree.depth[frontier[0]] + 1
@@ -127,7 +143,9 @@ def grow(
     count = 0
     for row in range(num_frontier):
         parent_logprob = tree.path_logprob[frontier[row]]
-        children = int(width) if level == 1 else max(1, _round(width / level * (0.5 + np.exp(parent_logprob))))  # eq. 12
+        children = (
+            int(width) if level == 1 else max(1, _round(width / level * (0.5 + np.exp(parent_logprob))))
+        )  # eq. 12
         for rank in range(min(children, k)):
             path_logprob = parent_logprob + logprobs[row, rank]
             if path_logprob > threshold:

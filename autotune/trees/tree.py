@@ -78,7 +78,9 @@ def write_tree_mask(tree: Tree, mask: NDArray[np.float32], closed: float) -> Non
 
 
 @njit(cache=True)
-def write_frontier_mask(tree: Tree, frontier: Ints, slot: Ints, mask: NDArray[np.float32], num_slots: int, closed: float) -> None:
+def write_frontier_mask(
+    tree: Tree, frontier: Ints, slot: Ints, mask: NDArray[np.float32], num_slots: int, closed: float
+) -> None:
     """The additive mask of one draft level, [frontier, slots]: row i is node ``frontier[i]``, ``slot[node]`` its place in the draft's cache.
 
     Places count from the end of the committed prefix, which every node sees. The root is part of that prefix.

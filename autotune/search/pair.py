@@ -1,0 +1,53 @@
+"""A target and a draft, loaded together, with what documents call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.cost.device import fingerprint
+from autotune.cost.roofline import ModelShape
+from autotune.drafters.independent import IndependentDraft
+from autotune.files import content_key
+from autotune.models import load_model, load_processor, reference
+from autotune.provenance import version_of
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.target import Target
+
+
+class Pair:
+    """Target and draft, loaded, with what documents call them."""
+
+    def __init__(self, target: str, draft: str, device: str) -> None:
+        self.target_reference = reference(target)
+        self.draft_reference = reference(draft)
+        self.processor = load_processor(target)
+        self.target = Target(load_model(target, device=device))
+        self.draft = IndependentDraft(load_model(draft, device=device))
+        self.decoder = Decoder(self.target, self.draft)  # checks that they fit
+        self.device = fingerprint(device)
+
+    @property
+    def key(self) -> str:
+        """Names documents that speak of this pair on this device, through these versions."""
+        models = [
+            self.target_reference.sha256 or self.target_reference.id,
+            self.draft_reference.sha256 or self.draft_reference.id,
+        ]
+        return content_key([*models, self.device.key, version_of("torch"), version_of("transformers")])
+
+
+def shape_of(model: Any, text_model: Any) -> ModelShape:
+    """The shape of a loaded model, for the roofline."""
+    config = model.config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = next(text_model.parameters()).element_size()
+    layers = sum(parameter.numel() for parameter in text_model.layers.parameters())
+    vision = sum(p.numel() for name, p in model.named_parameters() if "vision" in name)
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        text_parameters=layers + config.hidden_size * config.vocab_size,
+        vision_parameters=vision,
+        kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_size * width,
+        bytes_per_parameter=width,
+    )
