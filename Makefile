@@ -9,6 +9,7 @@ search: .venv/installed  ## install, then the main job on the bundled pair: writ
 
 check: .venv/installed  ## lint, types and the fast tests
 	$(BIN)/ruff check autotune tests benchmarks
+	$(BIN)/ruff format --check autotune tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest -m "not slow and not gpu"
 

@@ -1,4 +1,5 @@
-"""Finds the fit of draft, token tree and hardware for speculative decoding of vision-language models, and decodes with it.
+"""Finds the fit of draft, token tree and hardware for speculative decoding of vision-language models, and decodes with
+it.
 
 Importing does nothing: torch is loaded when a decoder is.
 """

@@ -33,7 +33,8 @@ def run_check(
 ) -> CheckResult:
     """Decode with the profile and plainly, side by side, and judge.
 
-    An output that differs from plain decoding fails. So does a speedup whose whole 95 % interval lies below ``min_speedup``: noise alone fails nothing.
+    An output that differs from plain decoding fails. So does a speedup whose whole 95 % interval lies below
+    ``min_speedup``: noise alone fails nothing.
 
     Raises:
         UserError: a minimum that is not positive, or the profile or workload cannot be read.

@@ -1,4 +1,6 @@
-"""The command line: one verb per stage. Each parses, calls one function, and prints; torch is loaded by the verbs that need it."""
+"""The command line: one verb per stage. Each parses, calls one function, and prints; torch is loaded by the verbs that
+need it.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,8 @@ def _print_json(value: Any) -> None:
 def main() -> None:
     """Finds the fit of draft, token tree and hardware for speculative decoding, and decodes with it.
 
-    Without options every verb works on the bundled pair and workload, offline, on the CPU. Exit codes: 0 done, 1 the check found a regression, 2 a mistake you
-    can mend, 3 the check is inconclusive, 4 not comparable.
+    Without options every verb works on the bundled pair and workload, offline, on the CPU. Exit codes: 0 done, 1 the
+    check found a regression, 2 a mistake you can mend, 3 the check is inconclusive, 4 not comparable.
     """
 
 
@@ -230,7 +232,9 @@ def search(
     output: Path,
     as_json: bool,
 ) -> None:
-    """The main job: profile, record, search, measure, and write the decoding profile. Interrupted, the same command goes on."""
+    """The main job: profile, record, search, measure, and write the decoding profile. Interrupted, the same command
+    goes on.
+    """
     from autotune.console import Console
     from autotune.files import dump_document
     from autotune.search.main_job import SearchSettings, check_settings

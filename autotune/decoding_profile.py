@@ -174,12 +174,12 @@ def load(
 ) -> Any:
     """A decoder that obeys a profile.
 
-    Loads the target and draft that the profile names, or takes loaded models. On another device than the profile was made for it says so in a warning and
-    decodes anyway, for that is lossless all the same.
+    Loads the target and draft that the profile names, or takes loaded models. On another device than the profile was
+    made for it says so in a warning and decodes anyway, for that is lossless all the same.
 
     Raises:
-        UserError: the profile or its models cannot be read; a model's weights are not those of the profile (models given by the caller are not hashed);
-            with ``strict``, another device.
+        UserError: the profile or its models cannot be read; a model's weights are not those of the profile (models
+            given by the caller are not hashed); with ``strict``, another device.
     """
     import warnings
 

@@ -1,10 +1,10 @@
 """The bundled workload: questions about grids of real handwritten digits, and passages of documentation to continue.
 
 Images are composed from scikit-learn's 1,797 handwritten digits. Scans 0-1399 are for training, 1400-1796 are held out,
-so no held-out image contains a scan that any bundled model has seen. An example is a pure function of
-``(split, task, index)``: nothing is stored, and the same example is made on every machine. The exception is ``continue``,
-whose passages are the docstrings of the running interpreter's own standard library: they change with the Python version, and the
-workload's hash changes with them.
+so no held-out image contains a scan that any bundled model has seen. An example is a pure function of ``(split, task,
+index)``: nothing is stored, and the same example is made on every machine. The exception is ``continue``, whose
+passages are the docstrings of the running interpreter's own standard library: they change with the Python version, and
+the workload's hash changes with them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DigitsExample:
     cells: Grid | None  # [12, 12] digit under each DIGIT_SIZE square, BLANK on paper: what the grounding loss teaches
 
 
-# ---------------------------------------------------------------------------------------------------------------- images
+# -------------------------------------------------------------------------------------------------------------- images
 
 
 @functools.cache
@@ -64,8 +64,9 @@ def _scans() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 def _scan_bank(split: Split, num_variants: int) -> tuple[NDArray[np.float32], list[NDArray[np.int64]]]:
     """Scans enlarged to DIGIT_SIZE: [scans, variants, 16, 16], and the scan numbers of each digit.
 
-    Variant 0 is the scan as it is. The others, for training only, are turned, sheared, scaled, shifted, bent and thickened:
-    the held-out scans are of other writers, and without bending their digits are read at 95 %, with it at 98 %.
+    Variant 0 is the scan as it is. The others, for training only, are turned, sheared, scaled, shifted, bent and
+    thickened: the held-out scans are of other writers, and without bending their digits are read at 95 %, with it at 98 %.
+    %.
     """
     from scipy.ndimage import map_coordinates
 
@@ -120,7 +121,7 @@ def _draw_grid(grid: Grid, split: Split, rng: Generator) -> tuple[NDArray[np.uin
     return np.repeat(grey[:, :, None], 3, axis=2), squares
 
 
-# ----------------------------------------------------------------------------------------------------------------- tasks
+# --------------------------------------------------------------------------------------------------------------- tasks
 
 
 def _listing(values: NDArray[np.int64] | list[int]) -> str:
@@ -259,7 +260,7 @@ _GRID_TASKS: dict[str, tuple[Callable[[Grid, Generator], str], tuple[str, ...]]]
 }
 
 
-# -------------------------------------------------------------------------------------------------------------- passages
+# ------------------------------------------------------------------------------------------------------------ passages
 
 
 @functools.cache
@@ -300,7 +301,7 @@ def _passage(split: Split, rng: Generator) -> tuple[str, str]:
     return "Continue: " + " ".join(words[:cut]), " ".join(words[cut:140])
 
 
-# -------------------------------------------------------------------------------------------------------------- examples
+# ------------------------------------------------------------------------------------------------------------ examples
 
 
 def make_example(split: Split, task: str, index: int) -> DigitsExample:

@@ -29,7 +29,9 @@ SCHEMA_VERSIONS = {
 
 
 class Document(BaseModel):
-    """A frozen record that refuses unknown keys, wrong types and non-finite numbers. Shape of every JSON and YAML file here."""
+    """A frozen record that refuses unknown keys, wrong types and non-finite numbers. Shape of every JSON and YAML file
+    here.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
 
@@ -38,7 +40,9 @@ D = TypeVar("D", bound=BaseModel)
 
 
 def data_root() -> Path:
-    """The folder that holds ``profiles``, ``search_spaces`` and ``drafts``: inside an installed package, beside it in a checkout."""
+    """The folder that holds ``profiles``, ``search_spaces`` and ``drafts``: inside an installed package, beside it in a
+    checkout.
+    """
     package = Path(__file__).resolve().parent
     installed = package / "_data"
     return installed if installed.is_dir() else package.parent
@@ -59,7 +63,7 @@ def content_key(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
-# ----------------------------------------------------------------------------------------------------------------- read
+# ---------------------------------------------------------------------------------------------------------------- read
 
 
 def read_text(path: Path) -> str:
@@ -96,7 +100,8 @@ def parse(kind_of: type[D], kind: str, content: Any, *, source: Path | str) -> D
     """``content`` as a document of the given kind.
 
     Raises:
-        UserError: not an object, another or newer schema, an unknown key, a missing key, a wrong type, a number that is not finite.
+        UserError: not an object, another or newer schema, an unknown key, a missing key, a wrong type, a number that is
+            not finite.
     """
     if not isinstance(content, dict):
         raise UserError(
@@ -146,7 +151,7 @@ def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
     return list(model.model_fields)
 
 
-# ---------------------------------------------------------------------------------------------------------------- write
+# --------------------------------------------------------------------------------------------------------------- write
 
 
 def require_writable(path: Path) -> None:

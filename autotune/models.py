@@ -49,7 +49,9 @@ def resolve(name: str) -> str:
 
 
 def reference(name: str) -> ModelReference:
-    """The model's name, and the hash of its weights and config; a model that is not on disk yet is named by its id alone."""
+    """The model's name, and the hash of its weights and config; a model that is not on disk yet is named by its id
+    alone.
+    """
     path = Path(resolve(name))
     if not path.is_dir():
         return ModelReference(id=name, sha256="")

@@ -1,8 +1,9 @@
 """Workloads: prompts, images and generation settings, from a JSONL file or the bundled digits.
 
-A JSONL line is ``{"prompt": text, "images": [paths], "task": name, "split": "tune" | "evaluate", "max_new_tokens": n, "temperature": t, "top_p": p,
-"seed": s}``; only ``prompt`` is required, image paths are relative to the file. Prompts of the ``tune`` split choose a configuration, those of the
-``evaluate`` split judge it; without a split they alternate, so that no prompt does both.
+A JSONL line is ``{"prompt": text, "images": [paths], "task": name, "split": "tune" | "evaluate", "max_new_tokens": n,
+"temperature": t, "top_p": p, "seed": s}``; only ``prompt`` is required, image paths are relative to the file. Prompts
+of the ``tune`` split choose a configuration, those of the ``evaluate`` split judge it; without a split they alternate,
+so that no prompt does both.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def load_workload(name: str, split: WorkloadSplit, *, num_prompts: int | None = 
     """The bundled workload (``digits``), or a JSONL file, in one split; the first ``num_prompts`` of it.
 
     Raises:
-        UserError: no such file, a line that is no JSON or has unknown keys, an image that is none, a split without prompts.
+        UserError: no such file, a line that is no JSON or has unknown keys, an image that is none, a split without
+            prompts.
     """
     if name == BUNDLED:
         return Workload(name, split, tuple(_digits(split, num_prompts or 8 * len(TASKS))))
@@ -180,7 +182,9 @@ def load_image(path: Path) -> Image:
 
 
 def chat_text(processor: Any, prompt: str, *, num_images: int) -> str:
-    """The prompt as the processor's chat template words it, images first, ready for the answer; a processor without a template gets it as it is."""
+    """The prompt as the processor's chat template words it, images first, ready for the answer; a processor without a
+    template gets it as it is.
+    """
     if not getattr(processor, "chat_template", None):
         return f"{getattr(processor, 'image_token', '')}\n" * num_images + prompt
     content = [*({"type": "image"} for _ in range(num_images)), {"type": "text", "text": prompt}]

@@ -1,4 +1,6 @@
-"""Records traces: the target's answers once, then what a draft would propose at every position of them, many positions at a time."""
+"""Records traces: the target's answers once, then what a draft would propose at every position of them, many positions
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target says to a prompt. ``visual_scores`` [visual tokens] rank them for pruning; empty without an image."""
+    """What the target says to a prompt. ``visual_scores`` [visual tokens] rank them for pruning; empty without an
+    image.
+    """
 
     tokens: list[int]
     prompt_length: int
@@ -39,8 +43,8 @@ class Answer:
 
 
 class Recorder:
-    """Records with one loaded pair. Every answer and every forest is a file of its own under ``folder`` as soon as it is known, named by what it depends
-    on: after a crash the same calls find them again and do only what is missing.
+    """Records with one loaded pair. Every answer and every forest is a file of its own under ``folder`` as soon as it
+    is known, named by what it depends on: after a crash the same calls find them again and do only what is missing.
     """
 
     def __init__(self, target: Target, target_reference: ModelReference, processor: Any, folder: Path) -> None:
@@ -135,7 +139,7 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
     write_bytes(path, save({**arrays, "lengths": np.array(part[1:])}))
 
 
-# ---------------------------------------------------------------------------------------------------------------- forest
+# -------------------------------------------------------------------------------------------------------------- forest
 
 
 @torch.inference_mode()
@@ -159,7 +163,8 @@ def record_forest(
 class _ForestGrower:
     """Lays the answer behind the prompt in the draft's cache, then grows the forests of some roots at a time behind it.
 
-    The answer's tokens count as uncommitted, because a root must not see the tokens after it: the mask says which a node may see.
+    The answer's tokens count as uncommitted, because a root must not see the tokens after it: the mask says which a
+    node may see.
     """
 
     def __init__(self, draft: IndependentDraft, tokens: Ints, prompt_length: int, bounds: ForestBounds) -> None:

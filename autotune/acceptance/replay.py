@@ -1,6 +1,8 @@
-"""Replays a tree policy over a trace, priced by a cost table: the rounds that decoding would take, and how long, without running a model.
+"""Replays a tree policy over a trace, priced by a cost table: the rounds that decoding would take, and how long,
+without running a model.
 
-The trees are grown by the very code that grows them at inference (``trees/policy.py``); the trace answers what a node's children are.
+The trees are grown by the very code that grows them at inference (``trees/policy.py``); the trace answers what a node's
+children are.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ class Replay:
     verified_nodes: Ints
     """Draft nodes sent to verification, over all rounds."""
     missing: Ints
-    """Nodes that the policy expanded and the trace does not hold. None of them is on the answer, so accepted lengths are exact; the trees that were
-    priced lack at most their descendants."""
+    """Nodes that the policy expanded and the trace does not hold. None of them is on the answer, so accepted lengths
+    are exact; the trees that were priced lack at most their descendants.
+    """
     accepted_lengths: list[Ints]
     """τ of every round, an array for each prompt."""
     draft_ms: Floats

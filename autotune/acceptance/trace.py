@@ -1,7 +1,8 @@
 """What a draft proposes along the target's own output: recorded once, replayed under any tree policy.
 
-For every position of every answer the trace holds a *forest node*: the draft's most probable children of that token, and, for those children that a tree
-might expand, their forest nodes in turn. Losslessness fixes the answer, so nothing else is ever asked of a draft that decodes these prompts.
+For every position of every answer the trace holds a *forest node*: the draft's most probable children of that token,
+and, for those children that a tree might expand, their forest nodes in turn. Losslessness fixes the answer, so nothing
+else is ever asked of a draft that decodes these prompts.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from autotune.trees.tree import Ints
 
 
 class ForestBounds(Document):
-    """How far the forest reaches. A node is recorded if its level and its share of probability allow it, or if it is on the path of most probable tokens
-    or on the answer itself: those two are recorded whatever their probability, so that accepted lengths are exact for every tree.
+    """How far the forest reaches. A node is recorded if its level and its share of probability allow it, or if it is on
+    the path of most probable tokens or on the answer itself: those two are recorded whatever their probability, so that
+    accepted lengths are exact for every tree.
     """
 
     depth: int = Field(default=12, ge=1, le=24)
@@ -30,7 +32,9 @@ class ForestBounds(Document):
     num_proposals: int = Field(default=10, ge=1, le=32)
     """Children of a node."""
     floor: float = Field(default=0.1 / 12, gt=0, lt=1)
-    """A node of level l is expanded if its cumulative probability exceeds ``floor * l``: SAGE's threshold at the deepest tree."""
+    """A node of level l is expanded if its cumulative probability exceeds ``floor * l``: SAGE's threshold at the
+    deepest tree.
+    """
     width: int = Field(default=16, ge=1, le=128)
     """Most nodes of one level that are expanded."""
 
@@ -53,8 +57,9 @@ class TraceHeader(Document):
 class Forest:
     """The recorded part of one answer, or of many laid end to end.
 
-    ``answer`` [tokens] is the target's output; token i of it is forest node i of its answer, for all but the last. ``child_token``, ``child_logprob`` and
-    ``child_node`` are [nodes, proposals], most probable first; ``child_node`` is -1 where the child was not expanded.
+    ``answer`` [tokens] is the target's output; token i of it is forest node i of its answer, for all but the last.
+    ``child_token``, ``child_logprob`` and ``child_node`` are [nodes, proposals], most probable first; ``child_node`` is
+    -1 where the child was not expanded.
     """
 
     answer: Ints

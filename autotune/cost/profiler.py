@@ -1,7 +1,8 @@
 """Measures a cost table through the very code that decodes: ``Decoder`` steps and draft proposals, at chosen sizes.
 
-Sizes are visited in random order, over and over, draft and target taking turns as they do in a round, so that neither a warm cache nor a drifting clock
-favours one size. The overhead outside the models is what real decoding showed beyond them.
+Sizes are visited in random order, over and over, draft and target taking turns as they do in a round, so that neither a
+warm cache nor a drifting clock favours one size. The overhead outside the models is what real decoding showed beyond
+them.
 """
 
 from __future__ import annotations
@@ -148,7 +149,9 @@ class _Bench:
         verify: dict[tuple[int, int], list[float]],
         decode: dict[tuple[int, int], list[float]],
     ) -> None:
-        """Samples of every size: two draft steps, one verification, and so on, as in rounds; then plain steps in a row, as in plain decoding."""
+        """Samples of every size: two draft steps, one verification, and so on, as in rounds; then plain steps in a row,
+        as in plain decoding.
+        """
         for first, second, verified in zip(self._points(), self._points(), self._points(), strict=True):
             for n, m in (first, second):
                 propose.setdefault((n, m), []).append(self._time_propose(n, m))
@@ -193,7 +196,9 @@ def _plant_star(tree: Tree, num_children: int) -> None:
 def measure_prefills(
     target: Target, draft: IndependentDraft, processor: Any, workload: Workload
 ) -> tuple[PrefillCost, PrefillCost]:
-    """Prefill latencies of target and draft over the workload's shortest and longest prompts and some visual keep ratios."""
+    """Prefill latencies of target and draft over the workload's shortest and longest prompts and some visual keep
+    ratios.
+    """
     clock = Decoder(target)._clock
     of_target: list[tuple[int, int, float]] = []
     of_draft: list[tuple[int, int, float]] = []

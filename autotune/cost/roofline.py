@@ -1,4 +1,5 @@
-"""Cost tables of devices that are not here, from datasheet limits: the larger of bytes over bandwidth and operations over peak, and an eager runner's launches.
+"""Cost tables of devices that are not here, from datasheet limits: the larger of bytes over bandwidth and operations
+over peak, and an eager runner's launches.
 
 An estimate, and marked so in all that is made from it: good enough to rank configurations, not to promise a speedup.
 """

@@ -1,4 +1,6 @@
-"""Cost tables: what a step costs on a device, and the prices that replay reads off them. Plain numpy: searching needs no torch."""
+"""Cost tables: what a step costs on a device, and the prices that replay reads off them. Plain numpy: searching needs
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ class Surface(Document):
         return max(point.tokens for point in self.points)
 
     def latency_ms(self, tokens: Floats, kv_length: Floats) -> Floats:
-        """Latencies [tokens, kv lengths], linear between grid points; shorter KV than measured costs what the shortest does.
+        """Latencies [tokens, kv lengths], linear between grid points; shorter KV than measured costs what the shortest
+        does.
 
         Raises:
             UserError: more tokens, or a much longer KV cache, than were measured.
@@ -120,7 +123,9 @@ def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
 
 
 class Overhead(Document):
-    """Time of a round outside the two models, as real decoding showed it: growing the tree, masks, acceptance, compaction."""
+    """Time of a round outside the two models, as real decoding showed it: growing the tree, masks, acceptance,
+    compaction.
+    """
 
     round_ms: float = Field(ge=0)
     level_ms: float = Field(ge=0)

@@ -1,6 +1,7 @@
 """``independent``: any smaller Hugging Face model with the target's vocabulary, with or without sight. Training-free.
 
-Visual tokens that the target's last layer attended to least never enter the draft's cache (SAGE section 5.1; STAR eq. 2).
+Visual tokens that the target's last layer attended to least never enter the draft's cache (SAGE section 5.1; STAR eq.
+2).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ Proposals = tuple[NDArray[np.int64], NDArray[np.float32]]
 class IndependentDraft:
     """A draft with its own KV cache. A round is: ``propose`` level by level, then ``commit``.
 
-    The cache holds the committed prefix, then the nodes evaluated this round in order of evaluation. Committed tokens that the draft has not read yet
-    (the new root; before it perhaps an accepted leaf) are ``pending`` and read together, when the root's proposals are asked for.
+    The cache holds the committed prefix, then the nodes evaluated this round in order of evaluation. Committed tokens
+    that the draft has not read yet (the new root; before it perhaps an accepted leaf) are ``pending`` and read
+    together, when the root's proposals are asked for.
     """
 
     kind = "independent"
@@ -94,7 +96,8 @@ class IndependentDraft:
         def prune(
             _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            # Between the vision tower and the first text layer: tokens pruned here cost nothing from now on, and the others keep their positions.
+            # Between the vision tower and the first text layer: tokens pruned here cost nothing from now on, and the
+            # others keep their positions.
             kwargs["inputs_embeds"] = kwargs["inputs_embeds"][:, kept]
             kwargs["position_ids"] = kept[None]
             kwargs["attention_mask"] = torch.ones(1, len(kept), dtype=torch.long, device=self.device)
@@ -146,9 +149,11 @@ class IndependentDraft:
         *,
         num_uncommitted: int = 0,
     ) -> Tensor:
-        """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` tokens written earlier this round.
+        """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` tokens written earlier this
+        round.
 
-        ``block`` [n, num_uncommitted + n] is the additive mask behind the prefix, which all may see. Nothing is committed.
+        ``block`` [n, num_uncommitted + n] is the additive mask behind the prefix, which all may see. Nothing is
+        committed.
         """
         mask = self._masks.write(block, self.cache.length) if block.shape[1] > 1 else None
         self.cache.length += num_uncommitted  # write behind them
@@ -165,7 +170,9 @@ class IndependentDraft:
         return self.head(hidden[0])  # type: ignore[no-any-return]
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
-        """End the round: the accepted nodes and the target's own token after them are committed, everything else is forgotten."""
+        """End the round: the accepted nodes and the target's own token after them are committed, everything else is
+        forgotten.
+        """
         # Only nodes that were expanded have been read: all of the path but perhaps its last node.
         places = [int(place) for place in self._slot[path] if place >= 0]
         self.cache.keep(places)

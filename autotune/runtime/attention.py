@@ -1,7 +1,8 @@
 """How much the last layer of the target attended to each visual token in the prefill, without making the model eager.
 
-transformers dispatches attention by a name in the text config. For the length of one prefill that name is ours: every layer still runs the kernel it had,
-and the last one also reports the attention of the text queries. Only those rows are computed: [text queries, keys], never the full matrix.
+transformers dispatches attention by a name in the text config. For the length of one prefill that name is ours: every
+layer still runs the kernel it had, and the last one also reports the attention of the text queries. Only those rows are
+computed: [text queries, keys], never the full matrix.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class VisualAttention:
 def _scores(query: Tensor, key: Tensor, scaling: float, is_visual: Tensor) -> Tensor:
     """Mean over heads and text queries of the attention to each visual token (STAR, eq. 2).
 
-    query [1, heads, n, d], key [1, kv heads, n, d]. Queries before the last visual token see only some of them, so those after it are asked.
+    query [1, heads, n, d], key [1, kv heads, n, d]. Queries before the last visual token see only some of them, so
+    those after it are asked.
     """
     places = is_visual.nonzero().squeeze(1)
     first = int(places[-1]) + 1

@@ -54,7 +54,9 @@ class DecodingStats:
 
     @property
     def tokens_per_round(self) -> float | None:
-        """M = mean tokens emitted by a round; the first token, which the prefill emits, is not counted. None without rounds."""
+        """M = mean tokens emitted by a round; the first token, which the prefill emits, is not counted. None without
+        rounds.
+        """
         return (self.new_tokens - 1) / self.rounds if self.rounds else None
 
     @property
@@ -116,7 +118,8 @@ class Decoder:
 
     Args:
         target: a Hugging Face model, as ``from_pretrained`` gave it.
-        draft: a smaller model of the same vocabulary, or None for plain autoregressive (AR) decoding through the same runner.
+        draft: a smaller model of the same vocabulary, or None for plain autoregressive (AR) decoding through the same
+            runner.
         tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; what is left out takes the paper's default.
         visual_keep: share of visual tokens that the draft sees, in (0, 1].
         processor: the target's processor, kept for the caller.
@@ -168,7 +171,7 @@ class Decoder:
         """The Hugging Face model that is decoded."""
         return self.target.model
 
-    # ------------------------------------------------------------------------------------------------------------ public
+    # ---------------------------------------------------------------------------------------------------------- public
 
     def generate(
         self,
@@ -218,8 +221,8 @@ class Decoder:
     ) -> Any:
         """Hugging Face's hook: ``model.generate(**inputs, custom_generate=decoder)``.
 
-        Greedy output equals ``model.generate(**inputs)``. With ``do_sample`` the noise is keyed by position: the same distribution, other tokens than
-        the global random state would give, repeatable through ``torch.manual_seed``.
+        Greedy output equals ``model.generate(**inputs)``. With ``do_sample`` the noise is keyed by position: the same
+        distribution, other tokens than the global random state would give, repeatable through ``torch.manual_seed``.
 
         Raises:
             UserError: another model than the decoder's target, several beams or several sequences.
@@ -265,7 +268,7 @@ class Decoder:
 
         return GenerateDecoderOnlyOutput(sequences=request.sequence())
 
-    # ---------------------------------------------------------------------------------------------------------- the loop
+    # -------------------------------------------------------------------------------------------------------- the loop
 
     def _request(
         self, inputs: dict[str, Any], rule: TokenRule, max_new_tokens: int, eos: frozenset[int] | None = None
@@ -370,7 +373,9 @@ class Decoder:
             )
 
     def _verify(self, request: _Request) -> Tensor | NDArray[np.int64]:
-        """One target forward over root and tree. Returns the target's token after every node, or logits where tokens depend on the prefix."""
+        """One target forward over root and tree. Returns the target's token after every node, or logits where tokens
+        depend on the prefix.
+        """
         tree, size = self._tree, int(self._tree.size[0])
         block = self._block[:size, :size]
         write_tree_mask(tree, block, self._masks.closed)

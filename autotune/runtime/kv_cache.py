@@ -48,10 +48,11 @@ class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlabCache(Cache):  # type: ignore[misc]
-    """Keys and values of all layers in two slabs [layers, batch, kv heads, capacity, head dim], allocated at the first forward.
+    """Keys and values of all layers in two slabs [layers, batch, kv heads, capacity, head dim], allocated at the first
+    forward.
 
-    A forward of n tokens writes places ``length`` to ``length + n - 1`` and leaves ``length`` as it is: the caller then commits all (``advance``) or
-    some (``keep``) of them. A request starts with ``clear``; the slabs stay.
+    A forward of n tokens writes places ``length`` to ``length + n - 1`` and leaves ``length`` as it is: the caller then
+    commits all (``advance``) or some (``keep``) of them. A request starts with ``clear``; the slabs stay.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
@@ -98,7 +99,9 @@ class SlabCache(Cache):  # type: ignore[misc]
         self.length += num_tokens
 
     def keep(self, places: list[int]) -> None:
-        """Commit some of the tokens just written: ``places`` count from ``length``, in ascending order. The others are forgotten."""
+        """Commit some of the tokens just written: ``places`` count from ``length``, in ascending order. The others are
+        forgotten.
+        """
         if places and places != list(range(len(places))) and self._slabs is not None:
             source = torch.tensor(places, device=self._slabs[0].device) + self.length
             for slab in self._slabs:

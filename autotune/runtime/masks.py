@@ -13,7 +13,8 @@ from autotune.trees.tree import MAX_NODES
 class MaskBuffer:
     """A slab of zeros in which only the last few columns are ever written: [1, 1, rows, capacity + MAX_NODES].
 
-    The prefix grows during a request, so the columns of the previous block become prefix and are cleared before the next block is written.
+    The prefix grows during a request, so the columns of the previous block become prefix and are cleared before the
+    next block is written.
     """
 
     def __init__(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -23,7 +24,9 @@ class MaskBuffer:
         self._block: tuple[int, int, int] = (0, 0, 0)  # rows, first column, end column
 
     def write(self, block: NDArray[np.float32], prefix: int) -> Tensor:
-        """A view [1, 1, rows, prefix + columns]: ``block`` [rows, columns] behind ``prefix`` open columns. Valid until the next call."""
+        """A view [1, 1, rows, prefix + columns]: ``block`` [rows, columns] behind ``prefix`` open columns. Valid until
+        the next call.
+        """
         rows, begin, end = self._block
         self._slab[:, :, :rows, begin:end] = 0.0
         rows, columns = block.shape

@@ -1,4 +1,6 @@
-"""The target behind one generic adapter: prefill through the whole model, everything after it through its text model alone."""
+"""The target behind one generic adapter: prefill through the whole model, everything after it through its text model
+alone.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,8 @@ class Target:
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Logits [n, vocabulary] of n tokens behind the cache; nothing is committed.
 
-        ``tokens`` and ``positions`` are [1, n]; ``mask`` is additive float [1, 1, n, length + n], or None for a single token.
+        ``tokens`` and ``positions`` are [1, n]; ``mask`` is additive float [1, 1, n, length + n], or None for a single
+        token.
         """
         hidden = self.text_model(
             input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True

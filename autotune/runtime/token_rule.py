@@ -1,8 +1,10 @@
-"""Which token the target emits at a position: one function of logits, seed and position, used by plain decoding, trees and recording alike.
+"""Which token the target emits at a position: one function of logits, seed and position, used by plain decoding, trees
+and recording alike.
 
-The token at absolute position t is ``argmax(processed_logits / T + gumbel(seed, t))``, without noise at temperature 0 (DESIGN section 5). By the Gumbel-max
-trick it is distributed as softmax(processed_logits / T); because the noise belongs to the position, not to the order of calls, decoding with and without a
-draft emits the same tokens at any temperature.
+The token at absolute position t is ``argmax(processed_logits / T + gumbel(seed, t))``, without noise at temperature 0
+(DESIGN section 5). By the Gumbel-max trick it is distributed as softmax(processed_logits / T); because the noise
+belongs to the position, not to the order of calls, decoding with and without a draft emits the same tokens at any
+temperature.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def mix_seed(seed: int, position: int) -> int:
 
 
 class TokenRule:
-    """Turns logits into tokens. ``processors`` are Hugging Face logits processors, which may look at the tokens before the position."""
+    """Turns logits into tokens. ``processors`` are Hugging Face logits processors, which may look at the tokens before
+    the position.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,9 @@ class TokenRule:
         return bool(self.processors)
 
     def tokens(self, logits: Tensor, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The token after each of n nodes, whose own logits are [n, vocabulary]; ``positions`` [n] are where those tokens will stand."""
+        """The token after each of n nodes, whose own logits are [n, vocabulary]; ``positions`` [n] are where those
+        tokens will stand.
+        """
         if self.temperature == 0.0:
             return logits.argmax(-1).cpu().numpy()
         # Warpers know nothing of the prefix; they are given an empty one.

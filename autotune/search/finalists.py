@@ -28,7 +28,9 @@ AR, HF = "ar", "hf"
 
 
 class Run(Document):
-    """One arm on one prompt. Times in milliseconds; ``decode_ms`` runs from the first token to the last, the draft's prefill included."""
+    """One arm on one prompt. Times in milliseconds; ``decode_ms`` runs from the first token to the last, the draft's
+    prefill included.
+    """
 
     arm: str
     prompt: str
@@ -48,7 +50,9 @@ class Run(Document):
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to decode, under a name: a configuration, or None for ``ar`` (our plain decoding) and ``hf`` (Hugging Face's generate)."""
+    """A way to decode, under a name: a configuration, or None for ``ar`` (our plain decoding) and ``hf`` (Hugging
+    Face's generate).
+    """
 
     name: str
     configuration: Configuration | None = None
@@ -87,7 +91,9 @@ class Runner:
         min_prompts: int = 8,
         report: Report | None = None,
     ) -> dict[str, list[Run]]:
-        """Every arm on the same prompts, by arm name. Past the deadline it ends after a whole prompt, once ``min_prompts`` are done."""
+        """Every arm on the same prompts, by arm name. Past the deadline it ends after a whole prompt, once
+        ``min_prompts`` are done.
+        """
         order = random.Random(seed)
         runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
         for number, prompt in enumerate(workload.prompts):
@@ -186,12 +192,14 @@ def hf_generate(model: Any, inputs: dict[str, Any], prompt: WorkloadPrompt) -> t
     return tokens, stats
 
 
-# ------------------------------------------------------------------------------------------------------------ statistics
+# ---------------------------------------------------------------------------------------------------------- statistics
 
 
 @dataclass(frozen=True)
 class Summary:
-    """An arm against plain decoding on the same prompts. Pooled: times and tokens are summed over prompts before they are divided."""
+    """An arm against plain decoding on the same prompts. Pooled: times and tokens are summed over prompts before they
+    are divided.
+    """
 
     name: str
     speedup: float

@@ -1,4 +1,6 @@
-"""The tree stage: every configuration is replayed over the traces and priced by the cost table; Optuna proposes where they are too many to enumerate."""
+"""The tree stage: every configuration is replayed over the traces and priced by the cost table; Optuna proposes where
+they are too many to enumerate.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +97,8 @@ def search_trees(
 ) -> list[Candidate]:
     """Evaluate the space, fastest first: small policies outright, the others by TPE from the published defaults on.
 
-    ``storage`` is an Optuna RDB URL, or the path of a journal file. The study is named by ``documents`` (the hashes of what it searches over), so that the same
-    command goes on with it and another one does not.
+    ``storage`` is an Optuna RDB URL, or the path of a journal file. The study is named by ``documents`` (the hashes of
+    what it searches over), so that the same command goes on with it and another one does not.
 
     Raises:
         UserError: the storage does not answer.
@@ -163,7 +165,9 @@ def _open_study(storage: str | Path, name: str, seed: int) -> Any:
 
 
 def choose_finalists(candidates: list[Candidate], count: int) -> list[Candidate]:
-    """The fastest of every (policy, visual keep), and of those the ``count`` fastest: neighbours of one winner would be measured for nothing."""
+    """The fastest of every (policy, visual keep), and of those the ``count`` fastest: neighbours of one winner would be
+    measured for nothing.
+    """
     best: dict[tuple[str, float], Candidate] = {}
     for candidate in candidates:
         best.setdefault((candidate.configuration.tree["policy"], candidate.configuration.visual_keep), candidate)

@@ -1,4 +1,6 @@
-"""Training batches of the bundled workload: a pure function of the recipe and the step, so that resumed training sees what it would have."""
+"""Training batches of the bundled workload: a pure function of the recipe and the step, so that resumed training sees
+what it would have.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ POOL_BATCHES = 4  # batches are cut from a pool sorted by length: less padding
 class Batch:
     """Right-padded examples; with causal attention the padding needs no mask.
 
-    ``input_ids`` and ``labels`` are [batch, length], labels shifted already (``labels[t]`` is the token after ``input_ids[t]``);
-    ``pixel_values`` is [images, 3, 192, 192]; ``digits`` [images, visual tokens] is the class under every visual token.
+    ``input_ids`` and ``labels`` are [batch, length], labels shifted already (``labels[t]`` is the token after
+    ``input_ids[t]``); ``pixel_values`` is [images, 3, 192, 192]; ``digits`` [images, visual tokens] is the class under
+    every visual token.
     """
 
     tasks: list[str]

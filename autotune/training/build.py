@@ -1,4 +1,6 @@
-"""New models of the bundled pair from a recipe: real Hugging Face classes, random weights, a tokenizer trained on the workload's text."""
+"""New models of the bundled pair from a recipe: real Hugging Face classes, random weights, a tokenizer trained on the
+workload's text.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,14 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer in which every digit is a token of its own, trained on the train split's prompts and answers."""
+    """A byte-level BPE tokenizer in which every digit is a token of its own, trained on the train split's prompts and
+    answers.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # A digit may carry the space before it, and never merges with its neighbours: the models see numbers digit by digit.
+    # A digit may carry the space before it, and never merges with its neighbours: the models see numbers digit by
+    # digit.
     pattern = Regex(r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -18,8 +18,8 @@ class Stage(Document):
     """Some steps towards one objective, with AdamW under linear warm-up and cosine decay.
 
     ``grounding`` classifies the digit under every visual token, and trains the vision tower and projector alone;
-    ``answers`` is next-token cross-entropy on the reference answers, plus ``grounding_weight`` times the grounding loss;
-    ``distillation`` is KL divergence from the teacher's distribution at every answer position.
+    ``answers`` is next-token cross-entropy on the reference answers, plus ``grounding_weight`` times the grounding
+    loss; ``distillation`` is KL divergence from the teacher's distribution at every answer position.
     """
 
     objective: Objective
@@ -30,7 +30,9 @@ class Stage(Document):
     weight_decay: float = Field(default=0.05, ge=0)
     grounding_weight: float = Field(default=0.0, ge=0)
     min_visual_keep: float = Field(default=1.0, gt=0, le=1)
-    """Distillation: half of the steps drop visual tokens at random, down to this share, so that pruning finds a draft that has seen it."""
+    """Distillation: half of the steps drop visual tokens at random, down to this share, so that pruning finds a draft
+    that has seen it.
+    """
 
 
 class Recipe(Document):
@@ -40,7 +42,9 @@ class Recipe(Document):
     description: str
     model: Literal["target", "independent"]
     teacher: str | None = None
-    """Folder of the teacher, relative to the recipe: required for ``independent``, which also takes its tokenizer and processor."""
+    """Folder of the teacher, relative to the recipe: required for ``independent``, which also takes its tokenizer and
+    processor.
+    """
     vocabulary_size: int | None = Field(default=None, ge=300)
     """Size of the byte-pair vocabulary trained on the workload's own text: required for ``target``."""
     text: dict[str, Any]

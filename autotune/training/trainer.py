@@ -1,4 +1,6 @@
-"""The training loop: stages of a recipe, checkpoints that survive any kill, and weights in Hugging Face format at the end."""
+"""The training loop: stages of a recipe, checkpoints that survive any kill, and weights in Hugging Face format at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ class Objectives:
         return loss, {"loss": loss.item(), "agreement": (logits.argmax(-1) == taught.argmax(-1)).float().mean().item()}
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoints
+# --------------------------------------------------------------------------------------------------------- checkpoints
 
 
 class Checkpoint:
@@ -171,7 +173,7 @@ class Checkpoint:
                     }
 
 
-# ------------------------------------------------------------------------------------------------------------------ loop
+# ---------------------------------------------------------------------------------------------------------------- loop
 
 
 def learning_rate(stage: Stage, step: int) -> float:
@@ -195,7 +197,8 @@ def autocast_dtype() -> torch.dtype | None:
 
 
 def train(recipe_path: Path, *, output: Path | None = None, progress: Progress | None = None) -> Path:
-    """Train what the recipe says, going on from the last checkpoint; returns the folder with weights, processor and training log.
+    """Train what the recipe says, going on from the last checkpoint; returns the folder with weights, processor and
+    training log.
 
     Raises:
         UserError: the recipe, its teacher, or a checkpoint of another recipe.
@@ -268,7 +271,9 @@ def _models(recipe: Recipe, recipe_path: Path) -> tuple[Any | None, Any, Trainee
 
 
 def save_pretrained(model: Any, processor: Any, folder: Path) -> None:
-    """Hugging Face format, weights stored as bfloat16 (half the bytes) and declared float32, in which they load and run."""
+    """Hugging Face format, weights stored as bfloat16 (half the bytes) and declared float32, in which they load and
+    run.
+    """
     model.to(torch.bfloat16).save_pretrained(folder)
     model.float()
     config = json.loads((folder / "config.json").read_text())

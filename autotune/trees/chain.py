@@ -1,4 +1,6 @@
-"""``chain``: the draft's most probable token, level after level, to a fixed depth. What vLLM and SGLang run by default with depth 5."""
+"""``chain``: the draft's most probable token, level after level, to a fixed depth. What vLLM and SGLang run by default
+with depth 5.
+"""
 
 from __future__ import annotations
 

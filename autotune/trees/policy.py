@@ -1,7 +1,8 @@
 """The tree policies by name, and the three compiled calls through which the runtime and replay drive any of them.
 
-Both drive the same code, which is why replay predicts rounds exactly: between them only the answer to "what are this node's children?" differs.
-To add a policy: a file beside ``sage.py``, a line in ``TreePolicy`` and a branch in each of the three calls.
+Both drive the same code, which is why replay predicts rounds exactly: between them only the answer to "what are this
+node's children?" differs. To add a policy: a file beside ``sage.py``, a line in ``TreePolicy`` and a branch in each of
+the three calls.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def grow(
 ) -> int:
     """Grow one level from the proposals of the frontier's nodes.
 
-    ``tokens``, ``logprobs`` and ``sources`` are [frontier, proposals], most probable first. The nodes to expand next are written to ``frontier``, their
-    number is returned; 0 ends the tree.
+    ``tokens``, ``logprobs`` and ``sources`` are [frontier, proposals], most probable first. The nodes to expand next
+    are written to ``frontier``, their number is returned; 0 ends the tree.
     """
     if kind == _CHAIN:
         return chain.grow(params, tree, frontier, tokens, logprobs, sources)

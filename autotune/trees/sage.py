@@ -1,7 +1,9 @@
-"""``sage``: deep and narrow where the draft is sure, shallow and wide where it is not (SAGE, eq. 7-12, algorithm 1, section 3.3).
+"""``sage``: deep and narrow where the draft is sure, shallow and wide where it is not (SAGE, eq. 7-12, algorithm 1,
+section 3.3).
 
-Where the paper is open we read it so: D and W are rounded to the nearest integer; level 1 is W wide; P_parent in eq. 12 is, like P in the threshold, the
-cumulative probability from the root; D_max in eq. 10 is the limit that the acceptance history moves.
+Where the paper is open we read it so: D and W are rounded to the nearest integer; level 1 is W wide; P_parent in eq. 12
+is, like P in the threshold, the cumulative probability from the root; D_max in eq. 10 is the limit that the acceptance
+history moves.
 """
 
 from __future__ import annotations
@@ -124,7 +126,9 @@ def grow(
     logprobs: NDArray[np.float32],
     sources: Ints,
 ) -> int:
-    """One level: from the frontier's proposals to its children kept; returns how many of them to expand next (written to ``frontier``)."""
+    """One level: from the frontier's proposals to its children kept; returns how many of them to expand next (written
+    to ``frontier``).
+    """
     level = tree.depth[frontier[0]] + 1
     k = min(int(params[_K]), tokens.shape[1])
     if level == 1:

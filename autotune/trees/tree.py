@@ -1,4 +1,6 @@
-"""A token tree as flat arrays, and what every policy and the runtime read off it. Compiled: a round has microseconds for this."""
+"""A token tree as flat arrays, and what every policy and the runtime read off it. Compiled: a round has microseconds
+for this.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ MAX_LEVELS = 32
 class Tree(NamedTuple):
     """Nodes in the order they were added: level by level, so that a parent always stands before its children.
 
-    All arrays have MAX_NODES entries; ``size[0]`` of them are in use. ``source`` is where a node's own proposals come from:
-    a forest node in replay, -1 where there are none.
+    All arrays have MAX_NODES entries; ``size[0]`` of them are in use. ``source`` is where a node's own proposals come
+    from: a forest node in replay, -1 where there are none.
     """
 
     token: Ints
@@ -67,7 +69,9 @@ def add_child(tree: Tree, parent: int, token: int, path_logprob: float, source: 
 
 @njit(cache=True)
 def write_tree_mask(tree: Tree, mask: NDArray[np.float32], closed: float) -> None:
-    """The additive attention mask of verification, [nodes, nodes]: 0 where row may see column (itself, its ancestors), else ``closed``."""
+    """The additive attention mask of verification, [nodes, nodes]: 0 where row may see column (itself, its ancestors),
+    else ``closed``.
+    """
     for row in range(tree.size[0]):
         for column in range(tree.size[0]):
             mask[row, column] = closed
@@ -81,7 +85,8 @@ def write_tree_mask(tree: Tree, mask: NDArray[np.float32], closed: float) -> Non
 def write_frontier_mask(
     tree: Tree, frontier: Ints, slot: Ints, mask: NDArray[np.float32], num_slots: int, closed: float
 ) -> None:
-    """The additive mask of one draft level, [frontier, slots]: row i is node ``frontier[i]``, ``slot[node]`` its place in the draft's cache.
+    """The additive mask of one draft level, [frontier, slots]: row i is node ``frontier[i]``, ``slot[node]`` its place
+    in the draft's cache.
 
     Places count from the end of the committed prefix, which every node sees. The root is part of that prefix.
     """

@@ -20,8 +20,9 @@ def find_child(tree: Tree, node: int, token: int) -> int:
 def accept_path(tree: Tree, target_token: Ints, path: Ints) -> int:
     """Walk from the root while the tree holds the target's token; return the accepted length τ.
 
-    ``target_token[node]`` is the token the target emits after ``node``. The accepted nodes are written to ``path[:τ]``; the token after the last
-    of them, ``target_token[path[τ - 1]]`` (of the root where τ = 0), comes free with the verification.
+    ``target_token[node]`` is the token the target emits after ``node``. The accepted nodes are written to ``path[:τ]``;
+    the token after the last of them, ``target_token[path[τ - 1]]`` (of the root where τ = 0), comes free with the
+    verification.
     """
     node, length = ROOT, 0
     while True:
