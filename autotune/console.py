@@ -19,7 +19,7 @@ class Console:
     """Prints to standard error: a moving bar where a person watches, plain lines elsewhere."""
 
     def __init__(self) -> None:
-        self._rich = RichConsole(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
+        self._rich = RichConsole(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 150)
 
     def say(self, text: str) -> None:
         """One line."""
@@ -29,17 +29,14 @@ class Console:
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None
     ) -> None:
         """A table; the first column is text, the others are figures."""
-        table = Table(
-            title=title,
-            title_justify="left",
-            title_style="bold",
-            header_style="bold",
-            box=None,
-            pad_edge=False,
-            padding=(0, 2, 0, 0),
-        )
+        self._rich.print()
+        self._rich.print(title, style="bold", markup=False)
+        table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for number, column in enumerate(columns):
-            table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+            if number == 0:
+                table.add_column(column, overflow="fold")
+            else:
+                table.add_column(column, justify="right", no_wrap=True)
         for number, row in enumerate(rows):
             table.add_row(*row, style="bold" if number == emphasised else None)
         self._rich.print(table)

@@ -66,7 +66,6 @@ def _scan_bank(split: Split, num_variants: int) -> tuple[NDArray[np.float32], li
 
     Variant 0 is the scan as it is. The others, for training only, are turned, sheared, scaled, shifted, bent and
     thickened: the held-out scans are of other writers, and without bending their digits are read at 95 %, with it at 98 %.
-    %.
     """
     from scipy.ndimage import map_coordinates
 
