@@ -217,6 +217,7 @@ class Decoder:
         stopping_criteria: Any = None,
         generation_config: Any = None,
         streamer: Any = None,
+        pixel_values: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """Hugging Face's hook: ``model.generate(**inputs, custom_generate=decoder)``.
@@ -241,7 +242,12 @@ class Decoder:
             seed=seed,
             device=self.target.device,
         )
-        inputs = {"input_ids": input_ids, **{name: value for name, value in model_kwargs.items() if value is not None}}
+        # pixel_values are named in the signature so that generate hands them over as they are: encoded by the target's
+        # vision tower they would be of no use to the draft.
+        given = {"input_ids": input_ids, "pixel_values": pixel_values, **model_kwargs}
+        if not given.get("mm_encoder_outputs"):  # generate adds an empty one
+            given.pop("mm_encoder_outputs", None)
+        inputs = {name: value for name, value in given.items() if value is not None}
         eos = generation_config.eos_token_id
         eos_ids = () if eos is None else eos if isinstance(eos, Sequence) else (eos,)
         stops = [

@@ -7,6 +7,7 @@ from typing import Any
 from autotune.cost.device import fingerprint
 from autotune.cost.roofline import ModelShape
 from autotune.drafters.independent import IndependentDraft
+from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.models import load_model, load_processor, reference
 from autotune.provenance import version_of
@@ -23,7 +24,8 @@ class Pair:
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
         self.draft = IndependentDraft(load_model(draft, device=device))
-        self.decoder = Decoder(self.target, self.draft)  # checks that they fit
+        self.decoder = Decoder(self.target, self.draft)  # checks that their vocabularies are of one size
+        check_tokenizers(target, self.processor, draft)
         self.device = fingerprint(device)
 
     @property
@@ -34,6 +36,24 @@ class Pair:
             self.draft_reference.sha256 or self.draft_reference.id,
         ]
         return content_key([*models, self.device.key, version_of("torch"), version_of("transformers")])
+
+
+def check_tokenizers(target: str, target_processor: Any, draft: str) -> None:
+    """Refuse a draft whose tokens mean something else.
+
+    Raises:
+        UserError: both have tokenizers, and these disagree.
+    """
+    try:
+        draft_processor = load_processor(draft)
+    except UserError:
+        return  # a draft may come without a tokenizer of its own
+    vocabularies = [getattr(p, "tokenizer", p).get_vocab() for p in (target_processor, draft_processor)]
+    if vocabularies[0] != vocabularies[1]:
+        raise UserError(
+            f"target and draft must share one vocabulary; the tokenizers of {target} and {draft} differ; "
+            "use a draft made for this target"
+        )
 
 
 def shape_of(model: Any, text_model: Any) -> ModelShape:
