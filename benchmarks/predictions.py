@@ -47,7 +47,7 @@ def main(study: Path, space: str, configurations: int, prompts: int, seed: int) 
     traces = [load_trace(path) for path in sorted((study / "traces").glob("*.trace.json"))]
     table = load_table(next(iter(sorted(study.glob("*.cost.json")))))
     evaluator = Evaluator(traces, table, pair.draft_reference)
-    tune = load_workload("digits", "tune", num_prompts=64)
+    tune = load_workload("digits", "tune", num_prompts=48)
     assert tune.sha256 == traces[0].header.workload_sha256, "the study recorded other prompts"
     chosen = Workload(tune.name, tune.split, tune.prompts[:prompts])
 

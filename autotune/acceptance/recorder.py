@@ -26,7 +26,7 @@ from autotune.runtime.target import Target
 from autotune.trees.tree import MAX_NODES, Floats, Ints
 from autotune.workload import Workload, WorkloadPrompt
 
-ROOTS_AT_ONCE = 12  # positions whose forests grow together: a level then has some 50 nodes
+ROOTS_AT_ONCE = 24  # positions whose forests grow together: a level then has some 100 nodes, few enough for one forward
 Report = Callable[[int, int], None]
 """Called as report(done, of)."""
 

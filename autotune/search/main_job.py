@@ -65,7 +65,7 @@ class SearchSettings:
     storage: str | None = None
     study: str | None = None
     seed: int = 0
-    num_tune_prompts: int = 64
+    num_tune_prompts: int = 48
     num_evaluate_prompts: int = 64
     output: Path = Path("profile.json")
     folder: Path = Path(".autotune")
