@@ -79,9 +79,18 @@ class Evaluator:
         return self._seen[key]
 
     @property
+    def best(self) -> Candidate:
+        """The fastest so far."""
+        return min(self._seen.values(), key=_rank)
+
+    @property
     def candidates(self) -> list[Candidate]:
         """All evaluated, fastest first; of equal ones the smaller tree."""
-        return sorted(self._seen.values(), key=lambda c: (c.ms_per_token, c.nodes_per_round, c.configuration.key))
+        return sorted(self._seen.values(), key=_rank)
+
+
+def _rank(candidate: Candidate) -> tuple[float, float, str]:
+    return candidate.ms_per_token, candidate.nodes_per_round, candidate.configuration.key
 
 
 def search_trees(
@@ -131,12 +140,8 @@ def search_trees(
             trial.set_user_attr("configuration", configuration.model_dump(mode="json"))
             study.tell(trial, evaluator.evaluate(configuration).ms_per_token)
             if report is not None:
-                best = evaluator.candidates[0] if number % 10 == 0 else None
-                report(
-                    number + 1,
-                    num_trials,
-                    f"best so far: {best.speedup:.2f}x {best.configuration.label}" if best else "",
-                )
+                best = evaluator.best
+                report(number + 1, num_trials, f"best so far: {best.speedup:.2f}x {best.configuration.label}")
     return evaluator.candidates
 
 

@@ -45,6 +45,10 @@ class Recipe(Document):
     """Folder of the teacher, relative to the recipe: required for ``independent``, which also takes its tokenizer and
     processor.
     """
+    teacher_layers: list[int] | None = None
+    """Start from the teacher: its text layers of these numbers, and all that is not a text layer. The sizes must be the
+    teacher's; without it a draft starts from random weights.
+    """
     vocabulary_size: int | None = Field(default=None, ge=300)
     """Size of the byte-pair vocabulary trained on the workload's own text: required for ``target``."""
     text: dict[str, Any]
@@ -71,6 +75,11 @@ def load_recipe(path: Path) -> Recipe:
     if recipe.model == "independent" and recipe.teacher is None:
         raise UserError(
             f"{path}: an independent draft is distilled from a target; add 'teacher: ../target' to the recipe"
+        )
+    layers = recipe.text.get("num_hidden_layers")
+    if recipe.teacher_layers is not None and len(recipe.teacher_layers) != layers:
+        raise UserError(
+            f"{path}: teacher_layers must name one layer for each of the {layers} text layers; mend the list"
         )
     if recipe.model == "target" and recipe.vocabulary_size is None:
         raise UserError(f"{path}: a target trains its own tokenizer; add 'vocabulary_size: 2048' to the recipe")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -267,7 +268,30 @@ def _models(recipe: Recipe, recipe_path: Path) -> tuple[Any | None, Any, Trainee
         )
     processor = AutoProcessor.from_pretrained(folder)
     teacher = AutoModelForImageTextToText.from_pretrained(folder).eval().requires_grad_(False)
-    return teacher, processor, Trainee(build_model(recipe, processor.tokenizer))
+    draft = build_model(recipe, processor.tokenizer)
+    if recipe.teacher_layers is not None:
+        start_from(draft, teacher, recipe.teacher_layers, recipe_path)
+    return teacher, processor, Trainee(draft)
+
+
+def start_from(draft: Any, teacher: Any, layers: list[int], recipe_path: Path) -> None:
+    """Copy the teacher's weights into the draft: text layer i from the teacher's ``layers[i]``, the rest by name.
+
+    Raises:
+        UserError: a layer that the teacher does not have, or sizes that differ from the teacher's.
+    """
+    available = teacher.state_dict()
+    state = {}
+    for name in draft.state_dict():
+        found = re.search(r"(?<=language_model\.layers\.)\d+", name)
+        source = name if found is None else f"{name[: found.start()]}{layers[int(found[0])]}{name[found.end() :]}"
+        if source not in available or available[source].shape != draft.state_dict()[name].shape:
+            raise UserError(
+                f"{recipe_path}: the draft cannot start from its teacher's {source}, which is missing or of another size; "
+                "give the draft the teacher's sizes, or drop teacher_layers"
+            )
+        state[name] = available[source]
+    draft.load_state_dict(state)
 
 
 def save_pretrained(model: Any, processor: Any, folder: Path) -> None:
