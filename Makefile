@@ -7,7 +7,9 @@ BIN := .venv/bin
 search: .venv/installed  ## install, then the main job on the bundled pair: writes profile.json
 	$(BIN)/autotune search
 
+# numba renews the compiled code of a file that changed, not of the files that call it: replay would keep an old policy.
 check: .venv/installed  ## lint, types and the fast tests
+	find autotune \( -name '*.nbi' -o -name '*.nbc' \) -delete
 	$(BIN)/ruff check autotune tests benchmarks
 	$(BIN)/ruff format --check autotune tests benchmarks
 	$(BIN)/mypy

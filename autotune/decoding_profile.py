@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from autotune.cost.device import Fingerprint
 from autotune.errors import UserError
-from autotune.files import Document, parse, read_json, write_document
+from autotune.files import Document, check_schema, parse, read_json, write_document
 from autotune.provenance import ModelReference, Provenance
 from autotune.trees.policy import TreePolicy, parse_policy
 
@@ -157,7 +157,8 @@ def load_profile(path: Path) -> DecodingProfile:
         UserError: missing, truncated, unknown key, newer schema, unknown tree policy.
     """
     content = read_json(path)
-    for number, point in enumerate(content.get("points") or [] if isinstance(content, dict) else []):
+    points = check_schema("decoding-profile", content, source=path).get("points")
+    for number, point in enumerate(points if isinstance(points, list) else []):
         # Named before the union of policies is tried, whose errors would speak of all of them.
         if isinstance(point, dict) and isinstance(point.get("tree"), dict):
             parse_policy(point["tree"], source=f"{path}: points.{number}.tree")

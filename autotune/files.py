@@ -33,7 +33,7 @@ class Document(BaseModel):
     here.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 D = TypeVar("D", bound=BaseModel)
@@ -103,6 +103,20 @@ def parse(kind_of: type[D], kind: str, content: Any, *, source: Path | str) -> D
         UserError: not an object, another or newer schema, an unknown key, a missing key, a wrong type, a number that is
             not finite.
     """
+    content = check_schema(kind, content, source=source)
+    try:
+        # Through JSON, in which a tuple is a list: strict about everything else.
+        return kind_of.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise UserError(f"{source}: {describe(error, kind_of)}") from None
+
+
+def check_schema(kind: str, content: Any, *, source: Path | str) -> dict[str, Any]:
+    """The content without its schema, which must be of this kind and no newer than this program.
+
+    Raises:
+        UserError: not an object, another kind, a newer version.
+    """
     if not isinstance(content, dict):
         raise UserError(
             f"{source}: a {kind} is an object with a 'schema'; got {type(content).__name__}; give another file"
@@ -118,15 +132,12 @@ def parse(kind_of: type[D], kind: str, content: Any, *, source: Path | str) -> D
         raise UserError(
             f"{source}: schema {schema!r} is newer than this program reads ('autotune.{kind}/{SCHEMA_VERSIONS[kind]}'); update autotune"
         )
-    try:
-        return kind_of.model_validate(content)
-    except ValidationError as error:
-        raise UserError(f"{source}: {describe(error, kind_of)}") from None
+    return content
 
 
 def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
-    """The first violation as one line: where, the rule, the value, the next step."""
-    first = error.errors()[0]
+    """One violation as one line: where, the rule, the value, the next step. A typo goes before what it leaves missing."""
+    first = min(error.errors(), key=lambda violation: violation["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in first["loc"]) or "the document"
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])

@@ -145,12 +145,13 @@ def _digits(split: WorkloadSplit, num_prompts: int) -> list[WorkloadPrompt]:
 
 def _read_jsonl(path: Path) -> list[WorkloadPrompt]:
     prompts = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
-            settings = Prompt.model_validate(json.loads(line))
+            json.loads(line)
+            settings = Prompt.model_validate_json(line)
         except ValidationError as error:
             raise UserError(f"{where}: {describe(error, Prompt)}") from None
         except ValueError as error:
@@ -170,14 +171,15 @@ def load_image(path: Path) -> Image:
     Raises:
         UserError: no such file, or no image that PIL reads.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image as PILImage
+    from PIL import UnidentifiedImageError
 
     try:
-        with Image.open(path) as image:
+        with PILImage.open(path) as image:
             return image.convert("RGB")
     except FileNotFoundError:
         raise UserError(f"{path}: no such image; check the path") from None
-    except (UnidentifiedImageError, OSError) as error:
+    except (UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
         raise UserError(f"{path}: not an image that can be read ({error}); give a PNG or JPEG file") from None
 
 

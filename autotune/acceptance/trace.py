@@ -176,6 +176,5 @@ def agreement(trace: Trace, ranks: tuple[int, ...] = (1, 4)) -> dict[str, dict[i
         nodes = int(trace.first_node[p]) + np.arange(len(following))
         is_it = trace.forest.child_token[nodes] == following[:, None]
         found.setdefault(task, []).append(np.where(is_it.any(1), is_it.argmax(1), 1 << 30))
-    return {
-        task: {rank: float((np.concatenate(places) < rank).mean()) for rank in ranks} for task, places in found.items()
-    }
+    pooled = {task: np.concatenate(places) for task, places in found.items()}
+    return {task: {rank: float((p < rank).mean()) for rank in ranks} for task, p in pooled.items() if len(p)}

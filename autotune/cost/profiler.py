@@ -45,7 +45,9 @@ class ProfileSettings:
 
 def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
     """Three KV lengths that span a workload, and one between them for testing."""
-    lengths = tuple(sorted({round(float(x)) for x in np.linspace(max(16, shortest), max(32, longest), 3)}))
+    first = max(16, shortest)
+    last = max(32, longest, first + 8)
+    lengths = (first, (first + last) // 2, last)
     return lengths, (lengths[0] + lengths[1]) // 2
 
 
@@ -230,10 +232,10 @@ def measure_overhead(target: Target, draft: IndependentDraft, processor: Any, wo
     rows, outside = [], []
     for tree in ({"policy": "chain", "depth": 1}, {"policy": "chain", "depth": 8}, {"policy": "sage"}):
         decoder = Decoder(target, draft, tree=tree)
-        for number, prompt in enumerate(workload.prompts[:5]):
+        for number, prompt in enumerate((*workload.prompts[:1], *workload.prompts[:4])):  # the first twice: warm-up
             inputs = prompt.inputs(processor, target.device)
             stats = decoder.generate(**inputs, max_new_tokens=32).stats
-            if number > 0 and stats.rounds > 0:  # the first is warm-up
+            if number > 0 and stats.rounds > 0:
                 rows.append((stats.rounds, stats.draft_forwards))
                 outside.append(stats.overhead_ms)
     per_round, per_level = nnls(np.array(rows, np.float64), np.array(outside))[0]

@@ -84,7 +84,11 @@ class IndependentDraft:
         keep_off = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep", "position_ids")
         extra = {key: value for key, value in inputs.items() if key not in keep_off}
         is_visual = input_ids[0] == (-1 if self.image_token_id is None else self.image_token_id)
-        if visual_scores is None or self.num_kept(len(visual_scores)) == len(visual_scores):
+        if (
+            visual_scores is None
+            or self.image_token_id is None
+            or self.num_kept(len(visual_scores)) == len(visual_scores)
+        ):
             kept = torch.arange(input_ids.shape[1], device=self.device)
         else:
             best = visual_scores.topk(self.num_kept(len(visual_scores))).indices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.drafters.independent import IndependentDraft
-from autotune.errors import UserError
+from autotune.errors import UserError, nearest
 from autotune.runtime.masks import MaskBuffer
 from autotune.runtime.target import Target
 from autotune.runtime.token_rule import TokenRule
@@ -138,8 +139,6 @@ class Decoder:
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
     ) -> None:
-        if not 0.0 < visual_keep <= 1.0:
-            raise UserError(f"visual_keep must be above 0 and at most 1; got {visual_keep}; 1 keeps every visual token")
         self.target = target if isinstance(target, Target) else Target(target)
         self.draft = draft if draft is None or isinstance(draft, IndependentDraft) else IndependentDraft(draft)
         self.processor = processor
@@ -159,7 +158,13 @@ class Decoder:
         self._masks = MaskBuffer(self.target.cache.capacity, dtype=self.target.dtype, device=self.target.device)
 
     def configure(self, tree: Any, *, visual_keep: float) -> None:
-        """Switch to another tree policy and visual keep ratio: free between requests."""
+        """Switch to another tree policy and visual keep ratio: free between requests.
+
+        Raises:
+            UserError: an unknown tree policy or hyperparameter, a share out of range.
+        """
+        if not 0.0 < visual_keep <= 1.0:
+            raise UserError(f"visual_keep must be above 0 and at most 1; got {visual_keep}; 1 keeps every visual token")
         self.policy = parse_policy(tree)
         self._kind, self._params = self.policy.KIND, self.policy.encode()
         self.visual_keep = visual_keep
@@ -188,6 +193,7 @@ class Decoder:
         Raises:
             UserError: inputs that cannot be decoded, or settings out of range.
         """
+        self._check_names(inputs)
         rule = TokenRule(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, device=self.target.device)
         request = self._request(inputs, rule, max_new_tokens)
         for _ in self._decode(request, inputs):
@@ -205,6 +211,7 @@ class Decoder:
         **inputs: Any,
     ) -> Iterator[int]:
         """The tokens of ``generate``, one by one, as soon as their round is verified."""
+        self._check_names(inputs)
         rule = TokenRule(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, device=self.target.device)
         for tokens in self._decode(self._request(inputs, rule, max_new_tokens), inputs):
             yield from tokens
@@ -218,6 +225,8 @@ class Decoder:
         generation_config: Any = None,
         streamer: Any = None,
         pixel_values: Tensor | None = None,
+        image_sizes: Tensor | None = None,
+        pixel_attention_mask: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """Hugging Face's hook: ``model.generate(**inputs, custom_generate=decoder)``.
@@ -242,9 +251,14 @@ class Decoder:
             seed=seed,
             device=self.target.device,
         )
-        # pixel_values are named in the signature so that generate hands them over as they are: encoded by the target's
-        # vision tower they would be of no use to the draft.
-        given = {"input_ids": input_ids, "pixel_values": pixel_values, **model_kwargs}
+        # What image encoders take is named in the signature so that generate hands it over as it is: encoded by the
+        # target's vision tower it would be of no use to the draft.
+        images = {
+            "pixel_values": pixel_values,
+            "image_sizes": image_sizes,
+            "pixel_attention_mask": pixel_attention_mask,
+        }
+        given = {"input_ids": input_ids, **images, **model_kwargs}
         if not given.get("mm_encoder_outputs"):  # generate adds an empty one
             given.pop("mm_encoder_outputs", None)
         inputs = {name: value for name, value in given.items() if value is not None}
@@ -276,6 +290,14 @@ class Decoder:
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
+    def _check_names(self, inputs: dict[str, Any]) -> None:
+        """What is no setting must be an input of the model: transformers would drop a misspelt one in silence."""
+        known = inspect.signature(self.target.model.forward).parameters
+        for name in inputs:
+            if name not in known:
+                settings = [*known, "max_new_tokens", "temperature", "top_k", "top_p", "seed"]
+                raise UserError(f"generate takes no {name!r}; {nearest(name, settings)}")
+
     def _request(
         self, inputs: dict[str, Any], rule: TokenRule, max_new_tokens: int, eos: frozenset[int] | None = None
     ) -> _Request:
@@ -298,10 +320,14 @@ class Decoder:
         return _Request(rule, prompt, max_new_tokens, eos, None)
 
     def _decode(self, request: _Request, inputs: dict[str, Any]) -> Iterator[list[int]]:
-        """Yields the tokens of each round as they are verified; the first list is the prefill's token."""
+        """Yields the tokens of each round as they are verified; the first list is the prefill's token.
+
+        Inference mode is left at every yield, and what the caller does there is not decoding time.
+        """
+        stats, clock = request.stats, self._clock
         with torch.inference_mode():
-            stats, clock = request.stats, self._clock
             started = clock()
+            self.target.owner = request
             capacity = request.prompt.shape[1] + request.max_new_tokens + self.policy.max_nodes + 1
             self.target.reserve(capacity)
             if self.target.cache.capacity > self._masks.capacity:
@@ -309,27 +335,29 @@ class Decoder:
             ranks = self.draft is not None and self.visual_keep < 1.0
             prefilled = self.target.prefill(inputs, rank_visual_tokens=ranks)
             token = request.rule.token(prefilled.logits, prefilled.prompt_length, request.prompt)
-            stats.prompt_tokens = prefilled.prompt_length
-            first = clock()
-            stats.target_prefill_ms = first - started
-            yield request.emit([token])
-            # What the caller does between two tokens is not decoding time.
-            resumed = clock()
-            if self.draft is not None and not request.is_finished:
-                self.draft.prefill(inputs, prefilled.visual_scores, capacity=capacity)
-                self.draft.append(token)
-                policies.reset(self._kind, self._params, self._state)
-                stats.draft_prefill_ms = clock() - resumed
-            stats.new_tokens = 1
-            while not request.is_finished:
+            emitted = request.emit([token])
+            stats.prompt_tokens, stats.new_tokens = prefilled.prompt_length, 1
+            stats.target_prefill_ms = clock() - started
+        yield emitted
+        while not request.is_finished:
+            if self.target.owner is not request:
+                raise UserError(
+                    "another request has begun on this target; finish or close a stream before the next one"
+                )
+            with torch.inference_mode():
+                started = clock()
+                if self.draft is not None and stats.rounds == 0:
+                    self.draft.prefill(inputs, prefilled.visual_scores, capacity=capacity)
+                    self.draft.append(token)
+                    policies.reset(self._kind, self._params, self._state)
+                    stats.draft_prefill_ms = clock() - started
                 tokens = self._plain_step(token, request) if self.draft is None else self._round(token, request)
                 emitted = request.emit(tokens)
                 token = tokens[-1]
                 stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
                 stats.new_tokens += len(emitted)
-                stats.decode_ms += clock() - resumed
-                yield emitted
-                resumed = clock()
+                stats.decode_ms += clock() - started
+            yield emitted
 
     def _plain_step(self, root: int, request: _Request) -> list[int]:
         """One AR step: the baseline, through the same adapter, cache and token rule."""

@@ -65,6 +65,7 @@ class Target:
         self.device: torch.device = self.text_model.device
         self.dtype: torch.dtype = self.text_model.dtype
         self.cache = SlabCache(self.text_config.num_hidden_layers, DEFAULT_CAPACITY)
+        self.owner: object = None  # the request whose tokens the cache holds
 
     @property
     def length(self) -> int:

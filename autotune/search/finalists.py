@@ -95,6 +95,7 @@ class Runner:
         ``min_prompts`` are done.
         """
         order = random.Random(seed)
+        arms = list({arm.name: arm for arm in arms}.values())
         runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
         for number, prompt in enumerate(workload.prompts):
             if number >= min_prompts and deadline is not None and time.monotonic() > deadline:

@@ -135,6 +135,9 @@ def load_space(name: str) -> SearchSpace:
     if name not in shipped and not path.suffix:
         raise UserError(f"unknown search space {name!r}; {nearest(name, shipped)}")
     space = parse(SearchSpace, "search-space", read_yaml(path), source=path)
+    for keep in space.visual_keep.values or []:
+        if not isinstance(keep, int | float) or not 0.0 < keep <= 1.0:
+            raise UserError(f"{path}: visual_keep is a share above 0 and at most 1; got {keep!r}; mend its choices")
     for policy, dimensions in space.trees.items():
         if policy not in POLICIES:
             raise UserError(f"{path}: unknown tree policy {policy!r}; {nearest(policy, POLICIES)}")

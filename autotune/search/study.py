@@ -44,7 +44,7 @@ class Evaluator:
         self.traces = {trace.header.visual_keep: trace for trace in traces}
         longest = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
         max_tokens = min(MAX_NODES, table.verify.max_tokens, table.costs_of(draft).propose.max_tokens)
-        self.prices: DensePrices = table.prices(draft, max_tokens=max_tokens, max_kv_length=longest + MAX_NODES)
+        self.prices: DensePrices = table.prices(draft, max_tokens=max_tokens, max_kv_length=longest)
         any_trace = next(iter(self.traces.values()))
         self.ar_ms_per_token = float(plain_decode_ms(any_trace, self.prices).sum() / any_trace.num_tokens)
         self._seen: dict[str, Candidate] = {}
@@ -66,7 +66,14 @@ class Evaluator:
             raise UserError(
                 f"no trace has visual keep {configuration.visual_keep:g}; there are {known}; record it, or narrow the space"
             )
-        return replay(trace, parse_policy(configuration.tree), self.prices)
+        policy = parse_policy(configuration.tree)
+        largest = self.prices.verify_ms.shape[0] - 1
+        if policy.max_nodes + 1 > largest:
+            raise UserError(
+                f"the cost table prices steps of up to {largest} tokens; {configuration.label} verifies up to "
+                f"{policy.max_nodes + 1} at once; profile a larger grid, or narrow the space"
+            )
+        return replay(trace, policy, self.prices)
 
     def evaluate(self, configuration: Configuration) -> Candidate:
         """A configuration's figures; a second call costs nothing."""

@@ -38,7 +38,7 @@ def parse_policy(tree: Any, *, source: str = "tree") -> ChainPolicy | SagePolicy
     if isinstance(tree, ChainPolicy | SagePolicy):
         return tree
     name = tree.get("policy") if isinstance(tree, dict) else None
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise UserError(f"{source}: unknown tree policy {name!r}; {nearest(str(name), POLICIES)}")
     try:
         return TypeAdapter(POLICIES[name]).validate_python(tree)

@@ -110,7 +110,7 @@ def root_confidence(logprobs: NDArray[np.float32], k: int) -> float:
 @njit(cache=True)
 def reset(params: Floats, state: Floats) -> None:
     """Algorithm 1, line 3: confidence 0.5, and no history."""
-    state[_LIMIT] = params[_D_MAX]
+    state[_LIMIT] = min(params[_D_MAX], params[_DEPTH_CAP])
     state[_CONFIDENCE] = 0.5
     state[_NUM_SEEN] = 0.0
 

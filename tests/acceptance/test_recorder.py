@@ -1,0 +1,317 @@
+"""Records are what the models say, found again and made once, and a crash costs the one that was being made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from autotune.acceptance.recorder import ROOTS_AT_ONCE, Answer, Recorder, choose_expanded, record_forest
+from autotune.acceptance.trace import Forest, ForestBounds, Trace
+from autotune.drafters.independent import IndependentDraft
+from autotune.provenance import ModelReference
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.target import Target
+from autotune.trees.tree import MAX_NODES
+from autotune.workload import Workload, load_workload
+from tests.conftest import NUM_VISUAL_TOKENS
+from tests.documents import write_workload
+
+TOLERANCE = 1e-5 * 16  # 1e-5 of the logits, which reach 16 in the tiny pair
+SMALL = ForestBounds(depth=4, num_proposals=5, width=5)
+
+
+@pytest.fixture
+def fresh(recorder: Recorder, tmp_path: Path) -> Recorder:
+    """A recorder that knows nothing yet."""
+    return Recorder(recorder.target, recorder.target_reference, recorder.processor, tmp_path)
+
+
+def record(
+    recorder: Recorder, draft: IndependentDraft, reference: ModelReference, workload: Workload, **kw: Any
+) -> Trace:
+    return recorder.trace(draft, reference, workload, **{"visual_keep": 1.0, "bounds": SMALL, **kw})
+
+
+@pytest.fixture
+def num_forwards(target: Target, draft: IndependentDraft) -> Any:
+    """Counts forwards of the two models' layers, prefills and steps alike."""
+    calls = {"target": 0, "draft": 0}
+
+    def counter(name: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            calls[name] += 1
+
+        return count
+
+    handles = [
+        model.text_model.layers[0].register_forward_pre_hook(counter(name))
+        for name, model in (("target", target), ("draft", draft))
+    ]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_answers_are_what_plain_decoding_says(
+    recorder: Recorder, workload: Workload, target: Target, processor: Any
+) -> None:
+    plain = Decoder(target)
+    for prompt, answer in zip(workload.prompts, recorder.answers(workload), strict=True):
+        inputs = prompt.inputs(processor)
+        output = plain.generate(**inputs, **prompt.settings.generation)
+        assert answer.prompt_length == inputs["input_ids"].shape[1]
+        assert answer.tokens == output.sequences[0, answer.prompt_length :].tolist()
+        assert len(answer.visual_scores) == (NUM_VISUAL_TOKENS if prompt.pixels else 0)
+
+
+def test_settings_and_pixels_make_another_answer(fresh: Recorder, workload: Workload) -> None:
+    """Whatever decides an answer is in its record's name."""
+    first, image = workload.prompts[0], workload.prompts[1]
+    other_seed = first.settings.model_copy(update={"seed": 9, "temperature": 1.0})
+    darker = tuple(pixels.point(lambda value: value // 2) for pixels in image.pixels)
+    prompts = (first, type(first)("x", other_seed, ()), image, type(image)("x", image.settings, darker))
+    answers = fresh.answers(Workload("x", "tune", prompts))
+    assert len(list((fresh.folder / "answers").iterdir())) == 4
+    assert len({tuple(answer.tokens) for answer in answers}) == 4
+
+
+# -------------------------------------------------------------------------------------------------------------- forest
+
+
+class Alone:
+    """The draft without cache, masks or batches: the pruned prompt, the answer so far and the path, in one forward."""
+
+    def __init__(self, draft: IndependentDraft, inputs: dict[str, Any], answer: Answer, keep: float) -> None:
+        self.draft = draft
+        is_visual = (inputs["input_ids"][0] == draft.image_token_id).numpy()
+        ranked = np.flatnonzero(is_visual)[np.argsort(answer.visual_scores)[::-1]]
+        kept = max(1, round(keep * len(ranked))) if len(ranked) else 0
+        self.positions = torch.tensor(sorted({*range(answer.prompt_length)} - {*ranked[kept:].tolist()}))
+        captured: list[torch.Tensor] = []
+        handle = draft.text_model.register_forward_pre_hook(
+            lambda _module, _args, kwargs: captured.append(kwargs["inputs_embeds"]), with_kwargs=True
+        )
+        with torch.inference_mode():
+            draft.model(**inputs, use_cache=False)
+        handle.remove()
+        self.prompt = captured[0][:, self.positions]
+        self.length = answer.prompt_length
+
+    @torch.inference_mode()
+    def children(self, tokens: list[int], count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        more = self.draft.model.get_input_embeddings()(torch.tensor([tokens]))
+        positions = torch.cat([self.positions, self.length + torch.arange(len(tokens))])[None]
+        embeddings = torch.cat([self.prompt, more], 1)
+        # Without a mask of ones transformers takes the gaps of pruned tokens for the seams of packed sequences.
+        everything = torch.ones(positions.shape, dtype=torch.long)
+        hidden = self.draft.text_model(
+            inputs_embeds=embeddings, position_ids=positions, attention_mask=everything, use_cache=False
+        )
+        best = self.draft.head(hidden.last_hidden_state[0, -1]).log_softmax(-1).topk(count)
+        return best.indices.numpy(), best.values.numpy()
+
+
+def paths_of(forest: Forest) -> dict[int, tuple[int, list[int]]]:
+    """Every forest node by number: its root's place in the answer, and the tokens from behind the root to it."""
+    paths: dict[int, tuple[int, list[int]]] = {root: (root, []) for root in range(len(forest.answer) - 1)}
+    waiting = list(paths)
+    while waiting:
+        node = waiting.pop()
+        root, path = paths[node]
+        for token, child in zip(forest.child_token[node], forest.child_node[node], strict=True):
+            if child >= 0:
+                assert child not in paths, "a forest node has one parent"
+                paths[int(child)] = (root, [*path, int(token)])
+                waiting.append(int(child))
+    return paths
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_node_is_what_the_draft_alone_says_there(
+    number: int, keep: float, recorder: Recorder, draft: IndependentDraft, workload: Workload, processor: Any
+) -> None:
+    prompt, answer = workload.prompts[number], recorder.answers(workload)[number]
+    inputs = prompt.inputs(processor)
+    draft.visual_keep = keep
+    part = record_forest(draft, inputs, answer, SMALL)
+    alone = Alone(draft, inputs, answer, keep)
+    paths = paths_of(part.forest)
+    assert len(paths) == len(part.forest.child_token) > 5 * len(answer.tokens)
+    assert (part.prompt_length, part.draft_prompt_length) == (answer.prompt_length, len(alone.positions))
+    assert part.num_visual_tokens == (NUM_VISUAL_TOKENS if prompt.pixels else 0)
+    for node, (root, path) in paths.items():
+        tokens, logprobs = alone.children([*answer.tokens[: root + 1], *path], SMALL.num_proposals)
+        np.testing.assert_allclose(part.forest.child_logprob[node], logprobs, atol=TOLERANCE)
+        assert part.forest.child_token[node].tolist() == tokens.tolist()
+
+
+def test_long_answers_and_wide_levels_take_several_forwards(
+    fresh: Recorder, draft: IndependentDraft, processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens than a forward takes, and more nodes on a level of ``ROOTS_AT_ONCE`` forests."""
+    monkeypatch.setattr(fresh.target.model.generation_config, "eos_token_id", None)
+    path = write_workload(tmp_path, [{"prompt": "Go on.", "max_new_tokens": MAX_NODES + 20, "split": "tune"}])
+    workload = load_workload(str(path), "tune")
+    answer = fresh.answers(workload)[0]
+    assert len(answer.tokens) > MAX_NODES + 1
+    bounds = ForestBounds(depth=2, num_proposals=20, width=20, floor=1e-6)
+    assert ROOTS_AT_ONCE * bounds.width > MAX_NODES
+    draft.visual_keep = 1.0
+    inputs = workload.prompts[0].inputs(processor)
+    forest = record_forest(draft, inputs, answer, bounds).forest
+    alone = Alone(draft, inputs, answer, 1.0)
+    paths = paths_of(forest)
+    assert len(paths) == 21 * (len(answer.tokens) - 1)
+    for node in [0, MAX_NODES - 1, MAX_NODES, len(answer.tokens) - 2, *range(len(answer.tokens), len(paths), 97)]:
+        root, tokens = paths[node]
+        expected = alone.children([*answer.tokens[: root + 1], *tokens], 20)[1]
+        np.testing.assert_allclose(forest.child_logprob[node], expected, atol=TOLERANCE)
+
+
+def test_expanded_are_the_best_path_the_answer_and_the_most_probable() -> None:
+    """The compiled choice against the sentence that describes it, on random levels of three forests."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        answer = rng.integers(0, 6, 8)
+        root = np.sort(rng.integers(0, 3, 6))
+        tokens = np.array([rng.permutation(6)[:4] for _ in root])
+        logprobs = np.log(np.sort(rng.dirichlet(np.ones(4), len(root)))[:, ::-1]).astype(np.float32)
+        path_logprob = np.log(rng.uniform(0.01, 1, len(root)))
+        is_best, is_answer = (
+            np.array([row == np.flatnonzero(root == root[row])[which] for row in range(len(root))]) for which in (0, -1)
+        )
+        level, floor, width = int(rng.integers(1, 6)), float(rng.uniform(0.01, 0.3)), int(rng.integers(1, 8))
+        rows, ranks = choose_expanded(
+            root, tokens, logprobs, path_logprob, is_best, is_answer, answer, level, np.log(floor), width
+        )
+        expected: set[tuple[int, int]] = set()
+        for forest in np.unique(root):
+            candidates = [(row, rank) for row in np.flatnonzero(root == forest) for rank in range(4)]
+            always = {
+                (row, rank)
+                for row, rank in candidates
+                if (is_best[row] and rank == 0)
+                or (is_answer[row] and forest + level < 8 and tokens[row, rank] == answer[forest + level])
+            }
+            share = {(row, rank): np.exp(path_logprob[row] + logprobs[row, rank]) for row, rank in candidates}
+            others = sorted((c for c in candidates if c not in always and share[c] > floor), key=lambda c: -share[c])
+            expected |= {*always, *others[: max(0, width - len(always))]}
+        assert set(zip(rows.tolist(), ranks.tolist(), strict=True)) == {(int(a), int(b)) for a, b in expected}
+        assert (np.diff(root[rows]) >= 0).all(), "rows of one root stand together"
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+def test_records_are_found_again(
+    fresh: Recorder,
+    draft: IndependentDraft,
+    draft_reference: ModelReference,
+    workload: Workload,
+    num_forwards: dict[str, int],
+) -> None:
+    first = record(fresh, draft, draft_reference, workload)
+    assert num_forwards["target"] > 0 and num_forwards["draft"] > 0
+    num_forwards.update(target=0, draft=0)
+    assert_same_trace(record(fresh, draft, draft_reference, workload), first)
+    assert num_forwards == {"target": 0, "draft": 0}
+    record(fresh, draft, draft_reference, workload, visual_keep=0.5)  # another subnet: the same answers, other forests
+    assert num_forwards["target"] == 0 < num_forwards["draft"]
+
+
+def assert_same_trace(actual: Trace, expected: Trace) -> None:
+    for name in ("answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens"):
+        assert getattr(actual, name).tolist() == getattr(expected, name).tolist()
+    for name in ("answer", "child_token", "child_logprob", "child_node"):
+        np.testing.assert_array_equal(getattr(actual.forest, name), getattr(expected.forest, name))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: b"",
+        lambda content: b"[]",
+        lambda content: bytes(len(content)),
+    ],
+    ids=["torn", "empty", "other", "zeros"],
+)
+@pytest.mark.parametrize("kind", ["answers", "forests"])
+def test_a_damaged_record_is_made_again(
+    kind: str,
+    damage: Callable[[bytes], bytes],
+    fresh: Recorder,
+    draft: IndependentDraft,
+    draft_reference: ModelReference,
+    workload: Workload,
+    num_forwards: dict[str, int],
+) -> None:
+    """As a disk that filled up leaves it. The others are not made again."""
+    few = Workload(workload.name, "tune", workload.prompts[:2])
+    first = record(fresh, draft, draft_reference, few)
+    path = next(path for path in sorted((fresh.folder / kind).rglob("*")) if path.is_file())
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    num_forwards.update(target=0, draft=0)
+    assert_same_trace(record(fresh, draft, draft_reference, few), first)
+    made_again, untouched = ("target", "draft") if kind == "answers" else ("draft", "target")
+    assert num_forwards[made_again] > 0 == num_forwards[untouched]
+    assert path.read_bytes() == whole
+
+
+class Killed(BaseException):
+    """Nothing in the recorder catches this, as nothing catches kill -9."""
+
+
+def test_a_kill_loses_the_record_in_flight_alone(
+    fresh: Recorder,
+    draft: IndependentDraft,
+    draft_reference: ModelReference,
+    workload: Workload,
+    num_forwards: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kill_after(prompts: int) -> Callable[[int, int], None]:
+        def report(done: int, of: int) -> None:
+            if done == prompts:
+                raise Killed
+
+        return report
+
+    with pytest.raises(Killed):
+        fresh.answers(workload, kill_after(2))
+    with pytest.raises(Killed):  # in the middle of the third prompt's first step
+        monkeypatch.setattr(fresh.target, "step", lambda token: (_ for _ in ()).throw(Killed))
+        fresh.answers(workload)
+    monkeypatch.undo()
+    assert len(list((fresh.folder / "answers").iterdir())) == 2, "half an answer is none"
+    before = num_forwards["target"]
+    fresh.answers(Workload(workload.name, "tune", workload.prompts[:2]))
+    assert num_forwards["target"] == before
+    with pytest.raises(Killed):
+        record(fresh, draft, draft_reference, workload, report=kill_after(3))
+    made = {path: path.stat().st_mtime_ns for path in fresh.folder.rglob("*") if path.is_file()}
+    assert len(made) == len(workload.prompts) + 3
+    trace = record(fresh, draft, draft_reference, workload)
+    assert {path: path.stat().st_mtime_ns for path in made} == made, "what was whole is not written again"
+    assert trace.num_prompts == len(workload.prompts)
+
+
+def test_the_header_names_what_was_recorded(
+    fresh: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
+) -> None:
+    found = record(fresh, draft, draft_reference, workload, visual_keep=0.5).header
+    assert (found.target, found.draft, found.visual_keep) == (fresh.target_reference, draft_reference, 0.5)
+    assert (found.workload, found.workload_sha256, found.bounds) == (workload.name, workload.sha256, SMALL)
+    assert found.prompts == [prompt.name for prompt in workload.prompts]
+    assert found.tasks == ["count", "read", "read", "read", "count"]

@@ -1,0 +1,312 @@
+"""Replay is exact: the rounds that it counts are the rounds that decoding takes. What it charges for them is arithmetic."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autotune.acceptance.recorder import Recorder
+from autotune.acceptance.replay import plain_decode_ms, replay
+from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, join
+from autotune.cost.table import DensePrices, PrefillCost
+from autotune.drafters.independent import IndependentDraft
+from autotune.errors import UserError
+from autotune.provenance import ModelReference
+from autotune.runtime.decoder import Decoder, DecodingStats
+from autotune.runtime.target import Target
+from autotune.search.space import Configuration
+from autotune.trees.chain import ChainPolicy
+from autotune.trees.policy import parse_policy
+from autotune.trees.sage import SagePolicy
+from autotune.workload import Workload, WorkloadPrompt
+from tests.documents import forest_of, free_prices, header, random_trace
+
+KEEPS = (1.0, 0.5, 0.1)
+DEPTH = 12
+# The floor is SAGE's threshold at the deepest tree, so a trace that is also wide enough lacks nothing.
+EVERYTHING = ForestBounds(depth=DEPTH, num_proposals=16, width=128)
+
+
+def random_configurations(count: int) -> list[Configuration]:
+    """Any policy with any hyperparameters: one chain to four SAGE trees, which have more to get wrong."""
+    rng = random.Random(0)
+    found = []
+    for number in range(count):
+        tree: dict[str, Any] = {"policy": "chain", "depth": rng.randint(1, DEPTH)}
+        if number % 5:
+            d_min, d_max = sorted(rng.choices(range(1, DEPTH + 1), k=2))
+            w_min, w_max = sorted(rng.choices(range(1, 17), k=2))
+            lower, upper = sorted(rng.choices([0.5, 1.0, 1.5, 2.0, 3.0], k=2))
+            tree = {"policy": "sage", "d_min": d_min, "d_max": d_max, "w_min": w_min, "w_max": w_max}
+            tree |= {"lower": lower, "upper": upper, "window": rng.choice([1, 2, 3, 10]), "k": rng.randint(2, 16)}
+            tree |= {"n_max": rng.choice([3, 8, 24, 64, 128]), "confidence": rng.choice(["previous", "current"])}
+            tree |= {"depth_cap": rng.choice([None, rng.randint(d_min, DEPTH)])}
+        found.append(Configuration(tree=tree, visual_keep=KEEPS[number % 3]))
+    return found
+
+
+CONFIGURATIONS = random_configurations(60)
+
+
+@pytest.fixture(scope="module")
+def traces(
+    recorder: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
+) -> dict[float, Trace]:
+    """By visual keep."""
+    return {
+        keep: recorder.trace(draft, draft_reference, workload, visual_keep=keep, bounds=EVERYTHING) for keep in KEEPS
+    }
+
+
+@pytest.fixture(scope="module")
+def decoder(target: Target, draft: IndependentDraft) -> Decoder:
+    return Decoder(target, draft)
+
+
+def decode(decoder: Decoder, prompt: WorkloadPrompt, processor: Any) -> DecodingStats:
+    return decoder.generate(**prompt.inputs(processor), **prompt.settings.generation).stats
+
+
+def assert_rounds_are_the_decoders(
+    trace: Trace, configuration: Configuration, decoder: Decoder, workload: Workload, processor: Any
+) -> None:
+    """Prompt by prompt: rounds, accepted lengths, draft forwards, verified nodes, tokens."""
+    decoder.configure(configuration.tree, visual_keep=configuration.visual_keep)
+    replayed = replay(trace, parse_policy(configuration.tree), free_prices())
+    assert replayed.missing.sum() == 0
+    for p, prompt in enumerate(workload.prompts):
+        stats = decode(decoder, prompt, processor)
+        assert replayed.accepted_lengths[p].tolist() == stats.accepted_lengths, prompt.name
+        counted = (replayed.rounds[p], replayed.draft_forwards[p], replayed.verified_nodes[p], replayed.tokens[p])
+        assert counted == (stats.rounds, stats.draft_forwards, sum(stats.verified_nodes), stats.new_tokens - 1)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=[f"{i}-{c.label}" for i, c in enumerate(CONFIGURATIONS)])
+def test_the_rounds_are_the_decoders(
+    configuration: Configuration, traces: dict[float, Trace], decoder: Decoder, workload: Workload, processor: Any
+) -> None:
+    assert_rounds_are_the_decoders(traces[configuration.visual_keep], configuration, decoder, workload, processor)
+
+
+def test_those_configurations_are_no_easy_ones(traces: dict[float, Trace]) -> None:
+    """Trees of several nodes, of which now none and now many are accepted: else the test above would prove little."""
+    replays = [replay(traces[c.visual_keep], parse_policy(c.tree), free_prices()) for c in CONFIGURATIONS]
+    nodes_per_round = np.array([r.verified_nodes.sum() / r.rounds.sum() for r in replays])
+    accepted = {int(length) for r in replays for lengths in r.accepted_lengths for length in lengths}
+    assert (nodes_per_round > 4).mean() > 0.5 and nodes_per_round.max() > 12
+    assert accepted >= set(range(6))
+    assert len({r.rounds.sum() for r in replays}) > 10
+
+
+def test_nothing_is_asked_of_the_draft_for_a_single_token(traces: dict[float, Trace], workload: Workload) -> None:
+    """Neither at inference nor in replay: no round, and no prefill is paid."""
+    single = [prompt.settings.max_new_tokens for prompt in workload.prompts].index(1)
+    prices = DensePrices(np.ones(1), np.ones((2, 1)), np.ones((2, 1)), 16, 1.0, 1.0, one_ms_per_prefill())
+    replayed = replay(traces[1.0], ChainPolicy(), prices)
+    assert replayed.rounds[single] == 0 and replayed.decode_ms[single] == 0
+    assert (np.delete(replayed.draft_prefill_ms, single) == 1).all()
+
+
+def one_ms_per_prefill() -> PrefillCost:
+    return PrefillCost(intercept_ms=1, per_token_ms=0, image_ms=0, samples=[])
+
+
+def test_an_answer_that_ends_early(
+    recorder: Recorder,
+    draft: IndependentDraft,
+    draft_reference: ModelReference,
+    decoder: Decoder,
+    workload: Workload,
+    processor: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    """The end of sequence may stand in the middle of a round: what was accepted behind it does not count."""
+    answer = recorder.answers(workload)[0].tokens
+    ending = next(token for token in answer[8:] if token not in answer[:8])
+    monkeypatch.setattr(decoder.target_model.generation_config, "eos_token_id", ending)
+    monkeypatch.setattr(recorder, "folder", tmp_path)
+    ended = Workload(workload.name, workload.split, workload.prompts[:2])
+    trace = recorder.trace(draft, draft_reference, ended, visual_keep=1.0, bounds=EVERYTHING)
+    assert trace.forest.answer[: trace.answer_start[1]].tolist() == answer[: answer.index(ending) + 1]
+    for tree in ({"policy": "chain", "depth": 12}, {"policy": "sage", "d_min": 8, "d_max": 12}):
+        assert_rounds_are_the_decoders(trace, Configuration(tree=tree, visual_keep=1.0), decoder, ended, processor)
+
+
+# ------------------------------------------------------------------------------------------------------- bounded traces
+
+
+def test_a_raised_floor_loses_nodes_and_no_accepted_token(
+    recorder: Recorder,
+    draft: IndependentDraft,
+    draft_reference: ModelReference,
+    workload: Workload,
+    traces: dict[float, Trace],
+) -> None:
+    """While no budget binds, a node depends on its own ancestors alone, and those of the answer are all recorded."""
+    small = ForestBounds(depth=DEPTH, num_proposals=16, floor=0.3, width=1)
+    trace = recorder.trace(draft, draft_reference, workload, visual_keep=0.5, bounds=small)
+    for tree in ({}, {"confidence": "current", "w_min": 6, "w_max": 12, "d_min": 6}, {"k": 16, "d_max": 12}):
+        policy = SagePolicy(n_max=128, **tree)
+        whole, partial = (replay(t, policy, free_prices()) for t in (traces[0.5], trace))
+        assert whole.missing.sum() == 0 < partial.missing.sum()
+        assert [a.tolist() for a in partial.accepted_lengths] == [a.tolist() for a in whole.accepted_lengths]
+        assert partial.verified_nodes.sum() < whole.verified_nodes.sum()
+
+
+def test_a_chain_misses_nothing_whatever_the_floor(
+    recorder: Recorder,
+    draft: IndependentDraft,
+    draft_reference: ModelReference,
+    workload: Workload,
+    traces: dict[float, Trace],
+) -> None:
+    """The most probable path is recorded however improbable it is."""
+    least = ForestBounds(depth=DEPTH, num_proposals=1, floor=0.99, width=1)
+    trace = recorder.trace(draft, draft_reference, workload, visual_keep=0.5, bounds=least)
+    whole, chain = (replay(t, ChainPolicy(depth=DEPTH), free_prices()) for t in (traces[0.5], trace))
+    assert chain.missing.sum() == 0
+    assert [a.tolist() for a in chain.accepted_lengths] == [a.tolist() for a in whole.accepted_lengths]
+
+
+def test_missing_nodes_are_counted_where_a_budget_binds() -> None:
+    """Three children, then room for two more: a child of the second would take the place of the answer's. The second was
+    not recorded, so replay accepts a token that decoding would not: then ``missing`` must say that it may be wrong.
+    """
+    policy = SagePolicy(d_min=2, d_max=2, w_min=3, w_max=3, k=3, n_max=5)
+    child = [(20, 0.9, -1), (21, 0.04, -1), (22, 0.03, -1)]
+    on_answer = [(12, 0.8, -1), (21, 0.1, -1), (22, 0.05, -1)]
+
+    def accepted(second_child: int) -> tuple[list[int], int]:
+        root = [(30, 0.34, 2), (31, 0.33, second_child), (11, 0.32, 3)]
+        forest = forest_of([10, 11, 12], [root, on_answer, child, on_answer, child])
+        trace = join(header(1, bounds=ForestBounds(depth=2, num_proposals=3)), [RecordedPrompt(forest, 4, 4, 0)])
+        result = replay(trace, policy, free_prices())
+        return result.accepted_lengths[0].tolist(), int(result.missing[0])
+
+    assert accepted(second_child=4) == ([1], 0)
+    assert accepted(second_child=-1) == ([2], 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "asks_for"),
+    [
+        (ChainPolicy(depth=5), "chain asks for 1 to depth 5"),
+        (SagePolicy(k=5, d_max=4), "sage asks for 5 to depth 4"),
+        (SagePolicy(k=4, d_max=4, depth_cap=6), "sage asks for 4 to depth 6"),
+    ],
+)
+def test_a_policy_beyond_the_trace_is_refused(policy: ChainPolicy | SagePolicy, asks_for: str) -> None:
+    with pytest.raises(UserError) as refused:
+        replay(random_trace(0), policy, free_prices())
+    assert "holds 4 children per node to depth 4" in str(refused.value)
+    assert asks_for in str(refused.value) and "record a larger one" in str(refused.value)
+
+
+# ------------------------------------------------------------------------------------------------------------- by hand
+
+# The answer is 10 11 12 13 14 15 16, and forest nodes 0 to 5 stand behind its first six tokens. Two children each.
+ANSWER = [10, 11, 12, 13, 14, 15, 16]
+NODES = [
+    [(11, 0.6, 6), (20, 0.3, 7)],  # 0, after 10
+    [(12, 0.5, -1), (20, 0.4, -1)],  # 1, after 11
+    [(12, 0.5, -1), (20, 0.4, -1)],  # 2, after 12: the draft does not see 13 coming
+    [(14, 0.7, 8), (20, 0.2, 9)],  # 3, after 13
+    [(15, 0.9, -1), (20, 0.05, -1)],  # 4, after 14
+    [(16, 0.9, -1), (20, 0.05, -1)],  # 5, after 15
+    [(12, 0.8, -1), (21, 0.1, -1)],  # 6, after 10 11
+    [(21, 0.9, -1), (22, 0.05, -1)],  # 7, after 10 20
+    [(21, 0.9, -1), (15, 0.05, -1)],  # 8, after 13 14
+    [(21, 0.9, -1), (22, 0.05, -1)],  # 9, after 13 20
+]
+
+
+def trace_by_hand() -> Trace:
+    bounds = ForestBounds(depth=2, num_proposals=2)
+    return join(header(1, bounds=bounds), [RecordedPrompt(forest_of(ANSWER, NODES), 9, 5, 4)])
+
+
+def prices_by_hand() -> DensePrices:
+    """A draft step of n tokens costs n, a verification of n costs 10 n; every 4 cached tokens add 0.1 and 1.
+
+    The prefill costs 1 + 0.5 a token + 2 with an image; outside the models a round takes 0.25, a level 0.125.
+    """
+    tokens, bins = np.arange(5.0)[:, None], np.arange(6.0)[None, :]
+    prefill = PrefillCost(intercept_ms=1, per_token_ms=0.5, image_ms=2, samples=[])
+    return DensePrices(5 + bins[0], tokens + 0.1 * bins, 10 * tokens + bins, 4, 0.25, 0.125, prefill)
+
+
+def test_a_chain_by_hand() -> None:
+    """Round 1, root 10: the tree is 11, 12, both are accepted, and 13 comes with the verification.
+    The leaf 12 was not read by the draft, so round 2 begins with two tokens: 12 and 13.
+    Round 2, root 13: 14, 21; 14 is accepted, 15 comes free. Round 3, root 15: 16 is accepted, and the answer ends.
+    """
+    replayed = replay(trace_by_hand(), ChainPolicy(depth=2), prices_by_hand())
+    assert replayed.accepted_lengths[0].tolist() == [2, 1, 1]
+    assert (replayed.tokens[0], replayed.rounds[0], replayed.tokens_per_round) == (6, 3, 2.0)
+    # The last round's second level stands behind 16, of which node 5 holds no child node.
+    assert (replayed.draft_forwards[0], replayed.verified_nodes[0], replayed.missing[0]) == (6, 6, 1)
+    # Draft, (tokens, cached): (1, 5) (1, 6) | (2, 7) (1, 9) | 14 was read, so it is kept: (1, 10) (1, 11)
+    draft_ms = (1 + 0.1) + (1 + 0.1) + (2 + 0.1) + (1 + 0.2) + (1 + 0.2) + (1 + 0.2)
+    # Target: three nodes behind 9, 9 + 3 and 9 + 5 cached tokens.
+    verify_ms = (30 + 2) + (30 + 3) + (30 + 3)
+    assert replayed.draft_ms[0] == pytest.approx(draft_ms)
+    assert replayed.verify_ms[0] == pytest.approx(verify_ms)
+    assert replayed.overhead_ms[0] == pytest.approx(3 * 0.25 + 6 * 0.125)
+    assert replayed.draft_prefill_ms[0] == pytest.approx(1 + 5 * 0.5 + 2)
+    total = draft_ms + verify_ms + 1.5 + 5.5
+    assert replayed.decode_ms[0] == pytest.approx(total)
+    assert replayed.ms_per_token == pytest.approx(total / 6)
+
+
+def test_a_sage_tree_by_hand() -> None:
+    """Two levels, two children of the root, then one child each, three nodes at most.
+
+    Round 1: 11 (0.6), 20 (0.3), then 12 (0.48), which leaves no room for 20's 21 (0.27). Both tokens are accepted.
+    Round 2, root 13: 14 (0.7), 20 (0.2), then 21 (0.63) below 14. Round 3, root 15: 16, and 20 falls below 0.05.
+    """
+    policy = SagePolicy(d_min=2, d_max=2, w_min=2, w_max=2, k=2, n_max=3)
+    replayed = replay(trace_by_hand(), policy, prices_by_hand())
+    assert replayed.accepted_lengths[0].tolist() == [2, 1, 1]
+    # Round 3 has one node on level 1 and asks what follows it: that is past the answer, and not recorded.
+    assert (replayed.draft_forwards[0], replayed.verified_nodes[0], replayed.missing[0]) == (6, 3 + 3 + 1, 1)
+    # The second level reads two nodes in rounds 1 and 2, one in round 3.
+    draft_ms = (1 + 0.1) + (2 + 0.1) + (2 + 0.1) + (2 + 0.2) + (1 + 0.2) + (1 + 0.2)
+    verify_ms = (40 + 2) + (40 + 3) + (20 + 3)  # root and nodes
+    assert replayed.draft_ms[0] == pytest.approx(draft_ms)
+    assert replayed.verify_ms[0] == pytest.approx(verify_ms)
+
+
+def test_plain_decoding_by_hand() -> None:
+    """Six steps behind 9 to 14 cached tokens, of which every 4 add 1 to the 5 that a step costs."""
+    assert plain_decode_ms(trace_by_hand(), prices_by_hand()).tolist() == [(5 + 2) * 3 + (5 + 3) * 3]
+
+
+def test_prompts_are_charged_apart() -> None:
+    """Two prompts in one trace cost what each costs alone: the state of a policy does not pass from one to the next."""
+    whole = random_trace(3)
+    policy = SagePolicy(d_min=1, d_max=4, k=4, window=2, lower=0.5, upper=1.0)
+    together = replay(whole, policy, prices_by_hand())
+    for p in range(whole.num_prompts):
+        alone = replay(only(whole, p), policy, prices_by_hand())
+        assert together.decode_ms[p] == pytest.approx(alone.decode_ms[0])
+        assert together.accepted_lengths[p].tolist() == alone.accepted_lengths[0].tolist()
+
+
+def only(trace: Trace, p: int) -> Trace:
+    """A trace of one of the prompts."""
+    tokens = slice(*trace.answer_start[p : p + 2])
+    ends = [*trace.first_node[1:], len(trace.forest.child_token)]
+    nodes = slice(trace.first_node[p], ends[p])
+    children = trace.forest.child_node[nodes]
+    forest = type(trace.forest)(
+        trace.forest.answer[tokens],
+        trace.forest.child_token[nodes],
+        trace.forest.child_logprob[nodes],
+        np.where(children >= 0, children - trace.first_node[p], -1),
+    )
+    lengths = (trace.prompt_length[p], trace.draft_prompt_length[p], trace.num_visual_tokens[p])
+    return join(header(1, bounds=trace.header.bounds), [RecordedPrompt(forest, *map(int, lengths))])

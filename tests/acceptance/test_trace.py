@@ -1,0 +1,103 @@
+"""Traces on disk, put together from prompts, and read by people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, agreement, join, load_trace, save_trace
+from autotune.errors import UserError
+from tests.documents import forest_of, header, random_trace
+
+# Two answers, two children a node. Ranks of the answer's next tokens: 0, 1 | 0, none.
+FIRST = forest_of([1, 2, 3], [[(2, 0.6, 2), (9, 0.3, -1)], [(8, 0.5, -1), (3, 0.4, -1)], [(3, 0.9, -1), (9, 0.1, -1)]])
+SECOND = forest_of([4, 5, 6], [[(5, 0.7, -1), (9, 0.2, 2)], [(7, 0.5, -1), (8, 0.4, -1)], [(6, 0.9, -1), (9, 0.1, -1)]])
+
+
+def two_prompts(tasks: tuple[str, str] = ("read", "count")) -> Trace:
+    bounds = ForestBounds(depth=2, num_proposals=2)
+    parts = [RecordedPrompt(FIRST, 10, 8, 4), RecordedPrompt(SECOND, 20, 20, 0)]
+    return join(header(2, bounds=bounds, tasks=list(tasks)), parts)
+
+
+def assert_equal(actual: Trace, expected: Trace) -> None:
+    assert actual.header == expected.header
+    for name, array in expected.forest.__dict__.items():
+        np.testing.assert_array_equal(getattr(actual.forest, name), array)
+        assert getattr(actual.forest, name).dtype == array.dtype, name
+    for name in ("answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens"):
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
+        assert getattr(actual, name).dtype == np.int64, name  # as the compiled replay takes it
+
+
+def test_joined_prompts_keep_their_nodes() -> None:
+    """The second prompt's nodes stand behind the first one's three; -1 stays -1."""
+    trace = two_prompts()
+    assert trace.forest.answer.tolist() == [1, 2, 3, 4, 5, 6]
+    assert trace.forest.child_node.tolist() == [[2, -1], [-1, -1], [-1, -1], [-1, 5], [-1, -1], [-1, -1]]
+    assert (trace.answer_start.tolist(), trace.first_node.tolist()) == ([0, 3, 6], [0, 3])
+    assert (trace.prompt_length.tolist(), trace.draft_prompt_length.tolist()) == ([10, 20], [8, 20])
+    assert trace.num_visual_tokens.tolist() == [4, 0]
+    assert (trace.num_prompts, trace.num_tokens) == (2, 4)
+
+
+@pytest.mark.parametrize("trace", [two_prompts(), random_trace(0)], ids=["by-hand", "random"])
+def test_what_is_saved_is_loaded(trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "keep-0.5.trace.json"
+    save_trace(path, trace)
+    assert_equal(load_trace(path), trace)
+    assert json.loads(path.read_text())["schema"] == "autotune.trace/1"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["keep-0.5.trace.json", "keep-0.5.trace.safetensors"]
+
+
+def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
+    """Torn, not safetensors at all, without an array, and gone: each says how to get them back."""
+    path = tmp_path / "a.trace.json"
+    save_trace(path, two_prompts())
+    arrays = path.with_suffix(".safetensors")
+    whole = arrays.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"not safetensors", whole.replace(b"child_node", b"child_nope")):
+        arrays.write_bytes(content)
+        with pytest.raises(
+            UserError, match=r"a\.trace\.safetensors: the trace's arrays cannot be read .*autotune record"
+        ):
+            load_trace(path)
+    arrays.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        load_trace(path)
+
+
+def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace.json"
+    with pytest.raises(UserError, match="no such file"):
+        load_trace(path)
+    save_trace(path, two_prompts())
+    content = json.loads(path.read_text())
+    for change, message in (
+        ({"visual_kep": 1.0}, "unknown key 'visual_kep'; did you mean 'visual_keep'"),
+        ({"schema": "autotune.trace/2"}, "newer than this program reads"),
+        ({"schema": "autotune.cost-table/1"}, "schema must be 'autotune.trace/1'"),
+        ({"bounds": {"depth": 99}}, "bounds.depth"),
+    ):
+        path.write_text(json.dumps({**content, **change}))
+        with pytest.raises(UserError, match=message):
+            load_trace(path)
+
+
+def test_agreement_by_hand() -> None:
+    assert agreement(two_prompts()) == {"read": {1: 0.5, 4: 1.0}, "count": {1: 0.5, 4: 0.5}}
+
+
+def test_agreement_pools_the_prompts_of_a_task() -> None:
+    assert agreement(two_prompts(("read", "read")), ranks=(1, 2, 3)) == {"read": {1: 0.5, 2: 0.75, 3: 0.75}}
+
+
+def test_answers_of_one_token_agree_on_nothing() -> None:
+    """A task whose answers ask nothing of a draft has no share, or a finite one."""
+    single = forest_of([1], [[(2, 0.6, -1), (9, 0.3, -1)]])
+    trace = join(header(1), [RecordedPrompt(single, 10, 8, 4)])
+    shares = agreement(trace).get("prompt", {})
+    assert all(np.isfinite(share) for share in shares.values())

@@ -1,0 +1,145 @@
+"""Profiling measures every size that it promises, and leaves the models as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.cost.device import fingerprint
+from autotune.cost.profiler import HELD_OUT_TOKENS, ProfileSettings, kv_lengths_for, measure_overhead, profile
+from autotune.cost.table import TOKENS, CostTable, Surface
+from autotune.drafters.independent import IndependentDraft
+from autotune.errors import UserError
+from autotune.files import dump_document
+from autotune.models import reference
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.target import Target
+from autotune.workload import Workload, load_workload
+from tests.conftest import Pair
+from tests.documents import write_image, write_workload
+
+SETTINGS = ProfileSettings(repeats=2, kv_lengths=(32, 64, 128), held_out_kv_length=48)
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    folder = tmp_path_factory.mktemp("profiled")
+    images = [write_image(folder / "0.png", 0)]
+    lines = [
+        {"prompt": text, "images": images[: number % 2], "split": "tune", "max_new_tokens": 8}
+        for number, text in enumerate(["Count.", "Read the digits row by row.", "Go on.", "Describe the picture."])
+    ]
+    return load_workload(str(write_workload(folder, lines)), "tune")
+
+
+@pytest.fixture(scope="module")
+def decoders(pair: Pair) -> tuple[Decoder, Decoder]:
+    """Decoders made before the profile is: a chain, and plain decoding."""
+    target = Target(pair.target)
+    return Decoder(target, IndependentDraft(pair.draft), tree={"policy": "sage"}, visual_keep=0.5), Decoder(target)
+
+
+def tokens_of(decoder: Decoder, workload: Workload, processor: Any) -> list[list[int]]:
+    return [
+        decoder.generate(**p.inputs(processor), **p.settings.generation).sequences[0].tolist() for p in workload.prompts
+    ]
+
+
+@pytest.fixture(scope="module")
+def before(decoders: tuple[Decoder, Decoder], workload: Workload, processor: Any) -> list[list[int]]:
+    return tokens_of(decoders[1], workload, processor)
+
+
+@pytest.fixture(scope="module")
+def table(
+    pair: Pair, decoders: tuple[Decoder, Decoder], workload: Workload, processor: Any, before: list[list[int]]
+) -> CostTable:
+    decoder = decoders[0]
+    assert decoder.draft is not None
+    references = reference(str(pair.target_folder)), reference(str(pair.draft_folder))
+    return profile(
+        decoder.target, references[0], [(decoder.draft, references[1])], processor, workload, settings=SETTINGS
+    )
+
+
+def sizes(surface: Surface) -> set[tuple[int, int]]:
+    return {(point.tokens, point.kv_length) for point in surface.points}
+
+
+def test_every_size_is_measured(table: CostTable) -> None:
+    grid = {(n, m) for n in TOKENS for m in SETTINGS.kv_lengths}
+    assert sizes(table.verify) == sizes(table.drafts[0].propose) == grid
+    assert sizes(table.decode) == {(1, m) for m in SETTINGS.kv_lengths}
+    for surface in (table.verify, table.drafts[0].propose):
+        assert {(p.tokens, p.kv_length) for p in surface.held_out} == {
+            (n, SETTINGS.held_out_kv_length) for n in HELD_OUT_TOKENS
+        }
+        assert len(surface.held_out_errors) == len(HELD_OUT_TOKENS)
+    assert [p.kv_length for p in table.decode.held_out] == [SETTINGS.held_out_kv_length]
+
+
+def test_every_sample_is_kept_and_takes_time(table: CostTable) -> None:
+    """Two draft steps to a verification, as rounds have them; three plain steps in a row."""
+    repeats = SETTINGS.repeats
+    for surface, count in (
+        (table.verify, repeats),
+        (table.drafts[0].propose, 2 * repeats),
+        (table.decode, 3 * repeats),
+    ):
+        for point in [*surface.points, *surface.held_out]:
+            assert len(point.samples_ms) == count and min(point.samples_ms) > 0
+    overhead = table.drafts[0].overhead
+    assert overhead.round_ms >= 0 and overhead.level_ms >= 0
+    for prefill in (table.prefill, table.drafts[0].prefill):
+        assert {images for _, images, _ in prefill.samples} == {0, 1}
+        assert all(tokens > 0 and ms > 0 for tokens, _, ms in prefill.samples)
+
+
+def test_the_table_says_what_was_measured_where(table: CostTable, pair: Pair) -> None:
+    assert table.device.key == fingerprint("cpu").key and not table.estimated and table.precision == "float32"
+    assert table.target == reference(str(pair.target_folder))
+    assert table.costs_of(reference(str(pair.draft_folder))).draft.id == str(pair.draft_folder)
+    assert dump_document("cost-table", table)
+
+
+def test_models_decode_as_before(
+    table: CostTable,
+    decoders: tuple[Decoder, Decoder],
+    before: list[list[int]],
+    workload: Workload,
+    processor: Any,
+) -> None:
+    """Profiling filled the caches with numbers that mean nothing."""
+    for decoder in decoders:
+        assert tokens_of(decoder, workload, processor) == before
+
+
+def test_a_table_needs_a_draft(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a cost table needs a draft; name one with --draft"):
+        profile(Target(pair.target), reference(str(pair.target_folder)), [], processor, workload)
+
+
+def test_a_single_prompt_is_enough(pair: Pair, processor: Any, workload: Workload) -> None:
+    single = Workload(workload.name, workload.split, workload.prompts[:1])
+    overhead = measure_overhead(Target(pair.target), IndependentDraft(pair.draft), processor, single)
+    assert overhead.round_ms >= 0
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest"),
+    [
+        (5, 29),
+        (20, 420),
+        (150, 400),
+        (1000, 5000),
+        pytest.param(100, 101),
+        pytest.param(31, 32),
+    ],
+)
+def test_kv_lengths_span_a_workload(shortest: int, longest: int) -> None:
+    """Three of them, and the one that tests them lies between the first two."""
+    lengths, between = kv_lengths_for(shortest, longest)
+    assert lengths[0] <= max(16, shortest) and lengths[-1] >= longest
+    assert lengths[0] < between < lengths[1]

@@ -1,0 +1,248 @@
+"""The independent draft: what it proposes with caches, masks and pruning, against the same model run alone on the whole
+text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import Generator
+from torch import Tensor
+
+from autotune.drafters.independent import IndependentDraft, Proposals, top_proposals
+from autotune.errors import UserError
+from autotune.trees.tree import ROOT, Tree, add_child, new_tree, plant
+from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
+from tests.obvious import ancestors_of, children_of, logits_after, tokens_to
+
+NUM_PROPOSALS = 10
+CAPACITY = 512
+FIRST_TOKEN = 40  # what the target is supposed to have said after the prompt
+
+
+def explore(
+    draft: IndependentDraft, rng: Generator, root_token: int, num_levels: int
+) -> tuple[Tree, dict[int, Proposals]]:
+    """A round of drafting with random choices in place of a policy; returns the tree and what was proposed at each node
+    that was asked.
+
+    Of each level some nodes are asked and some are not, in random order: the draft may rely on one level at a time, and
+    on nothing else.
+    """
+    tree, proposals, frontier = new_tree(), {}, np.array([ROOT])
+    plant(tree, root_token, -1)
+    for _ in range(num_levels):
+        tokens, logprobs = draft.propose(tree, frontier, NUM_PROPOSALS)
+        added = []
+        for row, node in enumerate(frontier):
+            proposals[int(node)] = tokens[row : row + 1], logprobs[row : row + 1]
+            for rank in rng.choice(NUM_PROPOSALS, size=int(rng.integers(1, 4)), replace=False):
+                path_logprob = float(tree.path_logprob[node] + logprobs[row, rank])
+                added.append(add_child(tree, int(node), int(tokens[row, rank]), path_logprob, -1))
+        frontier = rng.permutation(added)[: max(1, len(added) * 2 // 3)]
+    return tree, proposals
+
+
+def random_path(rng: Generator, tree: Tree) -> list[int]:
+    """Down from the root by chance, to stop anywhere."""
+    path: list[int] = []
+    while (children := children_of(tree, path[-1] if path else ROOT)) and rng.random() < 0.8:
+        path.append(int(rng.choice(children)))
+    return path
+
+
+def assert_same_proposals(actual: Proposals, logits: Tensor) -> None:
+    """The model's best tokens with its log-probabilities, to 1e-5 of its largest logit; near ties may stand in either
+    order.
+    """
+    expected, atol = logits.log_softmax(-1).numpy(), 1e-5 * float(logits.abs().max())
+    tokens, logprobs = actual[0][0], actual[1][0]
+    assert len(set(tokens.tolist())) == NUM_PROPOSALS
+    np.testing.assert_allclose(logprobs, expected[tokens], atol=atol, rtol=0)
+    np.testing.assert_allclose(logprobs, np.sort(expected)[::-1][:NUM_PROPOSALS], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("prompt", ["text", "image", "long"])
+@torch.inference_mode()
+def test_proposals_equal_those_of_the_model_alone_on_root_and_path(
+    pair: Pair, prompts: dict[str, Inputs], prompt: str
+) -> None:
+    """Round after round: the cache that a commit leaves behind is the prefix of the next."""
+    rng, inputs = np.random.default_rng(4), prompts[prompt]
+    draft = IndependentDraft(pair.draft)
+    draft.prefill(inputs, None, capacity=CAPACITY)
+    draft.append(FIRST_TOKEN)
+    committed = [FIRST_TOKEN]
+    for num_levels in (4, 3, 1, 5):
+        tree, proposals = explore(draft, rng, committed[-1], num_levels)
+        for node, proposed in proposals.items():
+            assert_same_proposals(proposed, logits_after(pair.draft, inputs, committed + tokens_to(tree, node)[1:])[-1])
+        path, next_token = random_path(rng, tree), int(rng.integers(4, 300))
+        draft.commit(tree, np.array(path, np.int64), next_token)
+        committed += [*(int(tree.token[node]) for node in path), next_token]
+
+
+def paths_to_commit(tree: Tree, proposals: dict[int, Proposals]) -> dict[str, list[int]]:
+    """One path of each kind that a round can accept."""
+    depth_of_read = {node: len(ancestors_of(tree, node)) - 1 for node in proposals}
+    deepest_read = max(depth_of_read, key=lambda node: depth_of_read[node])
+    leaf = next(child for child in children_of(tree, deepest_read) if child not in proposals)
+    first_leaf = next(node for node in range(1, int(tree.size[0])) if tree.depth[node] == 1 and node not in proposals)
+    return {
+        "nothing": [],
+        "read nodes only": ancestors_of(tree, deepest_read)[1:],
+        "an unread leaf at the end": ancestors_of(tree, leaf)[1:],
+        "an unread leaf alone": [first_leaf],
+    }
+
+
+@pytest.mark.parametrize("kind", ["nothing", "read nodes only", "an unread leaf at the end", "an unread leaf alone"])
+@torch.inference_mode()
+def test_after_a_commit_the_draft_is_as_if_it_had_read_the_committed_tokens_and_nothing_else(
+    pair: Pair, prompts: dict[str, Inputs], kind: str
+) -> None:
+    """Cache content and next proposals, against a fresh prefill to which the tokens were told one by one."""
+    rng, inputs = np.random.default_rng(5), prompts["image"]
+    draft, fresh = IndependentDraft(pair.draft), IndependentDraft(pair.draft)
+    for each in (draft, fresh):
+        each.prefill(inputs, None, capacity=CAPACITY)
+        each.append(FIRST_TOKEN)
+    tree, proposals = explore(draft, rng, FIRST_TOKEN, 4)
+    path = paths_to_commit(tree, proposals)[kind]
+    draft.commit(tree, np.array(path, np.int64), 77)
+    assert draft.num_pending == (2 if "leaf" in kind else 1)
+    for node in path:
+        fresh.append(int(tree.token[node]))
+    fresh.append(77)
+
+    root = new_tree()
+    plant(root, 77, -1)
+    actual, expected = (each.propose(root, np.array([ROOT]), NUM_PROPOSALS) for each in (draft, fresh))
+    assert actual[0].tolist() == expected[0].tolist()
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-5, rtol=1e-5)
+    assert draft.length == fresh.length == inputs["input_ids"].shape[1] + 2 + len(path)
+    for ours, theirs in zip(draft.cache.layers, fresh.cache.layers, strict=True):
+        for slab, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            torch.testing.assert_close(slab[:, :, : draft.length], other[:, :, : draft.length], atol=1e-5, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ visual pruning
+
+
+def logits_with_pruned_image(model: Any, inputs: Inputs, kept_visual: list[int], tokens: list[int]) -> Tensor:
+    """The logits after the last of ``tokens``: the embeddings of all tokens with the image's features in their places,
+    of which the kept ones are selected together with their positions; one forward, no cache."""
+    ids = inputs["input_ids"]
+    embeddings = model.get_input_embeddings()(ids)
+    places = (ids[0] == model.config.image_token_id).nonzero().squeeze(1)
+    embeddings[0, places] = torch.cat(list(model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output))
+    pruned = set(places.tolist()) - {int(places[visual]) for visual in kept_visual}
+    kept = [place for place in range(ids.shape[1]) if place not in pruned]
+    embeddings = torch.cat([embeddings[:, kept], model.get_input_embeddings()(torch.tensor([tokens]))], 1)
+    positions = torch.tensor([[*kept, *range(ids.shape[1], ids.shape[1] + len(tokens))]])
+    # Without a mask of ones, transformers takes the gaps between positions for the ends of packed texts.
+    mask = torch.ones_like(positions)
+    hidden = model.model.language_model(
+        inputs_embeds=embeddings, position_ids=positions, attention_mask=mask, use_cache=False
+    ).last_hidden_state
+    return model.get_output_embeddings()(hidden[0, -1])
+
+
+@pytest.mark.parametrize(("keep", "num_kept"), [(1.0, 16), (0.3, 5), (0.5, 8), (0.01, 1)])
+@torch.inference_mode()
+def test_pruned_visual_tokens_never_enter_the_cache_and_the_others_keep_their_positions(
+    pair: Pair, prompts: dict[str, Inputs], keep: float, num_kept: int
+) -> None:
+    rng, inputs = np.random.default_rng(6), prompts["image"]
+    scores = torch.from_numpy(rng.permutation(NUM_VISUAL_TOKENS).astype(np.float32))
+    best = [visual for visual in range(NUM_VISUAL_TOKENS) if scores[visual] >= NUM_VISUAL_TOKENS - num_kept]
+    assert len(best) == num_kept
+    draft = IndependentDraft(pair.draft, visual_keep=keep)
+    draft.prefill(inputs, scores, capacity=CAPACITY)
+    length = inputs["input_ids"].shape[1] - NUM_VISUAL_TOKENS + num_kept
+    assert draft.length == length
+
+    draft.append(FIRST_TOKEN)
+    committed = [FIRST_TOKEN]
+    for num_levels in (3, 3):
+        tree, proposals = explore(draft, rng, committed[-1], num_levels)
+        assert draft.length == length + len(committed)
+        for node, proposed in proposals.items():
+            tokens = committed + tokens_to(tree, node)[1:]
+            assert_same_proposals(proposed, logits_with_pruned_image(pair.draft, inputs, best, tokens))
+        path = random_path(rng, tree)
+        draft.commit(tree, np.array(path, np.int64), 50)
+        committed += [*(int(tree.token[node]) for node in path), 50]
+
+
+@torch.inference_mode()
+def test_pruning_changes_what_is_proposed(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Else the comparisons above would hold of a draft that is blind."""
+    inputs = prompts["image"]
+    whole = logits_with_pruned_image(pair.draft, inputs, list(range(NUM_VISUAL_TOKENS)), [FIRST_TOKEN])
+    assert (whole - logits_with_pruned_image(pair.draft, inputs, [0, 1, 2], [FIRST_TOKEN])).abs().max() > 0.1
+
+
+@torch.inference_mode()
+def test_one_request_s_pruning_ends_with_it(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """The hook before the text model is gone, also after an error, and positions count from zero again."""
+    draft = IndependentDraft(pair.draft, visual_keep=0.3)
+    scores = torch.arange(NUM_VISUAL_TOKENS).float()
+    draft.prefill(prompts["image"], scores, capacity=CAPACITY)
+    with pytest.raises(ValueError, match="Input image size"):
+        draft.prefill({**prompts["image"], "pixel_values": torch.zeros(1, 3, 16, 16)}, scores, capacity=CAPACITY)
+    assert not draft.text_model._forward_pre_hooks
+    draft.prefill(prompts["text"], None, capacity=CAPACITY)
+    draft.append(FIRST_TOKEN)
+    tree = new_tree()
+    plant(tree, FIRST_TOKEN, -1)
+    assert_same_proposals(
+        draft.propose(tree, np.array([ROOT]), NUM_PROPOSALS),
+        logits_after(pair.draft, prompts["text"], [FIRST_TOKEN])[-1],
+    )
+
+
+def test_the_number_of_visual_tokens_kept(pair: Pair) -> None:
+    """Rounded; at least one of any image; none of none."""
+    draft = IndependentDraft(pair.draft, visual_keep=0.1)
+    assert [draft.num_kept(number) for number in (0, 1, 4, 16, 144)] == [0, 1, 1, 2, 14]
+
+
+# ---------------------------------------------------------------------------------------------------------------- rest
+
+
+@torch.inference_mode()
+def test_a_larger_request_gets_larger_buffers(prompts: dict[str, Inputs]) -> None:
+    draft = IndependentDraft(new_llama(1))
+    capacity = draft.cache.capacity
+    draft.prefill(prompts["text"], None, capacity=capacity)
+    assert draft.cache.capacity == capacity
+    draft.prefill(prompts["text"], None, capacity=capacity + 1)
+    assert draft.cache.capacity > capacity and draft.length == prompts["text"]["input_ids"].shape[1]
+
+
+def test_top_proposals_are_sorted_log_probabilities() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]], dtype=torch.float64)
+    tokens, logprobs = top_proposals(logits, 3)
+    assert tokens.tolist() == [[1, 2, 0]]
+    np.testing.assert_allclose(logprobs, torch.log_softmax(logits, -1)[:, [1, 2, 0]], atol=1e-6)
+    assert logprobs.dtype == np.float32
+
+
+def test_an_unsupported_draft_is_refused() -> None:
+    """A double with a config and nothing else: the type is looked at before anything that would need weights."""
+
+    class Unsupported:
+        def eval(self) -> Unsupported:
+            return self
+
+        class config:
+            @staticmethod
+            def get_text_config() -> Any:
+                return type("TextConfig", (), {"model_type": "rwkv"})
+
+    with pytest.raises(UserError, match="text models of type 'rwkv' cannot be decoded with trees yet"):
+        IndependentDraft(Unsupported())

@@ -1,0 +1,74 @@
+"""The obvious ways to do what the compiled and cached code does quickly, and the random trees to compare them on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from torch import Tensor
+
+from autotune.trees.tree import ROOT, Tree, add_child, new_tree, plant
+
+
+def random_tree(rng: Generator, num_nodes: int, *, num_tokens: int, root_token: int = 0) -> Tree:
+    """A tree of ``num_nodes`` draft nodes hung anywhere, in which siblings differ as top-k candidates do."""
+    tree = new_tree()
+    plant(tree, root_token, -1)
+    while tree.size[0] <= num_nodes:
+        parent, token = int(rng.integers(tree.size[0])), int(rng.integers(num_tokens))
+        if token not in [tree.token[child] for child in children_of(tree, parent)]:
+            add_child(tree, parent, token, float(tree.path_logprob[parent] - rng.exponential()), -1)
+    return tree
+
+
+def children_of(tree: Tree, node: int) -> list[int]:
+    return [child for child in range(1, int(tree.size[0])) if tree.parent[child] == node]
+
+
+def ancestors_of(tree: Tree, node: int) -> list[int]:
+    """From the root down to the node itself."""
+    return [node] if node == ROOT else [*ancestors_of(tree, int(tree.parent[node])), node]
+
+
+def tokens_to(tree: Tree, node: int) -> list[int]:
+    """The tokens from the root, included, down to the node."""
+    return [int(tree.token[ancestor]) for ancestor in ancestors_of(tree, node)]
+
+
+def leaves_of(tree: Tree) -> list[int]:
+    return [node for node in range(int(tree.size[0])) if not children_of(tree, node)]
+
+
+def logits_after(model: Any, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
+    """Logits after the prompt's last token and after each of ``tokens``, [1 + tokens, vocabulary]: one forward of
+    everything, no cache, no mask.
+    """
+    more = torch.tensor([tokens], dtype=torch.long)
+    extra = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    with torch.inference_mode():
+        logits = model(input_ids=torch.cat([inputs["input_ids"], more], 1), **extra, use_cache=False).logits[0]
+    return logits[inputs["input_ids"].shape[1] - 1 :]
+
+
+def assert_same_logits(actual: Tensor, expected: Tensor) -> None:
+    """Equal to 1e-5 of the largest: what is left when one forward adds up in another order. A wrong mask or position
+    moves them by whole numbers.
+    """
+    scale = expected.abs().max()
+    torch.testing.assert_close(actual / scale, expected / scale, atol=1e-5, rtol=0)
+
+
+def chi_square_p_value(observed: np.ndarray, probabilities: np.ndarray) -> float:
+    """How probable counts at least this far from ``probabilities`` are. Outcomes expected fewer than five times are
+    counted together.
+    """
+    from scipy.stats import chisquare
+
+    assert observed[probabilities == 0].sum() == 0, "an outcome of probability 0 occurred"
+    expected = probabilities * observed.sum()
+    is_rare = expected < 5
+    pooled = np.array([[*counts[~is_rare], counts[is_rare].sum()] for counts in (observed, expected)])
+    pooled = pooled[:, pooled[1] >= 5]
+    return float(chisquare(pooled[0], pooled[1] * pooled[0].sum() / pooled[1].sum()).pvalue)

@@ -1,0 +1,117 @@
+"""The slab cache: dropping rejected nodes against a plain gather, and a tree in one forward against each of its
+branches alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.errors import UserError
+from autotune.runtime.kv_cache import SlabCache
+from autotune.runtime.masks import MaskBuffer
+from autotune.runtime.target import Target
+from autotune.trees.tree import ROOT, write_tree_mask
+from tests.conftest import Inputs, Pair
+from tests.obvious import ancestors_of, assert_same_logits, leaves_of, logits_after, random_tree, tokens_to
+
+NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 4
+
+
+def write(cache: SlabCache, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a forward of that many tokens does to the cache; returns the keys and values of each layer."""
+    states = [
+        (torch.randn(1, NUM_HEADS, num_tokens, HEAD_SIZE), torch.randn(1, NUM_HEADS, num_tokens, HEAD_SIZE))
+        for _ in range(NUM_LAYERS)
+    ]
+    for layer, (keys, values) in zip(cache.layers, states, strict=True):
+        shown = layer.update(keys, values)
+        assert [tensor.shape[2] for tensor in shown] == [cache.length + num_tokens] * 2
+        assert layer.get_mask_sizes(num_tokens) == (cache.length + num_tokens, 0)
+    return states
+
+
+@pytest.mark.parametrize("places", [[], [0], [0, 1, 2], [4], [0, 2, 5], [1, 2, 3], [0, 1, 2, 3, 4, 5]])
+def test_keep_gathers_the_kept_places_behind_the_committed_ones(places: list[int]) -> None:
+    torch.manual_seed(0)
+    cache = SlabCache(NUM_LAYERS, capacity=32)
+    prefix = write(cache, 7)
+    cache.advance(7)
+    block = write(cache, 6)
+    cache.keep(places)
+    following = write(cache, 2)
+    assert cache.length == 7 + len(places)
+    for layer in range(NUM_LAYERS):
+        for which, shown in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
+            expected = torch.cat([prefix[layer][which], block[layer][which][:, :, places], following[layer][which]], 2)
+            assert torch.equal(shown[:, :, : expected.shape[2]], expected)
+
+
+def test_clear_forgets_tokens_and_keeps_memory() -> None:
+    cache = SlabCache(NUM_LAYERS, capacity=32)
+    assert cache.memory_bytes == 0
+    write(cache, 7)
+    cache.advance(7)
+    memory, keys = cache.memory_bytes, cache.layers[0].keys
+    assert memory == 2 * NUM_LAYERS * NUM_HEADS * 32 * HEAD_SIZE * 4  # keys and values in float32
+    cache.clear()
+    write(cache, 3)
+    assert (cache.length, cache.memory_bytes, cache.get_seq_length()) == (0, memory, 0)
+    assert cache.layers[0].keys is keys
+
+
+def test_layers_of_different_shapes_are_refused() -> None:
+    """Some models (Gemma 3n) have layers of different head sizes; one slab cannot hold them."""
+    cache = SlabCache(2, capacity=8)
+    cache.layers[0].update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
+    with pytest.raises(
+        UserError,
+        match=r"all layers must cache keys of one shape; layer 1 has \(1, 4, 1, 4\).*cannot be decoded with trees yet",
+    ):
+        cache.layers[1].update(torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
+
+
+@pytest.mark.parametrize("prompt", ["text", "image"])
+@torch.inference_mode()
+def test_a_tree_in_one_forward_equals_each_branch_alone(pair: Pair, prompts: dict[str, Inputs], prompt: str) -> None:
+    """Mask, positions and cache together: no node sees a cousin. Three rounds on one cache, so that the nodes dropped
+    by ``keep`` must leave no trace.
+    """
+    rng, inputs = np.random.default_rng(3), prompts[prompt]
+    target = Target(pair.target)
+    masks = MaskBuffer(target.cache.capacity, dtype=target.dtype, device=target.device)
+    target.prefill(inputs)
+    committed: list[int] = []
+    for num_nodes in (30, 12, 0):
+        tree = random_tree(
+            rng, num_nodes, num_tokens=target.vocab_size, root_token=int(rng.integers(target.vocab_size))
+        )
+        size = num_nodes + 1
+        block = np.empty((size, size), np.float32)
+        write_tree_mask(tree, block, masks.closed)
+        positions = torch.from_numpy(tree.depth[:size] + target.length)
+        logits = target.forward(
+            torch.from_numpy(tree.token[:size])[None], positions[None], masks.write(block, target.length)
+        )
+        for leaf in leaves_of(tree):
+            branch = ancestors_of(tree, leaf)
+            alone = logits_after(pair.target, inputs, committed + tokens_to(tree, leaf))[-len(branch) :]
+            assert_same_logits(logits[branch], alone)
+        accepted = ancestors_of(tree, int(rng.integers(size)))
+        target.cache.keep(accepted)
+        committed += [int(tree.token[node]) for node in accepted]
+        assert accepted[0] == ROOT and target.length == inputs["input_ids"].shape[1] + len(committed)
+    assert_same_logits(target.step(5), logits_after(pair.target, inputs, [*committed, 5])[-1])
+
+
+@torch.inference_mode()
+def test_a_larger_request_gets_a_larger_cache(text_pair: Pair) -> None:
+    target = Target(text_pair.target)
+    target.reserve(target.cache.capacity)
+    cache = target.cache
+    target.reserve(cache.capacity + 1)
+    assert target.cache is not cache and target.cache.capacity > cache.capacity
+    cache = target.cache
+    target.reserve(10)
+    assert target.cache is cache

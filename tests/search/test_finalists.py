@@ -1,0 +1,235 @@
+"""Real runs: none is repeated, none is lost, and their statistics are what a reader would compute."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autotune.runtime.decoder import Decoder
+from autotune.search.finalists import AR, HF, Arm, Run, Runner, bootstrap_ratio, summarise
+from autotune.search.space import Configuration
+from autotune.workload import Workload, WorkloadPrompt
+
+CHAIN = Configuration(tree={"policy": "chain", "depth": 3}, visual_keep=1.0)
+SAGE = Configuration(tree={"policy": "sage"}, visual_keep=0.5)
+ARMS = [Arm(AR), Arm(HF), Arm("chain", CHAIN), Arm("tuned", SAGE)]
+
+
+def run(decode_ms: float, *, tokens: int = 11, rounds: int = 5, output: str = "same", **times: float) -> Run:
+    """A run typed in: ``tokens`` new ones, of which the prefill gave the first."""
+    known = {"target_prefill_ms": 0.0, "draft_prefill_ms": 0.0, "draft_ms": 0.0, "verify_ms": decode_ms, **times}
+    return Run(
+        arm="x",
+        prompt="p",
+        prompt_sha256="0",
+        tokens_sha256=output,
+        new_tokens=tokens,
+        rounds=rounds,
+        accepted_lengths=[1] * rounds,
+        target_forwards=rounds,
+        draft_forwards=rounds,
+        decode_ms=decode_ms,
+        **known,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_a_constant_ratio_has_no_width() -> None:
+    """Pairs stay together: prompts of very different lengths do not widen the interval."""
+    below = np.array([1.0, 10.0, 100.0, 3.0])
+    assert bootstrap_ratio(2.5 * below, below) == pytest.approx((2.5, 2.5))
+
+
+def test_the_interval_is_that_of_resampled_sums() -> None:
+    """Two pairs of ratios 1 and 3: resamples are (1, 1), (1, 3) and (3, 3), and their sums are divided."""
+    above, below = np.array([1.0, 9.0]), np.array([1.0, 3.0])
+    assert bootstrap_ratio(above, below) == pytest.approx((1.0, 3.0))
+    # Nineteen prompts of ratio 2 and one of ratio 1: hardly any resample leaves the neighbourhood of 1.95.
+    above, below = np.array([2.0] * 19 + [1.0]), np.ones(20)
+    low, high = bootstrap_ratio(above, below)
+    assert 1.8 <= low < 1.95 < high == 2.0
+
+
+def test_more_prompts_narrow_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    widths = []
+    for count in (10, 1000):
+        below = rng.uniform(1, 2, count)
+        low, high = bootstrap_ratio(below * rng.normal(2, 0.3, count), below)
+        assert low < 2.0 < high or count == 10
+        widths.append(high - low)
+    assert widths[1] < widths[0] / 4
+
+
+def test_the_interval_is_repeatable() -> None:
+    rng = np.random.default_rng(1)
+    above, below = rng.uniform(1, 2, (2, 12))
+    assert bootstrap_ratio(above, below, seed=3) == bootstrap_ratio(above, below, seed=3)
+    assert bootstrap_ratio(above, below, seed=3) != bootstrap_ratio(above, below, seed=4)
+
+
+def test_a_summary_by_hand() -> None:
+    """Times and tokens are summed before they are divided: 400 / 150, not the mean of 2 and 3."""
+    runs = [
+        run(50.0, tokens=11, rounds=5, draft_prefill_ms=5.0, draft_ms=10.0, verify_ms=20.0),
+        run(100.0, tokens=21, rounds=5, output="other", draft_ms=40.0, verify_ms=45.0),
+    ]
+    baseline = [run(100.0, tokens=11, rounds=10), run(300.0, tokens=21, rounds=20)]
+    found = summarise("tuned", runs, baseline)
+    assert (found.name, found.num_prompts, found.num_tokens) == ("tuned", 2, 30)
+    assert found.speedup == pytest.approx(400 / 150)
+    assert found.ci95 == pytest.approx((2.0, 3.0))
+    assert found.tokens_per_second == pytest.approx(1000 * 30 / 150)
+    assert found.tokens_per_round == 3.0
+    assert found.median_ms == 75.0
+    assert found.identical_outputs == 1
+    assert found.outside_share == pytest.approx((15 + 15) / 150)
+
+
+def test_no_rounds_have_no_tokens_per_round() -> None:
+    assert summarise(AR, [run(1.0, rounds=0)], [run(1.0)]).tokens_per_round is None
+
+
+# --------------------------------------------------------------------------------------------------------------- runner
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "runs.jsonl"
+
+
+def test_all_arms_say_the_same(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
+    """Plain decoding, Hugging Face, a chain and a tree that sees half of the image: token for token."""
+    runs = Runner(decoder, processor).compare(ARMS, evaluate)
+    assert list(runs) == [AR, HF, "chain", "tuned"]
+    for per_prompt in zip(*runs.values(), strict=True):
+        assert len({run.tokens_sha256 for run in per_prompt}) == 1
+        assert len({run.new_tokens for run in per_prompt}) == 1
+    assert [run.prompt for run in runs["tuned"]] == [prompt.name for prompt in evaluate.prompts]
+    for name, found in runs.items():
+        for one in found:
+            assert one.decode_ms > 0 and one.target_prefill_ms > 0
+            assert one.rounds == len(one.accepted_lengths)
+            assert (one.draft_forwards > 0) == (name not in (AR, HF))
+            assert sum(one.accepted_lengths) + one.rounds >= one.new_tokens - 1
+    plain = runs[AR][0]
+    assert plain.rounds == plain.target_forwards == plain.new_tokens - 1
+
+
+def test_sampled_prompts_say_the_same_with_and_without_a_draft(
+    decoder: Decoder, processor: Any, evaluate: Workload
+) -> None:
+    """The noise belongs to the position; Hugging Face draws other numbers, and is left out."""
+    sampled = tuple(
+        WorkloadPrompt(p.name, p.settings.model_copy(update={"temperature": 1.0, "seed": 5}), p.pixels)
+        for p in evaluate.prompts
+    )
+    arms = [arm for arm in ARMS if arm.name != HF]
+    runs = Runner(decoder, processor).compare(arms, Workload("sampled", "evaluate", sampled))
+    for per_prompt in zip(*runs.values(), strict=True):
+        assert len({run.tokens_sha256 for run in per_prompt}) == 1
+    greedy = Runner(decoder, processor).compare([Arm(AR)], evaluate)
+    assert [run.tokens_sha256 for run in runs[AR]] != [run.tokens_sha256 for run in greedy[AR]]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Every decoding that a runner does, as (arm, prompt), warm-ups included."""
+    calls: list[tuple[str, str]] = []
+    original = Runner._decode
+
+    def noting(self: Runner, arm: Arm, inputs: Any, prompt: WorkloadPrompt) -> Any:
+        calls.append((arm.name, prompt.name))
+        return original(self, arm, inputs, prompt)
+
+    monkeypatch.setattr(Runner, "_decode", noting)
+    return calls
+
+
+def test_known_runs_are_not_repeated(
+    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
+) -> None:
+    arms = [Arm(AR), Arm("chain", CHAIN)]
+    first = Runner(decoder, processor, ledger, context="here").compare(arms, evaluate)
+    assert len(decoded) == 2 * (3 + 1), "each arm's first prompt is decoded twice, to warm up"
+    assert len(ledger.read_text().splitlines()) == 6
+    decoded.clear()
+    again = Runner(decoder, processor, ledger, context="here").compare(arms, evaluate)
+    assert again == first and not decoded
+    renamed = Runner(decoder, processor, ledger, context="here").compare([Arm("other name", CHAIN)], evaluate)
+    assert renamed["other name"] == first["chain"] and not decoded, "a configuration is known by what it is"
+    Runner(decoder, processor, ledger, context="here").compare([Arm("tuned", SAGE)], evaluate)
+    assert {name for name, _ in decoded} == {"tuned"}
+
+
+def test_runs_of_another_pair_or_device_do_not_count(
+    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
+) -> None:
+    Runner(decoder, processor, ledger, context="here").run(Arm(AR), evaluate.prompts[0])
+    decoded.clear()
+    Runner(decoder, processor, ledger, context="elsewhere").run(Arm(AR), evaluate.prompts[0])
+    assert decoded
+    decoded.clear()
+    for context in ("here", "elsewhere"):
+        Runner(decoder, processor, ledger, context=context).run(Arm(AR), evaluate.prompts[0])
+    assert not decoded
+
+
+def test_a_torn_ledger_loses_the_torn_line(
+    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
+) -> None:
+    """A crash in the middle of a line, a line of another version, and one that is no JSON."""
+    first = Runner(decoder, processor, ledger).compare([Arm(AR)], evaluate)
+    lines = ledger.read_text().splitlines()
+    other_version = json.dumps({**json.loads(lines[1]), "temperature_of_the_room": 21})
+    ledger.write_text("\n".join([lines[0], other_version, "not JSON", lines[2][: len(lines[2]) // 2]]))
+    decoded.clear()
+    again = Runner(decoder, processor, ledger).compare([Arm(AR)], evaluate)
+    assert {prompt for _, prompt in decoded} == {prompt.name for prompt in evaluate.prompts[1:]}
+    assert again[AR][0] == first[AR][0]
+    decoded.clear()
+    assert Runner(decoder, processor, ledger).compare([Arm(AR)], evaluate) == again
+    assert not decoded, "the new lines did not run into the torn one"
+
+
+def test_arms_take_turns_in_a_random_order_that_the_seed_repeats(
+    decoder: Decoder, processor: Any, evaluate: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt by prompt, every arm once: a machine that slows down slows all of them."""
+    prompts = Workload("many", "evaluate", evaluate.prompts * 4)
+    orders: dict[int, list[list[tuple[str, str]]]] = {0: [], 1: []}
+    for seed in (0, 0, 1):
+        called: list[tuple[str, str]] = []
+        monkeypatch.setattr(Runner, "run", lambda self, arm, prompt, to=called: to.append((arm.name, prompt.name)))
+        Runner(decoder, processor).compare(ARMS, prompts, seed=seed)
+        orders[seed].append(called)
+    assert orders[0][0] == orders[0][1] != orders[1][0]
+    turns = [orders[0][0][i : i + len(ARMS)] for i in range(0, len(orders[0][0]), len(ARMS))]
+    assert [{prompt for _, prompt in turn} for turn in turns] == [{prompt.name} for prompt in prompts.prompts]
+    assert all({name for name, _ in turn} == {arm.name for arm in ARMS} for turn in turns)
+    assert len({tuple(name for name, _ in turn) for turn in turns}) > 4
+
+
+def test_an_arm_named_twice_counts_once(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
+    runs = Runner(decoder, processor).compare([Arm(AR), Arm(AR)], evaluate)
+    assert len(runs[AR]) == len(evaluate.prompts)
+
+
+def test_past_the_deadline_it_ends_with_whole_prompts(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
+    """After at least ``min_prompts`` of them, each with all arms."""
+    said: list[tuple[int, int]] = []
+    runs = Runner(decoder, processor).compare(
+        [Arm(AR), Arm("chain", CHAIN)],
+        evaluate,
+        deadline=time.monotonic() - 1,
+        min_prompts=2,
+        report=lambda *args: said.append(args),
+    )
+    assert [len(found) for found in runs.values()] == [2, 2] and said == [(1, 3), (2, 3)]

@@ -1,0 +1,118 @@
+"""The bundled pair is what the main job stands on: it decodes losslessly, it reads, and its draft is neither perfect nor useless."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from autotune.acceptance.recorder import Recorder
+from autotune.acceptance.trace import ForestBounds, agreement
+from autotune.digits import TASKS, make_example
+from autotune.drafters.independent import IndependentDraft
+from autotune.files import data_root
+from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET, load_model, load_processor, reference
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.target import Target
+from autotune.workload import Prompt, Workload, WorkloadPrompt, load_workload
+
+pytestmark = pytest.mark.slow
+
+# Every policy, both confidences, and every kind of visual pruning take their turn over the prompts.
+CONFIGURATIONS = [
+    ({"policy": "chain", "depth": 5}, 1.0),
+    ({"policy": "sage"}, 0.2),
+    ({"policy": "chain", "depth": 2}, 0.5),
+    ({"policy": "sage", "d_min": 1, "d_max": 6, "w_max": 4, "confidence": "current", "depth_cap": 10}, 1.0),
+    ({"policy": "sage", "w_min": 4, "w_max": 10, "n_max": 24}, 0.1),
+]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    processor = load_processor(BUNDLED_TARGET)
+    return processor, Target(load_model(BUNDLED_TARGET)), IndependentDraft(load_model(BUNDLED_DRAFT))
+
+
+def test_greedy_output_equals_generate_on_200_held_out_prompts(pair):
+    processor, target, draft = pair
+    decoder = Decoder(target, draft)
+    lengths = []
+    for number, prompt in enumerate(load_workload("digits", "evaluate", num_prompts=200).prompts):
+        inputs = prompt.inputs(processor)
+        tree, keep = CONFIGURATIONS[number % len(CONFIGURATIONS)]
+        decoder.configure(tree, visual_keep=keep)
+        output = decoder.generate(**inputs, max_new_tokens=prompt.settings.max_new_tokens)
+        with torch.inference_mode():
+            expected = target.model.generate(**inputs, max_new_tokens=prompt.settings.max_new_tokens, do_sample=False)
+        assert torch.equal(output.sequences, expected), (prompt.name, tree, keep)
+        lengths.append(output.stats.new_tokens)
+    assert min(lengths) >= 80 and max(lengths) <= 250
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_output_equals_plain_decoding_with_the_same_seed(pair, temperature):
+    processor, target, draft = pair
+    decoder, plain = Decoder(target, draft), Decoder(target)
+    for number, prompt in enumerate(load_workload("digits", "evaluate", num_prompts=24).prompts):
+        inputs = prompt.inputs(processor)
+        tree, keep = CONFIGURATIONS[number % len(CONFIGURATIONS)]
+        decoder.configure(tree, visual_keep=keep)
+        settings = {
+            "max_new_tokens": 100,
+            "temperature": temperature,
+            "top_p": 0.95 if number % 2 else 1.0,
+            "seed": number,
+        }
+        sampled = decoder.generate(**inputs, **settings).sequences
+        assert torch.equal(sampled, plain.generate(**inputs, **settings).sequences), (prompt.name, tree, keep)
+
+
+def test_target_reads_held_out_scans(pair):
+    processor, target, _ = pair
+    decoder = Decoder(target)
+    right = total = 0
+    for index in range(24):
+        example = make_example("held-out", "read", 300_000 + index)
+        from PIL import Image
+
+        prompt = WorkloadPrompt("read", Prompt(prompt=example.prompt), (Image.fromarray(example.image),))
+        output = decoder.generate(**prompt.inputs(processor), max_new_tokens=250)
+        text = processor.decode(output.sequences[0, output.stats.prompt_tokens :], skip_special_tokens=True)
+        found, expected = (
+            re.findall(r"\d", " ".join(re.findall(r"reads ([\d, ]+)\.", t))) for t in (text, example.answer)
+        )
+        assert len(found) == len(expected)
+        right += sum(a == b for a, b in zip(found, expected, strict=True))
+        total += len(expected)
+    assert right / total >= 0.97
+
+
+def test_draft_is_as_hard_to_use_as_a_real_one(pair, tmp_path):
+    """Were every token predictable, a chain would win every search; were none, nothing would."""
+    processor, target, draft = pair
+    prompts = load_workload("digits", "tune", num_prompts=3 * len(TASKS))
+    recorder = Recorder(target, reference(BUNDLED_TARGET), processor, tmp_path)
+    bounds = ForestBounds(depth=2, num_proposals=4)
+    trace = recorder.trace(draft, reference(BUNDLED_DRAFT), prompts, visual_keep=1.0, bounds=bounds)
+    shares = agreement(trace)
+    top1 = sorted(found[1] for found in shares.values())
+    assert top1[0] < 0.75 and top1[-1] > 0.9
+    harder = sorted(shares.values(), key=lambda found: found[1])[: len(TASKS) // 2]
+    assert sum(found[4] - found[1] for found in harder) / len(harder) >= 0.1
+
+
+def test_bundled_weights_fit_their_budget():
+    weights = sum(
+        path.stat().st_size
+        for path in (data_root() / "drafts").rglob("*.safetensors")
+        if ".checkpoint" not in path.parts
+    )
+    assert 0 < weights < 32e6
+
+
+def test_workload_splits_share_no_prompt():
+    tune, evaluate = (load_workload("digits", split, num_prompts=64) for split in ("tune", "evaluate"))
+    assert isinstance(tune, Workload)
+    assert not {prompt.sha256 for prompt in tune.prompts} & {prompt.sha256 for prompt in evaluate.prompts}

@@ -1,0 +1,317 @@
+"""Documents on disk: each mistake has its own line, and no crash leaves half a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import Field
+
+from autotune import files
+from autotune.errors import UserError, nearest
+from autotune.files import Document
+
+KIND = "study"  # any kind will do: parsing does not depend on it
+
+
+class Part(Document):
+    weight: float = 1.0
+    name: str = "part"
+
+
+class Example(Document):
+    """A document with one of everything that the real ones have: required and optional keys, bounds, nesting, lists."""
+
+    trials: int = Field(ge=1)
+    budget_ms: float = 10.0
+    parts: list[Part] = Field(default_factory=list)
+    device: Part | None = None
+
+
+def write(path: Path, content: Any, schema: str | None = f"autotune.{KIND}/1") -> Path:
+    path.write_text(json.dumps({"schema": schema, **content}) if isinstance(content, dict) else content)
+    return path
+
+
+def load(path: Path) -> Example:
+    return files.parse(Example, KIND, files.read_json(path), source=path)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    document = Example(trials=3, budget_ms=0.1, parts=[Part(weight=2.0), Part(name="é")], device=Part())
+    path = tmp_path / "new" / "folder" / "study.json"
+    files.write_document(path, KIND, document)
+    assert load(path) == document
+    assert json.loads(path.read_text())["schema"] == "autotune.study/1"
+    assert path.read_bytes().endswith(b"}\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"trials": 1, "budget": 5}, "unknown key 'budget'; did you mean 'budget_ms'?"),
+        ({"trials": 1, "zzz": 5}, "unknown key 'zzz'; known: budget_ms, device, parts, trials"),
+        ({"trials": 1, "parts": [{}, {"wight": 2}]}, "unknown key 'parts.1.wight'; did you mean 'weight'?"),
+        ({"trials": 1, "device": {"nam": "x"}}, "unknown key 'device.nam'; did you mean 'name'?"),
+        ({"budget_ms": 1.0}, "key 'trials' is required and missing; add it"),
+        (
+            {"trials": "many"},
+            "trials: input should be a valid integer; got 'many'; mend that value",
+        ),
+        ({"trials": 0}, "trials: input should be greater than or equal to 1; got 0; mend that value"),
+        (
+            {"trials": 1.5},
+            "trials: input should be a valid integer; got 1.5; mend that value",
+        ),
+        ({"trials": None}, "trials: input should be a valid integer; got None; mend that value"),
+        ({"trials": 1, "parts": {}}, "parts: input should be a valid array; got {}; mend that value"),
+        ({"trials": 1, "parts": [{"name": 3}]}, "parts.0.name: input should be a valid string; got 3; mend that value"),
+        (
+            {"trials": 1, "parts": "p" * 200},
+            "parts: input should be a valid array; got '" + "p" * 56 + "...; mend that value",
+        ),
+    ],
+)
+def test_a_document_that_breaks_a_rule(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "study.json", content)
+    with pytest.raises(UserError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize("trials", ["3", True])
+def test_a_number_in_another_type_is_a_wrong_type(tmp_path: Path, trials: object) -> None:
+    with pytest.raises(UserError, match="trials: input should be a valid integer"):
+        load(write(tmp_path / "study.json", {"trials": trials}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (
+            "autotune.study/2",
+            "schema 'autotune.study/2' is newer than this program reads ('autotune.study/1'); update autotune",
+        ),
+        ("autotune.trace/1", "schema must be 'autotune.study/1'; got 'autotune.trace/1'; give a file of that kind"),
+        ("autotune.study", "schema must be 'autotune.study/1'; got 'autotune.study'; give a file of that kind"),
+        ("autotune.study/one", "schema must be 'autotune.study/1'; got 'autotune.study/one'; give a file of that kind"),
+        ("study/1", "schema must be 'autotune.study/1'; got 'study/1'; give a file of that kind"),
+        (None, "schema must be 'autotune.study/1'; got None; give a file of that kind"),
+    ],
+)
+def test_another_kind_or_a_newer_version(tmp_path: Path, schema: str | None, message: str) -> None:
+    path = write(tmp_path / "study.json", {"trials": 1}, schema)
+    with pytest.raises(UserError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize(("text", "type_name"), [("[1, 2]", "list"), ('"text"', "str"), ("null", "NoneType")])
+def test_a_document_that_is_no_object(tmp_path: Path, text: str, type_name: str) -> None:
+    with pytest.raises(UserError, match=f"a study is an object with a 'schema'; got {type_name}; give another file"):
+        load(write(tmp_path / "study.json", text))
+
+
+def test_every_truncation_of_a_document_is_refused(tmp_path: Path) -> None:
+    """A copy cut short at any byte: never half of it, never a traceback."""
+    whole = files.dump_document(KIND, Example(trials=3, parts=[Part()]))
+    for length in range(len(whole)):
+        with pytest.raises(UserError, match="not a complete JSON document"):
+            load(write(tmp_path / "study.json", whole[:length]))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_are_not_finite(tmp_path: Path, number: str) -> None:
+    """JSON has none, Python's reader takes them all the same. A YAML file can hold them too: there the document
+    refuses.
+    """
+    path = write(tmp_path / "study.json", f'{{"schema": "autotune.study/1", "trials": 1, "budget_ms": {number}}}')
+    with pytest.raises(UserError, match=f"{number} is not a finite number"):
+        load(path)
+    value = float(number.replace("Infinity", "inf"))
+    with pytest.raises(UserError, match="budget_ms: input should be a finite number"):
+        files.parse(Example, KIND, {"schema": "autotune.study/1", "trials": 1, "budget_ms": value}, source="study.yaml")
+    assert not files.is_finite(value) and files.is_finite(1.0)
+
+
+def test_parsing_leaves_its_input_alone() -> None:
+    content = {"schema": "autotune.study/1", "trials": 1}
+    files.parse(Example, KIND, content, source="x")
+    assert content == {"schema": "autotune.study/1", "trials": 1}
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing, binary = tmp_path / "no.json", tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, message in (
+        (missing, "no such file; check the path"),
+        (binary, "cannot be read as text"),
+        (tmp_path, "cannot be read as text"),
+    ):
+        for read in (files.read_text, files.read_json, files.read_yaml):
+            with pytest.raises(UserError) as caught:
+                read(path)
+            assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text("depth: {low: 3, high: 8}\n")
+    assert files.read_yaml(path) == {"depth": {"low": 3, "high": 8}}
+    path.write_text("depth: {low: 3\nhigh: ]")
+    with pytest.raises(UserError, match=r"not YAML .*; mend the file"):
+        files.read_yaml(path)
+    path.write_text("!!python/object/apply:os.getcwd []")  # nothing is ever executed
+    with pytest.raises(UserError, match="not YAML"):
+        files.read_yaml(path)
+
+
+def test_documents_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Example(trials=1).trials = 2  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+class DiskError(OSError):
+    """What a failing disk raises, told apart from every other OSError."""
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync", "chmod"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, exists: bool
+) -> None:
+    path = tmp_path / "study.json"
+    if exists:
+        path.write_bytes(b"old")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise DiskError("disk full")
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(DiskError):
+        files.write_document(path, KIND, Example(trials=1))
+    monkeypatch.undo()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == ({"study.json": b"old"} if exists else {})
+
+
+def test_a_file_is_complete_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader, or a crash, at the moment of the renaming finds the old content under the name and the new one beside
+    it, in the same folder.
+    """
+    path, replace, seen = tmp_path / "study.json", os.replace, []
+    path.write_bytes(b"old")
+
+    def spy(source: Any, destination: Any) -> None:
+        seen.append((Path(source).parent, Path(source).read_bytes(), Path(destination).read_bytes()))
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", spy)
+    files.write_bytes(path, b"new")
+    assert seen == [(tmp_path, b"new", b"old")]
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o644, "not the private mode of a temporary file"
+
+
+@pytest.mark.parametrize("write_to", [files.require_writable, lambda path: files.write_bytes(path, b"")])
+def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path: Path, write_to: Any) -> None:
+    """A path below a regular file, since tests may run as root, whom permissions do not stop."""
+    (tmp_path / "file").write_bytes(b"")
+    below = tmp_path / "file" / "folder" / "study.json"
+    with pytest.raises(UserError) as caught:
+        write_to(below)
+    assert str(caught.value) == f"{below}: cannot be written (Not a directory); choose another output with -o"
+    with pytest.raises(UserError) as caught:
+        write_to(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: the output must be a file; got a folder; add a file name"
+
+
+def test_asking_whether_an_output_can_be_written_leaves_it_alone(tmp_path: Path) -> None:
+    path = tmp_path / "study.json"
+    path.write_bytes(b"old")
+    files.require_writable(path)
+    files.require_writable(tmp_path / "new" / "study.json")
+    assert path.read_bytes() == b"old"
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["new", "study.json"]
+
+
+# ------------------------------------------------------------------------------------------------------------- ledgers
+
+
+def test_a_ledger_reads_back_what_was_appended(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "ledger.jsonl"
+    assert files.read_lines(path) == []
+    records = [{"key": number, "text": "a\nb\u2028c"} for number in range(3)]
+    for record in records:
+        files.append_line(path, record)
+    assert files.read_lines(path) == records
+    assert path.read_bytes().count(b"\n") == 3, "one line each, whatever the text holds"
+
+
+def test_a_ledger_survives_a_crash_at_any_byte(tmp_path: Path) -> None:
+    """``kill -9`` in the middle of the second record: the first is kept, the torn one passed over, and what follows is
+    whole again.
+    """
+    path = tmp_path / "ledger.jsonl"
+    first, torn, following = {"key": 1}, {"key": 2, "nested": {"a": [1, 2]}}, {"key": 3}
+    files.append_line(path, first)
+    length = path.stat().st_size
+    files.append_line(path, torn)
+    whole = path.read_bytes()
+    for end in range(length, len(whole) + 1):
+        path.write_bytes(whole[:end])
+        complete = [first, torn] if end >= len(whole) - 1 else [first]  # without its line end a record is whole
+        assert files.read_lines(path) == complete
+        files.append_line(path, following)
+        assert files.read_lines(path) == [*complete, following]
+
+
+def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n17\n[2]\n\xff\xfe\n"text"\n{"b": 2}\n')
+    assert files.read_lines(path) == [{"a": 1}, {"b": 2}]
+
+
+def test_a_record_with_a_number_that_is_not_finite_is_not_appended(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    files.append_line(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        files.append_line(path, {"latency_ms": math.inf})
+    assert files.read_lines(path) == [{"a": 1}]
+
+
+# -------------------------------------------------------------------------------------------------------------- hashes
+
+
+def test_hashes_depend_on_content_and_its_order_alone(tmp_path: Path) -> None:
+    a, b, copy = tmp_path / "a", tmp_path / "b", tmp_path / "copy"
+    a.write_bytes(b"1" * 3_000_000)  # more than one block
+    b.write_bytes(b"2")
+    copy.write_bytes(a.read_bytes())
+    assert files.sha256_of(a, b) == files.sha256_of(copy, b) != files.sha256_of(b, a)
+    assert files.sha256_of(b) == "d4735e3a265e16eee03f59718b9b5d03019c07d8b6c51f90da3a666eec13ab35"
+    assert (
+        files.content_key({"a": 1, "b": [2]})
+        == files.content_key({"b": [2], "a": 1})
+        != files.content_key({"a": 1, "b": [3]})
+    )
+
+
+def test_the_nearest_word_or_all_of_them() -> None:
+    assert nearest("d_mx", ["w_max", "d_max"]) == "did you mean 'd_max'?"
+    assert nearest("zzz", ["w_max", "d_max"]) == "known: d_max, w_max"
+
+
+def test_shipped_files_lie_beside_the_package_in_a_checkout() -> None:
+    root = files.data_root()
+    assert root.is_dir()
+    assert (root / "autotune").is_dir() or root.name == "_data"

@@ -1,0 +1,209 @@
+"""Imports point one way, and what decides loads no torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "autotune"
+
+# What each module, or each module of a folder, may import, at module level or inside a function. Modules of one entry
+# may import each other; a longer name overrules its folder. From the bottom to the top.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "console": set(),
+    "digits": set(),
+    "files": {"errors"},
+    "provenance": {"files"},
+    "workload": {"digits", "errors", "files"},
+    "models": {"errors", "files", "provenance"},
+    "trees": {"errors", "files"},
+    # Documents, and what is computed from them.
+    "acceptance.trace": {"errors", "files", "provenance", "trees"},
+    "acceptance.replay": {"acceptance.trace", "cost.table", "errors", "trees"},
+    "cost.device": {"errors", "files"},
+    "cost.table": {"cost.device", "errors", "files", "provenance", "trees"},
+    "cost.roofline": {"cost.device", "cost.table", "files", "provenance"},
+    # Models at work.
+    "runtime": {"drafters", "errors", "trees"},
+    "drafters": {"runtime", "trees"},
+    # The two places where the stages that make documents drive the runtime.
+    "acceptance.recorder": {"acceptance.trace", "drafters", "files", "provenance", "runtime", "trees", "workload"},
+    "cost.profiler": {"cost.device", "cost.table", "drafters", "errors", "provenance", "runtime", "trees", "workload"},
+    # ``load`` makes a decoder of a profile: inside the function, so that searching over documents loads no torch.
+    "decoding_profile": {"cost.device", "errors", "files", "models", "provenance", "runtime", "trees"},
+    "runtime.service": {"decoding_profile", "workload"},
+    "training": {"console", "digits", "errors", "files", "workload"},
+    "search.space": {"errors", "files", "trees"},
+    "search.study": {
+        "acceptance.replay",
+        "acceptance.trace",
+        "cost.table",
+        "errors",
+        "files",
+        "provenance",
+        "search.space",
+        "trees",
+    },
+    "search.pair": {"cost.device", "cost.roofline", "drafters", "errors", "files", "models", "provenance", "runtime"},
+    "search.documents": {
+        "acceptance.recorder",
+        "acceptance.trace",
+        "console",
+        "cost",
+        "errors",
+        "files",
+        "search.pair",
+        "workload",
+    },
+    "search.finalists": {"files", "runtime", "search.space", "workload"},
+    "search.main_job": {
+        "console",
+        "cost",
+        "decoding_profile",
+        "drafters",
+        "errors",
+        "files",
+        "provenance",
+        "search",
+        "trees",
+        "workload",
+    },
+    "bench": {"console", "decoding_profile", "errors", "search", "workload"},
+    "check": {"console", "decoding_profile", "errors", "files", "provenance", "search", "workload"},
+    "cli": {
+        "acceptance.trace",
+        "bench",
+        "check",
+        "console",
+        "cost",
+        "errors",
+        "files",
+        "models",
+        "provenance",
+        "runtime",
+        "search",
+        "training",
+        "workload",
+    },
+}
+# Searching over documents runs where torch is not installed, and `autotune --help` does not wait for it.
+DECIDING = (
+    "acceptance.replay",
+    "acceptance.trace",
+    "cli",
+    "cost.device",
+    "cost.roofline",
+    "cost.table",
+    "decoding_profile",
+    "errors",
+    "files",
+    "models",
+    "search.space",
+    "search.study",
+    "trees.chain",
+    "trees.policy",
+    "trees.sage",
+    "trees.tree",
+    "trees.verification",
+    "workload",
+)
+HEAVY = {"torch", "transformers"}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__init__.py"}
+
+
+def imports(path: Path, *, deferred: bool) -> Iterator[str]:
+    """Full names of what a module imports; with ``deferred`` also inside functions. TYPE_CHECKING blocks do not count."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not deferred:
+                continue
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0 and child.module, f"{path}: imports are absolute"
+                # ``from autotune.trees import sage`` names a module, ``from autotune.files import parse`` does not.
+                for alias in child.names:
+                    full = f"{child.module}.{alias.name}"
+                    yield full if full.removeprefix("autotune.") in MODULES else child.module
+            yield from walk(child)
+
+    return walk(ast.parse(path.read_text()))
+
+
+def own_imports(module: str, *, deferred: bool) -> set[str]:
+    found = {name for name in imports(MODULES[module], deferred=deferred) if name.split(".")[0] == "autotune"}
+    return {name.removeprefix("autotune.") for name in found}
+
+
+def entry_of(module: str) -> str:
+    """The entry of the table that speaks of a module: the longest that it begins with."""
+    return max((name for name in ALLOWED if is_within(module, name)), key=len)
+
+
+def is_within(module: str, name: str) -> bool:
+    return module == name or module.startswith(f"{name}.")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module: str) -> None:
+    entry = entry_of(module)
+    for imported in own_imports(module, deferred=True):
+        allowed = any(is_within(imported, name) for name in {entry, *ALLOWED[entry]})
+        assert allowed, f"{module} imports {imported}; {entry} may import {sorted(ALLOWED[entry])}"
+
+
+def test_the_table_allows_nothing_that_is_not_used() -> None:
+    """So that it says how things are: an edge that went away goes away here."""
+    for entry, allowed in ALLOWED.items():
+        modules = [module for module in MODULES if entry_of(module) == entry]
+        assert modules, f"{entry} names no module"
+        used = {imported for module in modules for imported in own_imports(module, deferred=True)}
+        for name in allowed:
+            assert any(is_within(imported, name) for imported in used), f"{entry} does not import {name}"
+
+
+def test_module_level_imports_have_no_cycle() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"a cycle: {' -> '.join([*above, module])}"
+        if module not in done:
+            for imported in own_imports(module, deferred=False) & set(MODULES):
+                visit(imported, (*above, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", DECIDING)
+def test_deciding_loads_no_torch(module: str) -> None:
+    """Neither itself nor through what it imports, at module level."""
+    reached, waiting = set(), [module]
+    while waiting:
+        current = waiting.pop()
+        if current in reached or current not in MODULES:
+            continue
+        reached.add(current)
+        outside = {name.split(".")[0] for name in imports(MODULES[current], deferred=False)}
+        assert not outside & HEAVY, f"{module} reaches {current}, which imports {outside & HEAVY}"
+        waiting += own_imports(current, deferred=False)
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    """``import autotune`` is instant: its names are looked up when they are asked for."""
+    for path in PACKAGE.rglob("__init__.py"):
+        assert not [name for name in imports(path, deferred=False) if not name.startswith(("__future__", "typing"))]

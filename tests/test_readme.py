@@ -1,0 +1,76 @@
+"""Documentation runs: every command and every line of Python in the README, as a newcomer would type them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.digits import TASKS, make_example
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced blocks of a language; fences come in pairs, so every second one opens."""
+    parts = re.split(r"^```(.*)\n", README, flags=re.M)[1:]
+    return [parts[i + 1] for i in range(0, len(parts), 4) if parts[i] == language]
+
+
+def test_every_file_of_the_tree_is_in_the_readme():
+    listing = next(block for block in blocks("") if block.startswith("autotune/"))
+    missing = [
+        path.name
+        for path in (ROOT / "autotune").rglob("*.py")
+        if path.name != "__init__.py" and path.name not in listing
+    ]
+    assert not missing
+
+
+@pytest.mark.slow
+def test_readme_runs(tmp_path):
+    """The search comes first, on a few prompts, for the other commands need its profile."""
+    from PIL import Image
+
+    lines = []
+    for index in range(2):
+        for task in TASKS[:4]:
+            example = make_example("held-out", task, 500_000 + index)
+            Image.fromarray(example.image).save(tmp_path / f"{task}{index}.png")
+            lines.append(json.dumps({"prompt": example.prompt, "images": [f"{task}{index}.png"], "max_new_tokens": 40}))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    Image.fromarray(make_example("held-out", "read", 500_000).image).save(tmp_path / "grid.png")
+
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+    def run(command: str) -> str:
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    quick = "--workload prompts.jsonl --budget 20s --trials 20"
+    run(f"autotune search {quick} -o profile.json")
+    commands = [line.partition("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    assert len(commands) >= 8
+    for command in filter(None, commands):
+        command = command.replace("--target TARGET --draft DRAFT --workload prompts.jsonl", quick)
+        command = command.replace("--gpu h100", f"--gpu h100 {quick} -o elsewhere.json")
+        command = command.replace("autotune record", "autotune record --workload prompts.jsonl")
+        command = command.replace("autotune profile", "autotune profile --workload prompts.jsonl")
+        command = command.replace("autotune bench", "autotune bench --workload prompts.jsonl")
+        # The short answers of this test decide nothing about speed.
+        command = command.replace("--min-speedup 1.3", "--min-speedup 0.1 --workload prompts.jsonl")
+        run(command)
+    elsewhere = json.loads((tmp_path / "elsewhere.json").read_text())["points"][0]
+    assert elsewhere["measured"] is None and elsewhere["predicted"]["estimated"]
+    for number, block in enumerate(blocks("python")):
+        (tmp_path / f"example{number}.py").write_text(block)
+        assert run(f"{sys.executable} example{number}.py").strip()

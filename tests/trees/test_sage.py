@@ -1,0 +1,498 @@
+"""SAGE against worked examples from the paper's equations, against a plain implementation of them, and on random
+drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.random import Generator
+
+from autotune.errors import UserError
+from autotune.trees import policy as policies
+from autotune.trees.policy import parse_policy
+from autotune.trees.sage import SagePolicy, root_confidence
+from autotune.trees.tree import MAX_NODES, ROOT, Tree, new_tree, plant
+from tests.obvious import ancestors_of, children_of, tokens_to
+
+Ranks = tuple[int, ...]
+"""A node by its tokens from the root's child on. Drafts here name a candidate by its rank, so a path also says which
+ranks were taken.
+"""
+
+Draft = Callable[[Ranks], list[float]]
+"""Probabilities of a node's candidates, most probable first."""
+
+
+class Session:
+    """Rounds of one request: drives the compiled steps as the runtime does, with a table of probabilities in place of a
+    draft network.
+    """
+
+    def __init__(self, **tree: Any) -> None:
+        self.policy = parse_policy({"policy": "sage", **tree})
+        self.params, self.state = self.policy.encode(), policies.new_state()
+        policies.reset(self.policy.KIND, self.params, self.state)
+        self.tree = new_tree()
+
+    def grow(self, draft: Draft) -> list[Ranks]:
+        """The tree of one round, in the order in which its nodes were added."""
+        kind, k = self.policy.KIND, self.policy.num_proposals
+        plant(self.tree, -1, -1)
+        frontier, count = np.zeros(MAX_NODES, np.int64), 1
+        while count:
+            tokens, logprobs = np.tile(np.arange(k), (count, 1)), np.full((count, k), -np.inf, np.float32)
+            for row, node in enumerate(frontier[:count]):
+                with np.errstate(divide="ignore"):
+                    probabilities = draft(path_of(self.tree, int(node)))[:k]
+                    logprobs[row, : len(probabilities)] = np.log(probabilities)
+            sources = np.full((count, k), -1)
+            count = policies.grow(kind, self.params, self.state, self.tree, frontier, count, tokens, logprobs, sources)
+        return [path_of(self.tree, node) for node in range(1, int(self.tree.size[0]))]
+
+    def learn(self, *accepted: int) -> None:
+        for length in accepted:
+            policies.learn(self.policy.KIND, self.params, self.state, length)
+
+
+def path_of(tree: Tree, node: int) -> Ranks:
+    return tuple(tokens_to(tree, node)[1:])
+
+
+def same_everywhere(*probabilities: float) -> Draft:
+    return lambda path: list(probabilities)
+
+
+def root_and_below(root: list[float], below: list[float]) -> Draft:
+    return lambda path: below if path else root
+
+
+SURE = same_everywhere(1.0)  # one candidate takes all: confidence 1, and every level passes its threshold
+
+
+# ----------------------------------------------------------------------------------------------------- worked examples
+
+
+def test_defaults_are_the_paper_s() -> None:
+    """Section 5.1: depth 3 to 8, width 2 to 10, k = 10, 64 nodes; a window of 10 accepted lengths, thresholds 2 and 3."""
+    policy = parse_policy({"policy": "sage"})
+    assert policy.model_dump() == {
+        "policy": "sage",
+        "d_min": 3,
+        "d_max": 8,
+        "w_min": 2,
+        "w_max": 10,
+        "k": 10,
+        "n_max": 64,
+        "confidence": "previous",
+        "depth_cap": None,
+        "window": 10,
+        "lower": 2.0,
+        "upper": 3.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "confidence"),
+    [
+        # H = 4 (1/4) ln 4 = ln 4, so 1 - ln 4 / ln 4
+        ([0.25, 0.25, 0.25, 0.25], 0.0),
+        # H = 0
+        ([1.0, 0.0, 0.0, 0.0], 1.0),
+        # H = (1/2) ln 2 + (1/4) 2 ln 2 + 2 (1/8) 3 ln 2 = 1.75 ln 2; 1 - 1.75 ln 2 / (2 ln 2)
+        ([0.5, 0.25, 0.125, 0.125], 0.125),
+        # eq. 7 divides by the sum of the four, 0.8: the same distribution as above
+        ([0.4, 0.2, 0.1, 0.1], 0.125),
+        # two equal ones: H = ln 2, 1 - 1/2; what stands behind the first k = 4 is not looked at
+        ([0.3, 0.3, 0.0, 0.0, 0.0, 0.4], 0.5),
+    ],
+)
+def test_confidence_by_hand(probabilities: list[float], confidence: float) -> None:
+    """Equations 7 to 9 with k = 4, ln k = 2 ln 2."""
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(np.array(probabilities, np.float32))
+    assert root_confidence(logprobs, 4) == pytest.approx(confidence, abs=1e-6)
+
+
+def test_the_first_tree_by_hand() -> None:
+    """The first round has confidence 1/2 (algorithm 1, line 3), whatever its root looks like.
+
+    D = 3 + 0.5 * 5 = 5.5, to the nearest: 6. W = 2 + 0.5 * 8 = 6. Thresholds 0.1 l / 6: 1/60, 2/60, 3/60, 4/60, 5/60.
+
+    Level 1, 6 candidates: 0.5, 0.25, 0.125, 0.0625, 0.02 exceed 0.01667; 0.01 does not.
+    Level 2, W_2 = 6/2 (0.5 + P) = 3 (0.5 + P) children, above 0.03333, each node's own candidates being 0.6, 0.3, 0.1:
+        P = 0.5     3.00 -> 3    0.3, 0.15, 0.05
+        P = 0.25    2.25 -> 2    0.15, 0.075
+        P = 0.125   1.88 -> 2    0.075, 0.0375
+        P = 0.0625  1.69 -> 2    0.0375; 0.01875 falls
+        P = 0.02    1.56 -> 2    0.012 and 0.006 fall
+    Level 3, W_3 = 2 (0.5 + P), above 0.05:
+        P = 0.3     1.60 -> 2    0.18, 0.09
+        P = 0.15    1.30 -> 1    0.09, twice
+        P = 0.05    1.10 -> 1    0.03 falls; so do 0.045 below 0.075 and 0.0225 below 0.0375
+    Level 4, W_4 = 1.5 (0.5 + P), above 0.06667:
+        P = 0.18    1.02 -> 1    0.108
+        P = 0.09    0.89 -> 1    0.054 falls
+    Level 5, above 0.08333: 0.0648 falls. The tree ends one level short of D.
+    """
+    draft = root_and_below([0.5, 0.25, 0.125, 0.0625, 0.02, 0.01, 0.01, 0.01, 0.005, 0.005], [0.6, 0.3, 0.1])
+    level_1 = {(0,), (1,), (2,), (3,), (4,)}
+    level_2 = {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)}
+    level_3 = {(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)}
+    level_4 = {(0, 0, 0, 0)}
+    assert set(Session().grow(draft)) == level_1 | level_2 | level_3 | level_4
+
+
+def test_the_tree_after_a_sure_round_by_hand() -> None:
+    """Confidence 1 from the round before: D = 3 + 1 * 5 = 8, W = 2 + 0 * 8 = 2. Thresholds 0.0125 l.
+
+    Candidates 0.96, 0.03, 0.01 everywhere.
+    Level 1: 0.96 and 0.03 exceed 0.0125.
+    Level 2, W_2 = 0.5 + P: 1.46 -> 1 and 0.53 -> 1; 0.9216 and 0.0288 exceed 0.025.
+    Level 3, W_3 = 2/3 (0.5 + P): 0.95 -> 1, and 0.35 -> 0, which becomes 1; 0.8847 exceeds 0.0375, 0.0276 does not.
+    Levels 4 to 8: W_l = 2/l (0.5 + P) is 0.69, 0.54, 0.44, 0.37, 0.31, so 1 (the last three by "at least 1"); 0.96^8 =
+    0.72 exceeds 0.1.
+    """
+    session = Session()
+    session.grow(SURE)
+    tree = session.grow(same_everywhere(0.96, 0.03, 0.01))
+    assert set(tree) == {(0,), (1,), (0, 0), (1, 0)} | {(0,) * length for length in range(3, 9)}
+
+
+def test_the_tree_after_an_unsure_round_by_hand() -> None:
+    """Ten equal candidates: confidence 0, D = 3, W = 2 + 1 * 8 = 10, thresholds l / 30, for the round after.
+
+    Level 1: ten candidates of 0.1 exceed 0.0333. Level 2, W_2 = 5 (0.5 + 0.1) = 3: 0.07, 0.02, 0.01 of which 0.07
+    exceeds 0.0667. Level 3 needs more than 0.1: 0.049 falls.
+    """
+    session = Session()
+    session.grow(same_everywhere(*[0.1] * 10))
+    tree = session.grow(root_and_below([0.1] * 10, [0.7, 0.2, 0.1]))
+    assert set(tree) == {(rank,) for rank in range(10)} | {(rank, 0) for rank in range(10)}
+
+
+def test_previous_takes_the_confidence_of_the_round_before_and_current_its_own() -> None:
+    """k = 4 and a root of confidence 1/8 (worked above), W between 1 and 3.
+
+    Of its own: W = 1 + 7/8 * 2 = 2.75, rounded 3, and D = 3 + 1/8 * 5 = 3.6, rounded 4. Of the first round, 1/2: W = 2
+    and D = 5.5, rounded 6.
+    """
+    draft = root_and_below([0.5, 0.25, 0.125, 0.125], [1.0])
+
+    def shape(session: Session) -> tuple[int, int]:
+        tree = session.grow(draft)
+        return sum(len(path) == 1 for path in tree), max(len(path) for path in tree)
+
+    previous, current = Session(k=4, w_min=1, w_max=3), Session(k=4, w_min=1, w_max=3, confidence="current")
+    assert [shape(previous), shape(previous)] == [(2, 6), (3, 4)]
+    assert [shape(current), shape(current)] == [(3, 4), (3, 4)]
+
+
+def test_a_candidate_must_exceed_the_threshold() -> None:
+    """D = W = 1, so theta_1 = 0.1."""
+    shallow = {"d_min": 1, "d_max": 1, "w_min": 1, "w_max": 1}
+    assert Session(**shallow).grow(same_everywhere(0.1001)) == [(0,)]
+    assert Session(**shallow).grow(same_everywhere(0.0999)) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- history
+
+
+def depth_limit(session: Session) -> int:
+    """With confidence 1 of its own the tree is exactly as deep as the limit: D = D_min + 1 (limit - D_min)."""
+    return max(len(path) for path in session.grow(SURE))
+
+
+def test_rejected_drafts_lower_the_limit_once_the_window_is_full_down_to_d_min() -> None:
+    session = Session(confidence="current")
+    session.learn(*[0] * 9)
+    assert depth_limit(session) == 8
+    limits = []
+    for _ in range(7):
+        session.learn(0)
+        limits.append(depth_limit(session))
+    assert limits == [7, 6, 5, 4, 3, 3, 3]
+
+
+def test_accepted_drafts_raise_the_limit_up_to_the_cap() -> None:
+    session = Session(confidence="current", depth_cap=10)
+    session.learn(*[8] * 9)
+    limits = []
+    for _ in range(4):
+        session.learn(8)
+        limits.append(depth_limit(session))
+    assert limits == [9, 10, 10, 10]
+
+
+def test_without_a_cap_history_raises_no_further_than_d_max() -> None:
+    session = Session(confidence="current")
+    session.learn(*[8] * 15)
+    assert depth_limit(session) == 8
+    session.learn(*[0] * 9)  # one of the ten is still 8: a mean of 0.8
+    assert depth_limit(session) < 8
+    session.learn(*[8] * 30)
+    assert depth_limit(session) == 8
+
+
+def test_a_mean_on_either_threshold_changes_nothing() -> None:
+    """Hysteresis: only below 2 and above 3."""
+    for length in (2, 3):
+        session = Session(confidence="current", depth_cap=12)
+        session.learn(*[length] * 30)
+        assert depth_limit(session) == 8
+
+
+def test_the_window_slides() -> None:
+    """A window of 2: means of (0, 0), (0, 1), (1, 8), (8, 8) against 2 and 3 move 8 by -1, -1, +1, +1."""
+    session, limits = Session(confidence="current", window=2, depth_cap=9), []
+    for length in (0, 0, 1, 8, 8, 8):
+        session.learn(length)
+        limits.append(depth_limit(session))
+    assert limits == [8, 7, 6, 7, 8, 9]
+
+
+def test_history_moves_d_max_of_equation_10() -> None:
+    """A limit of 5 and confidence 1/2 (of a root with two equal candidates of four): D = 3 + 0.5 * 2 = 4."""
+    session = Session(confidence="current", k=4, window=1)
+    session.learn(0, 0, 0)
+    assert max(len(path) for path in session.grow(root_and_below([0.5, 0.5], [1.0]))) == 4
+
+
+def test_reset_forgets_confidence_and_history() -> None:
+    session, draft = Session(), same_everywhere(0.6, 0.3, 0.1)
+    fresh = session.grow(draft)
+    session.grow(SURE)
+    session.learn(*[0] * 20)
+    assert session.grow(draft) != fresh
+    policies.reset(session.policy.KIND, session.params, session.state)
+    assert session.grow(draft) == fresh
+    session = Session(confidence="current")
+    session.learn(*[0] * 9)
+    policies.reset(session.policy.KIND, session.params, session.state)
+    session.learn(*[0] * 9)
+    assert depth_limit(session) == 8, "the window must fill again"
+
+
+# -------------------------------------------------------------------------------------------------------------- budget
+
+
+def test_the_budget_takes_the_most_probable_of_a_level() -> None:
+    """Two of six candidates fit."""
+    assert Session(n_max=2).grow(same_everywhere(0.3, 0.25, 0.15, 0.1, 0.1, 0.1)) == [(0,), (1,)]
+
+
+def test_the_budget_compares_cumulative_probabilities_across_parents() -> None:
+    """W = 2, so level 1 is 0.5, 0.4. Level 2: 0.5 * 0.6 = 0.3, 0.5 * 0.4 = 0.2, 0.4 * 0.9 = 0.36; a node gets 1 or more
+    children, two of them fit.
+    """
+    table: dict[Ranks, list[float]] = {(): [0.5, 0.4, 0.1], (0,): [0.6, 0.4], (1,): [0.9, 0.1]}
+    assert Session(n_max=4, w_min=2, w_max=2).grow(lambda path: table[path]) == [(0,), (1,), (1, 0), (0, 0)]
+
+
+def test_equally_probable_nodes_go_by_parent_then_rank() -> None:
+    """So that the runtime and replay agree on which of them fit."""
+    assert Session(n_max=3, w_min=4, w_max=4).grow(same_everywhere(0.25, 0.25, 0.25, 0.25)) == [(0,), (1,), (2,)]
+    halves = root_and_below([0.5, 0.5], [0.5, 0.5])
+    assert Session(n_max=5, w_min=2, w_max=2).grow(halves) == [(0,), (1,), (0, 0), (1, 0), (0, 0, 0)]
+
+
+def test_a_full_tree_asks_for_no_more_proposals() -> None:
+    """What the draft would compute for it could not be used: the root is asked, and nobody else."""
+    asked = []
+
+    def draft(path: Ranks) -> list[float]:
+        asked.append(path)
+        return [0.4, 0.3, 0.2, 0.1]
+
+    Session(n_max=4).grow(draft)
+    assert asked == [()]
+
+
+# ---------------------------------------------------------------------------------------------------------- properties
+
+
+def random_draft(seed: int, sharpness: float) -> Draft:
+    """Candidates of every node from a Dirichlet distribution, always the same for the same node."""
+    return lambda path: sorted(
+        np.random.default_rng([seed, 1, *path]).dirichlet(np.full(20, sharpness)).tolist(), reverse=True
+    )
+
+
+def random_hyperparameters(rng: Generator) -> dict[str, Any]:
+    d_min, w_min = int(rng.integers(1, 6)), int(rng.integers(1, 5))
+    return {
+        "d_min": d_min,
+        "d_max": d_min + int(rng.integers(0, 7)),
+        "w_min": w_min,
+        "w_max": w_min + int(rng.integers(0, 9)),
+        "k": int(rng.integers(2, 17)),
+        "n_max": int(rng.choice([1, 3, 8, 16, 32, 64, 128])),
+        "confidence": str(rng.choice(["previous", "current"])),
+    }
+
+
+def depth_and_width(policy: SagePolicy, confidence: float) -> tuple[int, int]:
+    """Equations 10 and 11, rounded to the nearest."""
+    depth = policy.d_min + confidence * (policy.d_max - policy.d_min)
+    width = policy.w_min + (1 - confidence) * (policy.w_max - policy.w_min)
+    return math.floor(depth + 0.5), math.floor(width + 0.5)
+
+
+def confidence_of(probabilities: list[float]) -> float:
+    """Equations 7 to 9."""
+    p = np.array(probabilities) / np.sum(probabilities)
+    return float(1 + (p * np.log(p)).sum() / np.log(len(p)))
+
+
+def most_children(policy: SagePolicy, width: int, level: int, parent_probability: float) -> int:
+    """Equation 12, rounded, at least 1; level 1 is W wide."""
+    children = width if level == 1 else max(1, math.floor(width / level * (0.5 + parent_probability) + 0.5))
+    return min(children, policy.k)
+
+
+def probability_of(draft: Draft, path: Ranks) -> float:
+    """The cumulative probability of a path."""
+    return math.prod(draft(path[:level])[rank] for level, rank in enumerate(path))
+
+
+def paper_tree(
+    policy: SagePolicy, draft: Draft, confidence: float, path: Ranks = (), probability: float = 1.0
+) -> set[Ranks]:
+    """Section 3.2 as it is written: expand recursively; no budget."""
+    depth, width = depth_and_width(policy, confidence)
+    level = len(path) + 1
+    paths: set[Ranks] = set()
+    if level > depth:
+        return paths
+    for rank in range(most_children(policy, width, level, probability)):
+        child_probability = probability * draft(path)[rank]
+        if child_probability > 0.1 * level / depth:
+            child = (*path, rank)
+            paths |= {child} | paper_tree(policy, draft, confidence, child, child_probability)
+    return paths
+
+
+def random_rounds(num_sessions: int) -> list[tuple[SagePolicy, Draft, float, Tree, list[Ranks]]]:
+    """(policy, draft, the confidence in force, the tree, its paths) of two rounds in each of many random sessions."""
+    rng, rounds = np.random.default_rng(12), []
+    for seed in range(num_sessions):
+        session = Session(**random_hyperparameters(rng))
+        policy, confidence = session.policy, 0.5
+        for turn in range(2):
+            draft = random_draft(2 * seed + turn, sharpness=float(rng.choice([0.03, 0.1, 0.3])))
+            own = confidence_of(draft(())[: policy.k])
+            in_force = own if policy.confidence == "current" else confidence
+            paths = session.grow(draft)
+            tree = Tree(*(array.copy() for array in session.tree))
+            rounds.append((policy, draft, in_force, tree, paths))
+            confidence = own
+    return rounds
+
+
+@pytest.fixture(scope="module")
+def rounds() -> list[tuple[SagePolicy, Draft, float, Tree, list[Ranks]]]:
+    return random_rounds(150)
+
+
+def test_random_trees_equal_the_paper_s_recursion_within_the_budget(rounds: Any) -> None:
+    compared = 0
+    for policy, draft, confidence, _, paths in rounds:
+        expected = paper_tree(policy, draft, confidence)
+        if len(expected) <= policy.n_max:
+            assert set(paths) == expected
+            compared += len(expected) > 3
+    assert compared > 50, "the random drafts no longer make trees worth comparing"
+
+
+def test_random_trees_stay_within_the_budget_and_spend_it_on_the_most_probable(rounds: Any) -> None:
+    """The budget is a limit, and the only reason for which a node of the paper's tree is missing: from the last level,
+    and the least probable.
+    """
+    num_full = 0
+    for policy, draft, confidence, _, paths in rounds:
+        expected, kept = paper_tree(policy, draft, confidence), set(paths)
+        assert len(paths) == min(policy.n_max, len(expected))
+        assert kept <= expected
+        if len(expected) > policy.n_max:
+            last = max(len(path) for path in kept)
+            left_out = {path for path in expected - kept if len(path) <= last}
+            assert all(len(path) == last for path in left_out)
+            least = min(probability_of(draft, path) for path in kept if len(path) == last)
+            assert all(probability_of(draft, path) <= least * (1 + 1e-6) for path in left_out)
+            num_full += 1
+    assert num_full > 20, "the random budgets no longer bind"
+
+
+def test_random_trees_are_trees(rounds: Any) -> None:
+    for policy, _, _, tree, paths in rounds:
+        assert len(set(paths)) == len(paths)
+        assert tree.parent[ROOT] == -1 and tree.depth[ROOT] == 0 and tree.path_logprob[ROOT] == 0.0
+        for node in range(1, int(tree.size[0])):
+            assert 0 <= tree.parent[node] < node
+            assert tree.depth[node] == tree.depth[tree.parent[node]] + 1 <= policy.max_depth
+        assert (np.diff(tree.depth[: tree.size[0]]) >= 0).all(), "level by level"
+
+
+def test_random_nodes_exceed_their_threshold(rounds: Any) -> None:
+    for policy, draft, confidence, tree, _ in rounds:
+        depth, _ = depth_and_width(policy, confidence)
+        for node in range(1, int(tree.size[0])):
+            path = path_of(tree, node)
+            probability = probability_of(draft, path)
+            assert probability > 0.1 * len(path) / depth
+            assert tree.path_logprob[node] == pytest.approx(math.log(probability), abs=1e-4)
+
+
+def test_random_nodes_have_no_more_children_than_equation_12(rounds: Any) -> None:
+    for policy, _, confidence, tree, _ in rounds:
+        _, width = depth_and_width(policy, confidence)
+        for node in range(int(tree.size[0])):
+            probability = math.exp(tree.path_logprob[node])
+            ranks = sorted(int(tree.token[child]) for child in children_of(tree, node))
+            assert len(ranks) <= most_children(policy, width, len(ancestors_of(tree, node)), probability)
+            assert ranks == list(range(len(ranks))), "the best candidates of a node, without a gap"
+
+
+def test_random_trees_are_deterministic(rounds: Any) -> None:
+    for (*_, first), (*_, second) in zip(rounds, random_rounds(20), strict=False):
+        assert first == second
+
+
+# ---------------------------------------------------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"d_min": 9}, "d_min must be at most d_max, which is 8"),
+        ({"w_min": 11}, "w_min must be at most w_max, which is 10"),
+        ({"lower": 3.5}, "lower must be at most upper, which is 3.0"),
+        ({"depth_cap": 2}, "depth_cap must be at least d_min, which is 3"),
+        ({"d_min": 0}, "d_min: input should be greater than or equal to 1; got 0"),
+        ({"d_max": 25}, "d_max: input should be less than or equal to 24; got 25"),
+        ({"w_max": 17}, "w_max: input should be less than or equal to 16; got 17"),
+        ({"k": 1}, "k: input should be greater than or equal to 2; got 1"),  # log k divides in eq. 9
+        ({"k": 17}, "k: input should be less than or equal to 16; got 17"),
+        ({"n_max": 0}, "n_max: input should be greater than or equal to 1; got 0"),
+        ({"n_max": 129}, "n_max: input should be less than or equal to 128; got 129"),
+        ({"window": 0}, "window: input should be greater than or equal to 1; got 0"),
+        ({"window": 33}, "window: input should be less than or equal to 32; got 33"),
+        ({"confidence": "next"}, "confidence: input should be 'previous' or 'current'; got 'next'"),
+        ({"upper": float("nan")}, "upper: input should be a finite number; got nan"),
+        ({"d_min": 3.5}, "d_min: input should be a valid integer"),
+    ],
+)
+def test_a_value_out_of_range_says_rule_and_value(mistake: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_policy({"policy": "sage", **mistake})
+    assert message in str(caught.value)
+
+
+def test_bounds_on_nodes_and_levels_hold_for_what_the_runtime_reserves() -> None:
+    policy = parse_policy({"policy": "sage", "n_max": 40, "depth_cap": 12, "k": 7})
+    assert (policy.max_nodes, policy.max_depth, policy.num_proposals) == (40, 12, 7)
+    assert parse_policy({"policy": "sage", "depth_cap": 5}).max_depth == 8  # history starts from d_max
