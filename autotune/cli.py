@@ -5,10 +5,10 @@ need it.
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,21 @@ class _Duration(click.ParamType[float]):
 
 
 class _Verbs(click.Group):
-    """Catches the one exception that users can mend, in one place, for every verb."""
+    """Says what users can mend in one line, in one place, for every verb: our own exception and click's."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def main(self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        if not standalone_mode:  # the caller handles what is raised
+            return super().main(args, prog_name="autotune", standalone_mode=False)
         try:
-            return super().invoke(ctx)
-        except UserError as error:
-            click.echo(f"autotune: {error}", err=True)
-            ctx.exit(USAGE)
+            code = super().main(args, prog_name="autotune", standalone_mode=False)
+        except (UserError, click.UsageError) as error:
+            message = error.format_message() if isinstance(error, click.UsageError) else str(error)
+            click.echo(f"autotune: {message}", err=True)
+            sys.exit(USAGE)
+        except click.Abort:
+            click.echo("autotune: interrupted; the same command goes on", err=True)
+            sys.exit(130)
+        sys.exit(code or OK)
 
 
 def _model_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -283,6 +290,9 @@ def run(
     as_json: bool,
 ) -> None:
     """Decode with a profile. Without a prompt: one bundled example."""
+    from pydantic import ValidationError
+
+    from autotune.files import describe
     from autotune.runtime.service import answer_prompts
     from autotune.workload import Prompt, WorkloadPrompt, load_image, load_workload
 
@@ -290,24 +300,18 @@ def run(
         raise UserError("give either --workload or --prompt with --image; got both; drop one")
     if images and prompt is None:
         raise UserError("an image needs a question; add --prompt TEXT")
-    if not math.isfinite(temperature) or temperature < 0:
-        raise UserError(f"--temperature must be a number of at least 0; got {temperature}; 0 is greedy decoding")
-    if prompt is not None:
-        settings = Prompt(prompt=prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        prompts = [WorkloadPrompt("prompt", settings, tuple(load_image(path) for path in images))]
-    else:
-        chosen = load_workload(workload or BUNDLED, "evaluate", num_prompts=None if workload else 1)
-        update = {"temperature": temperature, "top_p": top_p, "seed": seed}
-        prompts = [
-            WorkloadPrompt(
-                p.name,
-                p.settings.model_copy(
-                    update={**update, "max_new_tokens": min(p.settings.max_new_tokens, max_new_tokens)}
-                ),
-                p.pixels,
-            )
-            for p in chosen.prompts
-        ]
+    settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    try:
+        if prompt is not None:
+            one = Prompt(prompt=prompt, max_new_tokens=max_new_tokens, **settings)
+            prompts = [WorkloadPrompt("prompt", one, tuple(load_image(path) for path in images))]
+        else:
+            prompts = []
+            for p in load_workload(workload or BUNDLED, "evaluate", num_prompts=None if workload else 1).prompts:
+                limit = {"max_new_tokens": min(p.settings.max_new_tokens, max_new_tokens)}
+                prompts.append(replace(p, settings=Prompt(**{**p.settings.model_dump(), **settings, **limit})))
+    except ValidationError as error:
+        raise UserError(f"--{describe(error, Prompt).replace('_', '-')}") from None
     answers = []
     for answer in answer_prompts(profile, prompts, device=device):
         answers.append(answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from autotune.cost.device import Fingerprint
 from autotune.errors import UserError
@@ -68,6 +68,14 @@ class OperatingPoint(Document):
     lossless: bool = True
     predicted: Predicted | None
     measured: Measured | None
+
+    @model_validator(mode="after")
+    def _complete(self) -> OperatingPoint:
+        if (self.draft is None) != (self.tree is None):
+            raise ValueError("a point has both a draft and a tree, or neither; give both, or null for both")
+        if not self.lossless:
+            raise ValueError("the only verification known is lossless; set lossless to true")
+        return self
 
     @field_validator("when")
     @classmethod

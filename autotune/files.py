@@ -166,16 +166,18 @@ def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
 
 
 def require_writable(path: Path) -> None:
-    """Fail before long work, not after it: ``path`` must be creatable or replaceable.
+    """Fail before long work, not after it: ``path`` must be creatable or replaceable. Creates nothing.
 
     Raises:
         UserError: the folder cannot be made or written, or the path is a folder.
     """
     if path.is_dir():
         raise UserError(f"{path}: the output must be a file; got a folder; add a file name")
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise UserError(
@@ -186,6 +188,7 @@ def require_writable(path: Path) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace ``path`` by ``content`` in one step: readers see the old file or the new one, never half of one."""
     require_writable(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -65,16 +65,21 @@ class WorkloadPrompt:
         """What the Hugging Face processor makes of it, on a device.
 
         Raises:
-            UserError: an image for a model that reads text alone.
+            UserError: an image for a model that reads text alone, or text that does not fit the images.
         """
         text = chat_text(processor, self.settings.prompt, num_images=len(self.pixels))
-        if hasattr(processor, "image_processor"):
-            return dict(processor(text=text, images=list(self.pixels) or None, return_tensors="pt").to(device))
-        if self.pixels:
+        sees = hasattr(processor, "image_processor")
+        if self.pixels and not sees:
             raise UserError(
-                f"{self.name}: the prompt has an image, and the target reads text alone; drop the image or use a model that sees"
+                f"{self.name}: the prompt has an image, and the target reads text alone; drop it or use a model that sees"
             )
-        return dict(processor(text, return_tensors="pt").to(device))
+        images = {"images": list(self.pixels) or None} if sees else {}
+        try:
+            return dict(processor(text=text, return_tensors="pt", **images).to(device))
+        except ValueError as error:  # image tokens typed into the text, for example
+            raise UserError(
+                f"{self.name}: the processor refuses the prompt ({error}); mend its text or images"
+            ) from None
 
     @functools.cached_property
     def sha256(self) -> str:

@@ -115,10 +115,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["run", "profile.json", "--prompt", "x", "--workload", "workload.jsonl"],
         "give either --workload or --prompt",
     ),
-    "negative temperature": (["run", "profile.json", "--prompt", "x", "--temperature", "-1"], "--temperature must be"),
+    "negative temperature": (["run", "profile.json", "--prompt", "x", "--temperature", "-1"], "--temperature: input should be"),
     "temperature that is no number": (
         ["run", "profile.json", "--prompt", "x", "--temperature", "nan"],
-        "--temperature must be",
+        "--temperature: input should be",
     ),
     "missing workload": (["check", "profile.json", "--workload", "gone.jsonl"], r"gone\.jsonl: no such file"),
     "typo in a workload": (["check", "profile.json", "--workload", "typo.jsonl"], r"typo\.jsonl:1: .*'prompt'|did you mean"),
@@ -141,7 +141,15 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         r"--min-speedup must be above 0; got 0\.0",
     ),
     "missing recipe": (["train", "gone.yaml"], r"gone\.yaml: no such file"),
+    "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),
+    "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),
+    "image token without an image": (["run", "profile.json", "--prompt", "x <image> y"], "<image>"),
 }  # fmt: skip
+
+
+# Each shows its traceback yet. Strict: whoever mends one takes it out of here.
+REPORTED = ("no probability", "negative seed", "image token without an image")
+MISTAKE_NAMES = [pytest.param(name) if name in REPORTED else name for name in MISTAKES]
 
 
 def arguments_of(case: list[str], pair: Pair) -> list[str]:
@@ -160,7 +168,7 @@ def assert_one_line(stdout: str, stderr: str, message: str) -> None:
     assert re.search(message, stderr), stderr
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", MISTAKE_NAMES)
 def test_a_mistake_is_one_line_and_exit_code_2(
     name: str, world: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +195,17 @@ def test_a_mistake_is_one_line_in_a_process_of_its_own(name: str, world: Path, p
     assert contents(world) == before
 
 
+def test_answers_of_one_token_are_nothing_to_compare(
+    world: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill gives the only token: a draft has no part in it, and there is no speedup to speak of."""
+    monkeypatch.chdir(world)
+    single = write_workload(tmp_path, [{"prompt": "Count.", "max_new_tokens": 1, "split": "evaluate"}])
+    result = CliRunner().invoke(main, ["check", "profile.json", "--workload", str(single)])
+    assert isinstance(result.exception, SystemExit) and result.exit_code == 2, result.exception
+    assert result.stderr.splitlines()[-1].startswith("autotune: ")
+
+
 def test_devices_are_listed_as_json() -> None:
     """Of this machine, and those that are known by datasheet."""
     result = CliRunner().invoke(main, ["devices", "--json"])
@@ -209,20 +228,17 @@ trees:
 
 
 def write_small_job(folder: Path) -> list[str]:
-    """Seven prompts and a small space; returns the options that name them.
-
-    One prompt may be answered at length, so that the cost table reaches beyond the longest tree.
-    """
+    """Seven short prompts and a small space; returns the options that name them."""
     images = [write_image(folder / f"{seed}.png", seed) for seed in range(2)]
     tune: list[dict[str, Any]] = [
-        {"prompt": "Count to ten, then stop.", "max_new_tokens": 400},
+        {"prompt": "Count to ten, then stop."},
         {"prompt": "Read the digits row by row.", "images": images[:1], "task": "read"},
         {"prompt": "Go on.", "temperature": 0.7, "seed": 3},
         {"prompt": "And row 2?", "images": images[1:], "task": "read"},
     ]
-    evaluate = [{**prompt, "prompt": f"{prompt['prompt']} Again?", "max_new_tokens": 12} for prompt in tune[:3]]
+    evaluate = [{**prompt, "prompt": f"{prompt['prompt']} Again?"} for prompt in tune[:3]]
     lines = [{"max_new_tokens": 12, "split": "tune", **prompt} for prompt in tune]
-    lines += [{**prompt, "split": "evaluate"} for prompt in evaluate]
+    lines += [{"max_new_tokens": 12, "split": "evaluate", **prompt} for prompt in evaluate]
     (folder / "small.yaml").write_text(SPACE)
     return ["--workload", str(write_workload(folder, lines))]
 

@@ -59,8 +59,9 @@ ALLOWED: dict[str, set[str]] = {
         "search.pair",
         "workload",
     },
-    "search.finalists": {"files", "runtime", "search.space", "workload"},
+    "search.finalists": {"errors", "files", "runtime", "search.space", "workload"},
     "search.main_job": {
+        "acceptance.trace",
         "console",
         "cost",
         "decoding_profile",

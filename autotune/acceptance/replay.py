@@ -39,8 +39,9 @@ class Replay:
     verified_nodes: Ints
     """Draft nodes sent to verification, over all rounds."""
     missing: Ints
-    """Nodes that the policy expanded and the trace does not hold. None of them is on the answer, so accepted lengths
-    are exact; the trees that were priced lack at most their descendants.
+    """Nodes that the policy expanded and the trace does not hold. Where there are none, the replay is exact. None of them is
+    on the answer, so accepted lengths stay exact too, unless a node budget binds: their descendants, which the trees
+    replayed lack, would have taken room from other nodes.
     """
     accepted_lengths: list[Ints]
     """τ of every round, an array for each prompt."""

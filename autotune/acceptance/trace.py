@@ -24,7 +24,8 @@ from autotune.trees.tree import Ints
 class ForestBounds(Document):
     """How far the forest reaches. A node is recorded if its level and its share of probability allow it, or if it is on
     the path of most probable tokens or on the answer itself: those two are recorded whatever their probability, so that
-    accepted lengths are exact for every tree.
+    accepted lengths are exact for every tree whose node budget does not bind, and for every tree at all that asks for no
+    node outside (``Replay.missing``).
     """
 
     depth: int = Field(default=12, ge=1, le=24)

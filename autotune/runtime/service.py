@@ -27,7 +27,7 @@ def answer_prompts(profile: Path, prompts: Sequence[WorkloadPrompt], *, device: 
         yield {
             "prompt": prompt.settings.prompt,
             "text": text,
-            "lossless": True,
+            "lossless": decoder.profile.point.lossless,
             "stats": stats.to_json(),
             "summary": f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s{rounds})",
         }

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from autotune.errors import UserError
 from autotune.files import Document, append_line, content_key, read_lines
 from autotune.runtime.decoder import Decoder, DecodingStats
 from autotune.search.space import Configuration
@@ -223,6 +224,8 @@ def summarise(
     ms = np.array([run.decode_ms for run in runs])
     baseline_ms = np.array([run.decode_ms for run in baseline])
     tokens = sum(run.new_tokens - 1 for run in runs)
+    if tokens == 0:
+        raise UserError("every answer has one token, so nothing was decoded that could be timed; raise max_new_tokens")
     rounds = sum(run.rounds for run in runs)
     outside = sum(run.decode_ms - run.draft_prefill_ms - run.draft_ms - run.verify_ms for run in runs)
     return Summary(

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.acceptance.trace import ForestBounds
 from autotune.console import Console
 from autotune.cost.device import Fingerprint
-from autotune.cost.table import CostTable
+from autotune.cost.table import TOKENS, CostTable
 from autotune.decoding_profile import (
     ComparedArm,
     DecodingProfile,
@@ -42,7 +43,7 @@ from autotune.search.documents import (
 )
 from autotune.search.finalists import AR, Arm, Run, Runner, Summary, bootstrap_ratio, summarise
 from autotune.search.pair import Pair
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, load_space
+from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, SearchSpace, largest_policies, load_space
 from autotune.search.study import Candidate, Evaluator, choose_finalists, search_trees
 from autotune.trees.policy import parse_policy
 from autotune.workload import Workload, load_workload
@@ -87,6 +88,26 @@ def check_settings(settings: SearchSettings) -> None:
     require_writable(settings.output)
 
 
+def check_reach(space: SearchSpace) -> None:
+    """Refuse a space that traces and cost tables do not reach, before either is made.
+
+    Raises:
+        UserError: trees deeper, wider or larger than what is recorded and measured.
+    """
+    bounds = ForestBounds()
+    for policy in largest_policies(space):
+        if (
+            policy.max_depth > bounds.depth
+            or policy.num_proposals > bounds.num_proposals
+            or policy.max_nodes >= TOKENS[-1]
+        ):
+            raise UserError(
+                f"space {space.name}: trees are recorded to depth {bounds.depth} with {bounds.num_proposals} children a node, "
+                f"and priced to {TOKENS[-1] - 1} nodes; {policy.policy} asks for depth {policy.max_depth}, "
+                f"{policy.num_proposals} children and {policy.max_nodes} nodes; narrow the space"
+            )
+
+
 def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     """The main job. Interrupted at any moment, the same call goes on from what is on disk.
 
@@ -99,6 +120,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     keeps = space.visual_keep.values
     if keeps is None:
         raise UserError(f"space {space.name}: visual_keep must list its choices, for each is recorded; give choices")
+    check_reach(space)
     tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
     evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
     device = device_for(settings.gpu)

@@ -11,13 +11,15 @@ from pydantic import Field, model_validator
 
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root, parse, read_yaml
+from autotune.trees.chain import ChainPolicy
 from autotune.trees.policy import POLICIES, parse_policy
+from autotune.trees.sage import SagePolicy
 
 if TYPE_CHECKING:
     import optuna
 
 # Pairs of hyperparameters of which the second must not be below the first: sampled freely, then put in order.
-_ORDERED = (("d_min", "d_max"), ("w_min", "w_max"), ("lower", "upper"))
+_ORDERED = (("d_min", "d_max"), ("d_min", "depth_cap"), ("w_min", "w_max"), ("lower", "upper"))
 
 
 class Dimension(Document):
@@ -31,11 +33,18 @@ class Dimension(Document):
 
     @model_validator(mode="after")
     def _one_form(self) -> Dimension:
-        has_range = self.low is not None and self.high is not None
-        if (self.choices is not None) == has_range:
+        if self.choices is not None:
+            if self.low is not None or self.high is not None or self.step is not None or self.log:
+                raise ValueError("choices stand alone; give either choices, or low and high")
+            return self
+        if self.low is None or self.high is None:
             raise ValueError("give either choices, or low and high")
-        if has_range and self.low > self.high:  # type: ignore[operator]
+        if self.low > self.high:
             raise ValueError(f"low must be at most high, which is {self.high}")
+        if self.step is not None and self.step <= 0:
+            raise ValueError("step must be above 0")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise ValueError("log needs a low above 0, and no step")
         return self
 
     @property
@@ -119,7 +128,7 @@ def configuration(policy: str, values: dict[str, Any], visual_keep: float) -> Co
     """A configuration with its ordered pairs put in order."""
     values = dict(values)
     for low, high in _ORDERED:
-        if low in values and high in values and values[low] > values[high]:
+        if values.get(low) is not None and values.get(high) is not None and values[low] > values[high]:
             values[low], values[high] = values[high], values[low]
     return Configuration(tree={"policy": policy, **values}, visual_keep=visual_keep)
 
@@ -145,20 +154,22 @@ def load_space(name: str) -> SearchSpace:
         for dimension in dimensions:
             if dimension not in fields:
                 raise UserError(f"{path}: {policy} has no hyperparameter {dimension!r}; {nearest(dimension, fields)}")
-        for values in dimensions.items():
-            for edge in (values[1].choices or [values[1].low, values[1].high])[
-                :: max(1, len(values[1].choices or [0, 0]) - 1)
-            ]:
-                parse_policy(
-                    configuration(policy, {**_widest(dimensions), values[0]: edge}, 1.0).tree,
-                    source=f"{path}: {policy}",
-                )
+        for field, values in dimensions.items():
+            for value in values.choices or [values.low, values.high]:
+                tree = configuration(policy, {**_widest(dimensions), field: value}, 1.0).tree
+                parse_policy(tree, source=f"{path}: {policy}")
     return space
 
 
 def _widest(dimensions: dict[str, Dimension]) -> dict[str, Any]:
     """One value of every dimension: the upper end, or the last choice."""
     return {name: d.choices[-1] if d.choices is not None else d.high for name, d in dimensions.items()}
+
+
+def largest_policies(space: SearchSpace) -> Iterator[ChainPolicy | SagePolicy]:
+    """For each policy of the space, the one with every hyperparameter at its upper end."""
+    for policy, dimensions in space.trees.items():
+        yield parse_policy(configuration(policy, _widest(dimensions), 1.0).tree)
 
 
 # What users run today (shared defaults of serving engines and papers): every search compares its winner with these.

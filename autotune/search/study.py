@@ -46,6 +46,10 @@ class Evaluator:
         max_tokens = min(MAX_NODES, table.verify.max_tokens, table.costs_of(draft).propose.max_tokens)
         self.prices: DensePrices = table.prices(draft, max_tokens=max_tokens, max_kv_length=longest)
         any_trace = next(iter(self.traces.values()))
+        if any_trace.num_tokens == 0:
+            raise UserError(
+                "every recorded answer has one token, so there is nothing to speed up; raise max_new_tokens"
+            )
         self.ar_ms_per_token = float(plain_decode_ms(any_trace, self.prices).sum() / any_trace.num_tokens)
         self._seen: dict[str, Candidate] = {}
 
