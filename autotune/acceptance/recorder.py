@@ -196,14 +196,17 @@ class _ForestGrower:
             block = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.closed, 0.0).astype(np.float32)
             self._evaluate(self.tokens[rows], self.prompt_length + rows, block, first)
         self.num_roots = num_roots
+        if num_roots > 0:
+            self._root_token, self._root_logprob = (
+                np.concatenate(self._child_token),
+                np.concatenate(self._child_logprob),
+            )
 
     def grow(self, first: int, end: int) -> None:
         """The forests of the roots ``first`` to ``end - 1``, level by level."""
         bounds = self.bounds
         root = np.arange(first, end)
-        all_tokens = np.concatenate(self._child_token[: -(-self.num_roots // MAX_NODES)])
-        all_logprobs = np.concatenate(self._child_logprob[: -(-self.num_roots // MAX_NODES)])
-        tokens, logprobs = all_tokens[root], all_logprobs[root]
+        tokens, logprobs = self._root_token[root], self._root_logprob[root]
         node, path_logprob = root.copy(), np.zeros(len(root))
         is_best, is_answer = np.ones(len(root), np.bool_), np.ones(len(root), np.bool_)
         ancestors = np.full((len(root), bounds.depth), -1)  # places behind the answer, by level
