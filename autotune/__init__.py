@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autotune.decoding_profile import load
     from autotune.errors import UserError
-    from autotune.runtime.decoder import Decoder, DecodingOutput, DecodingStats
+    from autotune.runtime.decoder import Decoder
+    from autotune.runtime.stats import DecodingOutput, DecodingStats
 
 __all__ = ["Decoder", "DecodingOutput", "DecodingStats", "UserError", "load"]
 
 _HOMES = {
     "Decoder": "autotune.runtime.decoder",
-    "DecodingOutput": "autotune.runtime.decoder",
-    "DecodingStats": "autotune.runtime.decoder",
+    "DecodingOutput": "autotune.runtime.stats",
+    "DecodingStats": "autotune.runtime.stats",
     "UserError": "autotune.errors",
     "load": "autotune.decoding_profile",
 }

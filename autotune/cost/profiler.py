@@ -133,6 +133,7 @@ class _Bench:
         with torch.inference_mode():
             target.reserve(capacity)
             draft.reserve(capacity)
+            self.draft = draft
             self.decoder = Decoder(target, draft)
             for _ in range(WARM_UPS):
                 self.sweep({}, {}, {})
@@ -163,8 +164,7 @@ class _Bench:
             decode.setdefault((1, m), []).extend(samples[1:])
 
     def _time_propose(self, n: int, m: int) -> float:
-        draft, tree = self.decoder.draft, self.decoder._tree
-        assert draft is not None
+        draft, tree = self.draft, self.decoder._tree
         draft.cache.length = m
         _plant_star(tree, n)
         frontier = np.arange(1, n + 1)

@@ -13,13 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autotune.drafters.draft import Proposals
 from autotune.runtime.kv_cache import SlabCache
 from autotune.runtime.masks import MaskBuffer
 from autotune.runtime.target import DEFAULT_CAPACITY, text_model_of
 from autotune.trees.tree import MAX_NODES, ROOT, Ints, Tree, write_frontier_mask
-
-Proposals = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Tokens and log-probabilities, each [nodes, proposals], most probable first."""
 
 
 class IndependentDraft:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.runtime.masks import MaskBuffer
+from autotune.runtime.stats import DecodingOutput, DecodingStats
 from autotune.runtime.target import Target
 from autotune.runtime.token_rule import TokenRule
 from autotune.trees import policy as policies
@@ -27,59 +29,6 @@ if TYPE_CHECKING:
     from autotune.decoding_profile import DecodingProfile
 
 DEFAULT_MAX_NEW_TOKENS = 256
-
-
-@dataclass
-class DecodingStats:
-    """What one request did. Times are milliseconds of wall clock, the device synchronised where they are read."""
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    accepted_lengths: list[int] = field(default_factory=list)
-    """τ of every round: draft tokens accepted and emitted."""
-    verified_nodes: list[int] = field(default_factory=list)
-    """Draft nodes sent to verification in every round."""
-    target_forwards: int = 0
-    """After the prefill."""
-    draft_forwards: int = 0
-    target_prefill_ms: float = 0.0
-    draft_prefill_ms: float = 0.0
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    decode_ms: float = 0.0
-    """From the first token to the last: draft prefill, drafting, verification and everything between them."""
-
-    @property
-    def rounds(self) -> int:
-        return len(self.accepted_lengths)
-
-    @property
-    def tokens_per_round(self) -> float | None:
-        """M = mean tokens emitted by a round; the first token, which the prefill emits, is not counted. None without
-        rounds.
-        """
-        return (self.new_tokens - 1) / self.rounds if self.rounds else None
-
-    @property
-    def overhead_ms(self) -> float:
-        """Decoding time spent outside the two models."""
-        return self.decode_ms - self.draft_prefill_ms - self.draft_ms - self.verify_ms
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "rounds": self.rounds,
-            "tokens_per_round": self.tokens_per_round,
-            "overhead_ms": self.overhead_ms,
-        }
-
-
-@dataclass(frozen=True)
-class DecodingOutput:
-    """``sequences`` is [1, prompt + new tokens], as Hugging Face's generate returns it."""
-
-    sequences: Tensor
-    stats: DecodingStats
 
 
 @dataclass
@@ -140,7 +89,7 @@ class Decoder:
         profile: DecodingProfile | None = None,
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
-        self.draft = draft if draft is None or isinstance(draft, IndependentDraft) else IndependentDraft(draft)
+        self.draft: Draft | None = draft if draft is None or hasattr(draft, "propose") else IndependentDraft(draft)
         self.processor = processor
         self.profile = profile
         if self.draft is not None and self.draft.vocab_size != self.target.vocab_size:

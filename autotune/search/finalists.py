@@ -20,7 +20,8 @@ from pydantic import ValidationError
 
 from autotune.errors import UserError
 from autotune.files import Document, append_line, content_key, read_lines
-from autotune.runtime.decoder import Decoder, DecodingStats
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.stats import DecodingStats
 from autotune.search.space import Configuration
 from autotune.workload import Workload, WorkloadPrompt
 

@@ -15,7 +15,8 @@ from autotune.cost.table import DensePrices, PrefillCost
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.provenance import ModelReference
-from autotune.runtime.decoder import Decoder, DecodingStats
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.stats import DecodingStats
 from autotune.runtime.target import Target
 from autotune.search.space import Configuration
 from autotune.trees.chain import ChainPolicy

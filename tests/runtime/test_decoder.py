@@ -29,7 +29,8 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from autotune.errors import UserError
-from autotune.runtime.decoder import Decoder, DecodingStats
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.stats import DecodingStats
 from tests.conftest import NUM_VISUAL_TOKENS, VOCABULARY_SIZE, Inputs, Pair, copy_common_weights, new_llama, sharpen
 from tests.obvious import chi_square_p_value
 

@@ -1,0 +1,61 @@
+"""What one request did: counts and times, and the tokens that came out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class DecodingStats:
+    """What one request did. Times are milliseconds of wall clock, the device synchronised where they are read."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    """τ of every round: draft tokens accepted and emitted."""
+    verified_nodes: list[int] = field(default_factory=list)
+    """Draft nodes sent to verification in every round."""
+    target_forwards: int = 0
+    """After the prefill."""
+    draft_forwards: int = 0
+    target_prefill_ms: float = 0.0
+    draft_prefill_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    decode_ms: float = 0.0
+    """From the first token to the last: draft prefill, drafting, verification and everything between them."""
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accepted_lengths)
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """M = mean tokens emitted by a round; the first token, which the prefill emits, is not counted. None without
+        rounds.
+        """
+        return (self.new_tokens - 1) / self.rounds if self.rounds else None
+
+    @property
+    def overhead_ms(self) -> float:
+        """Decoding time spent outside the two models."""
+        return self.decode_ms - self.draft_prefill_ms - self.draft_ms - self.verify_ms
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "rounds": self.rounds,
+            "tokens_per_round": self.tokens_per_round,
+            "overhead_ms": self.overhead_ms,
+        }
+
+
+@dataclass(frozen=True)
+class DecodingOutput:
+    """``sequences`` is [1, prompt + new tokens], as Hugging Face's generate returns it."""
+
+    sequences: Tensor
+    stats: DecodingStats
