@@ -22,6 +22,9 @@ class DecodingStats:
     """After the prefill."""
     draft_forwards: int = 0
     target_prefill_ms: float = 0.0
+    """Until the first token, vision included."""
+    vision_ms: float = 0.0
+    """Of the target's prefill: vision tower and projector."""
     draft_prefill_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0

@@ -13,6 +13,7 @@ from torch import Tensor
 from autotune.errors import UserError
 from autotune.runtime.attention import capture_visual_attention
 from autotune.runtime.kv_cache import SlabCache
+from autotune.runtime.vision import timed_vision
 
 SUPPORTED_TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
@@ -27,6 +28,8 @@ class Prefilled:
     num_visual_tokens: int
     visual_scores: Tensor | None
     """Mean last-layer attention to each visual token, [visual tokens], where it was asked for."""
+    vision_ms: float = 0.0
+    """Of the prefill's time, that of the vision tower and its projector; 0 without an image."""
 
 
 def text_model_of(model: Any) -> Any:
@@ -113,17 +116,18 @@ class Target:
             return out.logits[0, -1]  # type: ignore[no-any-return]
 
         scores = None
-        if rank_visual_tokens and num_visual > 0:
-            with capture_visual_attention(
-                self.text_config, self.text_model.layers[-1].self_attn, is_visual
-            ) as captured:
+        with timed_vision(self.model) as vision:
+            if rank_visual_tokens and num_visual > 0:
+                with capture_visual_attention(
+                    self.text_config, self.text_model.layers[-1].self_attn, is_visual
+                ) as captured:
+                    logits = forward()
+                scores = captured.scores
+                assert scores is not None, "the last layer did not go through the attention interface"
+            else:
                 logits = forward()
-            scores = captured.scores
-            assert scores is not None, "the last layer did not go through the attention interface"
-        else:
-            logits = forward()
         self.cache.advance(input_ids.shape[1])
-        return Prefilled(logits, input_ids.shape[1], num_visual, scores)
+        return Prefilled(logits, input_ids.shape[1], num_visual, scores, vision.ms)
 
     def is_visual(self, input_ids: Tensor) -> Tensor:
         """Which of the prompt's tokens stand for image features, bool [tokens]."""
