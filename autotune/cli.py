@@ -327,15 +327,17 @@ def run(
 @_workload_option
 @click.option(
     "--against",
-    default="ar,hf,chain,sage",
-    show_default=True,
-    help="Arms, separated by commas: ar, hf, and published defaults.",
+    default=None,
+    show_default="all that can run",
+    help="Arms, separated by commas: ar, hf, hf-assisted, prompt_lookup, and published defaults.",
 )
 @click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order in which arms take turns.")
 @_device_option
 @_json_option
-def bench(profile: Path, workload: str, against: str, num_prompts: int, seed: int, device: str, as_json: bool) -> None:
+def bench(
+    profile: Path, workload: str, against: str | None, num_prompts: int, seed: int, device: str, as_json: bool
+) -> None:
     """Measure a profile and other ways to decode side by side, in one run."""
     from autotune.bench import run_bench
     from autotune.console import Console
@@ -343,7 +345,7 @@ def bench(profile: Path, workload: str, against: str, num_prompts: int, seed: in
     result = run_bench(
         profile,
         workload,
-        [name.strip() for name in against.split(",") if name.strip()],
+        None if against is None else [name.strip() for name in against.split(",") if name.strip()],
         num_prompts,
         seed,
         device,

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
         "search.pair",
         "workload",
     },
-    "search.finalists": {"errors", "files", "runtime", "search.space", "workload"},
+    "search.finalists": {"drafters", "errors", "files", "runtime", "search.space", "workload"},
     "search.main_job": {
         "acceptance.trace",
         "console",
@@ -73,7 +73,16 @@ ALLOWED: dict[str, set[str]] = {
         "trees",
         "workload",
     },
-    "bench": {"console", "decoding_profile", "errors", "search", "workload"},
+    "bench": {
+        "console",
+        "cost.device",
+        "decoding_profile",
+        "errors",
+        "provenance",
+        "runtime",
+        "search",
+        "workload",
+    },
     "check": {"console", "decoding_profile", "errors", "files", "provenance", "search", "workload"},
     "cli": {
         "acceptance.trace",

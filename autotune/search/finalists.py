@@ -14,24 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.errors import UserError
 from autotune.files import Document, append_line, content_key, read_lines
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.hf_generate import hf_generate
 from autotune.runtime.stats import DecodingStats
 from autotune.search.space import Configuration
 from autotune.workload import Workload, WorkloadPrompt
 
 Report = Callable[[int, int], None]
-AR, HF = "ar", "hf"
+AR, HF, HF_ASSISTED, PROMPT_LOOKUP = "ar", "hf", "hf-assisted", "prompt_lookup"
+SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple are of one shape
 
 
 class Run(Document):
     """One arm on one prompt. Times in milliseconds; ``decode_ms`` runs from the first token to the last, the draft's
-    prefill included.
+    prefill included; ``vision_ms`` is part of ``target_prefill_ms``. Inside Hugging Face's generate ``draft_ms`` and
+    ``verify_ms`` are not measured, and 0.
     """
 
     arm: str
@@ -44,6 +48,7 @@ class Run(Document):
     target_forwards: int
     draft_forwards: int
     target_prefill_ms: float
+    vision_ms: float
     draft_prefill_ms: float
     draft_ms: float
     verify_ms: float
@@ -52,28 +57,40 @@ class Run(Document):
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to decode, under a name: a configuration, or None for ``ar`` (our plain decoding) and ``hf`` (Hugging
-    Face's generate).
+    """A way to decode, under a name: a configuration, or None for ``ar`` (our plain decoding), ``hf`` and
+    ``hf-assisted`` (Hugging Face's generate, alone and with the draft).
     """
 
     name: str
     configuration: Configuration | None = None
+    drafter: str | None = None
+    """Who drafts: ``prompt_lookup``, or None for the runner's own draft."""
 
     @property
     def key(self) -> str:
-        return self.name if self.configuration is None else self.configuration.key
+        if self.configuration is None:
+            return self.name
+        return self.configuration.key if self.drafter is None else f"{self.drafter}-{self.configuration.key}"
+
+
+# The free baseline: no model drafts. As many tokens at once as the other published chain.
+PROMPT_LOOKUP_ARM = Arm(
+    PROMPT_LOOKUP, Configuration(tree={"policy": "chain", "depth": 5}, visual_keep=1.0), drafter=PROMPT_LOOKUP
+)
 
 
 class Runner:
     """Runs arms on prompts with one loaded target and draft."""
 
     def __init__(self, decoder: Decoder, processor: Any, ledger: Path | None = None, *, context: object = None) -> None:
+        target = decoder.target
         self.decoder = decoder
-        self.plain = Decoder(decoder.target)
+        self.plain = Decoder(target)
+        self.looking_up = Decoder(target, PromptLookupDraft(target.vocab_size, image_token_id=target.image_token_id))
         self.processor = processor
         self.ledger = ledger
         self.context = content_key(context)  # models and device: runs of other ones do not count
-        self._warm: set[str] = set()
+        self._warm: set[tuple[str, bool, int]] = set()
         self._known: dict[tuple[str, str], Run] = {}
         for record in read_lines(ledger) if ledger is not None else []:
             if record.pop("context", None) == self.context:
@@ -109,15 +126,18 @@ class Runner:
         return runs
 
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
-        """One arm on one prompt; an arm's very first run is repeated, the first one being its warm-up."""
+        """One arm on one prompt. The arm's first prompt of a shape is decoded twice, the first time being its warm-up:
+        buffers grow and kernels are chosen once per shape.
+        """
         known = self._known.get((arm.key, prompt.sha256))
         if known is not None:
             return known
         inputs = prompt.inputs(self.processor, self.decoder.target.device)
-        if arm.key not in self._warm:
-            self._decode(arm, inputs, prompt)
-            self._warm.add(arm.key)
-        tokens, stats = self._decode(arm, inputs, prompt)
+        shape = (arm.key, bool(prompt.pixels), -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS))
+        if shape not in self._warm:
+            self.decode(arm, inputs, prompt)
+            self._warm.add(shape)
+        tokens, stats = self.decode(arm, inputs, prompt)
         run = Run(
             arm=arm.key,
             prompt=prompt.name,
@@ -129,6 +149,7 @@ class Runner:
             target_forwards=stats.target_forwards,
             draft_forwards=stats.draft_forwards,
             target_prefill_ms=stats.target_prefill_ms,
+            vision_ms=stats.vision_ms,
             draft_prefill_ms=stats.draft_prefill_ms,
             draft_ms=stats.draft_ms,
             verify_ms=stats.verify_ms,
@@ -139,60 +160,23 @@ class Runner:
             append_line(self.ledger, {"context": self.context, **run.model_dump()})
         return run
 
-    def _decode(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:
-        if arm.name == HF:
-            return hf_generate(self.decoder.target_model, inputs, prompt)
+    def decode(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:
+        """The arm's new tokens for a prompt, and what it did."""
+        settings = prompt.settings.generation
+        if arm.name in (HF, HF_ASSISTED):
+            assistant = self.assistant if arm.name == HF_ASSISTED else None
+            return hf_generate(self.decoder.target_model, inputs, assistant=assistant, **settings)
         decoder = self.plain
         if arm.configuration is not None:
-            decoder = self.decoder
+            decoder = self.looking_up if arm.drafter == PROMPT_LOOKUP else self.decoder
             decoder.configure(arm.configuration.tree, visual_keep=arm.configuration.visual_keep)
-        output = decoder.generate(**inputs, **prompt.settings.generation)
+        output = decoder.generate(**inputs, **settings)
         return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats
 
-
-class _FirstTokenClock:
-    """A streamer that notes when the prefill's token was there. generate puts the prompt first, then token by token."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.times.append(time.perf_counter() * 1e3)
-
-    def end(self) -> None:
-        pass
-
-
-def hf_generate(model: Any, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:
-    """Hugging Face's own ``generate``, timed like the others: decoding from its first token to its last."""
-    settings = prompt.settings
-    clock = _FirstTokenClock(model.device)
-    sampling = (
-        {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
-        if settings.temperature > 0
-        else {"do_sample": False}
-    )
-    torch.manual_seed(settings.seed)
-    started = time.perf_counter() * 1e3
-    with torch.inference_mode():
-        sequences = model.generate(**inputs, max_new_tokens=settings.max_new_tokens, streamer=clock, **sampling)
-    length = inputs["input_ids"].shape[1]
-    tokens = sequences[0, length:].tolist()
-    steps = len(tokens) - 1
-    stats = DecodingStats(
-        prompt_tokens=length,
-        new_tokens=len(tokens),
-        accepted_lengths=[0] * steps,
-        verified_nodes=[0] * steps,
-        target_forwards=steps,
-        target_prefill_ms=clock.times[1] - started,
-        verify_ms=clock.times[-1] - clock.times[1],
-        decode_ms=clock.times[-1] - clock.times[1],
-    )
-    return tokens, stats
+    @property
+    def assistant(self) -> Any | None:
+        """The draft as Hugging Face's generate takes it: a whole model, or None where the draft is none."""
+        return self.decoder.draft.model if isinstance(self.decoder.draft, IndependentDraft) else None
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -200,56 +184,108 @@ def hf_generate(model: Any, inputs: dict[str, Any], prompt: WorkloadPrompt) -> t
 
 @dataclass(frozen=True)
 class Summary:
-    """An arm against plain decoding on the same prompts. Pooled: times and tokens are summed over prompts before they
-    are divided.
+    """An arm against plain decoding on the same prompts. Speedups are of decoding time per token. Pooled: times and
+    tokens are summed over prompts before they are divided. Times are medians over prompts.
     """
 
     name: str
     speedup: float
+    """Pooled."""
     ci95: tuple[float, float]
+    median_speedup: float
+    """Of the prompts' own speedups."""
     tokens_per_second: float
     tokens_per_round: float | None
-    median_ms: float
-    """Of decoding a prompt."""
+    prefill_ms: float
+    """Of the target's text model: without vision."""
+    vision_ms: float
+    draft_prefill_ms: float
+    decode_ms: float
+    """From the first token to the last, the draft's prefill included."""
     num_prompts: int
     num_tokens: int
     identical_outputs: int
-    outside_share: float
-    """Share of decoding time outside the two models; 0 where it is not known."""
+    outside_share: float | None
+    """Share of decoding time outside the two models; None where their parts are not measured."""
 
 
 def summarise(
     name: str, runs: Sequence[Run], baseline: Sequence[Run], *, num_resamples: int = 2000, seed: int = 0
 ) -> Summary:
-    """Speedup of ``runs`` over ``baseline``, prompt for prompt the same, with a paired bootstrap interval over prompts."""
-    ms = np.array([run.decode_ms for run in runs])
-    baseline_ms = np.array([run.decode_ms for run in baseline])
-    tokens = sum(run.new_tokens - 1 for run in runs)
-    if tokens == 0:
+    """``runs`` against ``baseline``, prompt for prompt the same, with a paired bootstrap interval over prompts."""
+    pairs = decoded_pairs(runs, baseline)
+    if not pairs:
         raise UserError("every answer has one token, so nothing was decoded that could be timed; raise max_new_tokens")
+    ms, tokens, baseline_ms, baseline_tokens = _columns(pairs)
+    total_ms = sum(run.decode_ms for run in runs)
+    num_tokens = sum(run.new_tokens - 1 for run in runs)
     rounds = sum(run.rounds for run in runs)
-    outside = sum(run.decode_ms - run.draft_prefill_ms - run.draft_ms - run.verify_ms for run in runs)
+    outside_ms = sum(run.decode_ms - run.draft_prefill_ms - run.draft_ms - run.verify_ms for run in runs)
+    is_measured = any(run.verify_ms > 0 for run in runs)
     return Summary(
         name=name,
-        speedup=float(baseline_ms.sum() / ms.sum()),
-        ci95=bootstrap_ratio(baseline_ms, ms, num_resamples=num_resamples, seed=seed),
-        tokens_per_second=1e3 * tokens / float(ms.sum()),
-        tokens_per_round=tokens / rounds if rounds else None,
-        median_ms=float(np.median(ms)),
+        speedup=speedup(runs, baseline),
+        ci95=bootstrap_ratio(
+            baseline_ms,
+            ms,
+            above_units=baseline_tokens,
+            below_units=tokens,
+            num_resamples=num_resamples,
+            seed=seed,
+        ),
+        median_speedup=float(np.median((baseline_ms / baseline_tokens) / (ms / tokens))),
+        tokens_per_second=1e3 * num_tokens / total_ms,
+        tokens_per_round=num_tokens / rounds if rounds else None,
+        prefill_ms=float(np.median([run.target_prefill_ms - run.vision_ms for run in runs])),
+        vision_ms=float(np.median([run.vision_ms for run in runs])),
+        draft_prefill_ms=float(np.median([run.draft_prefill_ms for run in runs])),
+        decode_ms=float(np.median([run.decode_ms for run in runs])),
         num_prompts=len(runs),
-        num_tokens=tokens,
+        num_tokens=num_tokens,
         identical_outputs=sum(
             run.tokens_sha256 == other.tokens_sha256 for run, other in zip(runs, baseline, strict=True)
         ),
-        outside_share=float(outside / ms.sum()),
+        outside_share=outside_ms / total_ms if is_measured else None,
     )
 
 
+def decoded_pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Runs with their baseline, where both decoded: an answer that ends with its first token is all prefill."""
+    return [(a, b) for a, b in zip(runs, baseline, strict=True) if a.new_tokens > 1 and b.new_tokens > 1]
+
+
+def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
+    """Pooled decoding time per token of the baseline over that of ``runs``. Of equal tokens it is the ratio of times; a
+    lossy arm gains nothing by answering at another length. NaN where nothing was decoded.
+    """
+    pairs = decoded_pairs(runs, baseline)
+    if not pairs:
+        return float("nan")
+    ms, tokens, baseline_ms, baseline_tokens = (column.sum() for column in _columns(pairs))
+    return float((baseline_ms / baseline_tokens) / (ms / tokens))
+
+
+def _columns(pairs: Sequence[tuple[Run, Run]]) -> NDArray[np.float64]:
+    """Decoding times and decoded tokens of the runs, and of their baseline: [4, pairs]."""
+    rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in pairs]
+    return np.array(rows, np.float64).T
+
+
 def bootstrap_ratio(
-    above: NDArray[np.float64], below: NDArray[np.float64], *, num_resamples: int = 2000, seed: int = 0
+    above: NDArray[np.float64],
+    below: NDArray[np.float64],
+    *,
+    above_units: NDArray[np.float64] | None = None,
+    below_units: NDArray[np.float64] | None = None,
+    num_resamples: int = 2000,
+    seed: int = 0,
 ) -> tuple[float, float]:
-    """95 % interval of ``sum(above) / sum(below)``, resampling the pairs."""
+    """95 % interval of ``sum(above) / sum(below)``, resampling the pairs; where units are given, of the ratio of both
+    sums per unit.
+    """
     draws = np.random.default_rng(seed).integers(len(above), size=(num_resamples, len(above)))
     ratios = above[draws].sum(1) / below[draws].sum(1)
+    if above_units is not None and below_units is not None:
+        ratios *= below_units[draws].sum(1) / above_units[draws].sum(1)
     low, high = np.quantile(ratios, [0.025, 0.975])
     return float(low), float(high)

@@ -10,19 +10,34 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
-from autotune.search.finalists import AR, HF, Arm, Run, Runner, bootstrap_ratio, summarise
+from autotune.search.finalists import (
+    AR,
+    HF,
+    HF_ASSISTED,
+    PROMPT_LOOKUP_ARM,
+    SHAPE_TOKENS,
+    Arm,
+    Run,
+    Runner,
+    bootstrap_ratio,
+    speedup,
+    summarise,
+)
 from autotune.search.space import Configuration
-from autotune.workload import Workload, WorkloadPrompt
+from autotune.workload import Prompt, Workload, WorkloadPrompt
+from tests.conftest import Pair
 
 CHAIN = Configuration(tree={"policy": "chain", "depth": 3}, visual_keep=1.0)
 SAGE = Configuration(tree={"policy": "sage"}, visual_keep=0.5)
-ARMS = [Arm(AR), Arm(HF), Arm("chain", CHAIN), Arm("tuned", SAGE)]
+ARMS = [Arm(AR), Arm(HF), Arm(HF_ASSISTED), PROMPT_LOOKUP_ARM, Arm("chain", CHAIN), Arm("tuned", SAGE)]
 
 
 def run(decode_ms: float, *, tokens: int = 11, rounds: int = 5, output: str = "same", **times: float) -> Run:
     """A run typed in: ``tokens`` new ones, of which the prefill gave the first."""
-    known = {"target_prefill_ms": 0.0, "draft_prefill_ms": 0.0, "draft_ms": 0.0, "verify_ms": decode_ms, **times}
+    zero = dict.fromkeys(("target_prefill_ms", "vision_ms", "draft_prefill_ms", "draft_ms"), 0.0)
+    known = {**zero, "verify_ms": decode_ms, **times}
     return Run(
         arm="x",
         prompt="p",
@@ -75,26 +90,80 @@ def test_the_interval_is_repeatable() -> None:
     assert bootstrap_ratio(above, below, seed=3) != bootstrap_ratio(above, below, seed=4)
 
 
+def test_units_make_it_an_interval_of_ratios_per_unit() -> None:
+    """9 ms for 3 tokens over 1 ms for 1 token, and 1 over 1: of the resamples (0, 0), (0, 1), (1, 1) the sums per unit
+    are 3 / 1, (10 / 4) / (2 / 2) and 1 / 1.
+    """
+    above, above_units = np.array([9.0, 1.0]), np.array([3.0, 1.0])
+    below, below_units = np.ones(2), np.ones(2)
+    low, high = bootstrap_ratio(above, below, above_units=above_units, below_units=below_units)
+    assert (low, high) == pytest.approx((1.0, 3.0))
+    # Equal units on both sides change nothing.
+    plain = bootstrap_ratio(above, below, seed=5)
+    assert bootstrap_ratio(above, below, above_units=above_units, below_units=above_units, seed=5) == pytest.approx(
+        plain
+    )
+
+
 def test_a_summary_by_hand() -> None:
     """Times and tokens are summed before they are divided: 400 / 150, not the mean of 2 and 3."""
     runs = [
-        run(50.0, tokens=11, rounds=5, draft_prefill_ms=5.0, draft_ms=10.0, verify_ms=20.0),
-        run(100.0, tokens=21, rounds=5, output="other", draft_ms=40.0, verify_ms=45.0),
+        run(50.0, tokens=11, rounds=5, draft_prefill_ms=5.0, draft_ms=10.0, verify_ms=20.0, target_prefill_ms=9.0),
+        run(
+            100.0,
+            tokens=21,
+            rounds=5,
+            output="other",
+            draft_ms=40.0,
+            verify_ms=45.0,
+            target_prefill_ms=30.0,
+            vision_ms=6.0,
+        ),
     ]
     baseline = [run(100.0, tokens=11, rounds=10), run(300.0, tokens=21, rounds=20)]
     found = summarise("tuned", runs, baseline)
     assert (found.name, found.num_prompts, found.num_tokens) == ("tuned", 2, 30)
-    assert found.speedup == pytest.approx(400 / 150)
+    assert found.speedup == speedup(runs, baseline) == pytest.approx(400 / 150)
     assert found.ci95 == pytest.approx((2.0, 3.0))
+    assert found.median_speedup == pytest.approx(2.5)
     assert found.tokens_per_second == pytest.approx(1000 * 30 / 150)
     assert found.tokens_per_round == 3.0
-    assert found.median_ms == 75.0
+    assert (found.prefill_ms, found.vision_ms) == ((9.0 + 24.0) / 2, 3.0), "prefill without vision"
+    assert (found.draft_prefill_ms, found.decode_ms) == (2.5, 75.0)
     assert found.identical_outputs == 1
     assert found.outside_share == pytest.approx((15 + 15) / 150)
 
 
+def test_a_lossy_arm_is_compared_per_token() -> None:
+    """It stops after half of the tokens, at the same speed: no gain, neither pooled nor for a prompt."""
+    baseline = [run(100.0, tokens=11), run(300.0, tokens=31)]
+    lossy = [run(50.0, tokens=6, output="short"), run(150.0, tokens=16, output="short")]
+    found = summarise("lossy", lossy, baseline)
+    assert (found.speedup, found.median_speedup) == pytest.approx((1.0, 1.0))
+    assert found.ci95 == pytest.approx((1.0, 1.0)) and found.identical_outputs == 0
+    # Twice the speed at 15 instead of 40 tokens: (400 / 40) / (75 / 15).
+    lossy = [run(25.0, tokens=6), run(50.0, tokens=11)]
+    assert speedup(lossy, baseline) == pytest.approx((400 / 40) / (75 / 15)) == 2.0
+
+
+def test_answers_of_one_token_have_no_part_in_the_speedup() -> None:
+    """The prefill gives their only token. Where there are no others, there is nothing to say."""
+    baseline, runs = [run(100.0), run(0.0, tokens=1, rounds=0)], [run(50.0), run(0.0, tokens=1, rounds=0)]
+    found = summarise("tuned", runs, baseline)
+    assert (found.speedup, found.median_speedup, found.ci95) == (2.0, 2.0, (2.0, 2.0)) and found.num_prompts == 2
+    # An arm that goes on where plain decoding ended has nothing to be compared with either.
+    assert speedup([run(50.0), run(7.0)], baseline) == 2.0
+    with pytest.raises(UserError, match=r"every answer has one token, so nothing was decoded .* raise max_new_tokens"):
+        summarise("tuned", runs[1:], baseline[1:])
+    assert np.isnan(speedup(runs[1:], baseline[1:]))
+
+
 def test_no_rounds_have_no_tokens_per_round() -> None:
     assert summarise(AR, [run(1.0, rounds=0)], [run(1.0)]).tokens_per_round is None
+
+
+def test_what_is_not_measured_has_no_share() -> None:
+    assert summarise(HF, [run(1.0, verify_ms=0.0)], [run(1.0)]).outside_share is None
 
 
 # --------------------------------------------------------------------------------------------------------------- runner
@@ -106,9 +175,11 @@ def ledger(tmp_path: Path) -> Path:
 
 
 def test_all_arms_say_the_same(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
-    """Plain decoding, Hugging Face, a chain and a tree that sees half of the image: token for token."""
+    """Plain decoding, Hugging Face alone and assisted, n-grams, a chain and a tree that sees half of the image: token
+    for token.
+    """
     runs = Runner(decoder, processor).compare(ARMS, evaluate)
-    assert list(runs) == [AR, HF, "chain", "tuned"]
+    assert list(runs) == [AR, HF, HF_ASSISTED, "prompt_lookup", "chain", "tuned"]
     for per_prompt in zip(*runs.values(), strict=True):
         assert len({run.tokens_sha256 for run in per_prompt}) == 1
         assert len({run.new_tokens for run in per_prompt}) == 1
@@ -118,6 +189,7 @@ def test_all_arms_say_the_same(decoder: Decoder, processor: Any, evaluate: Workl
             assert one.decode_ms > 0 and one.target_prefill_ms > 0
             assert one.rounds == len(one.accepted_lengths)
             assert (one.draft_forwards > 0) == (name not in (AR, HF))
+            assert (one.vision_ms > 0) == one.prompt.endswith((":2", ":3")), "the workload's prompts with an image"
             assert sum(one.accepted_lengths) + one.rounds >= one.new_tokens - 1
     plain = runs[AR][0]
     assert plain.rounds == plain.target_forwards == plain.new_tokens - 1
@@ -131,7 +203,7 @@ def test_sampled_prompts_say_the_same_with_and_without_a_draft(
         WorkloadPrompt(p.name, p.settings.model_copy(update={"temperature": 1.0, "seed": 5}), p.pixels)
         for p in evaluate.prompts
     )
-    arms = [arm for arm in ARMS if arm.name != HF]
+    arms = [arm for arm in ARMS if arm.name not in (HF, HF_ASSISTED)]
     runs = Runner(decoder, processor).compare(arms, Workload("sampled", "evaluate", sampled))
     for per_prompt in zip(*runs.values(), strict=True):
         assert len({run.tokens_sha256 for run in per_prompt}) == 1
@@ -143,13 +215,13 @@ def test_sampled_prompts_say_the_same_with_and_without_a_draft(
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Every decoding that a runner does, as (arm, prompt), warm-ups included."""
     calls: list[tuple[str, str]] = []
-    original = Runner._decode
+    original = Runner.decode
 
     def noting(self: Runner, arm: Arm, inputs: Any, prompt: WorkloadPrompt) -> Any:
         calls.append((arm.name, prompt.name))
         return original(self, arm, inputs, prompt)
 
-    monkeypatch.setattr(Runner, "_decode", noting)
+    monkeypatch.setattr(Runner, "decode", noting)
     return calls
 
 
@@ -158,7 +230,7 @@ def test_known_runs_are_not_repeated(
 ) -> None:
     arms = [Arm(AR), Arm("chain", CHAIN)]
     first = Runner(decoder, processor, ledger, context="here").compare(arms, evaluate)
-    assert len(decoded) == 2 * (3 + 1), "each arm's first prompt is decoded twice, to warm up"
+    assert len(decoded) == 2 * (3 + 2), "each arm's first prompt with an image and without is decoded twice"
     assert len(ledger.read_text().splitlines()) == 6
     decoded.clear()
     again = Runner(decoder, processor, ledger, context="here").compare(arms, evaluate)
@@ -167,6 +239,42 @@ def test_known_runs_are_not_repeated(
     assert renamed["other name"] == first["chain"] and not decoded, "a configuration is known by what it is"
     Runner(decoder, processor, ledger, context="here").compare([Arm("tuned", SAGE)], evaluate)
     assert {name for name, _ in decoded} == {"tuned"}
+
+
+def test_an_arm_is_warmed_up_for_every_shape(
+    decoder: Decoder, processor: Any, evaluate: Workload, decoded: list[tuple[str, str]]
+) -> None:
+    """Prompts of up to 64 tokens are of one shape, longer ones and those with an image of others."""
+
+    def prompt(name: str, num_words: int, pixels: tuple[Any, ...] = ()) -> WorkloadPrompt:
+        return WorkloadPrompt(name, Prompt(prompt="a " * num_words, max_new_tokens=2), pixels)
+
+    image = evaluate.prompts[1].pixels
+    prompts = [prompt("short", 1), prompt("as short", 2), prompt("long", 40), prompt("seen", 1, image)]
+    prompts += [prompt("as long", 41), prompt("seen too", 2, image)]
+    lengths = {p.name: p.inputs(processor)["input_ids"].shape[1] for p in prompts}
+    assert max(lengths["short"], lengths["as short"], lengths["seen too"]) <= SHAPE_TOKENS < lengths["long"]
+    Runner(decoder, processor).compare([Arm(AR), Arm(HF)], Workload("shapes", "evaluate", tuple(prompts)))
+    counted = {name: [prompt for arm, prompt in decoded if arm == name] for name in (AR, HF)}
+    expected = ["short", "short", "as short", "long", "long", "seen", "seen", "as long", "seen too"]
+    assert counted[AR] == counted[HF] == expected
+
+
+def test_the_same_tree_of_another_drafter_is_another_arm(
+    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
+) -> None:
+    """Their runs in one ledger are kept apart."""
+    drafted = Arm("drafted", PROMPT_LOOKUP_ARM.configuration)
+    runs = Runner(decoder, processor, ledger).compare([drafted, PROMPT_LOOKUP_ARM], evaluate)
+    assert {name for name, _ in decoded} == {"drafted", "prompt_lookup"}
+    assert [run.rounds for run in runs["drafted"]] != [run.rounds for run in runs["prompt_lookup"]]
+    decoded.clear()
+    assert Runner(decoder, processor, ledger).compare([PROMPT_LOOKUP_ARM, drafted], evaluate) == runs and not decoded
+
+
+def test_the_assistant_is_the_draft_s_model(decoder: Decoder, text_pair: Pair) -> None:
+    assert Runner(decoder, None).assistant is decoder.draft.model
+    assert Runner(Decoder(text_pair.target), None).assistant is None
 
 
 def test_runs_of_another_pair_or_device_do_not_count(
