@@ -50,7 +50,7 @@ class PromptLookupDraft:
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
         """The most frequent followers of each node's last tokens."""
-        tokens = np.zeros((len(frontier), num_proposals), np.int64)
+        tokens = np.zeros((len(frontier), num_proposals), np.int32)
         logprobs = np.full((len(frontier), num_proposals), -np.inf, np.float32)
         for row, node in enumerate(frontier):
             followers = self._followers_of(self._last_tokens(tree, int(node)))
