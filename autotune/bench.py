@@ -32,23 +32,27 @@ from autotune.search.finalists import (
 )
 from autotune.search.main_job import configuration_of
 from autotune.search.space import PUBLISHED_DEFAULTS
+from autotune.trees.health import DraftHealth
+from autotune.trees.verification import WetapVerification
 from autotune.workload import Workload, WorkloadPrompt, load_workload
 
 TUNED = "tuned"
+# WETAP as the paper has it, its own acceptance included: another output than the target's.
+LOSSY = Arm("wetap-lossy", PUBLISHED_DEFAULTS["wetap"].model_copy(update={"verification": WetapVerification()}))
 WITHOUT_DRAFT = "the profile decodes without a draft"
 
 
 def known_arms() -> dict[str, Arm]:
     """What a profile can be compared with, by name."""
     published = [Arm(name, configuration) for name, configuration in PUBLISHED_DEFAULTS.items()]
-    return {arm.name: arm for arm in (Arm(AR), Arm(HF), Arm(HF_ASSISTED), PROMPT_LOOKUP_ARM, *published)}
+    return {arm.name: arm for arm in (Arm(AR), Arm(HF), Arm(HF_ASSISTED), PROMPT_LOOKUP_ARM, *published, LOSSY)}
 
 
 def run_bench(
     profile: Path, workload: str, against: list[str] | None, num_prompts: int, seed: int, device: str, console: Console
 ) -> dict[str, Any]:
-    """Measure the arms and print them pooled and by task; returns the figures. ``against`` is all that can run where it
-    is None.
+    """Measure the arms and print them pooled and by task; returns the figures. ``against`` is all that can run and keep
+    the target's own output where it is None.
 
     Raises:
         UserError: an arm that does not exist, or the profile or workload cannot be read.
@@ -59,16 +63,17 @@ def run_bench(
             raise UserError(f"--against {name}: no such arm; {nearest(name, known)}")
     prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
     decoder = load(profile, device=device)
-    if decoder.draft is None and any(name in PUBLISHED_DEFAULTS for name in against or ()):
+    if decoder.draft is None and any(name in {*PUBLISHED_DEFAULTS, LOSSY.name} for name in against or ()):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
             f"bench it --against {AR},{HF},{PROMPT_LOOKUP}"
         )
-    runner = Runner(decoder, decoder.processor)
-    chosen = choose_arms([AR, *(known if against is None else against)], runner, prompts)
-    arms = chosen.arms
-    if decoder.draft is not None:
-        arms = [*arms, Arm(TUNED, configuration_of(decoder.profile))]
+    tuned = configuration_of(decoder.profile)
+    is_lossy = LOSSY.name in (against or ()) or not decoder.profile.point.lossless
+    runner = Runner(decoder, decoder.processor, with_perplexity=is_lossy)
+    names = [name for name in known if name != LOSSY.name] if against is None else against
+    chosen = choose_arms([AR, *names], runner, prompts)
+    arms = [*chosen.arms, Arm(TUNED, tuned)] if tuned is not None else chosen.arms
     for name, reason in chosen.unavailable.items():
         console.say(f"{name} is left out: {reason}")
     for name, note in chosen.notes.items():
@@ -80,6 +85,9 @@ def run_bench(
     geomeans = {name: _geomean(found) for name, found in by_task.items()}
     print_arms(summaries, console)
     print_tasks(by_task, geomeans, console)
+    health = {name: pooled_health(arm_runs) for name, arm_runs in runs.items()}
+    if tuned is not None:
+        print_health(TUNED, health[TUNED], console)
     return {
         "provenance": stamp().model_dump(mode="json"),
         "hardware": fingerprint(str(decoder.target.device)).model_dump(mode="json"),
@@ -92,6 +100,7 @@ def run_bench(
         "notes": chosen.notes,
         "speedup_by_task": by_task,
         "speedup_geomean": geomeans,
+        "draft_health": {name: found.to_json() for name, found in health.items() if not found.is_empty},
         "runs": {name: [run.model_dump(mode="json") for run in arm_runs] for name, arm_runs in runs.items()},
     }
 
@@ -112,7 +121,7 @@ def choose_arms(names: Sequence[str], runner: Runner, prompts: Workload) -> Chos
     """The arms of these names, each once, in this order, as far as they can run here."""
     known, chosen = known_arms(), ChosenArms()
     for name in dict.fromkeys(names):
-        if runner.decoder.draft is None and (name in PUBLISHED_DEFAULTS or name == HF_ASSISTED):
+        if runner.decoder.draft is None and (name in {*PUBLISHED_DEFAULTS, LOSSY.name, HF_ASSISTED}):
             chosen.unavailable[name] = WITHOUT_DRAFT
             continue
         if name == HF_ASSISTED:
@@ -198,7 +207,9 @@ def print_arms(summaries: Sequence[Summary], console: Console) -> None:
             f"{s.vision_ms:.1f}",
             f"{s.draft_prefill_ms:.1f}",
             f"{100 * s.outside_share:.1f} %" if s.outside_share is not None else "-",
+            f"{s.outside_us_per_round:.0f}" if s.outside_us_per_round is not None else "-",
             f"{s.identical_outputs}/{s.num_prompts}",
+            *([] if s.perplexity is None else [f"{s.perplexity:.3f}"]),
         ]
         for s in summaries
     ]
@@ -216,7 +227,9 @@ def print_arms(summaries: Sequence[Summary], console: Console) -> None:
             "vision ms",
             "draft prefill ms",
             "outside models",
+            "us a round",
             "same output",
+            *([] if summaries[0].perplexity is None else ["perplexity"]),
         ],
         rows,
         emphasised=_tuned([s.name for s in summaries]),
@@ -231,6 +244,31 @@ def print_tasks(by_task: dict[str, dict[str, float | None]], geomeans: dict[str,
         values = [found[task] for task in tasks] + [geomeans[name]]
         rows.append([name, *("-" if value is None else f"{value:.2f}x" for value in values)])
     console.table("Speedup over ar by task", ["arm", *tasks, "geomean"], rows, emphasised=_tuned(list(by_task)))
+
+
+def pooled_health(runs: Sequence[Run]) -> DraftHealth:
+    """Of all runs of an arm."""
+    health = DraftHealth()
+    for run in runs:
+        health.add(DraftHealth.from_json(run.health))
+    return health
+
+
+def print_health(name: str, health: DraftHealth, console: Console) -> None:
+    """Shares of offered tokens that the target took, by depth and by rank, near an image and in running text."""
+    found = health.to_json()
+    rows = []
+    for place, tables in found.items():
+        for table, counts in tables.items():
+            if counts:
+                shares = [f"{100 * accepted / offered:.0f} %" if offered else "-" for offered, accepted in counts]
+                rows.append([f"{place.replace('_', ' ')}, {table.replace('_', ' ')}", *shares])
+    width = max((len(row) for row in rows), default=1)
+    console.table(
+        f"Draft of {name}: accepted of offered, from depth 1 and from the most probable on",
+        ["", *(str(number) for number in range(1, width))],
+        [[*row, *[""] * (width - len(row))] for row in rows],
+    )
 
 
 def _tuned(names: list[str]) -> int | None:

@@ -216,7 +216,7 @@ def record(
 @click.option(
     "--trials",
     type=int,
-    default=400,
+    default=200,
     show_default=True,
     help="Sampled configurations; small policies are enumerated beside them.",
 )

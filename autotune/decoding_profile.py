@@ -11,7 +11,9 @@ from autotune.cost.device import Fingerprint
 from autotune.errors import UserError
 from autotune.files import Document, check_schema, parse, read_json, write_document
 from autotune.provenance import ModelReference, Provenance
+from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreePolicy, parse_policy
+from autotune.trees.verification import LosslessVerification, Verification
 
 
 class Subnet(Document):
@@ -64,8 +66,10 @@ class OperatingPoint(Document):
     when: dict[str, Any] = Field(default_factory=dict)
     draft: DraftChoice | None
     tree: TreePolicy | None
-    verification: dict[str, str] = Field(default_factory=lambda: {"kind": "lossless"})
+    verification: Verification = Field(default_factory=LosslessVerification)
     lossless: bool = True
+    fallback: RoundPrice | None = None
+    """What a round costs: where rounds do not pay, requests go on by plain steps. Null: they never do."""
     predicted: Predicted | None
     measured: Measured | None
 
@@ -73,8 +77,10 @@ class OperatingPoint(Document):
     def _complete(self) -> OperatingPoint:
         if (self.draft is None) != (self.tree is None):
             raise ValueError("a point has both a draft and a tree, or neither; give both, or null for both")
-        if not self.lossless:
-            raise ValueError("the only verification known is lossless; set lossless to true")
+        if self.lossless != self.verification.is_lossless:
+            raise ValueError(
+                f"{self.verification.kind} verification is {'' if self.verification.is_lossless else 'not '}lossless; set lossless to {str(self.verification.is_lossless).lower()}"
+            )
         return self
 
     @field_validator("when")
@@ -83,13 +89,6 @@ class OperatingPoint(Document):
         if when:
             raise ValueError("this version knows no conditions, and applies the first point always; leave 'when' empty")
         return when
-
-    @field_validator("verification")
-    @classmethod
-    def _only_lossless(cls, verification: dict[str, str]) -> dict[str, str]:
-        if verification != {"kind": "lossless"}:
-            raise ValueError("the only verification known is {'kind': 'lossless'}")
-        return verification
 
 
 class PromptEvidence(Document):
@@ -144,6 +143,8 @@ class DecodingProfile(Document):
     workload: WorkloadReference
     hardware: Fingerprint
     precision: str
+    buckets: tuple[int, ...] = ()
+    """Sizes that forwards are rounded up to; none: every size as it is."""
     points: list[OperatingPoint] = Field(min_length=1)
     evidence: Evidence
 
@@ -225,4 +226,14 @@ def load(
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
-    return Decoder(target_model, draft_model, tree=point.tree, visual_keep=keep, processor=processor, profile=document)
+    return Decoder(
+        target_model,
+        draft_model,
+        tree=point.tree,
+        visual_keep=keep,
+        verification=point.verification,
+        fallback=point.fallback,
+        buckets=document.buckets,
+        processor=processor,
+        profile=document,
+    )

@@ -9,18 +9,36 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from autotune.trees.tree import ROOT, Tree, add_child, new_tree, plant
+from autotune.trees.tree import ROOT, Tree, new_tree, plant
 
 
 def random_tree(rng: Generator, num_nodes: int, *, num_tokens: int, root_token: int = 0) -> Tree:
-    """A tree of ``num_nodes`` draft nodes hung anywhere, in which siblings differ as top-k candidates do."""
-    tree = new_tree()
+    """A tree of ``num_nodes`` draft nodes hung anywhere, level by level, in which siblings differ as top-k candidates
+    do.
+    """
+    paths: list[tuple[int, ...]] = [()]
+    while len(paths) <= num_nodes:
+        path = (*paths[rng.integers(len(paths))], int(rng.integers(num_tokens)))
+        if path not in paths:
+            paths.append(path)
+    tree, nodes = new_tree(num_nodes), {(): ROOT}
     plant(tree, root_token, -1)
-    while tree.size[0] <= num_nodes:
-        parent, token = int(rng.integers(tree.size[0])), int(rng.integers(num_tokens))
-        if token not in [tree.token[child] for child in children_of(tree, parent)]:
-            add_child(tree, parent, token, float(tree.path_logprob[parent] - rng.exponential()), -1)
+    for path in sorted(paths[1:], key=len):
+        parent = nodes[path[:-1]]
+        logprob, rank = float(tree.path_logprob[parent] - rng.exponential()), len(children_of(tree, parent))
+        nodes[path] = add_node(tree, parent, path[-1], logprob, rank, -1)
     return tree
+
+
+def add_node(tree: Tree, parent: int, token: int, path_logprob: float, rank: int, source: int) -> int:
+    """Append a node whose fields are typed in, where the compiled ``add_child`` takes them from proposals."""
+    node = int(tree.size[0])
+    fields = {"token": token, "parent": parent, "depth": tree.depth[parent] + 1, "rank": rank, "source": source}
+    fields |= {"path_logprob": path_logprob, "path_probability": np.exp(path_logprob), "slot": -1}
+    for name, value in fields.items():
+        getattr(tree, name)[node] = value
+    tree.size[0] += 1
+    return node
 
 
 def children_of(tree: Tree, node: int) -> list[int]:

@@ -239,12 +239,14 @@ def test_the_tables_say_what_the_figures_say(capsys: pytest.CaptureFixture[str])
     ]
     console = Console()
     tuned = summarise(TUNED, runs, baseline)
-    unmeasured = dataclasses.replace(tuned, name="hf", outside_share=None, tokens_per_round=None)
+    unmeasured = dataclasses.replace(
+        tuned, name="hf", outside_share=None, outside_us_per_round=None, tokens_per_round=None
+    )
     print_arms([unmeasured, tuned], console)
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().err.splitlines() if line.strip()}
-    expected = ["2.67x", "2.00-3.00", "2.50x", "4.00", "1333", "20.0", "10.0", "5.0", "6.7", "%", "2/2"]
+    expected = ["2.67x", "2.00-3.00", "2.50x", "4.00", "1333", "20.0", "10.0", "5.0", "6.7", "%", "200", "2/2"]
     assert rows[TUNED] == expected
-    assert rows["hf"] == [*expected[:3], "-", *expected[4:8], "-", "2/2"]
+    assert rows["hf"] == [*expected[:3], "-", *expected[4:8], "-", "-", "2/2"]
 
     print_tasks({AR: {"read": 1.0, "say": None}, TUNED: {"read": 2.0, "say": None}}, {AR: 1.0, TUNED: 2.0}, console)
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().err.splitlines() if line.strip()}
@@ -252,5 +254,28 @@ def test_the_tables_say_what_the_figures_say(capsys: pytest.CaptureFixture[str])
 
 
 def test_published_defaults_are_all_arms() -> None:
-    assert list(known_arms()) == [AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *PUBLISHED_DEFAULTS]
+    assert list(known_arms()) == [AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *PUBLISHED_DEFAULTS, "wetap-lossy"]
     assert all(known_arms()[name].configuration == default for name, default in PUBLISHED_DEFAULTS.items())
+
+
+def test_a_lossy_arm_is_compared_on_request_and_by_its_perplexity(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_in(world, "tree.json", ["wetap-lossy"], monkeypatch)
+    plain, lossy, tuned = (arm["perplexity"] for arm in found["arms"])
+    assert plain == tuned != lossy and min(plain, lossy) > 1 and "perplexity" in capsys.readouterr().err
+    found = run_in(world, "tree.json", ["chain"], monkeypatch)
+    assert {arm["perplexity"] for arm in found["arms"]} == {None} and "perplexity" not in capsys.readouterr().err
+
+
+def test_health_is_pooled_over_prompts(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_in(world, "tree.json", ["chain"], monkeypatch)
+    runs, health = found["runs"]["chain"], found["draft_health"]["chain"]
+
+    def rounds(of: Any) -> int:
+        return sum(int(tables["by_depth"][0][0]) for tables in of.values() if tables["by_depth"])
+
+    assert sum(rounds(run["health"]) for run in runs) == rounds(health) > 0
+    assert AR not in found["draft_health"] and "accepted of offered" in capsys.readouterr().err

@@ -23,10 +23,11 @@ from autotune.files import content_key, write_bytes
 from autotune.provenance import ModelReference, stamp
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
-from autotune.trees.tree import MAX_NODES, Floats, Ints
+from autotune.trees.tree import MAX_STEP, Floats, Ints
 from autotune.workload import Workload, WorkloadPrompt
 
-ROOTS_AT_ONCE = 24  # positions whose forests grow together: a level then has some 100 nodes, few enough for one forward
+ROOTS_AT_ONCE = 24  # positions whose forests grow together, at most
+NODES_AT_ONCE = 800  # and about as many nodes: every one attends to a column for each of the others
 Report = Callable[[int, int], None]
 """Called as report(done, of)."""
 
@@ -149,14 +150,17 @@ def record_forest(
     """The forest along one answer."""
     tokens = np.array(answer.tokens, np.int64)
     num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
-    levels = bounds.depth - 1
-    capacity = answer.prompt_length + len(tokens) + ROOTS_AT_ONCE * bounds.width * levels + MAX_NODES
+    widest = bounds.width + bounds.beam + bounds.nucleus_width + 2  # the best path and the answer
+    capacity = answer.prompt_length + len(tokens) + ROOTS_AT_ONCE * widest * (bounds.depth - 1) + MAX_STEP
     scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
     draft.prefill(inputs, scores, capacity=capacity)
     grower = _ForestGrower(draft, tokens, answer.prompt_length, bounds)
     grower.read_answer(num_roots)
-    for first in range(0, num_roots, ROOTS_AT_ONCE):
-        grower.grow(first, min(first + ROOTS_AT_ONCE, num_roots))
+    first, at_once = 0, ROOTS_AT_ONCE
+    while first < num_roots:
+        end = min(first + at_once, num_roots)
+        nodes_per_root = grower.grow(first, end) / (end - first)
+        first, at_once = end, max(1, min(ROOTS_AT_ONCE, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
     return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, len(answer.visual_scores))
 
 
@@ -183,16 +187,17 @@ class _ForestGrower:
         self, tokens: Ints, positions: Ints, block: NDArray[np.float32], uncommitted: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         logits = self.draft.forward(tokens, positions, block, num_uncommitted=uncommitted)
-        found = top_proposals(logits, self.bounds.num_proposals)
-        self._child_token.append(found[0])
-        self._child_logprob.append(found[1])
+        found, logprobs = top_proposals(logits, self.bounds.num_proposals)
+        wide = found.astype(np.int64)
+        self._child_token.append(wide)
+        self._child_logprob.append(logprobs)
         self._num_nodes += len(tokens)
-        return found
+        return wide, logprobs
 
     def read_answer(self, num_roots: int) -> None:
         """The answer's tokens, teacher-forced: the children of every root."""
-        for first in range(0, num_roots, MAX_NODES):
-            rows = np.arange(first, min(first + MAX_NODES, num_roots))
+        for first in range(0, num_roots, MAX_STEP):
+            rows = np.arange(first, min(first + MAX_STEP, num_roots))
             block = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.closed, 0.0).astype(np.float32)
             self._evaluate(self.tokens[rows], self.prompt_length + rows, block, first)
         self.num_roots = num_roots
@@ -202,43 +207,45 @@ class _ForestGrower:
                 np.concatenate(self._child_logprob),
             )
 
-    def grow(self, first: int, end: int) -> None:
-        """The forests of the roots ``first`` to ``end - 1``, level by level."""
+    def grow(self, first: int, end: int) -> int:
+        """The forests of the roots ``first`` to ``end - 1``, level by level; returns how many nodes they have."""
         bounds = self.bounds
         root = np.arange(first, end)
         tokens, logprobs = self._root_token[root], self._root_logprob[root]
         node, path_logprob = root.copy(), np.zeros(len(root))
         is_best, is_answer = np.ones(len(root), np.bool_), np.ones(len(root), np.bool_)
+        is_nucleus = np.ones(len(root), np.bool_)
         ancestors = np.full((len(root), bounds.depth), -1)  # places behind the answer, by level
         written = 0
         for level in range(1, bounds.depth):
+            following = np.minimum(root + level, len(self.tokens) - 1)
+            is_following = (is_answer & (root + level < len(self.tokens)))[:, None] & (
+                tokens == self.tokens[following][:, None]
+            )
+            is_pinned = is_following.copy()
+            is_pinned[is_best, 0] = True
+            before = np.cumsum(np.exp(logprobs), axis=1) - np.exp(logprobs)
+            in_nucleus = is_nucleus[:, None] & (before < bounds.nucleus + 1e-4) & (level < bounds.nucleus_depth)
             row, rank = choose_expanded(
                 root,
-                tokens,
-                logprobs,
-                path_logprob,
-                is_best,
-                is_answer,
-                self.tokens,
-                level,
+                path_logprob[:, None] + logprobs,
+                is_pinned,
+                in_nucleus,
                 np.log(bounds.floor * level),
                 bounds.width,
+                bounds.beam if level < bounds.beam_depth else 0,
+                bounds.nucleus_width,
             )
             self._links.append((node[row], rank, self._num_nodes))
             chosen = tokens[row, rank]
             path_logprob = path_logprob[row] + logprobs[row, rank]
-            is_best = is_best[row] & (rank == 0)
+            is_best, is_nucleus = is_best[row] & (rank == 0), in_nucleus[row, rank]
+            is_answer = is_following[row, rank]
             root, ancestors = root[row], ancestors[row]
-            following = root + level
-            is_answer = (
-                is_answer[row]
-                & (following < len(self.tokens))
-                & (self.tokens[np.minimum(following, len(self.tokens) - 1)] == chosen)
-            )
             node = self._num_nodes + np.arange(len(row))
             found = []
-            for begin in range(0, len(row), MAX_NODES):  # what one forward takes
-                part = slice(begin, min(begin + MAX_NODES, len(row)))
+            for begin in range(0, len(row), MAX_STEP):  # what one forward takes
+                part = slice(begin, min(begin + MAX_STEP, len(row)))
                 places = written + np.arange(part.stop - part.start)
                 ancestors[part, level] = places
                 written += len(places)
@@ -248,6 +255,7 @@ class _ForestGrower:
                 found.append(self._evaluate(chosen[part], positions, block, self.num_roots + written - len(places)))
             tokens = np.concatenate([f[0] for f in found])
             logprobs = np.concatenate([f[1] for f in found])
+        return written
 
     def forest(self) -> Forest:
         """All nodes; the first ``num_roots`` are the answer's own."""
@@ -263,21 +271,19 @@ class _ForestGrower:
 @njit(cache=True)
 def choose_expanded(
     root: Ints,
-    tokens: Ints,
-    logprobs: NDArray[np.float32],
-    path_logprob: Floats,
-    is_best: NDArray[np.bool_],
-    is_answer: NDArray[np.bool_],
-    answer: Ints,
-    level: int,
+    logprob: Floats,
+    is_pinned: NDArray[np.bool_],
+    in_nucleus: NDArray[np.bool_],
     log_floor: float,
     width: int,
+    beam: int,
+    nucleus_width: int,
 ) -> tuple[Ints, Ints]:
-    """Which children, as (frontier row, rank), are expanded at this level. Rows of one root stand together.
+    """Which children, as (frontier row, rank), are expanded at this level, by the rules of ``ForestBounds``.
 
-    The best path and the answer always are; of the others the ``width`` most probable above the floor.
+    ``logprob`` [rows, proposals] is cumulative. Rows of one root stand together.
     """
-    num_rows, k = tokens.shape
+    num_rows, k = logprob.shape
     rows = np.empty(num_rows * k, np.int64)
     ranks = np.empty(num_rows * k, np.int64)
     count = 0
@@ -286,24 +292,17 @@ def choose_expanded(
         end = begin
         while end < num_rows and root[end] == root[begin]:
             end += 1
-        value = np.full((end - begin) * k, -np.inf)
-        for row in range(begin, end):
-            for rank in range(k):
-                logprob = path_logprob[row] + logprobs[row, rank]
-                following = root[row] + level
-                if (is_best[row] and rank == 0) or (
-                    is_answer[row] and following < len(answer) and tokens[row, rank] == answer[following]
-                ):
-                    value[(row - begin) * k + rank] = 1.0  # before any log-probability
-                elif logprob > log_floor:
-                    value[(row - begin) * k + rank] = logprob
-        order = np.argsort(-value, kind="mergesort")
+        order = np.argsort(-logprob[begin:end].copy().reshape(-1), kind="mergesort")
+        num_nucleus = 0
         for place in range(len(order)):
-            if value[order[place]] == -np.inf or (place >= width and value[order[place]] < 1.0):
-                break
-            rows[count] = begin + order[place] // k
-            ranks[count] = order[place] % k
-            count += 1
+            row, rank = begin + order[place] // k, order[place] % k
+            is_chosen = place < beam or (place < width and logprob[row, rank] > log_floor)
+            if in_nucleus[row, rank] and num_nucleus < nucleus_width:
+                num_nucleus += 1
+                is_chosen = True
+            if is_chosen or is_pinned[row, rank]:
+                rows[count], ranks[count] = row, rank
+                count += 1
         begin = end
     return rows[:count], ranks[:count]
 

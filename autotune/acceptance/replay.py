@@ -10,20 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from autotune.acceptance.trace import Trace
 from autotune.cost.table import DensePrices
 from autotune.errors import UserError
+from autotune.trees import fallback as fallbacks
 from autotune.trees import policy as policies
-from autotune.trees.chain import ChainPolicy
-from autotune.trees.sage import SagePolicy
-from autotune.trees.tree import MAX_NODES, ROOT, Floats, Ints, Tree, plant
+from autotune.trees.fallback import NEVER, RoundPrice
+from autotune.trees.policy import Policy
+from autotune.trees.tree import ROOT, Floats, Ints, Proposals, Tree, Workspace, compiled, new_tree, new_workspace, plant
 from autotune.trees.verification import find_child
 
 # Columns of the per-prompt counts.
-_ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING = range(4)
+_ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING, _PLAIN_STEPS = range(5)
 # Columns of the per-prompt times.
 _DRAFT_MS, _VERIFY_MS = range(2)
 
@@ -35,6 +35,9 @@ class Replay:
     tokens: Ints
     """Emitted after the prefill's first token."""
     rounds: Ints
+    """Target forwards, plain steps included."""
+    plain_steps: Ints
+    """Those that a fallback decided."""
     draft_forwards: Ints
     verified_nodes: Ints
     """Draft nodes sent to verification, over all rounds."""
@@ -66,7 +69,7 @@ class Replay:
         return float(self.tokens.sum() / self.rounds.sum())
 
 
-def replay(trace: Trace, policy: ChainPolicy | SagePolicy, prices: DensePrices) -> Replay:
+def replay(trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPrice | None = None) -> Replay:
     """Replay ``policy`` over every prompt of the trace.
 
     Raises:
@@ -78,32 +81,36 @@ def replay(trace: Trace, policy: ChainPolicy | SagePolicy, prices: DensePrices) 
             f"this trace holds {bounds.num_proposals} children per node to depth {bounds.depth}; "
             f"{policy.policy} asks for {policy.num_proposals} to depth {policy.max_depth}; record a larger one, or narrow the space"
         )
-    counts = np.zeros((trace.num_prompts, 4), np.int64)
+    counts = np.zeros((trace.num_prompts, 5), np.int64)
     times = np.zeros((trace.num_prompts, 2))
     accepted = np.zeros(len(trace.forest.answer), np.int64)
-    forest = trace.forest
     _replay_prompts(
         policy.KIND,
         policy.encode(),
-        forest.answer,
-        forest.child_token,
-        forest.child_logprob,
-        forest.child_node,
+        NEVER if fallback is None else fallback.encode(),
+        trace.forest.answer,
+        trace.packed.root_row,
+        trace.packed.proposals,
         trace.answer_start,
-        trace.first_node,
         trace.prompt_length,
         trace.draft_prompt_length,
+        prices.decode_ms,
         prices.draft_ms,
         prices.verify_ms,
         prices.kv_step,
+        new_tree(policy.max_grown),
+        new_workspace(policy.max_grown),
+        np.zeros(policies.STATE_SIZE),
+        np.zeros(fallbacks.STATE_SIZE),
         counts,
         times,
         accepted,
     )
-    rounds, draft_forwards = counts[:, _ROUNDS], counts[:, _DRAFT_FORWARDS]
+    rounds, draft_forwards, plain_steps = counts[:, _ROUNDS], counts[:, _DRAFT_FORWARDS], counts[:, _PLAIN_STEPS]
     return Replay(
         tokens=np.diff(trace.answer_start) - 1,
         rounds=rounds,
+        plain_steps=plain_steps,
         draft_forwards=draft_forwards,
         verified_nodes=counts[:, _NODES],
         missing=counts[:, _MISSING],
@@ -112,7 +119,7 @@ def replay(trace: Trace, policy: ChainPolicy | SagePolicy, prices: DensePrices) 
         ],
         draft_ms=times[:, _DRAFT_MS],
         verify_ms=times[:, _VERIFY_MS],
-        overhead_ms=prices.overhead_round_ms * rounds + prices.overhead_level_ms * draft_forwards,
+        overhead_ms=prices.overhead_round_ms * (rounds - plain_steps) + prices.overhead_level_ms * draft_forwards,
         draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0),
     )
 
@@ -129,93 +136,77 @@ def plain_decode_ms(trace: Trace, prices: DensePrices) -> Floats:
     return times
 
 
-@njit(cache=True)
+@compiled
 def _price(table: Floats, tokens: int, kv_length: int, kv_step: int) -> float:
     return float(table[min(tokens, table.shape[0] - 1), min(kv_length // kv_step, table.shape[1] - 1)])
 
 
-@njit(cache=True)
+@compiled
 def _replay_prompts(
     kind: int,
     params: Floats,
+    fallback: Floats,
     answer: Ints,
-    child_token: Ints,
-    child_logprob: NDArray[np.float32],
-    child_node: Ints,
+    root_row: NDArray[np.int32],
+    proposals: Proposals,
     answer_start: Ints,
-    first_node: Ints,
     prompt_length: Ints,
     draft_prompt_length: Ints,
+    decode_ms: Floats,
     draft_ms: Floats,
     verify_ms: Floats,
     kv_step: int,
+    tree: Tree,
+    work: Workspace,
+    state: Floats,
+    resting: Floats,
     counts: Ints,
     times: Floats,
     accepted: Ints,
 ) -> None:
     """The decoding loop of ``runtime/decoder.py`` over every prompt, with recorded proposals."""
-    k = child_token.shape[1]
-    tree = Tree(
-        np.zeros(MAX_NODES, np.int64),
-        np.zeros(MAX_NODES, np.int64),
-        np.zeros(MAX_NODES, np.int64),
-        np.zeros(MAX_NODES),
-        np.zeros(MAX_NODES, np.int64),
-        np.zeros(1, np.int64),
-    )
-    state = np.zeros(policies.STATE_SIZE)
-    frontier = np.zeros(MAX_NODES, np.int64)
-    is_read = np.zeros(MAX_NODES, np.bool_)
-    tokens = np.zeros((MAX_NODES, k), np.int64)
-    logprobs = np.zeros((MAX_NODES, k), np.float32)
-    sources = np.zeros((MAX_NODES, k), np.int64)
+    nowhere = len(proposals) - 1
     for p in range(len(prompt_length)):
         begin, num_answer = answer_start[p], answer_start[p + 1] - answer_start[p]
         policies.reset(kind, params, state)
+        fallbacks.reset(resting)
         position = 0  # of the root in the answer
         draft_length = draft_prompt_length[p]
         pending = 1
         while position < num_answer - 1:
+            if fallbacks.is_resting(fallback, resting):
+                times[p, _VERIFY_MS] += decode_ms[min((prompt_length[p] + position) // kv_step, len(decode_ms) - 1)]
+                accepted[begin + counts[p, _ROUNDS]] = 0
+                counts[p, _ROUNDS] += 1
+                counts[p, _PLAIN_STEPS] += 1
+                fallbacks.rest(resting)
+                pending += 1
+                position += 1
+                continue
             # Draft.
-            plant(tree, answer[begin + position], first_node[p] + position)
-            is_read[:] = False
-            frontier[0] = ROOT
+            plant(tree, answer[begin + position], root_row[begin + position])
+            work.frontier[0] = ROOT
             num_frontier = 1
             times[p, _DRAFT_MS] += _price(draft_ms, pending, draft_length, kv_step)
             draft_length += pending
-            num_read = 0
-            while num_frontier > 0:
-                counts[p, _DRAFT_FORWARDS] += 1
-                for row in range(num_frontier):
-                    node = tree.source[frontier[row]]
-                    is_read[frontier[row]] = True
-                    if node >= 0:
-                        tokens[row] = child_token[node]
-                        logprobs[row] = child_logprob[node]
-                        sources[row] = child_node[node]
-                    else:
-                        counts[p, _MISSING] += 1
-                        tokens[row] = -1
-                        logprobs[row] = -np.inf
-                        sources[row] = -1
-                num_frontier = policies.grow(
-                    kind,
-                    params,
-                    state,
-                    tree,
-                    frontier,
-                    num_frontier,
-                    tokens[:num_frontier],
-                    logprobs[:num_frontier],
-                    sources[:num_frontier],
-                )
-                if num_frontier > 0:
-                    times[p, _DRAFT_MS] += _price(draft_ms, num_frontier, draft_length + num_read, kv_step)
-                    num_read += num_frontier
+            num_read = num_levels = 0
+            while True:
+                num_levels += 1
+                for i in range(num_frontier):
+                    node = work.frontier[i]
+                    tree.slot[node] = num_read + i
+                    counts[p, _MISSING] += tree.source[node] == nowhere
+                num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
+                if num_frontier == 0:
+                    break
+                times[p, _DRAFT_MS] += _price(draft_ms, num_frontier, draft_length + num_read, kv_step)
+                num_read += num_frontier
+            policies.prune(kind, params, tree, work)
             # Verify.
             size = tree.size[0]
             times[p, _VERIFY_MS] += _price(verify_ms, size, prompt_length[p] + position, kv_step)
             counts[p, _NODES] += size - 1
+            counts[p, _DRAFT_FORWARDS] += num_levels
             # Accept.
             node, length, num_kept = ROOT, 0, 0
             while position + length + 1 < num_answer:
@@ -223,13 +214,13 @@ def _replay_prompts(
                 if child < 0:
                     break
                 length += 1
-                if is_read[child]:
-                    num_kept += 1
+                num_kept += tree.slot[child] >= 0
                 node = child
             # Commit.
             accepted[begin + counts[p, _ROUNDS]] = length
             counts[p, _ROUNDS] += 1
             policies.learn(kind, params, state, length)
+            fallbacks.learn(fallback, resting, num_levels, size - 1, length)
             draft_length += num_kept
             pending = length - num_kept + 1
             position += length + 1

@@ -7,6 +7,8 @@ else is ever asked of a draft that decodes these prompts.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +20,17 @@ from pydantic import Field
 from autotune.errors import UserError
 from autotune.files import Document, parse, read_json, write_bytes, write_document
 from autotune.provenance import ModelReference, Provenance
-from autotune.trees.tree import Ints
+from autotune.trees.eagle2 import Eagle2Policy
+from autotune.trees.policy import Policy
+from autotune.trees.tree import CHILD, Ints, Proposals
+from autotune.trees.wetap import WetapPolicy
 
 
 class ForestBounds(Document):
-    """How far the forest reaches. A node is recorded if its level and its share of probability allow it, or if it is on
-    the path of most probable tokens or on the answer itself: those two are recorded whatever their probability, so that
-    accepted lengths are exact for every tree whose node budget does not bind, and for every tree at all that asks for no
-    node outside (``Replay.missing``).
+    """How far the forest reaches. The path of most probable tokens and the answer itself are recorded whatever their
+    probability, so that accepted lengths are exact for every tree whose node budget does not bind; the other rules
+    say what else is, so that they are exact for the trees at hand (``Replay.missing`` counts what a tree asks for beyond
+    them).
     """
 
     depth: int = Field(default=12, ge=1, le=24)
@@ -37,7 +42,35 @@ class ForestBounds(Document):
     deepest tree.
     """
     width: int = Field(default=16, ge=1, le=128)
-    """Most nodes of one level that are expanded."""
+    """Most nodes of one level that are expanded for that."""
+    beam: int = Field(default=0, ge=0, le=128)
+    """So many nodes of a level are expanded whatever their probability: what ``eagle2`` asks for..."""
+    beam_depth: int = Field(default=0, ge=0, le=24)
+    """...in trees of so many levels."""
+    nucleus: float = Field(default=0.0, ge=0, le=1)
+    """A node's children are expanded until their probabilities sum to this, if it was expanded so itself: what ``wetap``
+    asks for...
+    """
+    nucleus_width: int = Field(default=0, ge=0, le=128)
+    """...the most probable of a level, so many..."""
+    nucleus_depth: int = Field(default=0, ge=0, le=24)
+    """...in trees of so many levels."""
+
+
+def bounds_for(policies: Iterable[Policy]) -> ForestBounds:
+    """The bounds within which replays of these policies, and of smaller ones, miss next to nothing."""
+    bounds = ForestBounds().model_dump()
+    for policy in policies:
+        bounds["depth"] = max(bounds["depth"], policy.max_depth)
+        bounds["num_proposals"] = max(bounds["num_proposals"], policy.num_proposals)
+        if isinstance(policy, Eagle2Policy):
+            bounds["beam"] = max(bounds["beam"], policy.k)
+            bounds["beam_depth"] = max(bounds["beam_depth"], policy.depth)
+        elif isinstance(policy, WetapPolicy):
+            bounds["nucleus"] = max(bounds["nucleus"], policy.top_p)
+            bounds["nucleus_width"] = max(bounds["nucleus_width"], policy.w_max)
+            bounds["nucleus_depth"] = max(bounds["nucleus_depth"], policy.length)
+    return ForestBounds(**bounds)
 
 
 class TraceHeader(Document):
@@ -86,6 +119,11 @@ class Trace:
     num_visual_tokens: Ints
     """Image tokens of the prompt, before pruning."""
 
+    @functools.cached_property
+    def packed(self) -> PackedForest:
+        """The forest as replay reads it."""
+        return pack(self)
+
     @property
     def num_prompts(self) -> int:
         return len(self.prompt_length)
@@ -94,6 +132,53 @@ class Trace:
     def num_tokens(self) -> int:
         """Tokens that decoding emits after the prefill's first ones."""
         return int(len(self.forest.answer) - self.num_prompts)
+
+
+class PackedForest(NamedTuple):
+    """A forest laid out for replay: what a round reads stands together.
+
+    Rows of ``proposals`` are forest nodes, those of one root in a row, level by level; the last row, that of every node
+    not recorded, proposes nothing. ``root_row`` [answer tokens] is the row of each.
+    """
+
+    proposals: Proposals
+    root_row: NDArray[np.int32]
+
+    @property
+    def nowhere(self) -> int:
+        """The row of the nodes that were not recorded."""
+        return len(self.proposals) - 1
+
+
+def pack(trace: Trace) -> PackedForest:
+    """Lay a trace's forest out for replay."""
+    forest = trace.forest
+    num_nodes, k = forest.child_token.shape
+    # Which answer token every node descends from, level by level.
+    lengths = np.diff(trace.answer_start)
+    prompt = np.repeat(np.arange(len(lengths)), lengths)
+    place = np.arange(len(forest.answer)) - trace.answer_start[prompt]
+    has_node = place < lengths[prompt] - 1  # nothing follows the last token
+    roots = (trace.first_node[prompt] + place)[has_node]
+    owner = np.full(num_nodes, -1)
+    level, owner[roots] = roots, np.flatnonzero(has_node)
+    while len(level):
+        children = forest.child_node[level]
+        is_recorded = children >= 0
+        owner[children[is_recorded]] = np.repeat(owner[level], is_recorded.sum(1))
+        level = children[is_recorded]
+    order = np.argsort(owner, kind="stable")
+    row = np.empty(num_nodes + 1, np.int32)
+    row[order] = np.arange(num_nodes)
+    row[-1] = num_nodes  # what child_node calls -1
+    proposals = np.empty((num_nodes + 1, k), CHILD)
+    proposals[-1] = (-np.inf, 0.0, -1, num_nodes)
+    proposals["token"][:-1], proposals["logprob"][:-1] = forest.child_token[order], forest.child_logprob[order]
+    proposals["probability"][:-1] = np.exp(forest.child_logprob[order])
+    proposals["row"][:-1] = row[forest.child_node[order]]
+    root_row = np.full(len(forest.answer), num_nodes, np.int32)
+    root_row[has_node] = row[roots]
+    return PackedForest(proposals, root_row)
 
 
 class RecordedPrompt(NamedTuple):

@@ -23,7 +23,7 @@ from autotune.provenance import ModelReference, stamp
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
 from autotune.runtime.token_rule import TokenRule
-from autotune.trees.tree import MAX_NODES, ROOT, Tree, add_child, plant
+from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 from autotune.workload import Workload
 
 Report = Callable[[int, int], None]
@@ -126,7 +126,7 @@ class _Bench:
     """Times single steps of a decoder whose caches hold whatever numbers: latency does not depend on them."""
 
     def __init__(self, target: Target, draft: IndependentDraft, settings: ProfileSettings) -> None:
-        capacity = max(settings.kv_lengths) + 2 * MAX_NODES
+        capacity = max(settings.kv_lengths) + 2 * MAX_STEP
         self.settings = settings
         self.random = random.Random(settings.seed)
         self.rule = TokenRule(device=target.device)
@@ -135,6 +135,7 @@ class _Bench:
             draft.reserve(capacity)
             self.draft = draft
             self.decoder = Decoder(target, draft)
+            self.tree = self.decoder._grower.tree = new_tree(MAX_STEP)
             for _ in range(WARM_UPS):
                 self.sweep({}, {}, {})
 
@@ -164,7 +165,7 @@ class _Bench:
             decode.setdefault((1, m), []).extend(samples[1:])
 
     def _time_propose(self, n: int, m: int) -> float:
-        draft, tree = self.draft, self.decoder._tree
+        draft, tree = self.draft, self.tree
         draft.cache.length = m
         _plant_star(tree, n)
         frontier = np.arange(1, n + 1)
@@ -176,7 +177,7 @@ class _Bench:
 
     def _time_verify(self, n: int, m: int) -> float:
         self.decoder.target.cache.length = m
-        _plant_star(self.decoder._tree, n - 1)
+        _plant_star(self.tree, n - 1)
         request = self.decoder._request({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, self.rule, 1)
         self.decoder._verify(request)
         return request.stats.verify_ms
@@ -184,15 +185,16 @@ class _Bench:
     def _time_decode(self, m: int) -> float:
         self.decoder.target.cache.length = m
         request = self.decoder._request({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, self.rule, 1)
-        self.decoder._plain_step(1, request)
+        self.decoder._plain_step(1, None, request)
         return request.stats.verify_ms
 
 
 def _plant_star(tree: Tree, num_children: int) -> None:
     """A root with children: the shape of a tree does not matter to its latency, its size does."""
-    plant(tree, 1, -1)
-    for _ in range(num_children):
-        add_child(tree, ROOT, 1, 0.0, -1)
+    plant(tree, 1, 0)
+    proposals = np.zeros((1, max(1, num_children)), CHILD)
+    for rank in range(num_children):
+        add_child(tree, ROOT, rank, proposals)
 
 
 def measure_prefills(
@@ -216,7 +218,7 @@ def measure_prefills(
                 of_target.append((length, int(prefilled.num_visual_tokens > 0), clock() - started))
                 for draft.visual_keep in (1.0, 0.5, 0.1) if prefilled.num_visual_tokens else (1.0,):
                     started = clock()
-                    draft.prefill(inputs, prefilled.visual_scores, capacity=length + MAX_NODES)
+                    draft.prefill(inputs, prefilled.visual_scores, capacity=length + MAX_STEP)
                     of_draft.append((draft.length, int(prefilled.num_visual_tokens > 0), clock() - started))
             if attempt == 0:  # warm-up
                 of_target.clear()

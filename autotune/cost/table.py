@@ -13,6 +13,7 @@ from autotune.cost.device import Fingerprint
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.provenance import ModelReference, Provenance
+from autotune.trees.buckets import round_up
 from autotune.trees.tree import Floats
 
 KV_STEP = 16  # tokens: the prices of one KV length serve up to this many more
@@ -29,7 +30,8 @@ TOKENS = (
     32,
     48,
     65,
-)  # sizes of a table's steps; 65: a full tree of 64 nodes and its root
+    129,
+)  # sizes of a table's steps: full trees of 64 and 128 nodes with their root, and the widest level of wetap
 REACH = 1.5  # how far beyond the longest KV length measured a price may be extended
 
 
@@ -148,6 +150,8 @@ class CostTable(Document):
     device: Fingerprint
     precision: str
     runner: str = "eager"
+    buckets: tuple[int, ...] = ()
+    """Sizes that the runner rounds its forwards up to; none: every size as it is."""
     estimated: bool = False
     target: ModelReference
     decode: Surface
@@ -174,7 +178,7 @@ class CostTable(Document):
     def prices(self, draft: ModelReference, *, max_tokens: int, max_kv_length: int) -> DensePrices:
         """The prices that replay looks up, for steps up to ``max_tokens`` and caches up to ``max_kv_length``."""
         costs = self.costs_of(draft)
-        tokens = np.arange(1, max_tokens + 1, dtype=np.float64)
+        tokens = np.array([round_up(size, self.buckets) for size in range(1, max_tokens + 1)], np.float64)
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
         free = np.zeros((1, len(lengths)))
         return DensePrices(

@@ -17,7 +17,8 @@ from autotune.drafters.draft import Proposals
 from autotune.runtime.kv_cache import SlabCache
 from autotune.runtime.masks import MaskBuffer
 from autotune.runtime.target import DEFAULT_CAPACITY, text_model_of
-from autotune.trees.tree import MAX_NODES, ROOT, Ints, Tree, write_frontier_mask
+from autotune.trees.buckets import round_up
+from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
 
 
 class IndependentDraft:
@@ -41,9 +42,9 @@ class IndependentDraft:
         self.device: torch.device = self.text_model.device
         self._num_pruned = 0
         self._pending: list[int] = []
-        self._slot = np.full(MAX_NODES, -1)  # place of a node behind the committed prefix; -1: not read
+        self.buckets: tuple[int, ...] = ()
+        """Sizes that forwards are rounded up to; none: every size as it is."""
         self._num_evaluated = 0
-        self._block = np.zeros((MAX_NODES, MAX_NODES), np.float32)
         self._make_buffers(DEFAULT_CAPACITY)
 
     def _make_buffers(self, capacity: int) -> None:
@@ -60,7 +61,6 @@ class IndependentDraft:
     def begin_round(self) -> None:
         """Forget the nodes read in the round before."""
         self._num_evaluated = 0
-        self._slot[:] = -1
 
     @property
     def length(self) -> int:
@@ -126,21 +126,27 @@ class IndependentDraft:
         """The most probable children of the frontier's nodes, all of one level. The root's come first in every round."""
         if frontier[0] == ROOT:
             count = len(self._pending)
-            block = np.triu(np.full((count, count), self._masks.closed, np.float32), 1)
-            positions = np.arange(count) + self.cache.length + self._num_pruned
-            logits = self.forward(np.array(self._pending), positions, block)[-1:]
+            size = round_up(count, self.buckets)
+            tokens = np.zeros(size, np.int64)
+            tokens[:count] = self._pending
+            block = np.triu(np.full((size, size), self._masks.closed, np.float32), 1)
+            positions = np.minimum(np.arange(size), count - 1) + self.cache.length + self._num_pruned
+            logits = self.forward(tokens, positions, block)[count - 1 : count]
             self.cache.advance(count)
             self._pending = []
             self.begin_round()
         else:
-            end = self._num_evaluated + len(frontier)
-            self._slot[frontier] = np.arange(self._num_evaluated, end)
-            block = self._block[: len(frontier), :end]
-            write_frontier_mask(tree, frontier, self._slot, block, end, self._masks.closed)
-            # The prefix ends with the root, so a child of the root stands right behind it.
-            positions = tree.depth[frontier] - 1 + self.cache.length + self._num_pruned
-            logits = self.forward(tree.token[frontier], positions, block, num_uncommitted=self._num_evaluated)
-            self._num_evaluated = end
+            count, begin = len(frontier), self._num_evaluated
+            size = round_up(count, self.buckets)
+            tree.slot[frontier] = np.arange(begin, begin + count)
+            block = np.full((size, begin + size), self._masks.closed, np.float32)
+            write_frontier_mask(tree, frontier, block, begin + size, self._masks.closed)
+            tokens = np.zeros(size, np.int64)
+            tokens[:count] = np.maximum(tree.token[frontier], 0)
+            # The prefix ends with the root, so a child of the root stands right behind it. All are of one depth.
+            positions = np.full(size, tree.depth[frontier[0]] - 1 + self.cache.length + self._num_pruned)
+            logits = self.forward(tokens, positions, block, num_uncommitted=begin)[:count]
+            self._num_evaluated = begin + count
         return top_proposals(logits, num_proposals)
 
     def forward(
@@ -176,7 +182,7 @@ class IndependentDraft:
         forgotten.
         """
         # Only nodes that were expanded have been read: all of the path but perhaps its last node.
-        places = [int(place) for place in self._slot[path] if place >= 0]
+        places = [int(place) for place in tree.slot[path] if place >= 0]
         self.cache.keep(places)
         self._pending = [int(tree.token[node]) for node in path[len(places) :]] + [next_token]
 
@@ -186,4 +192,4 @@ def top_proposals(logits: Tensor, num_proposals: int) -> Proposals:
     logits = logits.float()
     top = logits.topk(num_proposals)
     logprobs = top.values - logits.logsumexp(-1, keepdim=True)
-    return top.indices.cpu().numpy(), logprobs.cpu().numpy()
+    return top.indices.int().cpu().numpy(), logprobs.cpu().numpy()

@@ -20,10 +20,18 @@ from autotune.runtime.masks import MaskBuffer
 from autotune.runtime.stats import DecodingOutput, DecodingStats
 from autotune.runtime.target import Target
 from autotune.runtime.token_rule import TokenRule
-from autotune.trees import policy as policies
-from autotune.trees.policy import parse_policy
-from autotune.trees.tree import MAX_NODES, ROOT, new_tree, plant, write_tree_mask
-from autotune.trees.verification import accept_path
+from autotune.trees.buckets import check_buckets, round_up
+from autotune.trees.fallback import Fallback, RoundPrice
+from autotune.trees.health import NEAR_IMAGE_TOKENS
+from autotune.trees.policy import TreeGrower, parse_policy
+from autotune.trees.tree import MAX_STEP, ROOT, write_tree_mask
+from autotune.trees.verification import (
+    LosslessVerification,
+    WetapVerification,
+    accept_by_ratio,
+    accept_path,
+    find_child,
+)
 
 if TYPE_CHECKING:
     from autotune.decoding_profile import DecodingProfile
@@ -42,6 +50,8 @@ class _Request:
     should_stop: Callable[[Tensor], bool] | None
     stats: DecodingStats = field(default_factory=DecodingStats)
     tokens: list[int] = field(default_factory=list)
+    near_image_until: int = 0
+    """The first position that is no longer near the prompt's last image."""
     is_finished: bool = False
 
     def emit(self, tokens: list[int]) -> list[int]:
@@ -64,7 +74,7 @@ class _Request:
 
 
 class Decoder:
-    """Decodes with a target and a draft: the same tokens as the target alone.
+    """Decodes with a target and a draft: the same tokens as the target alone, unless ``verification`` is a lossy one.
 
     Args:
         target: a Hugging Face model, as ``from_pretrained`` gave it.
@@ -72,6 +82,10 @@ class Decoder:
             runner.
         tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; what is left out takes the paper's default.
         visual_keep: share of visual tokens that the draft sees, in (0, 1].
+        verification: how draft tokens are accepted; lossless where left out.
+        fallback: what a round costs in plain steps; where it is given, requests in which rounds do not pay go on by
+            plain steps.
+        buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
         processor: the target's processor, kept for the caller.
 
     Raises:
@@ -85,6 +99,9 @@ class Decoder:
         *,
         tree: Any = None,
         visual_keep: float = 1.0,
+        verification: LosslessVerification | WetapVerification | None = None,
+        fallback: RoundPrice | None = None,
+        buckets: Sequence[int] = (),
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
     ) -> None:
@@ -97,17 +114,26 @@ class Decoder:
                 f"target and draft must share one vocabulary; the target has {self.target.vocab_size} tokens, the draft {self.draft.vocab_size}; "
                 "use a draft made for this target"
             )
-        self.configure(tree if tree is not None else {"policy": "chain"}, visual_keep=visual_keep)
-        self._tree = new_tree()
-        self._state = policies.new_state()
-        self._frontier = np.zeros(MAX_NODES, np.int64)
-        self._path = np.zeros(MAX_NODES, np.int64)
-        self._block = np.zeros((MAX_NODES, MAX_NODES), np.float32)
-        self._no_sources = np.full((MAX_NODES, 32), -1)
+        self.buckets = check_buckets(buckets)
+        self.configure(
+            tree if tree is not None else {"policy": "chain"},
+            visual_keep=visual_keep,
+            verification=verification,
+            fallback=fallback,
+        )
+        self._path = np.zeros(MAX_STEP, np.int64)
+        self._block = np.zeros((MAX_STEP, MAX_STEP), np.float32)
         self._masks = MaskBuffer(self.target.cache.capacity, dtype=self.target.dtype, device=self.target.device)
 
-    def configure(self, tree: Any, *, visual_keep: float) -> None:
-        """Switch to another tree policy and visual keep ratio: free between requests.
+    def configure(
+        self,
+        tree: Any,
+        *,
+        visual_keep: float,
+        verification: LosslessVerification | WetapVerification | None = None,
+        fallback: RoundPrice | None = None,
+    ) -> None:
+        """Switch to another way to decode: free between requests.
 
         Raises:
             UserError: an unknown tree policy or hyperparameter, a share out of range.
@@ -115,10 +141,10 @@ class Decoder:
         if not 0.0 < visual_keep <= 1.0:
             raise UserError(f"visual_keep must be above 0 and at most 1; got {visual_keep}; 1 keeps every visual token")
         self.policy = parse_policy(tree)
-        self._kind, self._params = self.policy.KIND, self.policy.encode()
+        self.verification = verification or LosslessVerification()
+        self.fallback = Fallback(fallback)
+        self._grower = TreeGrower(self.policy)
         self.visual_keep = visual_keep
-        if self.draft is not None:
-            self.draft.visual_keep = visual_keep
 
     @property
     def target_model(self) -> Any:
@@ -266,7 +292,13 @@ class Decoder:
         if eos is None:
             configured = self.target.model.generation_config.eos_token_id
             eos = frozenset(() if configured is None else configured if isinstance(configured, list) else (configured,))
-        return _Request(rule, prompt, max_new_tokens, eos, None)
+        if rule.needs_prefix and not self.verification.is_lossless and self.draft is not None:
+            raise UserError(
+                f"{self.verification.kind} verification knows no logits processors; drop them, or verify losslessly"
+            )
+        images = self.target.is_visual(prompt[0]).nonzero()
+        near = int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0
+        return _Request(rule, prompt, max_new_tokens, eos, None, near_image_until=near)
 
     def _decode(self, request: _Request, inputs: dict[str, Any]) -> Iterator[list[int]]:
         """Yields the tokens of each round as they are verified; the first list is the prefill's token.
@@ -274,19 +306,23 @@ class Decoder:
         Inference mode is left at every yield, and what the caller does there is not decoding time.
         """
         stats, clock = request.stats, self._clock
+        draft = self.draft if self.fallback.begin_request() else None
         with torch.inference_mode():
             started = clock()
             self.target.owner = request
-            capacity = request.prompt.shape[1] + request.max_new_tokens + self.policy.max_nodes + 1
+            if draft is not None:  # which other decoders may have used
+                draft.visual_keep, draft.buckets = self.visual_keep, self.buckets
+            longest = self.policy.max_grown + 1 + max(self.buckets, default=0)
+            capacity = request.prompt.shape[1] + request.max_new_tokens + longest
             self.target.reserve(capacity)
             if self.target.cache.capacity > self._masks.capacity:
                 self._masks = MaskBuffer(self.target.cache.capacity, dtype=self.target.dtype, device=self.target.device)
-            ranks = self.draft is not None and self.visual_keep < 1.0
+            ranks = draft is not None and self.visual_keep < 1.0
             prefilled = self.target.prefill(inputs, rank_visual_tokens=ranks)
             token = request.rule.token(prefilled.logits, prefilled.prompt_length, request.prompt)
             emitted = request.emit([token])
             stats.prompt_tokens, stats.new_tokens = prefilled.prompt_length, 1
-            stats.target_prefill_ms = clock() - started
+            stats.target_prefill_ms, stats.vision_ms = clock() - started, prefilled.vision_ms
         yield emitted
         while not request.is_finished:
             if self.target.owner is not request:
@@ -295,103 +331,109 @@ class Decoder:
                 )
             with torch.inference_mode():
                 started = clock()
-                if self.draft is not None and stats.rounds == 0:
-                    self.draft.prefill(inputs, prefilled.visual_scores, capacity=capacity)
-                    self.draft.append(token)
-                    policies.reset(self._kind, self._params, self._state)
+                if draft is not None and stats.rounds == 0:
+                    draft.prefill(inputs, prefilled.visual_scores, capacity=capacity)
+                    draft.append(token)
+                    self._grower.reset()
                     stats.draft_prefill_ms = clock() - started
-                tokens = self._plain_step(token, request) if self.draft is None else self._round(token, request)
+                if draft is None or self.fallback.is_resting:
+                    tokens = self._plain_step(token, draft, request)
+                else:
+                    tokens = self._round(token, draft, request)
                 emitted = request.emit(tokens)
                 token = tokens[-1]
                 stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
                 stats.new_tokens += len(emitted)
                 stats.decode_ms += clock() - started
             yield emitted
+        if draft is not None and stats.rounds > 0:
+            self.fallback.end_request()
 
-    def _plain_step(self, root: int, request: _Request) -> list[int]:
-        """One AR step: the baseline, through the same adapter, cache and token rule."""
+    def _plain_step(self, root: int, draft: Draft | None, request: _Request) -> list[int]:
+        """One AR step: the baseline, and the fallback, through the same adapter, cache and token rule."""
         started = self._clock()
         logits = self.target.step(root)
         token = request.rule.token(
             logits, self.target.length, request.sequence() if request.rule.needs_prefix else None
         )
         request.stats.target_forwards += 1
+        request.stats.plain_steps += 1
         request.stats.verified_nodes.append(0)
         request.stats.verify_ms += self._clock() - started
+        if draft is not None:
+            draft.append(token)
+            self.fallback.rest()
         return [token]
 
-    def _round(self, root: int, request: _Request) -> list[int]:
+    def _round(self, root: int, draft: Draft, request: _Request) -> list[int]:
         """One round: returns the accepted draft tokens and the target's own token after them."""
-        self._grow_tree(root, request)
-        logits_or_tokens = self._verify(request)
-        path, next_token = self._accept(logits_or_tokens, request)
-        tokens = [int(token) for token in self._tree.token[path]] + [next_token]
+        num_levels = self._grow_tree(root, draft, request)
+        path, next_token = self._verify(request)
+        tree = self._grower.tree
+        tokens = [int(token) for token in tree.token[path]] + [next_token]
+        request.stats.health.observe(tree, path, is_near_image=self.target.length < request.near_image_until)
+        self.fallback.learn(draft_forwards=num_levels, nodes=int(tree.size[0]) - 1, accepted=len(path))
         self.target.cache.keep([ROOT, *(int(node) for node in path)])
-        assert self.draft is not None
-        self.draft.commit(self._tree, path, next_token)
-        policies.learn(self._kind, self._params, self._state, len(path))
+        draft.commit(tree, path, next_token)
+        self._grower.learn(len(path))
         return tokens
 
-    def _grow_tree(self, root: int, request: _Request) -> None:
-        """Draft: alternate between the draft's proposals and the policy's choice, level by level."""
-        assert self.draft is not None
-        plant(self._tree, root, -1)
-        self._frontier[0] = ROOT
-        num_frontier = 1
-        while num_frontier > 0:
+    def _grow_tree(self, root: int, draft: Draft, request: _Request) -> int:
+        """Draft: alternate between the draft's proposals and the policy's choice, level by level; returns how many."""
+        grower, num_levels = self._grower, 0
+        grower.plant(root)
+        while len(grower.frontier):
             started = self._clock()
-            tokens, logprobs = self.draft.propose(self._tree, self._frontier[:num_frontier], self.policy.num_proposals)
+            tokens, logprobs = draft.propose(grower.tree, grower.frontier, self.policy.num_proposals)
             request.stats.draft_ms += self._clock() - started
-            request.stats.draft_forwards += 1
-            num_frontier = policies.grow(
-                self._kind,
-                self._params,
-                self._state,
-                self._tree,
-                self._frontier,
-                num_frontier,
-                tokens,
-                logprobs,
-                self._no_sources,
-            )
+            grower.grow(tokens, logprobs)
+            num_levels += 1
+        grower.prune()
+        request.stats.draft_forwards += num_levels
+        return num_levels
 
-    def _verify(self, request: _Request) -> Tensor | NDArray[np.int64]:
-        """One target forward over root and tree. Returns the target's token after every node, or logits where tokens
-        depend on the prefix.
+    def _verify(self, request: _Request) -> tuple[NDArray[np.int64], int]:
+        """One target forward over root and tree: the accepted nodes, and the token that the target emits after the
+        last of them.
         """
-        tree, size = self._tree, int(self._tree.size[0])
+        tree, rule = self._grower.tree, request.rule
+        count = int(tree.size[0])
+        size = round_up(count, self.buckets)
         block = self._block[:size, :size]
+        block[:] = self._masks.closed
         write_tree_mask(tree, block, self._masks.closed)
         started = self._clock()
         device, length = self.target.device, self.target.length
         mask = self._masks.write(block, length) if size > 1 else None
-        positions = tree.depth[:size] + length
+        nodes, positions = np.zeros(size, np.int64), np.full(size, length)
+        nodes[:count] = np.maximum(tree.token[:count], 0)
+        positions[:count] += tree.depth[:count]
         logits = self.target.forward(
-            torch.from_numpy(tree.token[:size])[None].to(device), torch.from_numpy(positions)[None].to(device), mask
-        )
-        result = logits if request.rule.needs_prefix else request.rule.tokens(logits, positions + 1)
+            torch.from_numpy(nodes)[None].to(device), torch.from_numpy(positions)[None].to(device), mask
+        )[:count]
         request.stats.target_forwards += 1
-        request.stats.verified_nodes.append(size - 1)
+        request.stats.verified_nodes.append(count - 1)
+        if rule.needs_prefix:
+            path, token = self._accept_visiting(logits, request)
+        else:
+            tokens = rule.tokens(logits, positions[:count] + 1)
+            if isinstance(self.verification, WetapVerification):
+                logprobs = rule.logprobs(logits, tree.parent[1:count], nodes[1:count])
+                found = accept_by_ratio(tree, logprobs, np.log(self.verification.threshold), self._path)
+            else:
+                found = accept_path(tree, tokens, self._path)
+            path = self._path[:found].copy()
+            token = int(tokens[path[-1] if found else ROOT])
         request.stats.verify_ms += self._clock() - started
-        return result
-
-    def _accept(self, verified: Tensor | NDArray[np.int64], request: _Request) -> tuple[NDArray[np.int64], int]:
-        """The accepted nodes, and the token that the target emits after the last of them."""
-        if isinstance(verified, Tensor):
-            return self._accept_visiting(verified, request)
-        length = accept_path(self._tree, verified, self._path)
-        path = self._path[:length].copy()
-        return path, int(verified[path[-1] if length else ROOT])
+        return path, token
 
     def _accept_visiting(self, logits: Tensor, request: _Request) -> tuple[NDArray[np.int64], int]:
-        """The same walk where logits processors read the prefix: tokens are decided on the visited nodes only."""
-        from autotune.trees.verification import find_child
-
+        """The lossless walk where logits processors read the prefix: tokens are decided on the visited nodes only."""
         prefix, node = request.sequence(), ROOT
         path: list[int] = []
         while True:
             token = request.rule.token(logits[node], self.target.length + len(path) + 1, prefix)
-            child = find_child(self._tree, node, token)
+            child = find_child(self._grower.tree, node, token)
             if child < 0:
                 return np.array(path, np.int64), token
             path.append(child)

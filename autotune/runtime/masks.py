@@ -7,11 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.trees.tree import MAX_NODES
+from autotune.trees.tree import MAX_STEP
 
 
 class MaskBuffer:
-    """A slab of zeros in which only the last few columns are ever written: [1, 1, rows, capacity + MAX_NODES].
+    """A slab of zeros in which only the last few columns are ever written: [1, 1, rows, capacity + MAX_STEP].
 
     The prefix grows during a request, so the columns of the previous block become prefix and are cleared before the
     next block is written.
@@ -20,7 +20,7 @@ class MaskBuffer:
     def __init__(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.capacity = capacity
         self.closed = float(torch.finfo(dtype).min)
-        self._slab = torch.zeros(1, 1, MAX_NODES, capacity + MAX_NODES, dtype=dtype, device=device)
+        self._slab = torch.zeros(1, 1, MAX_STEP, capacity + MAX_STEP, dtype=dtype, device=device)
         self._block: tuple[int, int, int] = (0, 0, 0)  # rows, first column, end column
 
     def write(self, block: NDArray[np.float32], prefix: int) -> Tensor:

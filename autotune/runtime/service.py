@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.decoding_profile import load
+from autotune.runtime.perplexity import perplexity
 from autotune.workload import WorkloadPrompt
 
 
@@ -24,10 +25,18 @@ def answer_prompts(profile: Path, prompts: Sequence[WorkloadPrompt], *, device: 
             if stats.tokens_per_round and decoder.draft is not None
             else ""
         )
+        lossless = decoder.profile.point.lossless
+        measured = (
+            None
+            if lossless
+            else perplexity(decoder.target, inputs, output.sequences[0, stats.prompt_tokens :].tolist())
+        )
+        lossy = "" if measured is None else f"; LOSSY, perplexity {measured:.3f}"
         yield {
             "prompt": prompt.settings.prompt,
             "text": text,
-            "lossless": decoder.profile.point.lossless,
+            "lossless": lossless,
+            "perplexity": measured,
             "stats": stats.to_json(),
-            "summary": f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s{rounds})",
+            "summary": f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s{rounds}){lossy}",
         }

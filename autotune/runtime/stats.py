@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
+
+from autotune.trees.health import DraftHealth
 
 
 @dataclass
@@ -15,12 +17,14 @@ class DecodingStats:
     prompt_tokens: int = 0
     new_tokens: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
-    """τ of every round: draft tokens accepted and emitted."""
+    """τ of every round: draft tokens accepted and emitted. A plain step is a round that drafted nothing."""
     verified_nodes: list[int] = field(default_factory=list)
     """Draft nodes sent to verification in every round."""
     target_forwards: int = 0
     """After the prefill."""
     draft_forwards: int = 0
+    plain_steps: int = 0
+    """Target forwards without a draft."""
     target_prefill_ms: float = 0.0
     """Until the first token, vision included."""
     vision_ms: float = 0.0
@@ -30,6 +34,9 @@ class DecodingStats:
     verify_ms: float = 0.0
     decode_ms: float = 0.0
     """From the first token to the last: draft prefill, drafting, verification and everything between them."""
+
+    health: DraftHealth = field(default_factory=DraftHealth)
+    """Which proposals the target took."""
 
     @property
     def rounds(self) -> int:
@@ -49,7 +56,8 @@ class DecodingStats:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **asdict(self),
+            **{entry.name: getattr(self, entry.name) for entry in fields(self)},
+            "health": self.health.to_json(),
             "rounds": self.rounds,
             "tokens_per_round": self.tokens_per_round,
             "overhead_ms": self.overhead_ms,

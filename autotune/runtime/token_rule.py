@@ -90,6 +90,17 @@ class TokenRule:
             logits = LogitsProcessorList(self.processors)(prefix, logits[None].float().clone())[0]
         return int(self.tokens(logits[None], np.array([position]))[0])
 
+    def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The log-probability of ``tokens`` [n] after the nodes ``rows`` [n] of ``logits``, under the distribution that is
+        sampled from; at temperature 0 under the model's own. The first entry, the root's, is 0.
+        """
+        scores = logits.float()
+        if self.temperature > 0.0:
+            empty = torch.empty(len(logits), 0, dtype=torch.long, device=logits.device)
+            scores = self.warpers(empty, scores / self.temperature)
+        picked = scores.log_softmax(-1)[torch.from_numpy(rows), torch.from_numpy(tokens)]
+        return np.concatenate([[0.0], picked.double().cpu().numpy()])
+
     def noise(self, position: int, vocabulary: int) -> Tensor:
         """Standard Gumbel noise of a position, [vocabulary]."""
         self._generator.manual_seed(mix_seed(self.seed, position))

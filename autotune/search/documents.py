@@ -101,8 +101,17 @@ def measure_table(pair: Pair, workload: Workload, console: Console) -> CostTable
         )
 
 
-def record_traces(pair: Pair, workload: Workload, keeps: list[float], folder: Path, console: Console) -> list[Trace]:
+def record_traces(
+    pair: Pair,
+    workload: Workload,
+    keeps: list[float],
+    folder: Path,
+    console: Console,
+    *,
+    bounds: ForestBounds | None = None,
+) -> list[Trace]:
     """The target's answers, then a trace of the draft for each visual keep ratio, saved under ``folder``."""
+    bounds = bounds or ForestBounds()
     recorder = Recorder(pair.target, pair.target_reference, pair.processor, folder)
     with console.stage("answers of the target") as update:
         recorder.answers(workload, lambda done, of: update(done, of, ""))
@@ -114,7 +123,7 @@ def record_traces(pair: Pair, workload: Workload, keeps: list[float], folder: Pa
                 update(first * of + done, len(keeps) * of, "")
 
             trace = recorder.trace(
-                pair.draft, pair.draft_reference, workload, visual_keep=keep, bounds=ForestBounds(), report=report
+                pair.draft, pair.draft_reference, workload, visual_keep=keep, bounds=bounds, report=report
             )
             save_trace(folder / "traces" / f"keep-{keep:g}.trace.json", trace)
             traces.append(trace)

@@ -6,6 +6,7 @@ Every run is a line of a ledger as soon as it ends; a run that the ledger holds 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from autotune.errors import UserError
 from autotune.files import Document, append_line, content_key, read_lines
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.hf_generate import hf_generate
+from autotune.runtime.perplexity import perplexity
 from autotune.runtime.stats import DecodingStats
 from autotune.search.space import Configuration
 from autotune.workload import Workload, WorkloadPrompt
@@ -53,6 +55,10 @@ class Run(Document):
     draft_ms: float
     verify_ms: float
     decode_ms: float
+    health: dict[str, Any]
+    """Which proposals were taken (``DraftHealth``)."""
+    perplexity: float | None = None
+    """Of the answer, under the target, where it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,18 @@ PROMPT_LOOKUP_ARM = Arm(
 class Runner:
     """Runs arms on prompts with one loaded target and draft."""
 
-    def __init__(self, decoder: Decoder, processor: Any, ledger: Path | None = None, *, context: object = None) -> None:
-        target = decoder.target
+    def __init__(
+        self,
+        decoder: Decoder,
+        processor: Any,
+        ledger: Path | None = None,
+        *,
+        context: object = None,
+        with_perplexity: bool = False,
+    ) -> None:
         self.decoder = decoder
-        self.plain = Decoder(target)
-        self.looking_up = Decoder(target, PromptLookupDraft(target.vocab_size, image_token_id=target.image_token_id))
+        self.with_perplexity = with_perplexity
+        self._decoders: dict[str, Decoder] = {}
         self.processor = processor
         self.ledger = ledger
         self.context = content_key(context)  # models and device: runs of other ones do not count
@@ -154,6 +167,8 @@ class Runner:
             draft_ms=stats.draft_ms,
             verify_ms=stats.verify_ms,
             decode_ms=stats.decode_ms,
+            health=stats.health.to_json(),
+            perplexity=perplexity(self.decoder.target, inputs, tokens) if self.with_perplexity else None,
         )
         self._known[arm.key, prompt.sha256] = run
         if self.ledger is not None:
@@ -166,12 +181,30 @@ class Runner:
         if arm.name in (HF, HF_ASSISTED):
             assistant = self.assistant if arm.name == HF_ASSISTED else None
             return hf_generate(self.decoder.target_model, inputs, assistant=assistant, **settings)
-        decoder = self.plain
-        if arm.configuration is not None:
-            decoder = self.looking_up if arm.drafter == PROMPT_LOOKUP else self.decoder
-            decoder.configure(arm.configuration.tree, visual_keep=arm.configuration.visual_keep)
-        output = decoder.generate(**inputs, **settings)
+        output = self.decoder_of(arm).generate(**inputs, **settings)
         return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats
+
+    def decoder_of(self, arm: Arm) -> Decoder:
+        """An arm's own decoder, of the runner's models: what its fallback has learnt of requests is its own."""
+        if arm.key not in self._decoders:
+            target, c = self.decoder.target, arm.configuration
+            if c is None:
+                made = Decoder(target)
+            else:
+                draft = self.decoder.draft
+                if arm.drafter == PROMPT_LOOKUP:
+                    draft = PromptLookupDraft(target.vocab_size, image_token_id=target.image_token_id)
+                made = Decoder(
+                    target,
+                    draft,
+                    tree=c.tree,
+                    visual_keep=c.visual_keep,
+                    verification=c.verification,
+                    fallback=c.fallback,
+                    buckets=self.decoder.buckets,
+                )
+            self._decoders[arm.key] = made
+        return self._decoders[arm.key]
 
     @property
     def assistant(self) -> Any | None:
@@ -207,6 +240,9 @@ class Summary:
     identical_outputs: int
     outside_share: float | None
     """Share of decoding time outside the two models; None where their parts are not measured."""
+    outside_us_per_round: float | None
+    perplexity: float | None
+    """Of all answers' tokens under the target, pooled; None where it was not asked for."""
 
 
 def summarise(
@@ -246,7 +282,16 @@ def summarise(
             run.tokens_sha256 == other.tokens_sha256 for run, other in zip(runs, baseline, strict=True)
         ),
         outside_share=outside_ms / total_ms if is_measured else None,
+        outside_us_per_round=1e3 * outside_ms / rounds if is_measured and rounds else None,
+        perplexity=_pooled_perplexity(runs),
     )
+
+
+def _pooled_perplexity(runs: Sequence[Run]) -> float | None:
+    if any(run.perplexity is None for run in runs):
+        return None
+    total = sum(run.new_tokens * math.log(run.perplexity or 1.0) for run in runs)
+    return math.exp(total / sum(run.new_tokens for run in runs))
 
 
 def decoded_pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[Run, Run]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.trace import ForestBounds
+from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.console import Console
 from autotune.cost.device import Fingerprint
 from autotune.cost.table import TOKENS, CostTable
@@ -62,7 +62,7 @@ class SearchSettings:
     space: str = "quick"
     gpu: str = "auto"
     budget_s: float = 300.0
-    num_trials: int = 400
+    num_trials: int = 200
     storage: str | None = None
     study: str | None = None
     seed: int = 0
@@ -84,28 +84,24 @@ def check_settings(settings: SearchSettings) -> None:
             f"--budget must be longer than nothing; got {settings.budget_s:g} s; give for example --budget 5m"
         )
     if settings.num_trials < 1:
-        raise UserError(f"--trials must be at least 1; got {settings.num_trials}; the default is 400")
+        raise UserError(f"--trials must be at least 1; got {settings.num_trials}; the default is 200")
     require_writable(settings.output)
 
 
-def check_reach(space: SearchSpace) -> None:
-    """Refuse a space that traces and cost tables do not reach, before either is made.
+def check_reach(space: SearchSpace) -> ForestBounds:
+    """How far traces must reach for a space; refuses one that cost tables do not reach, before anything is made.
 
     Raises:
-        UserError: trees deeper, wider or larger than what is recorded and measured.
+        UserError: trees larger or wider than what is measured.
     """
-    bounds = ForestBounds()
-    for policy in largest_policies(space):
-        if (
-            policy.max_depth > bounds.depth
-            or policy.num_proposals > bounds.num_proposals
-            or policy.max_nodes >= TOKENS[-1]
-        ):
+    policies = list(largest_policies(space))
+    for policy in policies:
+        if max(policy.max_nodes + 1, policy.max_width) > TOKENS[-1]:
             raise UserError(
-                f"space {space.name}: trees are recorded to depth {bounds.depth} with {bounds.num_proposals} children a node, "
-                f"and priced to {TOKENS[-1] - 1} nodes; {policy.policy} asks for depth {policy.max_depth}, "
-                f"{policy.num_proposals} children and {policy.max_nodes} nodes; narrow the space"
+                f"space {space.name}: steps are priced up to {TOKENS[-1]} tokens; {policy.policy} verifies up to "
+                f"{policy.max_nodes + 1} and drafts {policy.max_width} at once; narrow the space"
             )
+    return bounds_for(policies)
 
 
 def search(settings: SearchSettings, console: Console) -> DecodingProfile:
@@ -120,7 +116,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     keeps = space.visual_keep.values
     if keeps is None:
         raise UserError(f"space {space.name}: visual_keep must list its choices, for each is recorded; give choices")
-    check_reach(space)
+    bounds = check_reach(space)
     tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
     evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
     device = device_for(settings.gpu)
@@ -130,12 +126,11 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
 
     table = local_table(pair, tune, folder, console) if device is not None else foreign_table(settings.gpu, pair)
     print_table(table, console)
-    recorded_keeps = sorted({*keeps, *(c.visual_keep for c in PUBLISHED_DEFAULTS.values())}, reverse=True)
-    traces = record_traces(pair, tune, recorded_keeps, folder, console)
+    traces = record_traces(pair, tune, sorted(keeps, reverse=True), folder, console, bounds=bounds)
     print_agreement(traces[0], console)
 
     evaluator = Evaluator(traces, table, pair.draft_reference)
-    documents = [pair.key, tune.sha256, table.provenance.model_dump(mode="json"), recorded_keeps]
+    documents = [pair.key, tune.sha256, table.provenance.model_dump(mode="json"), bounds.model_dump()]
     with console.stage("trees by replay") as update:
         candidates = search_trees(
             evaluator,
@@ -164,11 +159,17 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         num_evaluate_prompts=len(evaluate.prompts),
     )
     if device is None:
-        document = predicted_profile(pair, table, candidates[0], workload_reference, evaluator)
+        document = predicted_profile(pair, table, evaluator.guarded(candidates[0]), workload_reference, evaluator)
     else:
         runner = Runner(pair.decoder, pair.processor, folder / "runs.jsonl", context=[pair.key])
         winner = measure_finalists(
-            runner, choose_finalists(candidates, NUM_FINALISTS), tune, evaluator, settings, deadline, console
+            runner,
+            [evaluator.guarded(c) for c in choose_finalists(candidates, NUM_FINALISTS)],
+            tune,
+            evaluator,
+            settings,
+            deadline,
+            console,
         )
         document = judged_profile(
             runner, pair, table, winner, workload_reference, evaluate, evaluator, settings, deadline, console
@@ -257,10 +258,14 @@ def judged_profile(
             report=lambda done, of: update(done, of, ""),
         )
     summaries = {name: summarise(name, arm_runs, runs[AR]) for name, arm_runs in runs.items()}
+    known = evaluator.replayable([*PUBLISHED_DEFAULTS.values(), winner.configuration])
     predicted = {
-        arm.name: evaluator.evaluate(arm.configuration) for arm in [*defaults, tuned] if arm.configuration is not None
+        arm.name: evaluator.evaluate(arm.configuration)
+        for arm in [*defaults, tuned]
+        if arm.configuration is not None and arm.configuration in known
     }
-    print_comparison(summaries, predicted, console)
+    labels = {arm.name: arm.configuration.label for arm in [*defaults, tuned] if arm.configuration is not None}
+    print_comparison(summaries, predicted, labels, console)
     best = summaries["tuned"]
     evidence = Evidence(
         prompts=[_prompt_evidence(run, plain) for run, plain in zip(runs["tuned"], runs[AR], strict=True)],
@@ -297,11 +302,13 @@ def judged_profile(
     return _profile(pair, pair.device, table.precision, workload, [point], evidence)
 
 
-def print_comparison(summaries: dict[str, Summary], predicted: dict[str, Candidate], console: Console) -> None:
+def print_comparison(
+    summaries: dict[str, Summary], predicted: dict[str, Candidate], labels: dict[str, str], console: Console
+) -> None:
     """The final table: plain decoding, published defaults, winner; predicted beside measured."""
     rows = []
     for name, summary in summaries.items():
-        label = f"{name}: {predicted[name].configuration.label}" if name in predicted else "plain decoding (ar)"
+        label = f"{name}: {labels[name]}" if name in labels else "plain decoding (ar)"
         rows.append(
             [
                 label,
@@ -380,6 +387,7 @@ def _point(draft: ModelReference, winner: Candidate, measured: Measured | None, 
             subnet=Subnet(visual_keep=winner.configuration.visual_keep),
         ),
         tree=parse_policy(winner.configuration.tree),
+        fallback=winner.configuration.fallback,
         predicted=Predicted(
             speedup=winner.speedup,
             ms_per_token=winner.ms_per_token,
@@ -414,4 +422,9 @@ def configuration_of(profile: DecodingProfile) -> Configuration | None:
     point = profile.point
     if point.draft is None or point.tree is None:
         return None
-    return Configuration(tree=point.tree.model_dump(), visual_keep=point.draft.subnet.visual_keep)
+    return Configuration(
+        tree=point.tree.model_dump(),
+        visual_keep=point.draft.subnet.visual_keep,
+        verification=point.verification,
+        fallback=point.fallback,
+    )

@@ -11,13 +11,18 @@ from pydantic import Field, model_validator
 
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root, parse, read_yaml
-from autotune.trees.chain import ChainPolicy
-from autotune.trees.policy import POLICIES, parse_policy
-from autotune.trees.sage import SagePolicy
+from autotune.trees.fallback import RoundPrice
+from autotune.trees.policy import POLICIES, Policy, parse_policy
+from autotune.trees.static import StaticPolicy
+from autotune.trees.verification import LosslessVerification, Verification
 
 if TYPE_CHECKING:
     import optuna
 
+MAX_ENUMERATED = 3000
+# What static trees are searched by: Sequoia's dynamic programme makes a tree of them.
+LARGEST_STATIC = {"budget": 128, "depth": 24}
+STATIC_FIELDS = tuple(LARGEST_STATIC)
 # Pairs of hyperparameters of which the second must not be below the first: sampled freely, then put in order.
 _ORDERED = (("d_min", "d_max"), ("d_min", "depth_cap"), ("w_min", "w_max"), ("lower", "upper"))
 
@@ -56,6 +61,21 @@ class Dimension(Document):
             return list(range(self.low, self.high + 1, int(self.step or 1)))
         return None
 
+    def at(self, share: float) -> Any:
+        """The value at a share, in [0, 1), of the way through: equal stretches for equally many values, of the logarithm
+        where ``log``.
+        """
+        if self.choices is not None:
+            return self.choices[int(share * len(self.choices))]
+        assert self.low is not None and self.high is not None
+        is_whole = isinstance(self.low, int) and isinstance(self.high, int)
+        if self.step is not None:
+            value = self.low + self.step * int(share * (1 + (self.high - self.low) // self.step))
+        else:
+            low, high = float(self.low), float(self.high) + is_whole
+            value = low * (high / low) ** share if self.log else low + share * (high - low)
+        return int(value) if is_whole else float(value)
+
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
         """A value, by Optuna's sampler."""
         if self.choices is not None:
@@ -71,11 +91,16 @@ class Configuration(Document):
 
     tree: dict[str, Any]
     visual_keep: float
+    verification: Verification = Field(default_factory=LosslessVerification)
+    fallback: RoundPrice | None = None
 
     @property
     def key(self) -> str:
         """Content hash: equal configurations have equal keys."""
-        return content_key([parse_policy(self.tree).model_dump(), self.visual_keep])
+        fallback = None if self.fallback is None else self.fallback.model_dump()
+        return content_key(
+            [parse_policy(self.tree).model_dump(), self.visual_keep, self.verification.model_dump(), fallback]
+        )
 
     @property
     def label(self) -> str:
@@ -88,11 +113,17 @@ class Configuration(Document):
             if n != "policy" and (v != getattr(defaults, n) or policy.policy == "chain")
         }
         words = [f"{n}={v:.2f}" if isinstance(v, float) else f"{n}={v}" for n, v in changed.items()]
+        if isinstance(policy, StaticPolicy):
+            words = [f"nodes={policy.max_nodes}", f"depth={policy.max_depth}"]
+        if not self.verification.is_lossless:
+            words.append("LOSSY")
         return f"{policy.policy}({', '.join(words)}) keep={self.visual_keep:g}"
 
 
 class SearchSpace(Document):
-    """Which configurations a search may choose."""
+    """Which configurations a search may choose. ``static`` is searched by the budget and depth of Sequoia's trees, the
+    other policies by their hyperparameters.
+    """
 
     name: str
     description: str = ""
@@ -100,7 +131,7 @@ class SearchSpace(Document):
     trees: dict[str, dict[str, Dimension]] = Field(min_length=1)
 
     def enumerated(self, policy: str) -> Iterator[Configuration] | None:
-        """All configurations of a policy with few of them (at most 200), or None."""
+        """All configurations of a policy with few of them, or None. Replaying one costs less than sampling one."""
         axes = [dimension.values for dimension in self.trees[policy].values()]
         keeps = self.visual_keep.values
         if keeps is None or any(axis is None for axis in axes):
@@ -108,7 +139,7 @@ class SearchSpace(Document):
         size = len(keeps)
         for axis in axes:
             size *= len(axis or ())
-        if size > 200:
+        if size > MAX_ENUMERATED:
             return None
         names = list(self.trees[policy])
         return (
@@ -116,6 +147,19 @@ class SearchSpace(Document):
             for keep in keeps
             for values in itertools.product(*(axis for axis in axes if axis is not None))
         )
+
+    def sweep(self, policy: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+        """Values of a policy's dimensions and ``visual_keep`` that fill the space evenly: a scrambled Sobol sequence."""
+        from scipy.stats import qmc
+
+        names = [*self.trees[policy], "visual_keep"]
+        dimensions = [*self.trees[policy].values(), self.visual_keep]
+        sequence = qmc.Sobol(len(names), rng=seed)
+        for shares in sequence.random(count):
+            yield {
+                name: dimension.at(float(share))
+                for name, dimension, share in zip(names, dimensions, shares, strict=True)
+            }
 
     def suggest(self, trial: optuna.Trial, policies: list[str]) -> Configuration:
         """A configuration of one of the policies, by Optuna's sampler."""
@@ -151,6 +195,9 @@ def load_space(name: str) -> SearchSpace:
         if policy not in POLICIES:
             raise UserError(f"{path}: unknown tree policy {policy!r}; {nearest(policy, POLICIES)}")
         fields = [field for field in POLICIES[policy].model_fields if field != "policy"]
+        if policy == "static":
+            _check_static(dimensions, path)
+            continue
         for dimension in dimensions:
             if dimension not in fields:
                 raise UserError(f"{path}: {policy} has no hyperparameter {dimension!r}; {nearest(dimension, fields)}")
@@ -161,19 +208,40 @@ def load_space(name: str) -> SearchSpace:
     return space
 
 
+def _check_static(dimensions: dict[str, Dimension], path: Path) -> None:
+    for name in (*dimensions, *STATIC_FIELDS):
+        if name not in STATIC_FIELDS:
+            raise UserError(f"{path}: static trees have no {name!r} to search; {nearest(name, STATIC_FIELDS)}")
+        values = dimensions[name].values if name in dimensions else None
+        if not values or not all(isinstance(v, int) and 1 <= v <= LARGEST_STATIC[name] for v in values):
+            raise UserError(
+                f"{path}: static needs {name}, whole numbers from 1 to {LARGEST_STATIC[name]}; give it low and high, or choices"
+            )
+
+
 def _widest(dimensions: dict[str, Dimension]) -> dict[str, Any]:
     """One value of every dimension: the upper end, or the last choice."""
     return {name: d.choices[-1] if d.choices is not None else d.high for name, d in dimensions.items()}
 
 
-def largest_policies(space: SearchSpace) -> Iterator[ChainPolicy | SagePolicy]:
+def largest_policies(space: SearchSpace) -> Iterator[Policy]:
     """For each policy of the space, the one with every hyperparameter at its upper end."""
     for policy, dimensions in space.trees.items():
-        yield parse_policy(configuration(policy, _widest(dimensions), 1.0).tree)
+        widest = _widest(dimensions)
+        if policy == "static":  # the deepest chain, and then some children of the root
+            chain = [(0,) * depth for depth in range(1, min(widest["depth"], widest["budget"]) + 1)]
+            paths = chain + [(rank,) for rank in range(1, min(10, 1 + widest["budget"] - len(chain)))]
+            yield StaticPolicy(paths=tuple(paths))
+        else:
+            yield parse_policy(configuration(policy, widest, 1.0).tree)
 
 
 # What users run today (shared defaults of serving engines and papers): every search compares its winner with these.
 PUBLISHED_DEFAULTS: dict[str, Configuration] = {
     "chain": Configuration(tree={"policy": "chain", "depth": 5}, visual_keep=1.0),
+    "star": Configuration(tree={"policy": "chain", "depth": 6}, visual_keep=1.0),
+    "eagle2": Configuration(tree={"policy": "eagle2"}, visual_keep=1.0),
+    "dream": Configuration(tree={"policy": "eagle2", "depth": 6, "k": 4, "budget": 32}, visual_keep=0.75),
     "sage": Configuration(tree={"policy": "sage"}, visual_keep=0.2),
+    "wetap": Configuration(tree={"policy": "wetap"}, visual_keep=1.0),
 }

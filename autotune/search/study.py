@@ -4,8 +4,10 @@ they are too many to enumerate.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,22 @@ from autotune.cost.table import CostTable, DensePrices
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.provenance import ModelReference
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, SearchSpace
+from autotune.search.sequoia import rank_acceptance, sequoia_trees
+from autotune.search.space import (
+    PUBLISHED_DEFAULTS,
+    STATIC_FIELDS,
+    Configuration,
+    Dimension,
+    SearchSpace,
+    configuration,
+)
+from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
-from autotune.trees.tree import MAX_NODES
+from autotune.trees.tree import MAX_STEP
 
 Report = Callable[[int, int, str], None]
+NUM_SWEPT = 4096  # configurations of each policy that are replayed before TPE begins; a power of two, as Sobol's are
+NUM_SEEDS = 24  # of them TPE begins with
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,8 @@ class Candidate:
     """A configuration and what replay says of it."""
 
     configuration: Configuration
+    key: str
+    """The configuration's."""
     ms_per_token: float
     tokens_per_round: float
     nodes_per_round: float
@@ -43,7 +58,7 @@ class Evaluator:
     def __init__(self, traces: Iterable[Trace], table: CostTable, draft: ModelReference) -> None:
         self.traces = {trace.header.visual_keep: trace for trace in traces}
         longest = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
-        max_tokens = min(MAX_NODES, table.verify.max_tokens, table.costs_of(draft).propose.max_tokens)
+        max_tokens = min(MAX_STEP, table.verify.max_tokens, table.costs_of(draft).propose.max_tokens)
         self.prices: DensePrices = table.prices(draft, max_tokens=max_tokens, max_kv_length=longest)
         any_trace = next(iter(self.traces.values()))
         if any_trace.num_tokens == 0:
@@ -52,6 +67,7 @@ class Evaluator:
             )
         self.ar_ms_per_token = float(plain_decode_ms(any_trace, self.prices).sum() / any_trace.num_tokens)
         self._seen: dict[str, Candidate] = {}
+        self._best: Candidate | None = None
 
     @property
     def num_evaluated(self) -> int:
@@ -72,27 +88,82 @@ class Evaluator:
             )
         policy = parse_policy(configuration.tree)
         largest = self.prices.verify_ms.shape[0] - 1
-        if policy.max_nodes + 1 > largest:
+        if max(policy.max_nodes + 1, policy.max_width) > largest:
             raise UserError(
                 f"the cost table prices steps of up to {largest} tokens; {configuration.label} verifies up to "
-                f"{policy.max_nodes + 1} at once; profile a larger grid, or narrow the space"
+                f"{policy.max_nodes + 1} at once and drafts {policy.max_width}; profile a larger grid, or narrow the space"
             )
-        return replay(trace, policy, self.prices)
+        return replay(trace, policy, self.prices, configuration.fallback)
 
     def evaluate(self, configuration: Configuration) -> Candidate:
         """A configuration's figures; a second call costs nothing."""
         key = configuration.key
         if key not in self._seen:
-            result = self.replay(configuration)
-            ms = result.ms_per_token
-            nodes = float(result.verified_nodes.sum() / result.rounds.sum())
-            self._seen[key] = Candidate(configuration, ms, result.tokens_per_round, nodes, self.ar_ms_per_token / ms)
+            self._note(key, configuration, self.replay(configuration))
         return self._seen[key]
+
+    def evaluate_many(self, configurations: Iterable[Configuration]) -> None:
+        """The same for many at once, on all cores; the figures are in ``candidates``."""
+        waiting = {c.key: c for c in configurations}
+        new = {key: c for key, c in waiting.items() if key not in self._seen}
+        for trace in self.traces.values():
+            trace.packed  # laid out once, before the threads ask for it  # noqa: B018
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for (key, candidate), result in zip(new.items(), pool.map(self.replay, new.values()), strict=True):
+                self._note(key, candidate, result)
+
+    def _note(self, key: str, candidate: Configuration, result: Replay) -> None:
+        ms = result.ms_per_token
+        nodes = float(result.verified_nodes.sum() / result.rounds.sum())
+        found = Candidate(candidate, key, ms, result.tokens_per_round, nodes, self.ar_ms_per_token / ms)
+        self._seen[key] = found
+        if self._best is None or _rank(found) < _rank(self._best):
+            self._best = found
+
+    def round_price(self, configuration: Configuration) -> RoundPrice:
+        """What a configuration's rounds cost in plain steps: its own rounds, divided among what they consist of."""
+        result, prices = self.replay(configuration.model_copy(update={"fallback": None})), self.prices
+        rounds, levels, nodes = (float(n.sum()) for n in (result.rounds, result.draft_forwards, result.verified_nodes))
+        verify_ms = prices.verify_ms.mean(1)
+        largest = parse_policy(configuration.tree).max_nodes + 1
+        node_ms = max(0.0, float(verify_ms[largest] - verify_ms[1]) / (largest - 1))
+        level_ms = float(result.draft_ms.sum()) / levels + prices.overhead_level_ms
+        round_ms = (float(result.verify_ms.sum()) - node_ms * nodes) / rounds + prices.overhead_round_ms
+        step_ms = self.ar_ms_per_token
+        return RoundPrice(round_steps=round_ms / step_ms, level_steps=level_ms / step_ms, node_steps=node_ms / step_ms)
+
+    def guarded(self, candidate: Candidate) -> Candidate:
+        """A candidate with its fallback to plain decoding."""
+        price = self.round_price(candidate.configuration)
+        return self.evaluate(candidate.configuration.model_copy(update={"fallback": price}))
+
+    def replayable(self, configurations: Iterable[Configuration]) -> list[Configuration]:
+        """Those whose visual keep ratio was recorded, with trees that traces and prices reach."""
+        reached = []
+        for candidate in configurations:
+            policy = parse_policy(candidate.tree)
+            trace = self.traces.get(candidate.visual_keep)
+            if trace is None or max(policy.max_nodes + 1, policy.max_width) >= self.prices.verify_ms.shape[0]:
+                continue
+            bounds = trace.header.bounds
+            if policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth:
+                reached.append(candidate)
+        return reached
+
+    def static_trees(self, dimensions: dict[str, Dimension]) -> list[Configuration]:
+        """Sequoia's trees of the budgets and depths of a search space, for every trace."""
+        budgets, depths = (dimensions[name].values or [] for name in STATIC_FIELDS)
+        return [
+            Configuration(tree=tree.model_dump(mode="json"), visual_keep=keep)
+            for keep, trace in self.traces.items()
+            for tree in sequoia_trees(rank_acceptance(trace), budgets=budgets, depths=depths)
+        ]
 
     @property
     def best(self) -> Candidate:
         """The fastest so far."""
-        return min(self._seen.values(), key=_rank)
+        assert self._best is not None, "nothing was evaluated"
+        return self._best
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -101,7 +172,7 @@ class Evaluator:
 
 
 def _rank(candidate: Candidate) -> tuple[float, float, str]:
-    return candidate.ms_per_token, candidate.nodes_per_round, candidate.configuration.key
+    return candidate.ms_per_token, candidate.nodes_per_round, candidate.key
 
 
 def search_trees(
@@ -115,7 +186,8 @@ def search_trees(
     deadline: float | None = None,
     report: Report | None = None,
 ) -> list[Candidate]:
-    """Evaluate the space, fastest first: small policies outright, the others by TPE from the published defaults on.
+    """Evaluate the space, fastest first: small policies outright, the others by an even sweep, from whose best TPE goes
+    on: a replay takes less time than TPE needs to think of a configuration.
 
     ``storage`` is an Optuna RDB URL, or the path of a journal file. The study is named by ``documents`` (the hashes of
     what it searches over), so that the same command goes on with it and another one does not.
@@ -127,15 +199,29 @@ def search_trees(
 
     sampled = []
     for policy in space.trees:
+        if policy == "static":
+            evaluator.evaluate_many(evaluator.static_trees(space.trees[policy]))
+            continue
         configurations = space.enumerated(policy)
         if configurations is None:
             sampled.append(policy)
-            continue
-        for configuration in configurations:
-            evaluator.evaluate(configuration)
-    for configuration in PUBLISHED_DEFAULTS.values():
-        if configuration.visual_keep in evaluator.traces:
-            evaluator.evaluate(configuration)
+        else:
+            evaluator.evaluate_many(configurations)
+    evaluator.evaluate_many(evaluator.replayable(PUBLISHED_DEFAULTS.values()))
+    seeds: list[tuple[float, dict[str, Any]]] = []
+    for policy in sampled:
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        swept = list(space.sweep(policy, NUM_SWEPT, seed))
+        drawn = [_configuration_of(policy, values) for values in swept]
+        evaluator.evaluate_many(drawn)
+        seeds += [
+            (evaluator.evaluate(one).ms_per_token, _parameters_of(policy, values))
+            for one, values in zip(drawn, swept, strict=True)
+        ]
+        if report is not None:
+            best = evaluator.best
+            report(0, num_trials, f"best so far: {best.speedup:.2f}x {best.configuration.label}")
     if sampled:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         study = _open_study(storage, content_key([documents, space.model_dump(mode="json"), seed]), seed)
@@ -143,17 +229,31 @@ def search_trees(
         finished = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
         for trial in finished:
             evaluator.evaluate(Configuration.model_validate(trial.user_attrs["configuration"]))
+        if not study.trials:
+            for _, parameters in sorted(seeds, key=lambda found: found[0])[:NUM_SEEDS]:
+                study.enqueue_trial(parameters)
         for number in range(len(finished), num_trials):
             if deadline is not None and time.monotonic() > deadline:
                 break
             trial = study.ask()
-            configuration = space.suggest(trial, sampled)
-            trial.set_user_attr("configuration", configuration.model_dump(mode="json"))
-            study.tell(trial, evaluator.evaluate(configuration).ms_per_token)
+            suggested = space.suggest(trial, sampled)
+            trial.set_user_attr("configuration", suggested.model_dump(mode="json"))
+            study.tell(trial, evaluator.evaluate(suggested).ms_per_token)
             if report is not None:
                 best = evaluator.best
                 report(number + 1, num_trials, f"best so far: {best.speedup:.2f}x {best.configuration.label}")
     return evaluator.candidates
+
+
+def _configuration_of(policy: str, values: dict[str, Any]) -> Configuration:
+    of_tree = {name: value for name, value in values.items() if name != "visual_keep"}
+    return configuration(policy, of_tree, values["visual_keep"])
+
+
+def _parameters_of(policy: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The values by the names under which ``SearchSpace.suggest`` asks for them."""
+    named = {name if name == "visual_keep" else f"{policy}.{name}": value for name, value in values.items()}
+    return {"policy": policy, **named}
 
 
 def _open_study(storage: str | Path, name: str, seed: int) -> Any:
@@ -176,7 +276,9 @@ def _open_study(storage: str | Path, name: str, seed: int) -> Any:
             f"--storage {storage}: the storage does not answer ({str(error).splitlines()[0]}); check the URL and its driver"
         ) from None
     # A resumed study draws on from where it stood, not the same numbers again.
-    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), multivariate=True, n_startup_trials=60)
+    study.sampler = optuna.samplers.TPESampler(
+        seed=seed + len(study.trials), multivariate=True, n_startup_trials=NUM_SEEDS
+    )
     return study
 
 

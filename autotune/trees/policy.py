@@ -1,41 +1,62 @@
-"""The tree policies by name, and the three compiled calls through which the runtime and replay drive any of them.
+"""The tree policies by name, and the compiled calls through which the runtime and replay drive any of them.
 
 Both drive the same code, which is why replay predicts rounds exactly: between them only the answer to "what are this
 node's children?" differs. To add a policy: a file beside ``sage.py``, a line in ``TreePolicy`` and a branch in each of
-the three calls.
+the calls that concern it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 
 from autotune.errors import UserError, nearest
 from autotune.files import describe
-from autotune.trees import chain, sage
+from autotune.trees import chain, eagle2, sage, static, wetap
 from autotune.trees.chain import ChainPolicy
+from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.sage import SagePolicy
-from autotune.trees.tree import Floats, Ints, Tree
+from autotune.trees.static import StaticPolicy
+from autotune.trees.tree import (
+    CHILD,
+    ROOT,
+    Floats,
+    Ints,
+    Proposals,
+    Tree,
+    Workspace,
+    compiled,
+    new_tree,
+    new_workspace,
+    plant,
+)
+from autotune.trees.wetap import WetapPolicy
 
-TreePolicy = Annotated[ChainPolicy | SagePolicy, Field(discriminator="policy")]
-POLICIES: dict[str, type[ChainPolicy | SagePolicy]] = {"chain": ChainPolicy, "sage": SagePolicy}
-STATE_SIZE = sage.STATE_SIZE
+Policy = ChainPolicy | SagePolicy | Eagle2Policy | WetapPolicy | StaticPolicy
+"""Each says, beside its hyperparameters, how far it reaches: ``max_nodes`` sent to verification in a round,
+``max_grown`` before pruning, ``max_width`` nodes expanded in one level, ``max_depth`` draft levels, ``num_proposals``
+children of a node that it looks at; and ``encode`` gives the hyperparameters as its compiled steps read them.
+"""
+TreePolicy = Annotated[Policy, Field(discriminator="policy")]
+POLICIES: dict[str, type[Policy]] = {kind.model_fields["policy"].default: kind for kind in get_args(Policy)}
+STATE_SIZE = max(sage.STATE_SIZE, wetap.STATE_SIZE)
 
 _CHAIN = ChainPolicy.KIND
 _SAGE = SagePolicy.KIND
+_EAGLE2 = Eagle2Policy.KIND
+_WETAP = WetapPolicy.KIND
 
 
-def parse_policy(tree: Any, *, source: str = "tree") -> ChainPolicy | SagePolicy:
+def parse_policy(tree: Any, *, source: str = "tree") -> Policy:
     """A policy from ``{"policy": name, hyperparameter: value, ...}``; what is left out takes the paper's default.
 
     Raises:
         UserError: an unknown policy or hyperparameter, or a value out of range.
     """
-    if isinstance(tree, ChainPolicy | SagePolicy):
+    if isinstance(tree, Policy):
         return tree
     name = tree.get("policy") if isinstance(tree, dict) else None
     if not isinstance(name, str) or name not in POLICIES:
@@ -46,42 +67,96 @@ def parse_policy(tree: Any, *, source: str = "tree") -> ChainPolicy | SagePolicy
         raise UserError(f"{source}: {describe(error, POLICIES[name])}") from None
 
 
-def new_state() -> Floats:
-    """Room for what a policy remembers between rounds; ``reset`` fills it."""
-    return np.zeros(STATE_SIZE)
-
-
-@njit(cache=True)
+@compiled
 def reset(kind: int, params: Floats, state: Floats) -> None:
     """Forget earlier rounds: a new prompt begins."""
     if kind == _SAGE:
         sage.reset(params, state)
 
 
-@njit(cache=True)
+@compiled
 def grow(
     kind: int,
     params: Floats,
     state: Floats,
     tree: Tree,
-    frontier: Ints,
+    work: Workspace,
     num_frontier: int,
-    tokens: Ints,
-    logprobs: NDArray[np.float32],
-    sources: Ints,
+    proposals: Proposals,
 ) -> int:
-    """Grow one level from the proposals of the frontier's nodes.
+    """Grow one level from the proposals of the frontier's nodes, which stand where ``tree.source`` says.
 
-    ``tokens``, ``logprobs`` and ``sources`` are [frontier, proposals], most probable first. The nodes to expand next
-    are written to ``frontier``, their number is returned; 0 ends the tree.
+    The nodes to expand next are written to the frontier, their number is returned; 0 ends the tree.
     """
     if kind == _CHAIN:
-        return chain.grow(params, tree, frontier, tokens, logprobs, sources)
-    return sage.grow(params, state, tree, frontier, num_frontier, tokens, logprobs, sources)
+        return chain.grow(params, tree, work, proposals)
+    if kind == _SAGE:
+        return sage.grow(params, state, tree, work, num_frontier, proposals)
+    if kind == _EAGLE2:
+        return eagle2.grow(params, tree, work, num_frontier, proposals)
+    if kind == _WETAP:
+        return wetap.grow(params, state, tree, work, num_frontier, proposals)
+    return static.grow(params, tree, work, proposals)
 
 
-@njit(cache=True)
+@compiled
+def prune(kind: int, params: Floats, tree: Tree, work: Workspace) -> None:
+    """Cut a tree that has grown to what is sent to verification."""
+    if kind == _EAGLE2:
+        eagle2.prune(params, tree, work)
+    elif kind == _WETAP:
+        wetap.prune(params, tree, work)
+
+
+@compiled
 def learn(kind: int, params: Floats, state: Floats, accepted: int) -> None:
     """Tell the policy the accepted length of the round that ended."""
     if kind == _SAGE:
         sage.learn(params, state, accepted)
+
+
+class TreeGrower:
+    """A policy at work on one live tree, for those who have proposals level by level: the runtime.
+
+    A round is ``plant``, then ``grow`` until no node waits in ``frontier``, then ``prune``, and ``learn`` what was
+    accepted.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.tree = new_tree(policy.max_grown)
+        self.frontier: Ints = np.zeros(0, np.int64)
+        """Nodes whose children are wanted next."""
+        self._params = policy.encode()
+        self._state = np.zeros(STATE_SIZE)
+        self._work = new_workspace(policy.max_grown)
+        self._proposals = np.zeros((policy.max_width, policy.num_proposals), CHILD)
+        self._proposals["row"] = -1
+        self.reset()
+
+    def reset(self) -> None:
+        """A new prompt begins."""
+        reset(self.policy.KIND, self._params, self._state)
+
+    def plant(self, token: int) -> None:
+        """A new round begins at the last committed token."""
+        plant(self.tree, token, -1)
+        self._work.frontier[0] = ROOT
+        self.frontier = self._work.frontier[:1]
+
+    def grow(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        """Add a level from the proposals [frontier, proposals] of the frontier's nodes."""
+        count = len(self.frontier)
+        self.tree.source[self.frontier] = np.arange(count)
+        proposals = self._proposals[:count]
+        proposals["token"], proposals["logprob"], proposals["probability"] = tokens, logprobs, np.exp(logprobs)
+        count = grow(self.policy.KIND, self._params, self._state, self.tree, self._work, count, proposals)
+        self.frontier = self._work.frontier[:count]
+
+    def prune(self) -> None:
+        """The tree has grown: cut it to what is verified."""
+        prune(self.policy.KIND, self._params, self.tree, self._work)
+
+    def learn(self, accepted: int) -> None:
+        """The round ended with this accepted length."""
+        learn(self.policy.KIND, self._params, self._state, accepted)

@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
-from numba import njit
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from autotune.files import Document
-from autotune.trees.tree import Floats, Ints, Tree, add_child
+from autotune.trees.tree import Floats, Proposals, Tree, Workspace, add_best_children, compiled
 
 MAX_WINDOW = 32
 
@@ -59,21 +57,25 @@ class SagePolicy(Document):
 
     @property
     def max_nodes(self) -> int:
-        """Most draft nodes that a round can send to verification."""
+        return self.n_max
+
+    @property
+    def max_grown(self) -> int:
+        return self.n_max
+
+    @property
+    def max_width(self) -> int:
         return self.n_max
 
     @property
     def max_depth(self) -> int:
-        """Most draft levels of a round."""
         return max(self.d_max, self.depth_cap or 0)
 
     @property
     def num_proposals(self) -> int:
-        """Children per node that the policy looks at."""
         return self.k
 
     def encode(self) -> Floats:
-        """The hyperparameters as the compiled steps read them."""
         cap = self.d_max if self.depth_cap is None else self.depth_cap
         numbers = [
             self.d_min,
@@ -88,26 +90,27 @@ class SagePolicy(Document):
         return np.array([*numbers, self.window, self.lower, self.upper], np.float64)
 
 
-@njit(cache=True)
+@compiled
 def _round(value: float) -> int:
     return int(np.floor(value + 0.5))
 
 
-@njit(cache=True)
-def root_confidence(logprobs: NDArray[np.float32], k: int) -> float:
+@compiled
+def root_confidence(proposals: Proposals, row: int, k: int) -> float:
     """1 - H / log k of the renormalised top-k probabilities (eq. 7-9)."""
-    total = 0.0
+    total = weighted = 0.0
     for i in range(k):
-        total += np.exp(logprobs[i])
-    entropy = 0.0
-    for i in range(k):
-        p = np.exp(logprobs[i]) / total
+        p = proposals[row, i].probability
         if p > 0.0:
-            entropy -= p * np.log(p)
+            total += p
+            weighted += p * proposals[row, i].logprob
+    if total == 0.0:
+        return 0.0  # the draft has no idea
+    entropy = np.log(total) - weighted / total  # of p / total
     return min(1.0, max(0.0, 1.0 - entropy / np.log(k)))
 
 
-@njit(cache=True)
+@compiled
 def reset(params: Floats, state: Floats) -> None:
     """Algorithm 1, line 3: confidence 0.5, and no history."""
     state[_LIMIT] = min(params[_D_MAX], params[_DEPTH_CAP])
@@ -115,24 +118,15 @@ def reset(params: Floats, state: Floats) -> None:
     state[_NUM_SEEN] = 0.0
 
 
-@njit(cache=True)
-def grow(
-    params: Floats,
-    state: Floats,
-    tree: Tree,
-    frontier: Ints,
-    num_frontier: int,
-    tokens: Ints,
-    logprobs: NDArray[np.float32],
-    sources: Ints,
-) -> int:
+@compiled
+def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontier: int, proposals: Proposals) -> int:
     """One level: from the frontier's proposals to its children kept; returns how many of them to expand next (written
-    to ``frontier``).
+    to the frontier).
     """
-    level = tree.depth[frontier[0]] + 1
-    k = min(int(params[_K]), tokens.shape[1])
+    level = tree.depth[work.frontier[0]] + 1
+    k = min(int(params[_K]), proposals.shape[1])
     if level == 1:
-        confidence = root_confidence(logprobs[0], k)
+        confidence = root_confidence(proposals, tree.source[0], k)
         used = state[_CONFIDENCE] if params[_FROM_PREVIOUS] else confidence
         state[_CONFIDENCE] = confidence
         state[_DEPTH] = _round(params[_D_MIN] + used * (state[_LIMIT] - params[_D_MIN]))  # eq. 10
@@ -140,41 +134,23 @@ def grow(
     depth, width = state[_DEPTH], state[_WIDTH]
     threshold = np.log(0.1 * level / depth)  # section 3.2, of the cumulative probability
 
-    # The candidates of this level, each as (path log-probability, frontier row, rank).
-    candidate_logprob = np.empty(num_frontier * k)
-    candidate_row = np.empty(num_frontier * k, np.int64)
-    candidate_rank = np.empty(num_frontier * k, np.int64)
-    count = 0
-    for row in range(num_frontier):
-        parent_logprob = tree.path_logprob[frontier[row]]
+    for i in range(num_frontier):
+        parent_probability = tree.path_probability[work.frontier[i]]
         children = (
-            int(width) if level == 1 else max(1, _round(width / level * (0.5 + np.exp(parent_logprob))))
+            width if level == 1 else max(1.0, np.floor(width / level * (0.5 + parent_probability) + 0.5))
         )  # eq. 12
-        for rank in range(min(children, k)):
-            path_logprob = parent_logprob + logprobs[row, rank]
-            if path_logprob > threshold:
-                candidate_logprob[count] = path_logprob
-                candidate_row[count] = row
-                candidate_rank[count] = rank
-                count += 1
-
-    # Most probable first, while there is room; equal ones in the order of frontier and rank.
+        work.mark[i] = min(int(children), k)
     room = int(params[_N_MAX]) + 1 - tree.size[0]
-    order = np.argsort(-candidate_logprob[:count], kind="mergesort")[: max(0, room)]
-    parents = frontier[:num_frontier].copy()
-    num_next = 0
-    for candidate in order:
-        row, rank = candidate_row[candidate], candidate_rank[candidate]
-        node = add_child(tree, parents[row], tokens[row, rank], candidate_logprob[candidate], sources[row, rank])
-        if level < depth:
-            frontier[num_next] = node
-            num_next += 1
-    if tree.size[0] > params[_N_MAX]:
-        return 0  # the tree is full: nothing that is expanded now could be added
-    return num_next
+    first = tree.size[0]
+    num_new = add_best_children(tree, work, num_frontier, proposals, room, threshold)
+    if level >= depth or tree.size[0] > params[_N_MAX]:
+        return 0  # in a full tree nothing that is expanded now could be added
+    for place in range(num_new):
+        work.frontier[place] = first + place
+    return num_new
 
 
-@njit(cache=True)
+@compiled
 def learn(params: Floats, state: Floats, accepted: int) -> None:
     """Adaptive history tracking (section 3.3): the mean of the last accepted lengths moves the depth limit by one."""
     window = int(params[_WINDOW])

@@ -1,13 +1,46 @@
-"""Which draft tokens are accepted: the walk down the tree along the target's own tokens (DESIGN section 5)."""
+"""Which draft tokens are accepted: the walk down the tree along the target's own tokens (DESIGN section 5), or, lossy,
+WETAP's threshold from deep to shallow.
+"""
 
 from __future__ import annotations
 
-from numba import njit
+from typing import Annotated, Literal
 
-from autotune.trees.tree import ROOT, Ints, Tree
+import numpy as np
+from pydantic import Field
+
+from autotune.files import Document
+from autotune.trees.tree import ROOT, Floats, Ints, Tree, compiled
 
 
-@njit(cache=True)
+class LosslessVerification(Document):
+    """The output is the target's own."""
+
+    kind: Literal["lossless"] = "lossless"
+
+    @property
+    def is_lossless(self) -> bool:
+        return True
+
+
+class WetapVerification(Document):
+    """WETAP section 3.3: a node is accepted if the target gives its whole path at least ``threshold`` times the draft's
+    probability (eq. 9), the deepest accepted node wins. The output is no longer the target's own. The paper names no
+    threshold; at 1 no path is accepted that the target thinks less of than the draft does.
+    """
+
+    kind: Literal["wetap"] = "wetap"
+    threshold: float = Field(default=1.0, gt=0, le=1)
+
+    @property
+    def is_lossless(self) -> bool:
+        return False
+
+
+Verification = Annotated[LosslessVerification | WetapVerification, Field(discriminator="kind")]
+
+
+@compiled
 def find_child(tree: Tree, node: int, token: int) -> int:
     """The child of ``node`` that holds ``token``, or -1."""
     for child in range(node + 1, tree.size[0]):
@@ -16,7 +49,7 @@ def find_child(tree: Tree, node: int, token: int) -> int:
     return -1
 
 
-@njit(cache=True)
+@compiled
 def accept_path(tree: Tree, target_token: Ints, path: Ints) -> int:
     """Walk from the root while the tree holds the target's token; return the accepted length τ.
 
@@ -32,3 +65,27 @@ def accept_path(tree: Tree, target_token: Ints, path: Ints) -> int:
         path[length] = child
         length += 1
         node = child
+
+
+@compiled
+def accept_by_ratio(tree: Tree, target_logprob: Floats, log_threshold: float, path: Ints) -> int:
+    """WETAP's acceptance (eq. 9, algorithm 1 lines 27-46): of the deepest level that has nodes whose cumulative target
+    probability is at least the threshold times the draft's, the node most probable to the target.
+
+    ``target_logprob[node]`` is the target's log-probability of the node's token after its parent; it is summed along
+    the paths in place. The path to the node is written to ``path``, its length returned.
+    """
+    best = ROOT
+    for node in range(1, tree.size[0]):
+        if tree.parent[node] != ROOT:
+            target_logprob[node] += target_logprob[tree.parent[node]]
+        if tree.path_logprob[node] == -np.inf or target_logprob[node] - tree.path_logprob[node] < log_threshold:
+            continue
+        if tree.depth[node] > tree.depth[best] or target_logprob[node] > target_logprob[best]:
+            best = node
+    length = tree.depth[best]
+    node = best
+    for place in range(length - 1, -1, -1):
+        path[place] = node
+        node = tree.parent[node]
+    return int(length)

@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from autotune.acceptance.recorder import ROOTS_AT_ONCE, Answer, Recorder, choose_expanded, record_forest
-from autotune.acceptance.trace import Forest, ForestBounds, Trace
+from autotune.acceptance.trace import Forest, ForestBounds, Trace, bounds_for
 from autotune.drafters.independent import IndependentDraft
 from autotune.provenance import ModelReference
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
-from autotune.trees.tree import MAX_NODES
+from autotune.trees.policy import parse_policy
+from autotune.trees.tree import MAX_STEP
 from autotune.workload import Workload, load_workload
 from tests.conftest import NUM_VISUAL_TOKENS
 from tests.documents import write_workload
@@ -160,54 +161,51 @@ def test_long_answers_and_wide_levels_take_several_forwards(
 ) -> None:
     """More tokens than a forward takes, and more nodes on a level of ``ROOTS_AT_ONCE`` forests."""
     monkeypatch.setattr(fresh.target.model.generation_config, "eos_token_id", None)
-    path = write_workload(tmp_path, [{"prompt": "Go on.", "max_new_tokens": MAX_NODES + 20, "split": "tune"}])
+    path = write_workload(tmp_path, [{"prompt": "Go on.", "max_new_tokens": MAX_STEP + 20, "split": "tune"}])
     workload = load_workload(str(path), "tune")
     answer = fresh.answers(workload)[0]
-    assert len(answer.tokens) > MAX_NODES + 1
+    assert len(answer.tokens) > MAX_STEP + 1
     bounds = ForestBounds(depth=2, num_proposals=20, width=20, floor=1e-6)
-    assert ROOTS_AT_ONCE * bounds.width > MAX_NODES
+    assert ROOTS_AT_ONCE * bounds.width > MAX_STEP
     draft.visual_keep = 1.0
     inputs = workload.prompts[0].inputs(processor)
     forest = record_forest(draft, inputs, answer, bounds).forest
     alone = Alone(draft, inputs, answer, 1.0)
     paths = paths_of(forest)
     assert len(paths) == 21 * (len(answer.tokens) - 1)
-    for node in [0, MAX_NODES - 1, MAX_NODES, len(answer.tokens) - 2, *range(len(answer.tokens), len(paths), 97)]:
+    for node in [0, MAX_STEP - 1, MAX_STEP, len(answer.tokens) - 2, *range(len(answer.tokens), len(paths), 97)]:
         root, tokens = paths[node]
         expected = alone.children([*answer.tokens[: root + 1], *tokens], 20)[1]
         np.testing.assert_allclose(forest.child_logprob[node], expected, atol=TOLERANCE)
 
 
-def test_expanded_are_the_best_path_the_answer_and_the_most_probable() -> None:
-    """The compiled choice against the sentence that describes it, on random levels of three forests."""
+def test_expanded_are_what_any_rule_asks_for() -> None:
+    """The compiled choice against the sentences of ``ForestBounds``, on random levels of three forests."""
     rng = np.random.default_rng(0)
-    for _ in range(50):
-        answer = rng.integers(0, 6, 8)
+    for _ in range(200):
         root = np.sort(rng.integers(0, 3, 6))
-        tokens = np.array([rng.permutation(6)[:4] for _ in root])
-        logprobs = np.log(np.sort(rng.dirichlet(np.ones(4), len(root)))[:, ::-1]).astype(np.float32)
-        path_logprob = np.log(rng.uniform(0.01, 1, len(root)))
-        is_best, is_answer = (
-            np.array([row == np.flatnonzero(root == root[row])[which] for row in range(len(root))]) for which in (0, -1)
-        )
-        level, floor, width = int(rng.integers(1, 6)), float(rng.uniform(0.01, 0.3)), int(rng.integers(1, 8))
-        rows, ranks = choose_expanded(
-            root, tokens, logprobs, path_logprob, is_best, is_answer, answer, level, np.log(floor), width
-        )
+        logprob = np.log(np.sort(rng.dirichlet(np.ones(4), len(root)))[:, ::-1] * rng.uniform(0.01, 1, (len(root), 1)))
+        is_pinned, in_nucleus = rng.random(logprob.shape) < 0.1, rng.random(logprob.shape) < 0.4
+        floor = float(rng.uniform(0.01, 0.3))
+        width, beam, nucleus_width = (int(rng.integers(0, 8)) for _ in range(3))
+        rows, ranks = choose_expanded(root, logprob, is_pinned, in_nucleus, np.log(floor), width, beam, nucleus_width)
         expected: set[tuple[int, int]] = set()
         for forest in np.unique(root):
-            candidates = [(row, rank) for row in np.flatnonzero(root == forest) for rank in range(4)]
-            always = {
-                (row, rank)
-                for row, rank in candidates
-                if (is_best[row] and rank == 0)
-                or (is_answer[row] and forest + level < 8 and tokens[row, rank] == answer[forest + level])
-            }
-            share = {(row, rank): np.exp(path_logprob[row] + logprobs[row, rank]) for row, rank in candidates}
-            others = sorted((c for c in candidates if c not in always and share[c] > floor), key=lambda c: -share[c])
-            expected |= {*always, *others[: max(0, width - len(always))]}
-        assert set(zip(rows.tolist(), ranks.tolist(), strict=True)) == {(int(a), int(b)) for a, b in expected}
-        assert (np.diff(root[rows]) >= 0).all(), "rows of one root stand together"
+            candidates = [(int(row), rank) for row in np.flatnonzero(root == forest) for rank in range(4)]
+            best = sorted(candidates, key=lambda c: -logprob[c])
+            expected |= {c for c in candidates if is_pinned[c]}
+            expected |= {c for c in best[:width] if np.exp(logprob[c]) > floor}
+            expected |= {*best[:beam], *[c for c in best if in_nucleus[c]][:nucleus_width]}
+        assert set(zip(rows.tolist(), ranks.tolist(), strict=True)) == expected
+        assert len(rows) == len(expected) and (np.diff(root[rows]) >= 0).all(), "rows of one root stand together"
+
+
+def test_bounds_reach_as_far_as_the_policies_that_they_are_for() -> None:
+    policies = [{"policy": "eagle2", "k": 3, "depth": 14}, {"policy": "wetap", "w_min": 2, "w_max": 9, "top_p": 0.7}]
+    bounds = bounds_for(parse_policy(tree) for tree in policies)
+    assert (bounds.depth, bounds.beam, bounds.beam_depth) == (14, 3, 14)
+    assert (bounds.nucleus, bounds.nucleus_width, bounds.nucleus_depth) == (0.7, 9, 8)
+    assert bounds_for([]) == ForestBounds()
 
 
 # ------------------------------------------------------------------------------------------------------------- records

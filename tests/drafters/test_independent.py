@@ -14,9 +14,9 @@ from torch import Tensor
 
 from autotune.drafters.independent import IndependentDraft, Proposals, top_proposals
 from autotune.errors import UserError
-from autotune.trees.tree import ROOT, Tree, add_child, new_tree, plant
+from autotune.trees.tree import ROOT, Tree, new_tree, plant
 from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
-from tests.obvious import ancestors_of, children_of, logits_after, tokens_to
+from tests.obvious import add_node, ancestors_of, children_of, logits_after, tokens_to
 
 NUM_PROPOSALS = 10
 CAPACITY = 512
@@ -32,7 +32,7 @@ def explore(
     Of each level some nodes are asked and some are not, in random order: the draft may rely on one level at a time, and
     on nothing else.
     """
-    tree, proposals, frontier = new_tree(), {}, np.array([ROOT])
+    tree, proposals, frontier = new_tree(200), {}, np.array([ROOT])
     plant(tree, root_token, -1)
     for _ in range(num_levels):
         tokens, logprobs = draft.propose(tree, frontier, NUM_PROPOSALS)
@@ -41,7 +41,7 @@ def explore(
             proposals[int(node)] = tokens[row : row + 1], logprobs[row : row + 1]
             for rank in rng.choice(NUM_PROPOSALS, size=int(rng.integers(1, 4)), replace=False):
                 path_logprob = float(tree.path_logprob[node] + logprobs[row, rank])
-                added.append(add_child(tree, int(node), int(tokens[row, rank]), path_logprob, -1))
+                added.append(add_node(tree, int(node), int(tokens[row, rank]), path_logprob, int(rank), -1))
         frontier = rng.permutation(added)[: max(1, len(added) * 2 // 3)]
     return tree, proposals
 
@@ -118,7 +118,7 @@ def test_after_a_commit_the_draft_is_as_if_it_had_read_the_committed_tokens_and_
         fresh.append(int(tree.token[node]))
     fresh.append(77)
 
-    root = new_tree()
+    root = new_tree(1)
     plant(root, 77, -1)
     actual, expected = (each.propose(root, np.array([ROOT]), NUM_PROPOSALS) for each in (draft, fresh))
     assert actual[0].tolist() == expected[0].tolist()
@@ -197,7 +197,7 @@ def test_one_request_s_pruning_ends_with_it(pair: Pair, prompts: dict[str, Input
     assert not draft.text_model._forward_pre_hooks
     draft.prefill(prompts["text"], None, capacity=CAPACITY)
     draft.append(FIRST_TOKEN)
-    tree = new_tree()
+    tree = new_tree(1)
     plant(tree, FIRST_TOKEN, -1)
     assert_same_proposals(
         draft.propose(tree, np.array([ROOT]), NUM_PROPOSALS),

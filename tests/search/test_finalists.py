@@ -26,6 +26,7 @@ from autotune.search.finalists import (
     summarise,
 )
 from autotune.search.space import Configuration
+from autotune.trees.health import DraftHealth
 from autotune.workload import Prompt, Workload, WorkloadPrompt
 from tests.conftest import Pair
 
@@ -49,6 +50,7 @@ def run(decode_ms: float, *, tokens: int = 11, rounds: int = 5, output: str = "s
         target_forwards=rounds,
         draft_forwards=rounds,
         decode_ms=decode_ms,
+        health=DraftHealth().to_json(),
         **known,
     )
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import yaml
 
 from autotune.errors import UserError
 from autotune.files import data_root
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, Dimension, SearchSpace, configuration, load_space
+from autotune.search.space import (
+    MAX_ENUMERATED,
+    PUBLISHED_DEFAULTS,
+    Configuration,
+    Dimension,
+    SearchSpace,
+    configuration,
+    load_space,
+)
 from autotune.trees.policy import parse_policy
 
 SHIPPED = sorted(path.stem for path in (data_root() / "search_spaces").glob("*.yaml"))
@@ -48,13 +58,17 @@ def test_every_shipped_space_holds_what_can_be_decoded(name: str) -> None:
     assert found.name == name and found.description
     keeps = found.visual_keep.values
     assert keeps is not None and all(0 < keep <= 1 for keep in keeps)
-    for drawn in suggestions(found, 100):
+    sampled = found.model_copy(update={"trees": {name: d for name, d in found.trees.items() if name != "static"}})
+    for drawn in suggestions(sampled, 100):
         assert parse_policy(drawn.tree) and drawn.visual_keep in keeps
 
 
 def test_published_defaults_are_configurations() -> None:
+    """Under the policy's own name, but for two methods whose trees are others' policies."""
+    borrowed = {"star": "chain", "dream": "eagle2"}
     for name, default in PUBLISHED_DEFAULTS.items():
-        assert parse_policy(default.tree).policy == name and 0 < default.visual_keep <= 1
+        assert parse_policy(default.tree).policy == borrowed.get(name, name) and 0 < default.visual_keep <= 1
+    assert set(PUBLISHED_DEFAULTS) == {"chain", "star", "eagle2", "dream", "sage", "wetap"}
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -153,10 +167,12 @@ def test_small_policies_are_enumerated() -> None:
     ("depths", "is_few"),
     [({"low": 1, "high": 20}, True), ({"low": 1, "high": 21}, False), ({"low": 1.0, "high": 2.0}, False)],
 )
-def test_at_most_200_are_enumerated(depths: dict[str, Any], is_few: bool) -> None:
-    """5 visual keeps times 2 times the depths; a continuous dimension never ends."""
+def test_only_few_are_enumerated(depths: dict[str, Any], is_few: bool) -> None:
+    """5 visual keeps times 2 times 15 times the depths; a continuous dimension never ends."""
+    assert MAX_ENUMERATED == 5 * 2 * 15 * 20
+    confidence, width = {"choices": ["previous", "current"]}, {"low": 1, "high": 15}
     found = space(
-        {"sage": {"d_max": depths, "confidence": {"choices": ["previous", "current"]}}},
+        {"sage": {"d_max": depths, "confidence": confidence, "w_max": width}},
         {"choices": [1.0, 0.8, 0.6, 0.4, 0.2]},
     )
     assert (found.enumerated("sage") is not None) == is_few
@@ -203,3 +219,43 @@ def test_equal_configurations_have_equal_keys() -> None:
 )
 def test_labels_say_what_is_not_default(tree: dict[str, Any], label: str) -> None:
     assert Configuration(tree=tree, visual_keep=0.5).label == label
+
+
+def test_a_sweep_fills_every_dimension_evenly() -> None:
+    found = space(
+        {
+            "sage": {
+                "n_max": {"low": 4, "high": 64, "log": True},
+                "upper": {"low": 3.0, "high": 5.0, "step": 0.5},
+                "lower": {"low": 0.0, "high": 2.0},
+                "d_max": {"low": 2, "high": 9},
+            }
+        }
+    )
+    swept = list(found.sweep("sage", 1024, seed=0))
+    counts = {name: Counter(values[name] for values in swept) for name in ("upper", "d_max", "visual_keep")}
+    assert set(counts["upper"]) == {3.0, 3.5, 4.0, 4.5, 5.0} and set(counts["d_max"]) == set(range(2, 10))
+    for of_dimension in counts.values():
+        assert max(of_dimension.values()) - min(of_dimension.values()) <= 3
+    sizes = [values["n_max"] for values in swept]
+    # Half of the logarithm lies below the geometric mean of 4 and 65.
+    assert min(sizes) == 4 and max(sizes) == 64 and abs(np.mean(np.array(sizes) <= 16) - 0.5) < 0.03
+    assert abs(np.mean([values["lower"] for values in swept]) - 1.0) < 0.01
+    assert list(found.sweep("sage", 16, seed=0)) == list(found.sweep("sage", 16, seed=0))
+    assert list(found.sweep("sage", 16, seed=0)) != list(found.sweep("sage", 16, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "message"),
+    [
+        ({"budget": {"low": 1, "high": 9}}, "static needs depth, whole numbers from 1 to 24"),
+        ({"budget": {"low": 1.0, "high": 9.0}, "depth": {"low": 1, "high": 2}}, "static needs budget, whole numbers"),
+        ({"budget": {"low": 1, "high": 300}, "depth": {"low": 1, "high": 2}}, "whole numbers from 1 to 128"),
+        ({"budgett": {"low": 1, "high": 9}}, "static trees have no 'budgett' to search; did you mean 'budget'"),
+    ],
+)
+def test_static_trees_are_searched_by_budget_and_depth(
+    tmp_path: Path, dimensions: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load_space(str(write_space(tmp_path, {"trees": {"static": dimensions}})))

@@ -106,14 +106,82 @@ def test_trees_larger_than_the_table_are_refused() -> None:
 def test_ties_go_to_the_smaller_tree() -> None:
     found = evaluator()
     same = [
-        Candidate(Configuration(tree={"policy": "chain", "depth": d}, visual_keep=1.0), 1.0, 2.0, float(d), 1.0)
+        Candidate(Configuration(tree={"policy": "chain", "depth": d}, visual_keep=1.0), str(d), 1.0, 2.0, float(d), 1.0)
         for d in (4, 2, 3)
     ]
-    found._seen = {candidate.configuration.key: candidate for candidate in same}
+    found._seen = {candidate.key: candidate for candidate in same}
     assert [candidate.nodes_per_round for candidate in found.candidates] == [2.0, 3.0, 4.0]
 
 
 # --------------------------------------------------------------------------------------------------------------- search
+
+
+@pytest.fixture(autouse=True)
+def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traces here are tiny; so is what their space is swept with."""
+    monkeypatch.setattr(study_module, "NUM_SWEPT", 32)
+
+
+def test_many_at_once_are_what_each_is_alone() -> None:
+    """On all cores, over both visual keeps, every policy."""
+    trees = [
+        {"policy": "chain", "depth": 2},
+        {"policy": "sage", "k": 4, "d_max": 4},
+        {"policy": "eagle2", "k": 2, "depth": 3, "budget": 4},
+        {"policy": "wetap", "top_k": 3, "length": 4, "w_min": 2, "w_max": 4, "budget": 6},
+        {"policy": "static", "paths": [[0], [1], [0, 0], [0, 1]]},
+    ]
+    wanted = [Configuration(tree=tree, visual_keep=keep) for tree in trees for keep in KEEPS] * 2
+    together, alone = evaluator(), evaluator()
+    together.evaluate_many(wanted)
+    assert together.num_evaluated == len(trees) * len(KEEPS)
+    for one in wanted:
+        assert together.evaluate(one) == alone.evaluate(one)
+    assert together.best == alone.best == together.candidates[0]
+
+
+def test_tpe_begins_with_the_best_of_an_even_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first trials are the sweep's best; it may find better ones, and never ends with less."""
+    drawn: list[Configuration] = []
+    suggest = SearchSpace.suggest
+    monkeypatch.setattr(SearchSpace, "suggest", lambda self, *a: (drawn.append(suggest(self, *a)), drawn[-1])[1])
+    found = evaluator()
+    swept = {policy: list(space(LARGE).sweep(policy, 32, 5)) for policy in LARGE if policy != "chain"}
+    best = sorted(
+        found.evaluate(study_module._configuration_of(policy, values)).ms_per_token
+        for policy, of_policy in swept.items()
+        for values in of_policy
+    )
+    candidates = search_trees(evaluator(), space(LARGE), num_trials=30, storage=tmp_path / "j", documents="x", seed=5)
+    first = [found.evaluate(c).ms_per_token for c in drawn[: study_module.NUM_SEEDS]]
+    assert first == pytest.approx(best[: study_module.NUM_SEEDS])
+    assert candidates[0].ms_per_token <= best[0]
+
+
+def test_static_trees_come_from_the_dynamic_programme(tmp_path: Path) -> None:
+    found = evaluator()
+    of_static = space({"static": {"budget": {"low": 1, "high": 6}, "depth": {"low": 1, "high": 3}}})
+    candidates = search_trees(found, of_static, num_trials=1, storage=tmp_path / "j", documents="x")
+    static = [c for c in candidates if c.configuration.tree["policy"] == "static"]
+    assert len(static) == found.num_evaluated - len(candidates) + len(static) > 6
+    assert {c.configuration.visual_keep for c in static} == {*KEEPS}
+    for candidate in static:
+        policy = parse_policy(candidate.configuration.tree)
+        assert policy.max_nodes <= 6 and policy.max_depth <= 3
+
+
+def test_a_round_s_price_adds_up_to_what_its_rounds_cost() -> None:
+    """In plain steps: rounds, draft forwards and nodes by the price are the replayed time, but for the draft's prefill."""
+    found = evaluator()
+    for tree in ({"policy": "chain", "depth": 3}, {"policy": "sage", "k": 4, "d_max": 4}):
+        wanted = Configuration(tree=tree, visual_keep=1.0)
+        replayed, price = found.replay(wanted), found.round_price(wanted)
+        steps = price.round_steps * replayed.rounds.sum() + price.level_steps * replayed.draft_forwards.sum()
+        steps += price.node_steps * replayed.verified_nodes.sum()
+        expected = (replayed.decode_ms - replayed.draft_prefill_ms).sum() / found.ar_ms_per_token
+        assert steps == pytest.approx(expected)
+        guarded = found.guarded(found.evaluate(wanted))
+        assert guarded.configuration.fallback == price and guarded.key != found.evaluate(wanted).key
 
 
 def test_a_tiny_space_is_searched_whole(tmp_path: Path) -> None:
@@ -195,7 +263,7 @@ def test_progress_is_reported(tmp_path: Path) -> None:
         documents="x",
         report=lambda *args: said.append(args),
     )
-    assert [(done, of) for done, of, _ in said] == [(number, 12) for number in range(1, 13)]
+    assert [(done, of) for done, of, _ in said] == [(number, 12) for number in range(13)], "0 is the sweep"
     assert "best so far" in said[0][2]
 
 
@@ -212,7 +280,7 @@ def test_finalists_differ_in_policy_or_visual_keep() -> None:
     """Two neighbours of one winner would be measured for nothing."""
 
     def candidate(policy: str, keep: float, ms: float) -> Candidate:
-        return Candidate(Configuration(tree={"policy": policy}, visual_keep=keep), ms, 2.0, 3.0, 1.0)
+        return Candidate(Configuration(tree={"policy": policy}, visual_keep=keep), policy, ms, 2.0, 3.0, 1.0)
 
     fastest_first = [
         candidate("sage", 0.5, 1.0),
@@ -254,6 +322,16 @@ def test_searching_over_documents_loads_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "journal")], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
+    found = evaluator()
+    reached = found.replayable(PUBLISHED_DEFAULTS.values())
+    for default in PUBLISHED_DEFAULTS.values():
+        policy = parse_policy(default.tree)
+        bounds = next(iter(found.traces.values())).header.bounds
+        fits = policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
+        assert (default in reached) == (fits and default.visual_keep in found.traces)
 
 
 def test_real_defaults_are_within_the_default_bounds() -> None:

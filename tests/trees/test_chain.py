@@ -6,36 +6,26 @@ import numpy as np
 import pytest
 
 from autotune.errors import UserError
-from autotune.trees import policy as policies
-from autotune.trees.policy import parse_policy
-from autotune.trees.tree import MAX_NODES, Tree, new_tree, plant
+from autotune.trees.policy import TreeGrower, parse_policy
+from autotune.trees.tree import Tree
+from tests.trees.drafts import Session, by_table, same_everywhere
 
 
 def grow_chain(depth: int) -> tuple[Tree, list[int]]:
     """A chain whose draft proposes 100 + the token before it, with log-probability -0.5; and the nodes that were asked
     for proposals.
     """
-    policy = parse_policy({"policy": "chain", "depth": depth})
-    params, state, tree, frontier, asked = (
-        policy.encode(),
-        policies.new_state(),
-        new_tree(),
-        np.zeros(MAX_NODES, np.int64),
-        [],
-    )
-    policies.reset(policy.KIND, params, state)
-    plant(tree, 7, -1)
-    count = 1
-    while count:
-        assert count == 1
-        node = int(frontier[0])
+    grower, asked = TreeGrower(parse_policy({"policy": "chain", "depth": depth})), []
+    grower.reset()
+    grower.plant(7)
+    while len(grower.frontier):
+        (node,) = grower.frontier.tolist()
         asked.append(node)
-        tokens, logprobs = np.array([[tree.token[node] + 100]]), np.array([[-0.5]], np.float32)
-        count = policies.grow(
-            policy.KIND, params, state, tree, frontier, 1, tokens, logprobs, np.array([[asked[-1] + 40]])
-        )
-    policies.learn(policy.KIND, params, state, depth)
-    return tree, asked
+        tokens = np.array([[grower.tree.token[node] + 100]], np.int32)
+        grower.grow(tokens, np.array([[-0.5]], np.float32))
+    grower.prune()
+    grower.learn(depth)
+    return grower.tree, asked
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 24])
@@ -47,14 +37,25 @@ def test_a_chain_has_one_node_per_level(depth: int) -> None:
     assert tree.parent[: depth + 1].tolist() == (nodes - 1).tolist()
     assert tree.depth[: depth + 1].tolist() == nodes.tolist()
     assert tree.path_logprob[: depth + 1] == pytest.approx(-0.5 * nodes)
-    assert tree.source[1 : depth + 1].tolist() == (nodes[:-1] + 40).tolist()
+    assert tree.rank[1 : depth + 1].tolist() == [0] * depth
     assert asked == list(range(depth)), "the last node's proposals are of no use"
+
+
+def test_only_the_most_probable_proposal_is_followed() -> None:
+    assert Session("chain", depth=3).grow(same_everywhere(0.4, 0.4, 0.2)) == [(0,), (0, 0), (0, 0, 0)]
+
+
+def test_a_chain_ends_where_the_draft_has_no_idea() -> None:
+    """As prompt_lookup may from the root on: a proposal of probability 0 is none."""
+    assert Session("chain", depth=3).grow(same_everywhere()) == []
+    assert Session("chain", depth=3).grow(by_table({(): [0.5], (0,): [0.5]})) == [(0,), (0, 0)]
 
 
 def test_the_default_is_what_serving_engines_run() -> None:
     """vLLM and SGLang: five tokens."""
     policy = parse_policy({"policy": "chain"})
-    assert (policy.depth, policy.max_nodes, policy.max_depth, policy.num_proposals) == (5, 5, 5, 1)
+    assert (policy.depth, policy.max_nodes, policy.max_grown, policy.max_depth) == (5, 5, 5, 5)
+    assert (policy.max_width, policy.num_proposals) == (1, 1)
 
 
 @pytest.mark.parametrize(

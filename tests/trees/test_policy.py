@@ -7,15 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autotune.acceptance.trace import pack
 from autotune.errors import UserError
 from autotune.trees import policy as policies
-from autotune.trees.policy import POLICIES, parse_policy
-from autotune.trees.tree import MAX_LEVELS, MAX_NODES, new_tree, plant
+from autotune.trees.policy import POLICIES, STATE_SIZE, TreeGrower, parse_policy
+from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Tree, new_tree, new_workspace, plant
+from tests.documents import random_trace
+from tests.trees.drafts import Draft, Ranks, Session, assert_is_tree, path_logprob, same_everywhere
 
 LARGEST: dict[str, dict[str, Any]] = {
     "chain": {"depth": 24},
     "sage": {"d_min": 24, "d_max": 24, "depth_cap": 24, "w_min": 16, "w_max": 16, "k": 16, "n_max": 128, "window": 32},
+    "eagle2": {"depth": 24, "k": 16, "budget": 128},
+    "wetap": {"length": 24, "w_min": 128, "w_max": 128, "budget": 128, "top_k": 16, "top_p": 1.0},
+    "static": {"paths": [[rank, *[0] * level] for rank in range(16) for level in range(8)]},
 }
+PRUNES = ("eagle2", "wetap")  # draft more than they verify
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -26,39 +33,139 @@ def test_a_name_alone_takes_the_defaults_and_round_trips(name: str) -> None:
     assert parse_policy(policy) is policy
 
 
+def drafts_of_many_shapes() -> dict[str, Draft]:
+    """What makes a policy grow most: equal hope in every candidate, one that is sure, and a bush below the last of a
+    level.
+    """
+
+    def backwards(path: Ranks) -> list[float]:
+        return [0.9] * 16 if all(rank == 15 for rank in path) else [0.89] * 16
+
+    return {
+        "equal": same_everywhere(*[0.999] * 16),
+        "uniform": same_everywhere(*[1 / 16] * 16),
+        "sure": same_everywhere(1.0),
+        "certain of all": same_everywhere(*[1.0] * 16),
+        "backwards": backwards,
+        "none": same_everywhere(),
+    }
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_largest_tree_fits_the_arrays(name: str) -> None:
-    """The compiled steps check no bounds. A draft that puts equal hope in every candidate, and enough of it, grows as
-    much as the policy allows.
+    """The compiled steps check no bounds, so the policy must say truly how far it reaches: ``max_grown`` nodes before
+    it prunes, ``max_nodes`` after, ``max_width`` in a level, ``max_depth`` levels. A draft that puts equal hope in every
+    candidate, and enough of it, grows as much as the policy allows.
     """
-    policy = parse_policy({"policy": name, **LARGEST[name]})
-    assert policy.max_nodes < MAX_NODES and policy.max_depth <= MAX_LEVELS
-    params, state, tree, frontier, count = (
-        policy.encode(),
-        policies.new_state(),
-        new_tree(),
-        np.zeros(MAX_NODES, np.int64),
-        1,
-    )
+    session = Session(name, **LARGEST[name])
+    policy = session.policy
+    assert policy.max_nodes < MAX_STEP and policy.max_width < MAX_STEP and policy.max_depth < MAX_LEVELS
+    for shape, draft in drafts_of_many_shapes().items():
+        paths = session.grow(draft)
+        assert len(session.grown) <= policy.max_grown, shape
+        assert len(paths) <= policy.max_nodes, shape
+        assert max(map(len, session.asked)) <= policy.max_width, shape
+        assert len(session.asked) <= policy.max_depth, shape
+        assert max(map(len, session.grown), default=0) <= policy.max_depth, shape
+        assert_is_tree(session.tree)
+        if shape == "equal":
+            assert len(paths) == policy.max_nodes
+        session.learn(*[24] * 50)
+
+
+def test_wetap_grows_as_many_nodes_as_it_says() -> None:
+    session = Session("wetap", **LARGEST["wetap"])
+    session.grow(same_everywhere(*[1 / 16] * 16))
+    assert len(session.grown) == session.policy.max_grown == 16 + 23 * 128
+    assert max(map(len, session.asked)) == session.policy.max_width == 128
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_is_written_beyond_the_largest_tree(name: str) -> None:
+    """Arrays a little longer than the policy asks for: what stands behind stays as it was."""
+    session = Session(name, **LARGEST[name])
+    policy, grower = session.policy, session.grower
+    roomy = new_tree(policy.max_grown + 7), new_workspace(policy.max_grown + 7)
+    tight = new_workspace(policy.max_grown)
+    for arrays in roomy:
+        for array in arrays:
+            array[-7:] = 77
+    grower.tree, grower._work = roomy
+    for draft in drafts_of_many_shapes().values():
+        session.grow(draft)
+    assert all((array[policy.max_grown + 1 :] == 77).all() for array in roomy[0][:-1])
+    assert all((array[len(tight.mark) :] == 77).all() for array in roomy[1])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nodes_say_whose_proposals_they_are(name: str) -> None:
+    """Rank, token and probability belong together, before and after pruning; nobody has read the nodes yet."""
+    session = Session(name)
+    draft = same_everywhere(0.5, 0.2, 0.1, 0.1)
+    for path, node in zip(session.grow(draft), range(1, 100), strict=False):
+        assert session.tree.rank[node] == session.tree.token[node] == path[-1]
+        assert session.tree.path_logprob[node] == path_logprob(draft, path)
+        assert session.tree.slot[node] == -1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_places_in_the_draft_s_cache_survive_pruning(name: str) -> None:
+    """The draft writes where it has read a node; verification reads it there."""
+    session = Session(name, **({"budget": 10} if name in PRUNES else {}))
+    grower = session.grower
+    grower.plant(0)
+    slots: dict[Ranks, int] = {}
+    while len(grower.frontier):
+        paths = session.paths
+        for node in grower.frontier[grower.frontier > ROOT]:
+            slots[paths[node - 1]] = grower.tree.slot[node] = len(slots)
+        shape = (len(grower.frontier), session.policy.num_proposals)
+        logprobs = np.linspace(-0.7, -2.5, shape[1], dtype=np.float32)
+        grower.grow(np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)), np.tile(logprobs, (shape[0], 1)))
+    grown = len(session.paths)
+    grower.prune()
+    assert len(session.paths) < grown or name not in PRUNES, "nothing was pruned"
+    size = int(grower.tree.size[0])
+    assert grower.tree.slot[1:size].tolist() == [slots.get(path, -1) for path in session.paths]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_proposals_known_beforehand_grow_the_tree_of_those_that_come_level_by_level(name: str) -> None:
+    """Replay's way, in which a node's ``source`` leads to its children's proposals, against the runtime's."""
+    of_four = {"sage": {"k": 4}, "eagle2": {"k": 4}, "wetap": {"top_k": 4}}  # as many as the trace has
+    policy = parse_policy({"policy": name, **of_four.get(name, {})})
+    packed = pack(random_trace(3, num_prompts=2))
+    proposals = packed.proposals
+    tree = new_tree(policy.max_grown)
+    work = new_workspace(policy.max_grown)
+    state, params, grower = np.zeros(STATE_SIZE), policy.encode(), TreeGrower(policy)
     policies.reset(policy.KIND, params, state)
-    plant(tree, 0, -1)
-    while count:
-        shape = (count, policy.num_proposals)
-        count = policies.grow(
-            policy.KIND,
-            params,
-            state,
-            tree,
-            frontier,
-            count,
-            np.zeros(shape, np.int64),
-            np.full(shape, -0.001, np.float32),
-            np.full(shape, -1),
-        )
-    for _ in range(100):
-        policies.learn(policy.KIND, params, state, 24)
-    assert tree.size[0] == policy.max_nodes + 1
-    assert tree.depth[: tree.size[0]].max() <= policy.max_depth
+    grower.reset()
+    for turn, row in enumerate(packed.root_row):
+        plant(tree, 0, row)
+        work.frontier[0], count = ROOT, 1
+        grower.plant(0)
+        rows = np.array([row])
+        while count:
+            assert len(grower.frontier) == count
+            frontier = grower.frontier
+            rows = np.array([tree.source[node] for node in frontier])
+            count = policies.grow(policy.KIND, params, state, tree, work, count, proposals)
+            grower.grow(*(proposals[part][rows, : policy.num_proposals] for part in ("token", "logprob")))
+        policies.prune(policy.KIND, params, tree, work)
+        grower.prune()
+        for ours, theirs in zip(fields(tree), fields(grower.tree), strict=True):
+            assert np.array_equal(ours, theirs)
+        policies.learn(policy.KIND, params, state, turn % 5)
+        grower.learn(turn % 5)
+
+
+def fields(tree: Tree) -> list[np.ndarray]:
+    size = int(tree.size[0])
+    return [
+        array[:size]
+        for array in (tree.token, tree.parent, tree.depth, tree.path_logprob, tree.path_probability, tree.rank)
+    ]
 
 
 @pytest.mark.parametrize("name", POLICIES)

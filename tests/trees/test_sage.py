@@ -5,7 +5,6 @@ drafts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,62 +12,24 @@ import pytest
 from numpy.random import Generator
 
 from autotune.errors import UserError
-from autotune.trees import policy as policies
 from autotune.trees.policy import parse_policy
 from autotune.trees.sage import SagePolicy, root_confidence
-from autotune.trees.tree import MAX_NODES, ROOT, Tree, new_tree, plant
-from tests.obvious import ancestors_of, children_of, tokens_to
-
-Ranks = tuple[int, ...]
-"""A node by its tokens from the root's child on. Drafts here name a candidate by its rank, so a path also says which
-ranks were taken.
-"""
-
-Draft = Callable[[Ranks], list[float]]
-"""Probabilities of a node's candidates, most probable first."""
-
-
-class Session:
-    """Rounds of one request: drives the compiled steps as the runtime does, with a table of probabilities in place of a
-    draft network.
-    """
-
-    def __init__(self, **tree: Any) -> None:
-        self.policy = parse_policy({"policy": "sage", **tree})
-        self.params, self.state = self.policy.encode(), policies.new_state()
-        policies.reset(self.policy.KIND, self.params, self.state)
-        self.tree = new_tree()
-
-    def grow(self, draft: Draft) -> list[Ranks]:
-        """The tree of one round, in the order in which its nodes were added."""
-        kind, k = self.policy.KIND, self.policy.num_proposals
-        plant(self.tree, -1, -1)
-        frontier, count = np.zeros(MAX_NODES, np.int64), 1
-        while count:
-            tokens, logprobs = np.tile(np.arange(k), (count, 1)), np.full((count, k), -np.inf, np.float32)
-            for row, node in enumerate(frontier[:count]):
-                with np.errstate(divide="ignore"):
-                    probabilities = draft(path_of(self.tree, int(node)))[:k]
-                    logprobs[row, : len(probabilities)] = np.log(probabilities)
-            sources = np.full((count, k), -1)
-            count = policies.grow(kind, self.params, self.state, self.tree, frontier, count, tokens, logprobs, sources)
-        return [path_of(self.tree, node) for node in range(1, int(self.tree.size[0]))]
-
-    def learn(self, *accepted: int) -> None:
-        for length in accepted:
-            policies.learn(self.policy.KIND, self.params, self.state, length)
+from autotune.trees.tree import CHILD, Tree
+from tests.obvious import ancestors_of, children_of
+from tests.trees.drafts import (
+    Draft,
+    Ranks,
+    Session,
+    assert_is_tree,
+    path_of,
+    random_draft,
+    root_and_below,
+    same_everywhere,
+)
 
 
-def path_of(tree: Tree, node: int) -> Ranks:
-    return tuple(tokens_to(tree, node)[1:])
-
-
-def same_everywhere(*probabilities: float) -> Draft:
-    return lambda path: list(probabilities)
-
-
-def root_and_below(root: list[float], below: list[float]) -> Draft:
-    return lambda path: below if path else root
+def sage(**tree: Any) -> Session:
+    return Session("sage", **tree)
 
 
 SURE = same_everywhere(1.0)  # one candidate takes all: confidence 1, and every level passes its threshold
@@ -113,9 +74,11 @@ def test_defaults_are_the_paper_s() -> None:
 )
 def test_confidence_by_hand(probabilities: list[float], confidence: float) -> None:
     """Equations 7 to 9 with k = 4, ln k = 2 ln 2."""
+    children = np.zeros((1, len(probabilities)), CHILD)
+    children["probability"] = probabilities
     with np.errstate(divide="ignore"):
-        logprobs = np.log(np.array(probabilities, np.float32))
-    assert root_confidence(logprobs, 4) == pytest.approx(confidence, abs=1e-6)
+        children["logprob"] = np.log(np.array(probabilities, np.float32))
+    assert root_confidence(children, 0, 4) == pytest.approx(confidence, abs=1e-6)
 
 
 def test_the_first_tree_by_hand() -> None:
@@ -144,7 +107,7 @@ def test_the_first_tree_by_hand() -> None:
     level_2 = {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)}
     level_3 = {(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)}
     level_4 = {(0, 0, 0, 0)}
-    assert set(Session().grow(draft)) == level_1 | level_2 | level_3 | level_4
+    assert set(sage().grow(draft)) == level_1 | level_2 | level_3 | level_4
 
 
 def test_the_tree_after_a_sure_round_by_hand() -> None:
@@ -157,7 +120,7 @@ def test_the_tree_after_a_sure_round_by_hand() -> None:
     Levels 4 to 8: W_l = 2/l (0.5 + P) is 0.69, 0.54, 0.44, 0.37, 0.31, so 1 (the last three by "at least 1"); 0.96^8 =
     0.72 exceeds 0.1.
     """
-    session = Session()
+    session = sage()
     session.grow(SURE)
     tree = session.grow(same_everywhere(0.96, 0.03, 0.01))
     assert set(tree) == {(0,), (1,), (0, 0), (1, 0)} | {(0,) * length for length in range(3, 9)}
@@ -169,7 +132,7 @@ def test_the_tree_after_an_unsure_round_by_hand() -> None:
     Level 1: ten candidates of 0.1 exceed 0.0333. Level 2, W_2 = 5 (0.5 + 0.1) = 3: 0.07, 0.02, 0.01 of which 0.07
     exceeds 0.0667. Level 3 needs more than 0.1: 0.049 falls.
     """
-    session = Session()
+    session = sage()
     session.grow(same_everywhere(*[0.1] * 10))
     tree = session.grow(root_and_below([0.1] * 10, [0.7, 0.2, 0.1]))
     assert set(tree) == {(rank,) for rank in range(10)} | {(rank, 0) for rank in range(10)}
@@ -187,7 +150,7 @@ def test_previous_takes_the_confidence_of_the_round_before_and_current_its_own()
         tree = session.grow(draft)
         return sum(len(path) == 1 for path in tree), max(len(path) for path in tree)
 
-    previous, current = Session(k=4, w_min=1, w_max=3), Session(k=4, w_min=1, w_max=3, confidence="current")
+    previous, current = sage(k=4, w_min=1, w_max=3), sage(k=4, w_min=1, w_max=3, confidence="current")
     assert [shape(previous), shape(previous)] == [(2, 6), (3, 4)]
     assert [shape(current), shape(current)] == [(3, 4), (3, 4)]
 
@@ -195,8 +158,8 @@ def test_previous_takes_the_confidence_of_the_round_before_and_current_its_own()
 def test_a_candidate_must_exceed_the_threshold() -> None:
     """D = W = 1, so theta_1 = 0.1."""
     shallow = {"d_min": 1, "d_max": 1, "w_min": 1, "w_max": 1}
-    assert Session(**shallow).grow(same_everywhere(0.1001)) == [(0,)]
-    assert Session(**shallow).grow(same_everywhere(0.0999)) == []
+    assert sage(**shallow).grow(same_everywhere(0.1001)) == [(0,)]
+    assert sage(**shallow).grow(same_everywhere(0.0999)) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- history
@@ -208,7 +171,7 @@ def depth_limit(session: Session) -> int:
 
 
 def test_rejected_drafts_lower_the_limit_once_the_window_is_full_down_to_d_min() -> None:
-    session = Session(confidence="current")
+    session = sage(confidence="current")
     session.learn(*[0] * 9)
     assert depth_limit(session) == 8
     limits = []
@@ -219,7 +182,7 @@ def test_rejected_drafts_lower_the_limit_once_the_window_is_full_down_to_d_min()
 
 
 def test_accepted_drafts_raise_the_limit_up_to_the_cap() -> None:
-    session = Session(confidence="current", depth_cap=10)
+    session = sage(confidence="current", depth_cap=10)
     session.learn(*[8] * 9)
     limits = []
     for _ in range(4):
@@ -229,7 +192,7 @@ def test_accepted_drafts_raise_the_limit_up_to_the_cap() -> None:
 
 
 def test_without_a_cap_history_raises_no_further_than_d_max() -> None:
-    session = Session(confidence="current")
+    session = sage(confidence="current")
     session.learn(*[8] * 15)
     assert depth_limit(session) == 8
     session.learn(*[0] * 9)  # one of the ten is still 8: a mean of 0.8
@@ -241,14 +204,14 @@ def test_without_a_cap_history_raises_no_further_than_d_max() -> None:
 def test_a_mean_on_either_threshold_changes_nothing() -> None:
     """Hysteresis: only below 2 and above 3."""
     for length in (2, 3):
-        session = Session(confidence="current", depth_cap=12)
+        session = sage(confidence="current", depth_cap=12)
         session.learn(*[length] * 30)
         assert depth_limit(session) == 8
 
 
 def test_the_window_slides() -> None:
     """A window of 2: means of (0, 0), (0, 1), (1, 8), (8, 8) against 2 and 3 move 8 by -1, -1, +1, +1."""
-    session, limits = Session(confidence="current", window=2, depth_cap=9), []
+    session, limits = sage(confidence="current", window=2, depth_cap=9), []
     for length in (0, 0, 1, 8, 8, 8):
         session.learn(length)
         limits.append(depth_limit(session))
@@ -257,22 +220,22 @@ def test_the_window_slides() -> None:
 
 def test_history_moves_d_max_of_equation_10() -> None:
     """A limit of 5 and confidence 1/2 (of a root with two equal candidates of four): D = 3 + 0.5 * 2 = 4."""
-    session = Session(confidence="current", k=4, window=1)
+    session = sage(confidence="current", k=4, window=1)
     session.learn(0, 0, 0)
     assert max(len(path) for path in session.grow(root_and_below([0.5, 0.5], [1.0]))) == 4
 
 
 def test_reset_forgets_confidence_and_history() -> None:
-    session, draft = Session(), same_everywhere(0.6, 0.3, 0.1)
+    session, draft = sage(), same_everywhere(0.6, 0.3, 0.1)
     fresh = session.grow(draft)
     session.grow(SURE)
     session.learn(*[0] * 20)
     assert session.grow(draft) != fresh
-    policies.reset(session.policy.KIND, session.params, session.state)
+    session.grower.reset()
     assert session.grow(draft) == fresh
-    session = Session(confidence="current")
+    session = sage(confidence="current")
     session.learn(*[0] * 9)
-    policies.reset(session.policy.KIND, session.params, session.state)
+    session.grower.reset()
     session.learn(*[0] * 9)
     assert depth_limit(session) == 8, "the window must fill again"
 
@@ -282,7 +245,7 @@ def test_reset_forgets_confidence_and_history() -> None:
 
 def test_the_budget_takes_the_most_probable_of_a_level() -> None:
     """Two of six candidates fit."""
-    assert Session(n_max=2).grow(same_everywhere(0.3, 0.25, 0.15, 0.1, 0.1, 0.1)) == [(0,), (1,)]
+    assert sage(n_max=2).grow(same_everywhere(0.3, 0.25, 0.15, 0.1, 0.1, 0.1)) == [(0,), (1,)]
 
 
 def test_the_budget_compares_cumulative_probabilities_across_parents() -> None:
@@ -290,36 +253,24 @@ def test_the_budget_compares_cumulative_probabilities_across_parents() -> None:
     children, two of them fit.
     """
     table: dict[Ranks, list[float]] = {(): [0.5, 0.4, 0.1], (0,): [0.6, 0.4], (1,): [0.9, 0.1]}
-    assert Session(n_max=4, w_min=2, w_max=2).grow(lambda path: table[path]) == [(0,), (1,), (1, 0), (0, 0)]
+    assert sage(n_max=4, w_min=2, w_max=2).grow(lambda path: table[path]) == [(0,), (1,), (1, 0), (0, 0)]
 
 
 def test_equally_probable_nodes_go_by_parent_then_rank() -> None:
     """So that the runtime and replay agree on which of them fit."""
-    assert Session(n_max=3, w_min=4, w_max=4).grow(same_everywhere(0.25, 0.25, 0.25, 0.25)) == [(0,), (1,), (2,)]
+    assert sage(n_max=3, w_min=4, w_max=4).grow(same_everywhere(0.25, 0.25, 0.25, 0.25)) == [(0,), (1,), (2,)]
     halves = root_and_below([0.5, 0.5], [0.5, 0.5])
-    assert Session(n_max=5, w_min=2, w_max=2).grow(halves) == [(0,), (1,), (0, 0), (1, 0), (0, 0, 0)]
+    assert sage(n_max=5, w_min=2, w_max=2).grow(halves) == [(0,), (1,), (0, 0), (1, 0), (0, 0, 0)]
 
 
 def test_a_full_tree_asks_for_no_more_proposals() -> None:
     """What the draft would compute for it could not be used: the root is asked, and nobody else."""
-    asked = []
-
-    def draft(path: Ranks) -> list[float]:
-        asked.append(path)
-        return [0.4, 0.3, 0.2, 0.1]
-
-    Session(n_max=4).grow(draft)
-    assert asked == [()]
+    session = sage(n_max=4)
+    session.grow(same_everywhere(0.4, 0.3, 0.2, 0.1))
+    assert session.asked == [[()]]
 
 
 # ---------------------------------------------------------------------------------------------------------- properties
-
-
-def random_draft(seed: int, sharpness: float) -> Draft:
-    """Candidates of every node from a Dirichlet distribution, always the same for the same node."""
-    return lambda path: sorted(
-        np.random.default_rng([seed, 1, *path]).dirichlet(np.full(20, sharpness)).tolist(), reverse=True
-    )
 
 
 def random_hyperparameters(rng: Generator) -> dict[str, Any]:
@@ -380,7 +331,7 @@ def random_rounds(num_sessions: int) -> list[tuple[SagePolicy, Draft, float, Tre
     """(policy, draft, the confidence in force, the tree, its paths) of two rounds in each of many random sessions."""
     rng, rounds = np.random.default_rng(12), []
     for seed in range(num_sessions):
-        session = Session(**random_hyperparameters(rng))
+        session = sage(**random_hyperparameters(rng))
         policy, confidence = session.policy, 0.5
         for turn in range(2):
             draft = random_draft(2 * seed + turn, sharpness=float(rng.choice([0.03, 0.1, 0.3])))
@@ -429,12 +380,8 @@ def test_random_trees_stay_within_the_budget_and_spend_it_on_the_most_probable(r
 
 def test_random_trees_are_trees(rounds: Any) -> None:
     for policy, _, _, tree, paths in rounds:
-        assert len(set(paths)) == len(paths)
-        assert tree.parent[ROOT] == -1 and tree.depth[ROOT] == 0 and tree.path_logprob[ROOT] == 0.0
-        for node in range(1, int(tree.size[0])):
-            assert 0 <= tree.parent[node] < node
-            assert tree.depth[node] == tree.depth[tree.parent[node]] + 1 <= policy.max_depth
-        assert (np.diff(tree.depth[: tree.size[0]]) >= 0).all(), "level by level"
+        assert_is_tree(tree)
+        assert max(map(len, paths), default=0) <= policy.max_depth
 
 
 def test_random_nodes_exceed_their_threshold(rounds: Any) -> None:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from autotune.trees.tree import MAX_NODES, ROOT, add_child, new_tree, plant, write_frontier_mask, write_tree_mask
-from tests.obvious import ancestors_of, random_tree
+from autotune.trees.tree import (
+    CHILD,
+    MAX_STEP,
+    ROOT,
+    add_best_children,
+    add_child,
+    best_first,
+    keep_marked,
+    new_tree,
+    new_workspace,
+    plant,
+    write_frontier_mask,
+    write_tree_mask,
+)
+from tests.obvious import add_node, ancestors_of, random_tree, tokens_to
 
 CLOSED = -1e9
 
 
 def test_the_tree_mask_opens_a_node_to_itself_and_its_ancestors() -> None:
     rng = np.random.default_rng(0)
-    for num_nodes in (0, 1, 2, 5, 17, 64, MAX_NODES - 1):
+    for num_nodes in (0, 1, 2, 5, 17, 64, MAX_STEP - 1):
         tree = random_tree(rng, num_nodes, num_tokens=1000)
         size = num_nodes + 1
         expected = np.full((size, size), CLOSED, np.float32)
@@ -34,30 +48,122 @@ def test_the_frontier_mask_opens_the_places_of_a_node_and_its_ancestors_below_th
     for num_nodes in (1, 2, 5, 17, 64, 120):
         tree = random_tree(rng, num_nodes, num_tokens=1000)
         places = rng.permutation(num_nodes)
-        slot = np.full(MAX_NODES, -1)
-        slot[1 : num_nodes + 1] = places
+        tree.slot[1 : num_nodes + 1] = places
         frontier = rng.choice(np.arange(1, num_nodes + 1), size=min(num_nodes, 9), replace=False)
         expected = np.full((len(frontier), num_nodes), CLOSED, np.float32)
         for row, node in enumerate(frontier):
             for ancestor in ancestors_of(tree, int(node)):
                 if ancestor != ROOT:
-                    expected[row, slot[ancestor]] = 0.0
+                    expected[row, tree.slot[ancestor]] = 0.0
         mask = rng.normal(size=(len(frontier), num_nodes + 3)).astype(np.float32)
         before = mask[:, num_nodes:].copy()
-        write_frontier_mask(tree, frontier, slot, mask, num_nodes, CLOSED)
+        write_frontier_mask(tree, frontier, mask, num_nodes, CLOSED)
         assert np.array_equal(mask[:, :num_nodes], expected)
         assert np.array_equal(mask[:, num_nodes:], before), "columns beyond the places in use belong to nobody"
 
 
 def test_planting_forgets_the_tree_before() -> None:
     tree = random_tree(np.random.default_rng(2), 20, num_tokens=1000)
+    tree.slot[:21] = 9
     plant(tree, 5, 3)
-    node = add_child(tree, ROOT, 6, -0.25, 4)
+    node = add_node(tree, ROOT, 6, -0.25, 2, 4)
     assert (node, int(tree.size[0])) == (1, 2)
-    assert [int(array[1]) for array in (tree.token, tree.parent, tree.depth, tree.source)] == [6, 0, 1, 4]
-    assert (tree.token[0], tree.parent[0], tree.depth[0], tree.path_logprob[0], tree.source[0]) == (5, -1, 0, 0.0, 3)
+    assert [int(array[0]) for array in tree] == [5, -1, 0, 0, 1, -1, 3, -1, 2]
+    # token, parent, depth, (probabilities,) rank, source, slot
+    assert [int(array[1]) for array in (*tree[:3], *tree[5:8])] == [6, 0, 1, 2, 4, -1]
     assert tree.path_logprob[1] == -0.25
 
 
-def test_a_new_tree_is_empty() -> None:
-    assert new_tree().size[0] == 0
+def test_a_new_tree_is_empty_and_has_room_for_the_root_and_its_nodes() -> None:
+    tree = new_tree(3)
+    assert tree.size[0] == 0
+    assert {len(array) for array in tree[:-1]} == {4}
+
+
+def test_a_workspace_has_room_for_the_nodes() -> None:
+    assert all(len(array) == 10 for array in new_workspace(9))
+
+
+def test_a_child_takes_what_was_proposed() -> None:
+    tree, proposals = new_tree(3), np.zeros((3, 2), CHILD)
+    proposals[2, 1] = (-0.5, 0.6, 44, 7)
+    plant(tree, 5, 2)
+    first = add_child(tree, ROOT, 1, proposals)
+    tree.source[first] = 2
+    second = add_child(tree, first, 1, proposals)
+    assert [int(array[second]) for array in (tree.token, tree.parent, tree.depth, tree.rank)] == [44, first, 2, 1]
+    assert (tree.source[second], tree.slot[second], tree.path_logprob[second]) == (7, -1, -1.0)
+    assert tree.path_probability[second] == pytest.approx(0.36)
+
+
+def test_the_best_children_are_those_of_a_stable_sort_over_all() -> None:
+    """Rows of sorted proposals with many ties, of which some may be taken and all must exceed a floor."""
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        num_parents, k = int(rng.integers(1, 9)), int(rng.integers(1, 7))
+        proposals = np.zeros((1 + num_parents, max(k, num_parents)), CHILD)
+        proposals["logprob"] = -np.sort(rng.integers(0, 5, proposals.shape)).astype(np.float32)
+        proposals["token"] = np.arange(proposals.size).reshape(proposals.shape)
+        tree, work = new_tree(200), new_workspace(200)
+        plant(tree, 0, 0)
+        parents = [add_child(tree, ROOT, rank, proposals) for rank in range(num_parents)]
+        tree.source[parents] = 1 + np.arange(num_parents)
+        order = rng.permutation(parents)
+        work.frontier[:num_parents] = order
+        work.mark[:num_parents] = rng.integers(0, k + 1, num_parents)
+        num_best, floor = int(rng.integers(0, 20)), float(rng.choice([-np.inf, -4.5, -4.0]))
+        candidates = [
+            (float(tree.path_logprob[node] + proposals[tree.source[node], rank]["logprob"]), int(node), rank)
+            for i, node in enumerate(order)
+            for rank in range(work.mark[i])
+        ]
+        expected = sorted((c for c in candidates if c[0] > floor), key=lambda c: -c[0])[:num_best]
+        first = int(tree.size[0])
+        assert add_best_children(tree, work, num_parents, proposals, num_best, floor) == len(expected)
+        new = range(first, int(tree.size[0]))
+        assert [(float(tree.path_logprob[n]), int(tree.parent[n]), int(tree.rank[n])) for n in new] == expected
+
+
+def test_the_best_come_first_and_equal_ones_in_their_own_order() -> None:
+    order = np.full(9, -1)
+    assert best_first(np.array([0.5, 3.0, 1.0, 3.0, 1.0, 2.0]), 5, 3, order) == 3
+    assert order[:4].tolist() == [1, 3, 2, -1], "3.0, 3.0, then the first 1.0; the 2.0 is beyond the count"
+    assert best_first(np.array([1.0, 2.0]), 2, 5, order) == 2, "fewer than are wanted"
+    assert order[:2].tolist() == [1, 0]
+    assert best_first(np.array([1.0, 2.0]), 2, 0, order) == 0
+    assert best_first(np.array([1.0, 2.0]), 0, 2, order) == 0
+
+
+def test_the_best_of_random_values_are_those_of_a_stable_sort() -> None:
+    """Few different values, so that most are equal to others."""
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        count, num_best = int(rng.integers(0, 40)), int(rng.integers(0, 50))
+        value = -rng.integers(0, 8, count + 3).astype(np.float64)
+        if rng.random() < 0.3:
+            value[rng.integers(len(value))] = -np.inf
+        order = np.full(60, -1)
+        found = best_first(value, count, num_best, order)
+        assert found == min(count, num_best)
+        assert order[:found].tolist() == np.argsort(-value[:count], kind="stable")[:found].tolist()
+        assert (order[found:] == -1).all()
+
+
+def test_dropping_nodes_keeps_the_others_as_they_were() -> None:
+    """In their order, with all that is known of them, under the same ancestors."""
+    rng = np.random.default_rng(4)
+    for num_nodes in (0, 1, 2, 7, 30, 128):
+        tree = random_tree(rng, num_nodes, num_tokens=1000)
+        size = num_nodes + 1
+        tree.source[1:size], tree.slot[1:size] = rng.integers(0, 99, num_nodes), rng.integers(0, 99, num_nodes)
+        mark = np.zeros(size, np.int64)
+        for node in rng.permutation(size)[: size // 4]:
+            mark[ancestors_of(tree, int(node))] = rng.integers(1, 4)
+        kept = [node for node in range(size) if node == ROOT or mark[node]]
+        facts = {node: [array[node] for array in (*tree[:1], *tree[2:-1])] for node in kept}
+        paths = [tokens_to(tree, node) for node in kept]
+        keep_marked(tree, mark)
+        assert tree.size[0] == len(kept)
+        for place, node in enumerate(kept):
+            assert [array[place] for array in (*tree[:1], *tree[2:-1])] == facts[node]
+        assert [tokens_to(tree, place) for place in range(len(kept))] == paths

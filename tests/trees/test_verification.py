@@ -1,12 +1,21 @@
-"""Which draft tokens are accepted: the compiled walk against a recursive one."""
+"""Which draft tokens are accepted: the compiled walk against a recursive one, and WETAP's threshold against all paths."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from pydantic import TypeAdapter, ValidationError
 
-from autotune.trees.tree import MAX_NODES, ROOT, Ints, Tree, add_child, new_tree, plant
-from autotune.trees.verification import accept_path, find_child
-from tests.obvious import children_of, random_tree
+from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Floats, Ints, Tree, new_tree, plant
+from autotune.trees.verification import (
+    LosslessVerification,
+    Verification,
+    WetapVerification,
+    accept_by_ratio,
+    accept_path,
+    find_child,
+)
+from tests.obvious import add_node, ancestors_of, children_of, random_tree
 
 
 def accepted_below(tree: Tree, node: int, target_token: Ints) -> list[int]:
@@ -22,8 +31,8 @@ def test_the_accepted_path_of_random_trees() -> None:
     rng, lengths = np.random.default_rng(0), []
     for _ in range(300):
         tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=5)
-        target_token = rng.integers(0, 5, MAX_NODES)
-        path = np.full(MAX_NODES, -1)
+        target_token = rng.integers(0, 5, MAX_STEP)
+        path = np.full(MAX_STEP, -1)
         length = accept_path(tree, target_token, path)
         assert path[:length].tolist() == accepted_below(tree, ROOT, target_token)
         lengths.append(length)
@@ -31,27 +40,176 @@ def test_the_accepted_path_of_random_trees() -> None:
 
 
 def test_nothing_is_accepted_from_a_root_alone() -> None:
-    tree = new_tree()
+    tree = new_tree(5)
     plant(tree, 3, -1)
-    assert accept_path(tree, np.zeros(MAX_NODES, np.int64), np.zeros(MAX_NODES, np.int64)) == 0
+    assert accept_path(tree, np.zeros(MAX_STEP, np.int64), np.zeros(MAX_STEP, np.int64)) == 0
 
 
 def test_a_token_elsewhere_in_the_tree_is_not_accepted() -> None:
     """Node 2 holds what the target says after the root, but it is not the root's child."""
-    tree = new_tree()
+    tree = new_tree(5)
     plant(tree, 0, -1)
-    add_child(tree, ROOT, 1, -0.1, -1)
-    add_child(tree, 1, 2, -0.2, -1)
-    target_token = np.full(MAX_NODES, 2)
-    assert accept_path(tree, target_token, np.zeros(MAX_NODES, np.int64)) == 0
+    add_node(tree, ROOT, 1, -0.1, 0, -1)
+    add_node(tree, 1, 2, -0.2, 0, -1)
+    target_token = np.full(MAX_STEP, 2)
+    assert accept_path(tree, target_token, np.zeros(MAX_STEP, np.int64)) == 0
     assert find_child(tree, ROOT, 2) == -1
     assert find_child(tree, 1, 2) == 2
 
 
 def test_nodes_of_an_earlier_tree_are_not_found() -> None:
     """Planting only resets the size: what the arrays hold behind it is stale."""
-    tree = new_tree()
+    tree = new_tree(5)
     plant(tree, 0, -1)
-    add_child(tree, ROOT, 1, -0.1, -1)
+    add_node(tree, ROOT, 1, -0.1, 0, -1)
     plant(tree, 0, -1)
     assert find_child(tree, ROOT, 1) == -1
+
+
+# ------------------------------------------------------------------------------------------------- WETAP's acceptance
+
+
+def accepted_by_ratio(tree: Tree, target_logprob: Floats, log_threshold: float) -> list[int]:
+    """Section 3.3 over every path from the root: of those that satisfy eq. 9 the deepest; of these the most probable to
+    the target, the first of equal ones.
+    """
+    paths = [ancestors_of(tree, node)[1:] for node in range(1, int(tree.size[0]))]
+    target = [sum(target_logprob[node] for node in path) for path in paths]
+    fit = [
+        (len(path), target[place], -place)
+        for place, path in enumerate(paths)
+        if target[place] - tree.path_logprob[path[-1]] >= log_threshold
+    ]
+    return paths[-max(fit)[2]] if fit else []
+
+
+def ratio_path(tree: Tree, target_logprob: Floats, threshold: float) -> list[int]:
+    path = np.full(MAX_LEVELS, -1)
+    length = accept_by_ratio(tree, target_logprob.copy(), np.log(threshold), path)
+    assert (path[length:] == -1).all()
+    return path[:length].tolist()
+
+
+def tree_of(*nodes: tuple[int, float]) -> Tree:
+    """Nodes as (parent, the draft's probability after the parent), in the order of the tree."""
+    tree = new_tree(len(nodes))
+    plant(tree, 0, -1)
+    for token, (parent, probability) in enumerate(nodes, start=1):
+        logprob = float(tree.path_logprob[parent] + (np.log(probability) if probability else -np.inf))
+        add_node(tree, parent, token, logprob, len(children_of(tree, parent)), -1)
+    return tree
+
+
+def target_of(*probabilities: float) -> Floats:
+    """The target's probabilities of nodes 1, 2, ..., each after its parent."""
+    with np.errstate(divide="ignore"):
+        return np.log([1.0, *probabilities])
+
+
+def test_acceptance_by_ratio_by_hand() -> None:
+    """Nodes a (draft 0.5), b (0.4); below a: c (0.5), d (0.25); below b: e (0.5); below c: f (0.8).
+
+           draft q       target p along the path    p / q
+        a  0.5           0.2                        0.4
+        b  0.4           0.6                        1.5
+        c  0.25          0.2 * 0.9 = 0.18           0.72
+        d  0.125         0.2 * 0.1 = 0.02           0.16
+        e  0.2           0.6 * 0.25 = 0.15          0.75
+        f  0.2           0.18 * 0.5 = 0.09          0.45
+
+    A path is accepted for the whole of it: f at 0.4, although the target gives a only 0.4 of the draft's probability,
+    which eq. 10 would refuse at 0.45 already.
+    """
+    tree = tree_of((ROOT, 0.5), (ROOT, 0.4), (1, 0.5), (1, 0.25), (2, 0.5), (3, 0.8))
+    a, b, c, _, e, f = range(1, 7)
+    target = target_of(0.2, 0.6, 0.9, 0.1, 0.25, 0.5)
+    assert ratio_path(tree, target, 0.44) == [a, c, f], "0.45: the deepest wins, though b and e have better ratios"
+    assert ratio_path(tree, target, 0.46) == [a, c], (
+        "level 2 has c (0.18) and e (0.15): the most probable to the target"
+    )
+    assert ratio_path(tree, target, 0.73) == [b, e]
+    assert ratio_path(tree, target, 0.76) == [b]
+    assert ratio_path(tree, target, 1.0) == [b], "a ratio of 1.5 is at least any threshold that can be set"
+    assert ratio_path(tree, target_of(0.2, 0.3, 0.9, 0.1, 0.25, 0.5), 1.0) == []
+
+
+def test_a_ratio_equal_to_the_threshold_is_accepted() -> None:
+    """Eq. 9 says at least; powers of two are exact."""
+    assert ratio_path(tree_of((ROOT, 0.5)), target_of(0.25), 0.5) == [1]
+    assert ratio_path(tree_of((ROOT, 0.5)), target_of(0.5), 1.0) == [1]
+    assert ratio_path(tree_of((ROOT, 0.5)), target_of(0.25), 0.5001) == []
+
+
+def test_of_paths_equally_probable_to_the_target_the_first_is_accepted() -> None:
+    """So that the runtime and replay agree."""
+    tree = tree_of((ROOT, 0.5), (ROOT, 0.5), (1, 0.5), (2, 0.5), (2, 0.25))
+    assert ratio_path(tree, target_of(0.25, 0.5, 0.5, 0.25, 0.25), 0.25) == [1, 3], "0.125, three times"
+    assert ratio_path(tree, target_of(0.25, 0.5, 0.5, 0.25, 0.5), 0.25) == [2, 5], "0.125, 0.125, 0.25"
+
+
+def test_what_the_target_never_says_is_not_accepted() -> None:
+    """Nor anything below it: top-k and top-p leave most tokens at minus infinity."""
+    tree = tree_of((ROOT, 0.5), (1, 0.5), (1, 0.25))
+    assert ratio_path(tree, target_of(0.0, 1.0, 1.0), 0.01) == []
+    assert ratio_path(tree, target_of(0.5, 0.0, 1.0), 0.01) == [1, 3]
+
+
+@pytest.mark.parametrize("target", [0.0, 0.3])
+def test_what_the_draft_never_said_is_not_accepted(target: float) -> None:
+    """A static tree keeps its shape where the draft has no idea: such nodes hold any token, with probability 0, and no
+    ratio makes them worth accepting.
+    """
+    tree = tree_of((ROOT, 0.5), (ROOT, 0.0), (1, 0.5), (2, 0.0))
+    assert ratio_path(tree, target_of(0.1, target, 0.1, target), 0.1) == [1]
+
+
+def test_acceptance_by_ratio_on_random_trees() -> None:
+    """Against all paths from the root. The target agrees with the draft up to some noise; every other tree has
+    probabilities of powers of two, many of them equal.
+    """
+    rng, lengths, num_tied = np.random.default_rng(5), [], 0
+    for turn in range(300):
+        tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=8)
+        size = int(tree.size[0])
+        if turn % 2:
+            own = np.array([0.0, *(np.log(0.5) * rng.integers(1, 4, size - 1))])
+            for node in range(1, size):
+                tree.path_logprob[node] = own[ancestors_of(tree, node)].sum()
+            target_logprob = np.array([np.log(0.5) * rng.integers(1, 5) for _ in range(size)])
+        else:
+            own = tree.path_logprob[:size] - tree.path_logprob[tree.parent[:size]]
+            target_logprob = np.minimum(own + rng.normal(-0.5, 1.0, size), 0.0)
+        threshold = float(rng.choice([0.125, 0.25, 0.3, 0.5, 0.8, 1.0]))
+        path = ratio_path(tree, target_logprob, threshold)
+        expected = accepted_by_ratio(tree, target_logprob, float(np.log(threshold)))
+        assert path == expected
+        lengths.append(len(path))
+        deepest = [node for node in range(1, size) if tree.depth[node] == len(path) > 0]
+        whole = [round(target_logprob[ancestors_of(tree, node)[1:]].sum(), 6) for node in deepest]
+        num_tied += len(whole) > 1 and whole.count(max(whole)) > 1
+    assert min(lengths) == 0 and max(lengths) >= 4, "the random trees no longer cover short and long paths"
+    assert num_tied > 10, "the random trees no longer have equally probable paths"
+
+
+# ------------------------------------------------------------------------------------------------------- in a document
+
+
+def test_only_lossless_verification_says_that_it_is() -> None:
+    assert LosslessVerification().is_lossless
+    assert not WetapVerification().is_lossless
+    assert WetapVerification().threshold == 1.0
+
+
+@pytest.mark.parametrize("threshold", [0.0, -0.1, 1.01, float("nan")])
+def test_a_threshold_out_of_range_is_refused(threshold: float) -> None:
+    """At 0 everything would be accepted."""
+    with pytest.raises(ValidationError, match="threshold"):
+        WetapVerification(threshold=threshold)
+
+
+def test_verification_is_told_apart_by_its_kind() -> None:
+    adapter: TypeAdapter[LosslessVerification | WetapVerification] = TypeAdapter(Verification)
+    assert adapter.validate_python({"kind": "lossless"}) == LosslessVerification()
+    assert adapter.validate_python({"kind": "wetap", "threshold": 0.5}) == WetapVerification(threshold=0.5)
+    with pytest.raises(ValidationError):
+        adapter.validate_python({"kind": "lossless", "threshold": 0.5})

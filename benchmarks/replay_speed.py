@@ -1,0 +1,129 @@
+"""How many configurations a second one core replays, by tree policy, and how much faster that is than decoding.
+
+Records a trace of the bundled pair that holds everything WETAP's widest trees ask for, then times single-threaded
+replays: each policy's published default, and random configurations of the ``quick`` space.
+
+    python benchmarks/replay_speed.py [--prompts 64] [--configurations 40] [--folder .autotune/replay-speed]
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+
+from autotune.acceptance.replay import replay
+from autotune.acceptance.trace import Trace, bounds_for, load_trace
+from autotune.console import Console
+from autotune.cost.table import DensePrices, PrefillCost
+from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.search.documents import record_traces
+from autotune.search.finalists import Arm, Runner
+from autotune.search.pair import Pair
+from autotune.search.sequoia import rank_acceptance, sequoia_trees
+from autotune.search.space import Configuration, configuration, load_space
+from autotune.trees.policy import Policy, parse_policy
+from autotune.workload import Workload, load_workload
+
+WIDEST = {"policy": "wetap", "w_min": 16, "w_max": 128, "budget": 64}
+DEFAULTS: dict[str, dict[str, object]] = {
+    "chain": {"policy": "chain"},
+    "static": {"policy": "static"},
+    "eagle2": {"policy": "eagle2"},
+    "sage": {"policy": "sage"},
+    "wetap": WIDEST,
+}
+
+
+def prices() -> DensePrices:
+    """Any will do: a price is looked up, whatever it is."""
+    free = PrefillCost(intercept_ms=0.0, per_token_ms=0.0, image_ms=0.0, samples=[])
+    return DensePrices(np.ones(40), np.ones((130, 40)), np.ones((130, 40)), 16, 0.0, 0.0, free)
+
+
+def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:
+    """Median of a few replays on this one thread."""
+    replay(trace, policy, at)
+    samples = []
+    for _ in range(5):
+        started = time.perf_counter()
+        replay(trace, policy, at)
+        samples.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(samples)
+
+
+def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Policy]:
+    """Random configurations of the space ``quick``; of Sequoia's trees for ``static``."""
+    space = load_space("quick")
+    if name == "static":
+        return list(rng.sample(sequoia_trees(rank_acceptance(trace), budgets=range(4, 65), depths=range(2, 11)), count))
+    values = (
+        {
+            field: rng.choice(d.values) if d.values is not None else rng.uniform(float(d.low or 0), float(d.high or 0))
+            for field, d in space.trees[name].items()
+        }
+        for _ in range(count)
+    )
+    return [parse_policy(configuration(name, v, 1.0).tree) for v in values]
+
+
+@click.command()
+@click.option("--prompts", default=64, show_default=True)
+@click.option("--configurations", default=40, show_default=True)
+@click.option("--decoded", default=8, show_default=True, help="Prompts decoded for real, for comparison.")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path(".autotune/replay-speed"), show_default=True)
+def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
+    pair, console = Pair(BUNDLED_TARGET, BUNDLED_DRAFT, "cpu"), Console()
+    workload = load_workload("digits", "tune", num_prompts=prompts)
+    path = folder / "traces" / "keep-1.trace.json"
+    if not path.exists():
+        bounds = bounds_for(parse_policy(tree) for tree in DEFAULTS.values())
+        record_traces(pair, workload, [1.0], folder, console, bounds=bounds)
+    trace = load_trace(path)
+    assert trace.header.workload_sha256 == workload.sha256, f"{folder} holds other prompts; name another folder"
+    console.say(f"{trace.num_prompts} prompts, {trace.num_tokens} tokens, {len(trace.forest.child_token)} forest nodes")
+
+    few = Workload(workload.name, workload.split, workload.prompts[:decoded])
+    arms = [Arm(name, Configuration(tree=tree, visual_keep=1.0)) for name, tree in DEFAULTS.items()]
+    runs = Runner(pair.decoder, pair.processor).compare(arms, few)
+    rng, at, rows = random.Random(0), prices(), []
+    for name, tree in DEFAULTS.items():
+        default = parse_policy(tree)
+        found = replay(trace, default, at)
+        default_ms = ms_of(trace, default, at)
+        random_ms = statistics.mean(ms_of(trace, policy, at) for policy in drawn(trace, name, configurations, rng))
+        # The prompts decoded for real, scaled to all by their tokens.
+        decode_ms = sum(run.decode_ms for run in runs[name])
+        decode_ms *= trace.num_tokens / sum(run.new_tokens - 1 for run in runs[name])
+        rows.append(
+            [
+                name,
+                f"{1e3 / default_ms:,.0f}",
+                f"{1e3 * default_ms / found.rounds.sum():.2f}",
+                f"{found.missing.sum() / found.rounds.sum():.2f}",
+                f"{1e3 / random_ms:,.0f}",
+                f"{decode_ms / 1e3:.1f}",
+                f"{decode_ms / default_ms:,.0f}",
+            ]
+        )
+    console.table(
+        f"Replay on one core, {trace.num_prompts} prompts",
+        [
+            "policy",
+            "default, configs/s",
+            "us a round",
+            "missing a round",
+            "random, configs/s",
+            "decoding, s",
+            "times faster",
+        ],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

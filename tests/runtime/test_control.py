@@ -1,0 +1,195 @@
+"""What steers decoding beside the tree: fallback to plain steps, prepared sizes, lossy verification, and the counts of
+what the draft got accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.errors import UserError
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.perplexity import answer_logprobs, perplexity
+from autotune.runtime.target import Target
+from autotune.trees.fallback import Fallback, RoundPrice
+from autotune.trees.tree import ROOT
+from autotune.trees.verification import WetapVerification
+from tests.conftest import Inputs, Pair, new_llama
+from tests.obvious import ancestors_of, logits_after
+from tests.runtime.test_decoder import TREES
+
+NEW_TOKENS = 40
+DEAR = RoundPrice(round_steps=1.2, level_steps=0.3, node_steps=0.03)
+
+
+def stranger() -> Any:
+    """A draft that was never taught anything."""
+    torch.manual_seed(5)
+    return new_llama(1, hidden_size=16)
+
+
+# ------------------------------------------------------------------------------------------------------------ fallback
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs], tree: str, temperature: float) -> None:
+    """Neither with a draft that mostly helps nor with one that never does, whose requests go on by plain steps."""
+    settings = {"max_new_tokens": 2 * NEW_TOKENS, "temperature": temperature, "seed": 3}
+    expected = Decoder(pair.target).generate(**prompts["image"], **settings).sequences
+    for draft in (pair.draft, stranger()):
+        decoder = Decoder(pair.target, draft, tree=TREES[tree], fallback=DEAR)
+        out = decoder.generate(**prompts["image"], **settings)
+        assert torch.equal(out.sequences, expected)
+        assert out.stats.rounds == out.stats.target_forwards >= out.stats.plain_steps
+    assert out.stats.plain_steps > NEW_TOKENS
+
+
+def test_a_useless_draft_is_probed_less_and_less_and_in_the_end_not_read_at_all(
+    pair: Pair, prompts: dict[str, Inputs]
+) -> None:
+    decoder = Decoder(pair.target, stranger(), tree={"policy": "chain"}, fallback=DEAR)
+    stats = [decoder.generate(**prompts["image"], max_new_tokens=100).stats for _ in range(9)]
+    drafting = [s.rounds - s.plain_steps for s in stats]
+    # One round loses 1.2 + 5 x 0.3 + 5 x 0.03 - 1 = 1.85 steps at least: 4 rounds end the trust, then one probe behind
+    # 8 steps, one behind 16, one behind 32. The third request is not trusted, and 4 after it are left alone.
+    assert drafting[0] == drafting[1] == 7 and drafting[2:6] == [0] * 4 and drafting[6] < 7 and drafting[7:] == [0] * 2
+    assert [s.draft_prefill_ms > 0 for s in stats] == [count > 0 for count in drafting]
+
+
+def test_a_draft_that_helps_is_never_left(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    decoder = Decoder(pair.target, pair.target, tree={"policy": "chain"}, fallback=DEAR)
+    for _ in range(3):
+        assert decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS).stats.plain_steps == 0
+
+
+def test_without_a_price_nothing_rests(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    decoder = Decoder(pair.target, stranger(), tree={"policy": "chain"})
+    assert decoder.fallback.price is None
+    for _ in range(4):
+        assert decoder.generate(**prompts["text"], max_new_tokens=NEW_TOKENS).stats.plain_steps == 0
+    assert Fallback(None).begin_request()
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_prepared_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs], tree: str) -> None:
+    """Neither the tokens nor the counts: what fills a forward up is seen by nobody."""
+    plain, rounded = (
+        Decoder(pair.target, pair.draft, tree=TREES[tree], buckets=buckets) for buckets in ((), (8, 3, 64, 16))
+    )
+    for settings in ({}, {"temperature": 1.0, "seed": 4}):
+        one, other = (d.generate(**prompts["image"], max_new_tokens=NEW_TOKENS, **settings) for d in (plain, rounded))
+        assert torch.equal(one.sequences, other.sequences)
+        assert one.stats.accepted_lengths == other.stats.accepted_lengths
+        assert one.stats.verified_nodes == other.stats.verified_nodes
+
+
+def test_forwards_have_prepared_sizes(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(pair.target, pair.draft, tree={"policy": "sage"}, buckets=(4, 12, 70))
+    sizes: set[int] = set()
+    forward = decoder.target.forward
+    monkeypatch.setattr(
+        decoder.target, "forward", lambda tokens, *rest: (sizes.add(tokens.shape[1]), forward(tokens, *rest))[1]
+    )
+    assert decoder.draft is not None
+    drafted = decoder.draft.forward  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        decoder.draft, "forward", lambda tokens, *a, **k: (sizes.add(len(tokens)), drafted(tokens, *a, **k))[1]
+    )
+    decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS)
+    assert sizes == {4, 12, 70} or sizes == {4, 12}
+
+
+@pytest.mark.parametrize("size", [0, 999])
+def test_a_size_out_of_range(pair: Pair, size: int) -> None:
+    with pytest.raises(UserError, match=f"buckets are numbers of tokens from 1 to 160; got {size}"):
+        Decoder(pair.target, buckets=(8, size))
+
+
+# -------------------------------------------------------------------------------------------------- lossy verification
+
+
+def test_wetap_accepts_by_the_ratio_of_probabilities(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Round for round: the deepest node whose path the target finds at least ``threshold`` times as probable as the
+    draft does, computed from whole forwards of the target.
+    """
+    inputs, verification = prompts["image"], WetapVerification(threshold=0.4)
+    decoder = Decoder(pair.target, pair.draft, tree=TREES["wetap-tight"], verification=verification)
+    rounds: list[tuple[Any, list[int]]] = []
+    commit = decoder.draft.commit  # type: ignore[union-attr]
+
+    def watch(tree: Any, path: Any, next_token: int) -> None:
+        rounds.append((type(tree)(*(array.copy() for array in tree)), [int(node) for node in path]))
+        commit(tree, path, next_token)
+
+    decoder.draft.commit = watch  # type: ignore[union-attr, method-assign]
+    out = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
+    answer = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    committed = 1
+    for tree, path in rounds:
+        accepted: dict[int, float] = {}
+        for node in range(1, int(tree.size[0])):
+            tokens = [int(tree.token[n]) for n in ancestors_of(tree, node)[1:]]
+            logprobs = logits_after(pair.target, inputs, answer[:committed] + tokens).log_softmax(-1)[committed:-1]
+            of_target = float(logprobs[torch.arange(len(tokens)), tokens].sum())
+            if of_target - float(tree.path_logprob[node]) >= math.log(0.4):
+                accepted[node] = of_target
+        best = max(accepted, key=lambda n: (tree.depth[n], accepted[n]), default=ROOT)
+        assert path == ancestors_of(tree, best)[1:]
+        committed += len(path) + 1
+    assert sum(len(path) for _, path in rounds) > 10
+
+
+def test_a_lower_threshold_accepts_more_and_says_worse_things(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    inputs = prompts["image"]
+    found = []
+    for threshold in (1.0, 1e-9):
+        verification = WetapVerification(threshold=threshold)
+        decoder = Decoder(pair.target, pair.draft, tree=TREES["wetap"], verification=verification)
+        out = decoder.generate(**inputs, max_new_tokens=100)
+        answer = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        found.append((out.stats.tokens_per_round or 0.0, perplexity(decoder.target, inputs, answer)))
+    (strict_m, strict_ppl), (loose_m, loose_ppl) = found
+    assert loose_m > strict_m and loose_ppl > strict_ppl
+
+
+def test_a_threshold_reads_no_logits_processors(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    decoder = Decoder(pair.target, pair.draft, verification=WetapVerification())
+    with pytest.raises(UserError, match="wetap verification knows no logits processors; drop them"):
+        pair.target.generate(**prompts["text"], custom_generate=decoder, repetition_penalty=1.3, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("prompt", ["text", "image"])
+@pytest.mark.parametrize("count", [1, 2, 30])
+def test_perplexity_is_that_of_one_forward_over_everything(
+    pair: Pair, prompts: dict[str, Inputs], prompt: str, count: int
+) -> None:
+    inputs, target = prompts[prompt], Target(pair.target)
+    answer = np.random.default_rng(0).integers(4, 300, count).tolist()
+    expected = logits_after(pair.target, inputs, answer)[:-1].log_softmax(-1)[torch.arange(count), answer]
+    torch.testing.assert_close(answer_logprobs(target, inputs, answer), expected, atol=1e-4, rtol=1e-4)
+    assert perplexity(target, inputs, answer) == pytest.approx(math.exp(-float(expected.mean())), rel=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------------- health
+
+
+def test_health_counts_the_accepted_tokens_near_the_image_and_behind(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    decoder = Decoder(pair.target, pair.draft, tree=TREES["sage"])
+    for prompt, has_image in (("text", False), ("image", True)):
+        stats = decoder.generate(**prompts[prompt], max_new_tokens=120).stats
+        health = stats.health.to_json()
+        accepted = {place: sum(count for _, count in tables["by_depth"]) for place, tables in health.items()}
+        assert accepted == {place: sum(count for _, count in tables["by_rank"]) for place, tables in health.items()}
+        # The last round may have accepted more than was emitted.
+        assert sum(stats.accepted_lengths) <= sum(accepted.values()) <= sum(stats.accepted_lengths) + 12
+        offered = sum(tables["by_depth"][0][0] for tables in health.values() if tables["by_depth"])
+        assert offered == sum(nodes > 0 for nodes in stats.verified_nodes)
+        assert (accepted["near_image"] > 0) == has_image and accepted["text"] > 0

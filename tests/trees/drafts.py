@@ -1,0 +1,146 @@
+"""Drafts that are tables of probabilities, and a policy that grows trees from them as the runtime drives it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from autotune.trees.policy import TreeGrower, parse_policy
+from autotune.trees.tree import ROOT, Tree
+from tests.obvious import tokens_to
+
+Ranks = tuple[int, ...]
+"""A node by its tokens from the root's child on. Drafts here name a candidate by its rank, so a path also says which
+ranks were taken.
+"""
+
+Draft = Callable[[Ranks], list[float]]
+"""Probabilities of a node's candidates, most probable first."""
+
+
+class Session:
+    """Rounds of one request: a policy driven level by level, with a table of probabilities in place of a draft
+    network.
+    """
+
+    def __init__(self, policy: str, **hyperparameters: Any) -> None:
+        self.policy = parse_policy({"policy": policy, **hyperparameters})
+        self.grower = TreeGrower(self.policy)
+        self.grower.reset()
+        self.asked: list[list[Ranks]] = []
+        """Whose children were wanted in the last round, level by level."""
+        self.grown: list[Ranks] = []
+        """The last tree before it was pruned."""
+
+    @property
+    def tree(self) -> Tree:
+        return self.grower.tree
+
+    def grow(self, draft: Draft) -> list[Ranks]:
+        """The tree of one round, in the order of its nodes."""
+        self.asked = []
+        self.grower.plant(-1)
+        while len(self.grower.frontier):
+            frontier = [path_of(self.tree, int(node)) for node in self.grower.frontier]
+            self.asked.append(frontier)
+            k = self.policy.num_proposals
+            logprobs = np.stack([logprobs_of(draft, path, k) for path in frontier])
+            self.grower.grow(np.tile(np.arange(k, dtype=np.int32), (len(frontier), 1)), logprobs)
+        self.grown = self.paths
+        self.grower.prune()
+        return self.paths
+
+    @property
+    def paths(self) -> list[Ranks]:
+        return [path_of(self.tree, node) for node in range(1, int(self.tree.size[0]))]
+
+    def learn(self, *accepted: int) -> None:
+        for length in accepted:
+            self.grower.learn(length)
+
+
+def path_of(tree: Tree, node: int) -> Ranks:
+    return tuple(tokens_to(tree, node)[1:])
+
+
+def logprobs_of(draft: Draft, path: Ranks, k: int) -> np.ndarray:
+    """What the draft network gives: the ``k`` best in 32 bits; minus infinity where the table has no more."""
+    probabilities = np.zeros(k)
+    known = draft(path)[:k]
+    probabilities[: len(known)] = known
+    with np.errstate(divide="ignore"):
+        return np.log(probabilities.astype(np.float32))
+
+
+def path_logprob(draft: Draft, path: Ranks) -> float:
+    """The sum along a path, added up from the root as a tree does: equal ones are equal to the last bit."""
+    total = 0.0
+    for level, rank in enumerate(path):
+        total += float(logprobs_of(draft, path[:level], rank + 1)[rank])
+    return total
+
+
+def same_everywhere(*probabilities: float) -> Draft:
+    return lambda path: list(probabilities)
+
+
+def root_and_below(root: list[float], below: list[float]) -> Draft:
+    return lambda path: below if path else root
+
+
+def by_table(table: dict[Ranks, list[float]]) -> Draft:
+    """Nodes that are not in the table have no candidates."""
+    return lambda path: table.get(path, [])
+
+
+def random_draft(seed: int, sharpness: float) -> Draft:
+    """Candidates of every node from a Dirichlet distribution, always the same for the same node."""
+
+    @functools.cache
+    def draft(path: Ranks) -> list[float]:
+        probabilities = np.random.default_rng([seed, 1, *path]).dirichlet(np.full(20, sharpness))
+        return sorted(probabilities.tolist(), reverse=True)
+
+    return draft
+
+
+def tied_draft(seed: int) -> Draft:
+    """Candidates of every node whose probabilities are 1, 1/2, 1/4 or 1/16: cumulative ones are often exactly equal,
+    to each other and to their parent's. Some nodes have no candidates.
+    """
+    tables = [
+        [1.0],
+        [0.5, 0.5],
+        [0.5, 0.25, 0.25],
+        [0.25] * 4,
+        [0.25] * 3 + [0.0625] * 4,
+        [0.0625] * 16,
+        [1.0, 1.0],
+        [],
+    ]
+
+    @functools.cache
+    def draft(path: Ranks) -> list[float]:
+        number = int(np.random.default_rng([seed, 2, *path]).integers(len(tables)))
+        return tables[number] if path else [0.5, 0.25, 0.25]
+
+    return draft
+
+
+def assert_is_tree(tree: Tree) -> None:
+    """A root, and nodes level by level below it, each behind its parent, with its level, and no child twice; never more
+    probable than the parent.
+    """
+    size = int(tree.size[0])
+    assert (tree.parent[ROOT], tree.depth[ROOT], tree.path_logprob[ROOT], tree.rank[ROOT]) == (-1, 0, 0.0, -1)
+    for node in range(1, size):
+        parent = tree.parent[node]
+        assert ROOT <= parent < node
+        assert tree.depth[node] == tree.depth[parent] + 1
+        assert tree.path_logprob[node] <= tree.path_logprob[parent]
+    assert (np.diff(tree.depth[:size]) >= 0).all(), "level by level"
+    children = list(zip(tree.parent[1:size].tolist(), tree.rank[1:size].tolist(), strict=True))
+    assert len(set(children)) == len(children)

@@ -1,0 +1,248 @@
+"""Giving up and trying again, against sequences computed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from autotune.trees import fallback
+from autotune.trees.fallback import NEVER, STATE_SIZE, Fallback, RoundPrice
+
+PRICE = RoundPrice(round_steps=4.0, level_steps=0.0, node_steps=0.0)
+"""A round costs four plain steps: with nothing accepted it saves 1 - 4 = -3, with 8 accepted 9 - 4 = 5."""
+USELESS, GOOD = 0, 8
+
+
+class Machine:
+    """The compiled state machine of one request, as replay drives it."""
+
+    def __init__(self, price: RoundPrice | None = PRICE) -> None:
+        self.params = NEVER if price is None else price.encode()
+        self.state = np.full(STATE_SIZE, 77.0)
+        fallback.reset(self.state)
+
+    def run(self, *accepted: int) -> list[int]:
+        """Rounds in which so many tokens are accepted; how many plain steps follow each of them."""
+        return [self._round(length) for length in accepted]
+
+    def _round(self, accepted: int) -> int:
+        assert not fallback.is_resting(self.params, self.state)
+        fallback.learn(self.params, self.state, 0, 0, accepted)
+        steps = 0
+        while fallback.is_resting(self.params, self.state):
+            fallback.rest(self.state)
+            steps += 1
+        return steps
+
+
+def test_a_useless_draft_is_given_up_after_a_few_rounds() -> None:
+    """The average starts from 1 and goes an eighth of the way to -3: 0.5, 0.0625, -0.32."""
+    assert Machine().run(USELESS, USELESS, USELESS) == [0, 0, 8]
+
+
+def test_a_draft_that_loses_little_is_given_up_later() -> None:
+    """Nothing accepted at a price of 2 saves -1: 0.75, 0.531, 0.340, 0.172, 0.026, -0.102. A probe starts from 0.2: 0.05,
+    -0.081.
+    """
+    machine = Machine(RoundPrice(round_steps=2.0, level_steps=0.0, node_steps=0.0))
+    assert machine.run(*[USELESS] * 8) == [0, 0, 0, 0, 0, 8, 0, 16]
+
+
+def test_every_failed_probe_doubles_the_rest_up_to_the_longest() -> None:
+    """A probe of one round: 0.2 + (-3 - 0.2) / 8 = -0.2."""
+    machine = Machine()
+    machine.run(USELESS, USELESS)
+    assert machine.run(*[USELESS] * 7) == [8, 16, 32, 64, 128, 128, 128]
+
+
+def test_a_draft_that_pays_again_begins_with_short_rests_again() -> None:
+    """After rests of 8 and 16: 0.2, then good rounds 0.8 and 1.325, which is more than the trust of a new request. Useless
+    ones: 0.784, 0.311, -0.103: a rest of 8.
+    """
+    machine = Machine()
+    assert machine.run(USELESS, USELESS, USELESS, USELESS) == [0, 0, 8, 16]
+    assert machine.run(GOOD, GOOD) == [0, 0]
+    assert machine.run(USELESS, USELESS, USELESS) == [0, 0, 8]
+
+
+def test_a_draft_that_only_just_pays_keeps_its_long_rests() -> None:
+    """After rests of 8 and 16 one good round, 0.8: no recovery yet. Useless ones, 0.325, -0.091: a rest of 32."""
+    machine = Machine()
+    machine.run(USELESS, USELESS, USELESS, USELESS)
+    assert machine.run(GOOD, USELESS, USELESS) == [0, 0, 32]
+
+
+def test_a_draft_that_pays_is_never_given_up() -> None:
+    assert Machine().run(*[GOOD] * 200) == [0] * 200
+    assert Machine().run(*[3] * 200) == [0] * 200, "3 accepted and a fourth token: exactly as fast as plain decoding"
+
+
+def test_a_draft_with_a_long_good_past_is_trusted_longer() -> None:
+    """The average is 5 in the end: 4, 3.125, 2.36, 1.69, 1.1, 0.59, 0.14, -0.25: eight rounds instead of three."""
+    machine = Machine()
+    machine.run(*[GOOD] * 200)
+    assert machine.run(*[USELESS] * 8) == [0, 0, 0, 0, 0, 0, 0, 8]
+
+
+def test_a_round_is_priced_by_its_forwards_and_nodes() -> None:
+    """1.1 + 3 * 0.2 + 10 * 0.01 = 1.8 steps for 2 + 1 tokens: 1.2 saved; the average goes from 1 to 1.025."""
+    params, state = RoundPrice(round_steps=1.1, level_steps=0.2, node_steps=0.01).encode(), np.zeros(STATE_SIZE)
+    fallback.reset(state)
+    fallback.learn(params, state, 3, 10, 2)
+    assert state[fallback._TOTAL] == pytest.approx(1.2)
+    assert state[fallback._SAVED] == pytest.approx(1.025)
+
+
+def test_without_a_price_nothing_is_ever_given_up() -> None:
+    machine = Machine(price=None)
+    assert machine.run(*[USELESS] * 300) == [0] * 300
+    machine.state[fallback._REST] = 5.0
+    assert not fallback.is_resting(machine.params, machine.state)
+
+
+def test_a_new_request_forgets_the_rests_of_the_one_before() -> None:
+    machine = Machine()
+    machine.run(*[USELESS] * 6)
+    fallback.reset(machine.state)
+    assert machine.run(USELESS, USELESS, USELESS, USELESS) == [0, 0, 8, 16]
+
+
+# ------------------------------------------------------------------------------------------------------ across requests
+
+
+def rounds_until_rest(fallback: Fallback) -> int:
+    """Useless rounds until plain steps."""
+    for number in range(1, 100):
+        fallback.learn(draft_forwards=1, nodes=1, accepted=USELESS)
+        if fallback.is_resting:
+            return number
+    return 0
+
+
+def request(fallback: Fallback, *accepted: int) -> bool:
+    """A request with such rounds; whether it speculated."""
+    if not fallback.begin_request():
+        return False
+    for length in accepted:
+        fallback.learn(draft_forwards=1, nodes=1, accepted=length)
+    fallback.end_request()
+    return True
+
+
+def test_requests_are_left_out_after_two_that_lost_time() -> None:
+    """Then one probes; 4, 16, 64 and never more than 64 are left out."""
+    fallback = Fallback(PRICE)
+    speculated = [request(fallback, USELESS) for _ in range(2 + 4 + 1 + 16 + 1 + 64 + 1 + 64 + 1)]
+    expected = [True] * 2 + [False] * 4 + [True] + [False] * 16 + [True] + [False] * 64 + [True] + [False] * 64 + [True]
+    assert speculated == expected
+
+
+def test_one_request_that_gained_time_starts_the_count_again() -> None:
+    fallback = Fallback(PRICE)
+    assert [request(fallback, *rounds) for rounds in ([USELESS], [GOOD], [USELESS], [USELESS], [USELESS])] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_after_a_pause_a_request_that_gains_ends_the_suspicion() -> None:
+    fallback = Fallback(PRICE)
+    for _ in range(6):
+        request(fallback, USELESS)
+    assert [request(fallback, GOOD), request(fallback, USELESS), request(fallback, USELESS)] == [True] * 3
+    assert [request(fallback) for _ in range(5)] == [False] * 4 + [True], "the shortest pause again"
+
+
+def test_it_is_the_whole_request_that_gains_or_loses() -> None:
+    """-3 and 5 gain 2; 5 and twice -3 lose 1; 3 accepted is neither, and no loss."""
+    for rounds, loses in (
+        ([USELESS, GOOD], False),
+        ([GOOD, USELESS], False),
+        ([GOOD, USELESS, USELESS], True),
+        ([3, 3, 3], False),
+        ([], False),
+    ):
+        fallback = Fallback(PRICE)
+        request(fallback, *rounds)
+        request(fallback, *rounds)
+        assert fallback.begin_request() is not loses
+
+
+def test_a_suspected_draft_gets_only_a_probe() -> None:
+    """A useless round ends it; a new draft, and one that failed once, get three."""
+    fallback = Fallback(PRICE)
+    for number_of_rounds in (3, 3):
+        assert fallback.begin_request()
+        assert rounds_until_rest(fallback) == number_of_rounds
+        fallback.end_request()
+    assert [fallback.begin_request() for _ in range(4)] == [False] * 4
+    assert fallback.begin_request()
+    assert rounds_until_rest(fallback) == 1
+
+
+def test_resting_ends_with_the_request() -> None:
+    fallback = Fallback(PRICE)
+    fallback.begin_request()
+    rounds_until_rest(fallback)
+    for _ in range(7):
+        fallback.rest()
+        assert fallback.is_resting
+    fallback.rest()
+    assert not fallback.is_resting
+    rounds_until_rest(fallback)
+    assert fallback.is_resting
+    fallback.end_request()
+    fallback.begin_request()
+    assert not fallback.is_resting
+
+
+def test_the_class_takes_the_decisions_of_the_machine() -> None:
+    """Replay drives the functions, the runtime the class: the same rounds, the same rests."""
+    rng = np.random.default_rng(61)
+    price = RoundPrice(round_steps=1.2, level_steps=0.3, node_steps=0.02)
+    machine, ours, num_rests = Machine(price), Fallback(price), 0
+    ours.begin_request()
+    for _ in range(2000):
+        if rng.random() < 0.01:
+            fallback.reset(machine.state)
+            ours.forget()
+            assert ours.begin_request()
+        assert ours.is_resting == fallback.is_resting(machine.params, machine.state)
+        if ours.is_resting:
+            num_rests += 1
+            ours.rest()
+            fallback.rest(machine.state)
+            continue
+        forwards, nodes, accepted = int(rng.integers(1, 8)), int(rng.integers(0, 60)), int(rng.integers(0, 4))
+        ours.learn(draft_forwards=forwards, nodes=nodes, accepted=accepted)
+        fallback.learn(machine.params, machine.state, forwards, nodes, accepted)
+    assert 100 < num_rests < 1900
+
+
+def test_forgetting_ends_pauses_and_suspicion() -> None:
+    fallback = Fallback(PRICE)
+    request(fallback, USELESS)
+    request(fallback, USELESS)
+    fallback.forget()
+    assert fallback.begin_request()
+    assert rounds_until_rest(fallback) == 3
+
+
+def test_without_a_price_every_request_speculates() -> None:
+    fallback = Fallback(None)
+    assert all(request(fallback, *[USELESS] * 20) for _ in range(20))
+    assert not fallback.is_resting
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"round_steps": 0.0}, {"level_steps": -0.1}, {"node_steps": float("inf")}, {"rounds": 1.0}]
+)
+def test_a_price_that_makes_no_sense_is_refused(mistake: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        RoundPrice(**{"round_steps": 1.0, "level_steps": 0.1, "node_steps": 0.0, **mistake})

@@ -1,0 +1,438 @@
+"""WETAP by hand, against a plain implementation of how we read the paper, and on random drafts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.random import Generator
+
+from autotune.errors import UserError
+from autotune.trees.policy import parse_policy
+from autotune.trees.tree import ROOT, Tree, new_tree, plant
+from autotune.trees.wetap import WetapPolicy, next_width
+from tests.obvious import add_node
+from tests.trees.drafts import (
+    Draft,
+    Ranks,
+    Session,
+    assert_is_tree,
+    by_table,
+    logprobs_of,
+    path_logprob,
+    random_draft,
+    root_and_below,
+    same_everywhere,
+    tied_draft,
+)
+
+
+def wetap(**hyperparameters: Any) -> Session:
+    return Session("wetap", **hyperparameters)
+
+
+def width_after(*probabilities: float, **hyperparameters: Any) -> int:
+    """Of the level below nodes of these cumulative probabilities, most probable first."""
+    policy = parse_policy({"policy": "wetap", **hyperparameters})
+    return int(next_width(policy.encode(), level_of(np.array(probabilities)), 3))
+
+
+def level_of(probabilities: np.ndarray) -> Tree:
+    """A tree whose nodes 3 and on have these cumulative probabilities: the level that is looked at."""
+    tree = new_tree(2 + len(probabilities))
+    plant(tree, 0, -1)
+    for logprob in (-0.1, -0.2, *np.log(probabilities)):
+        add_node(tree, ROOT, 0, float(logprob), 0, -1)
+    return tree
+
+
+# --------------------------------------------------------------------------------------------------- widths by hand
+
+
+def test_defaults_are_the_paper_s() -> None:
+    """Appendix B.4: 64 tokens, length 8, top-k 10, top-p 0.9; W in [16, 128], exponent 1.2, weight 0.6 (section 4.4)."""
+    policy = parse_policy({"policy": "wetap"})
+    assert policy.model_dump() == {
+        "policy": "wetap",
+        "length": 8,
+        "w_min": 16,
+        "w_max": 128,
+        "gamma": 1.2,
+        "alpha": 0.6,
+        "budget": 64,
+        "top_k": 10,
+        "top_p": 0.9,
+    }
+    assert (policy.max_nodes, policy.max_grown, policy.max_width) == (64, 10 + 7 * 128, 128)
+    assert (policy.max_depth, policy.num_proposals) == (8, 10)
+
+
+def test_equal_nodes_have_the_widest_next_level_and_a_single_one_the_narrowest() -> None:
+    """H_norm is 1 and 0 (below eq. 6); of one node log W_t is 0, and nothing is divided by it."""
+    assert width_after(0.25, 0.25, 0.25, 0.25) == 128
+    assert width_after(0.01, 0.01) == 128
+    assert width_after(0.7) == 16
+    assert width_after(1.0, 1e-30) == 16
+
+
+@pytest.mark.parametrize(
+    ("gamma", "width"),
+    [
+        (1.0, 114),  # 16 + 112 * 0.875 = 114
+        (2.0, 102),  # 16 + 112 * 0.765625 = 101.75
+        (0.5, 121),  # 16 + 112 * 0.935414 = 120.77
+        (1.2, 111),  # 16 + 112 * exp(1.2 ln 0.875) = 16 + 112 * 0.851945 = 111.42
+    ],
+)
+def test_width_by_hand(gamma: float, width: int) -> None:
+    """Probabilities 1/2, 1/4, 1/8, 1/8: H = (1/2) ln 2 + (1/4) 2 ln 2 + 2 (1/8) 3 ln 2 = 1.75 ln 2 (eq. 4), by ln 4
+    0.875 (eq. 6).
+    """
+    assert width_after(0.5, 0.25, 0.125, 0.125, gamma=gamma) == width
+
+
+def test_probabilities_are_normalised_before_their_entropy_is_taken() -> None:
+    """Eq. 3: a level deep down has the width of one near the root."""
+    assert width_after(0.05, 0.025, 0.0125, 0.0125, gamma=1.0) == 114
+    assert width_after(5e-200, 2.5e-200, 1.25e-200, 1.25e-200, gamma=1.0) == 114
+
+
+def test_every_level_is_as_wide_as_the_entropy_of_the_one_before_says() -> None:
+    """W in [2, 6], exponent 1; each node offers 0.5, 0.25, 0.125, 0.125.
+
+    Level 1 has W_min = 2 nodes: 0.5, 0.25. Normalised 2/3, 1/3: H = 0.636514, by ln 2 0.918296; W_2 = 2 + 4 * 0.918296 =
+    5.67, to the nearest: 6.
+    Level 2, of 0.25, 0.125, 0.0625, 0.0625 and 0.125, 0.0625, 0.03125, 0.03125: the six best, 4 of the first node and
+    two of the second. Sixteenths: 4, 2, 2, 1, 1, 1 of 11. H = ln 11 - (4 ln 4 + 4 ln 2) / 11 = 2.397895 - 0.756160 =
+    1.641735, by ln 6 0.916273; W_3 = 5.67, to the nearest: 6.
+    """
+    session = wetap(length=3, w_min=2, w_max=6, gamma=1.0, budget=128)
+    draft = same_everywhere(0.5, 0.25, 0.125, 0.125)
+    tree = session.grow(draft)
+    assert tree[:2] == [(0,), (1,)]
+    # 1/4, then 1/8 twice, then 1/16 three times: equal ones by parent, then by rank.
+    assert tree[2:8] == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (1, 1)]
+    # 1/8, then 1/16 of (0,0), (0,1), (1,0), then three of the 1/32.
+    assert tree[8:] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 2), (0, 0, 3)]
+    assert session.asked == [[()], tree[:2], tree[2:8]]
+
+
+def test_level_1_is_w_min_wide() -> None:
+    assert wetap(length=1, w_min=3, w_max=9).grow(same_everywhere(*[0.125] * 8)) == [(0,), (1,), (2,)]
+
+
+def test_the_width_of_a_round_is_forgotten_in_the_next() -> None:
+    session = wetap(length=2, w_min=1, w_max=9, budget=128)
+    first = session.grow(same_everywhere(*[0.125] * 8))
+    assert session.grow(same_everywhere(*[0.125] * 8)) == first
+
+
+# ----------------------------------------------------------------------------------------------------------- candidates
+
+
+def test_a_parent_s_candidates_end_where_their_probabilities_sum_to_top_p() -> None:
+    """0.5 + 0.3 is below 0.9: 0.15 is taken too, and then it is enough; of 0.95, 0.05 the first is enough."""
+    wide = {"w_min": 10, "w_max": 10, "length": 1}
+    assert wetap(**wide).grow(same_everywhere(0.5, 0.3, 0.15, 0.05)) == [(0,), (1,), (2,)]
+    assert wetap(**wide).grow(same_everywhere(0.95, 0.05)) == [(0,)]
+    assert wetap(**wide, top_p=0.01).grow(same_everywhere(0.5, 0.3, 0.15, 0.05)) == [(0,)], "at least one"
+    assert wetap(**wide, top_p=0.96).grow(same_everywhere(0.5, 0.3, 0.15, 0.05)) == [(0,), (1,), (2,), (3,)]
+
+
+def test_a_parent_s_mass_is_its_own() -> None:
+    """Not the cumulative one, which below a node of 0.5 never reaches 0.9."""
+    session = wetap(w_min=10, w_max=10, length=2)
+    assert session.grow(root_and_below([0.5, 0.5], [0.95, 0.05])) == [(0,), (1,), (0, 0), (1, 0)]
+
+
+def test_a_parent_has_no_more_than_top_k_candidates() -> None:
+    session = wetap(w_min=10, w_max=10, length=1, top_k=2)
+    assert session.grow(same_everywhere(0.3, 0.3, 0.2, 0.2)) == [(0,), (1,)]
+
+
+def test_candidates_of_no_probability_are_none() -> None:
+    assert wetap(length=4).grow(same_everywhere()) == []
+    session = wetap(length=4, w_min=4, w_max=4)
+    assert session.grow(by_table({(): [0.4], (0,): [0.5, 0.3]})) == [(0,), (0, 0), (0, 1)]
+    assert session.asked == [[()], [(0,)], [(0, 0), (0, 1)]]
+
+
+# -------------------------------------------------------------------------------------------------------------- pruning
+
+
+@pytest.mark.parametrize(
+    ("alpha", "budget", "tree"),
+    [
+        (0.5, 2, [(0,), (0, 0)]),
+        # (0), (0,0) and (1,0) score best; (1) comes back; no leaf stands above the last level; (1,0) is least probable.
+        (0.5, 3, [(0,), (1,), (0, 0)]),
+        (0.5, 1, [(0,)]),
+        (0.75, 2, [(0,), (1,)]),
+        (1.0, 3, [(0,), (1,), (0, 0)]),
+        # (0,0) and (1,0) score best; (0) and (1) come back, which makes 4; the least probable are (1,0) and (0,0).
+        (0.0, 2, [(0,), (1,)]),
+    ],
+)
+def test_scores_by_hand(alpha: float, budget: int, tree: list[Ranks]) -> None:
+    """Nodes 0.6, 0.4 and below them 0.6 * 0.5 = 0.3, 0.4 * 0.6 = 0.24. Of eq. 7 p_min = 0.24, p_max - p_min = 0.36; the
+    length is 2.
+
+                   p_norm     l      alpha 0.5   0.75     1
+            (0)    1          0.5    0.75        0.875    1
+            (1)    0.4444     0.5    0.4722      0.4583   0.4444
+            (0,0)  0.1667     1      0.5833      0.375    0.1667
+            (1,0)  0          1      0.5         0.25     0
+    """
+    draft = by_table({(): [0.6, 0.4], (0,): [0.5, 0.3], (1,): [0.6, 0.2]})
+    session = wetap(length=2, w_min=2, w_max=2, alpha=alpha, budget=budget, top_p=1.0)
+    assert session.grow(draft) == tree
+    assert session.grown == [(0,), (1,), (0, 0), (1, 0)]
+
+
+APPENDIX_D: dict[Ranks, list[float]] = {
+    (): [0.8, 0.15, 0.05],
+    (0,): [0.9, 0.05],
+    (1,): [0.4, 0.2],
+    (2,): [0.5],
+    (0, 0): [0.9],
+    (0, 1): [0.5],
+    (1, 0): [0.5],
+    (2, 0): [0.4],
+    (0, 0, 0): [0.9, 0.05],
+    (0, 1, 0): [0.8],
+    (1, 0, 0): [0.6],
+    (2, 0, 0): [0.5],
+}
+LEVELS: list[list[Ranks]] = [
+    [(0,), (1,), (2,)],
+    [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0)],
+    [(0, 0, 0), (1, 0, 0), (0, 1, 0), (2, 0, 0)],
+    [(0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0), (0, 1, 0, 0)],
+]
+
+
+@pytest.mark.parametrize(
+    ("budget", "dropped"),
+    [
+        (16, []),
+        (15, [(1, 1)]),
+        (14, [(1, 1), (2, 0, 0)]),
+        (13, [(1, 1), (2, 0, 0), (0, 1, 0, 0)]),
+        (12, [(1, 1), (2, 0, 0), (0, 1, 0, 0), (1, 0, 0, 0)]),
+    ],
+)
+def test_a_tree_of_the_size_of_appendix_d(budget: int, dropped: list[Ranks]) -> None:
+    """Length 4, W in [3, 6], levels of 3, 5, 4, 4 nodes as in the appendix, whose figure has no numbers; exponent 1.
+
+    Level 1: 0.8, 0.15, 0.05.                                H_norm 0.5579, W_2 = 3 + 3 * 0.5579 = 4.67
+    Level 2: 0.72, 0.06, 0.04, 0.03, 0.025.                  H_norm 0.4365, W_3 = 4.31
+    Level 3: 0.648, 0.03, 0.02, 0.01; (1,1) has no child.    H_norm 0.2712, W_4 = 3.81
+    Level 4: 0.5832, 0.0324, 0.018, 0.016; 0.005 is the fifth, and so (2,0,0) stays a leaf.
+
+    alpha = 0.1: length rules, level 4 scores 0.9 and more, level 3 0.675, level 2 0.45, level 1 0.225. Budget 12 takes
+    levels 4, 3 and four of level 2; the missing parents are (0), (1), (2) and (2,0), the least probable of level 2: 16
+    again. Leaves from shallow to deep: none in level 1, (1,1) in level 2, (2,0,0) in level 3; (2,0) is now a leaf too,
+    but its level has passed. Two too many still: the least probable are 0.016 and 0.018, in level 4. Larger budgets stop
+    on the way.
+    """
+    session = wetap(length=4, w_min=3, w_max=6, gamma=1.0, alpha=0.1, budget=budget, top_p=1.0)
+    tree = session.grow(by_table(APPENDIX_D))
+    assert session.grown == [path for level in LEVELS for path in level]
+    assert tree == [path for path in session.grown if path not in dropped]
+
+
+def test_of_a_level_s_leaves_the_least_probable_is_dropped_first() -> None:
+    """0.5, 0.3, 0.2, and 0.45 below the first. Length alone: (0,0) and, of equal score, (0) and (1), which came first:
+    budget 3 has its tree. Budget 2 takes (0,0) and (0). With 0.45 below the third, (2) must come back: of the leaves (0)
+    and (1) the latter goes, which is less probable.
+    """
+    shape = {"length": 2, "w_min": 3, "w_max": 3, "alpha": 0.0}
+    first, third = by_table({(): [0.5, 0.3, 0.2], (0,): [0.9]}), by_table({(): [0.5, 0.3, 0.2], (2,): [0.9]})
+    assert wetap(**shape, budget=3).grow(first) == [(0,), (1,), (0, 0)]
+    assert wetap(**shape, budget=2).grow(first) == [(0,), (0, 0)]
+    assert wetap(**shape, budget=3).grow(third) == [(0,), (2,), (2, 0)]
+
+
+def test_a_tree_within_the_budget_is_left_alone() -> None:
+    session = wetap(length=4, w_min=3, w_max=6, gamma=1.0, budget=16, top_p=1.0)
+    assert session.grow(by_table(APPENDIX_D)) == session.grown
+
+
+# ------------------------------------------------------------------------------------------------- a plain implementation
+
+
+def grown_by_the_paper(policy: WetapPolicy, draft: Draft) -> dict[Ranks, float]:
+    """Algorithm 1, lines 3 to 16, and eq. 3 to 6: every node's cumulative log-probability, level by level."""
+    logprob: dict[Ranks, float] = {}
+    level: list[Ranks] = [()]
+    width = policy.w_min
+    for _ in range(policy.length):
+        candidates: dict[Ranks, float] = {}
+        for parent in level:
+            own = logprobs_of(draft, parent, policy.top_k)
+            own = own[own > -np.inf]
+            p = np.exp(own.astype(np.float64))
+            # As many as it takes to reach top_p, all where they never do.
+            enough = np.flatnonzero(np.cumsum(p) >= policy.top_p)
+            nucleus = own[: enough[0] + 1] if len(enough) else own
+            for rank, value in enumerate(nucleus):
+                candidates[*parent, rank] = logprob.get(parent, 0.0) + float(value)
+        level = sorted(candidates, key=lambda path: -candidates[path])[:width]
+        if not level:
+            break
+        logprob |= {path: candidates[path] for path in level}
+        p = np.exp(np.array([logprob[path] for path in level]))
+        p /= p.sum()
+        entropy = -sum(x * math.log(x) for x in p.tolist() if x > 0)
+        normalised = min(1.0, max(0.0, entropy / math.log(len(level)))) if len(level) > 1 else 0.0
+        width = math.floor(policy.w_min + (policy.w_max - policy.w_min) * normalised**policy.gamma + 0.5)
+    return logprob
+
+
+def pruned_by_the_paper(policy: WetapPolicy, logprob: dict[Ranks, float]) -> tuple[list[Ranks], set[str]]:
+    """Section 3.2.2, eq. 7 and 8, and the order of appendix D; and which of its steps had something to do."""
+    nodes, steps = list(logprob), set()
+    if len(nodes) <= policy.budget:
+        return nodes, steps
+    p = {path: math.exp(logprob[path]) for path in nodes}
+    least, most = min(p.values()), max(p.values())
+    score = {
+        path: policy.alpha * ((p[path] - least) / (most - least + 1e-12))
+        + (1 - policy.alpha) * len(path) / policy.length
+        for path in nodes
+    }
+    best = sorted(nodes, key=lambda path: -score[path])[: policy.budget]
+    kept = {path[:length] for path in best for length in range(1, len(path) + 1)}
+    if len(kept) > len(best):
+        steps.add("parents")
+    for length in range(1, max(map(len, nodes))):
+        level = [path for path in nodes if len(path) == length and path in kept]
+        parents = {path[:-1] for path in kept}
+        # The level stands most probable first.
+        for leaf in [path for path in reversed(level) if path not in parents]:
+            if len(kept) > policy.budget:
+                kept.remove(leaf)
+                steps.add("leaves")
+    if len(kept) > policy.budget:
+        steps.add("least probable")
+        rest = [path for path in nodes if path in kept]
+        kept = set(sorted(rest, key=lambda path: -logprob[path])[: policy.budget])
+    return [path for path in nodes if path in kept], steps
+
+
+def random_hyperparameters(rng: Generator) -> dict[str, Any]:
+    w_min = int(rng.choice([1, 2, 3, 6, 12]))
+    return {
+        "length": int(rng.integers(1, 9)),
+        "w_min": w_min,
+        "w_max": w_min + int(rng.integers(0, 20)),
+        "gamma": float(rng.choice([0.2, 0.5, 1.0, 1.2, 4.0])),
+        "alpha": float(rng.choice([0.0, 0.1, 0.3, 0.6, 0.9, 1.0])),
+        "budget": int(rng.choice([1, 3, 8, 16, 32, 64])),
+        "top_k": int(rng.choice([1, 2, 4, 10, 16])),
+        "top_p": float(rng.choice([0.3, 0.7, 0.9, 1.0])),
+    }
+
+
+def wide_hyperparameters(rng: Generator) -> dict[str, Any]:
+    """The paper's sizes."""
+    return {
+        "gamma": float(rng.choice([0.5, 1.0, 1.2])),
+        "alpha": float(rng.choice([0.1, 0.3, 0.6, 1.0])),
+        "budget": int(rng.choice([32, 64, 128])),
+        "top_k": int(rng.choice([10, 16])),
+    }
+
+
+def random_rounds(num_small: int, num_wide: int) -> list[tuple[Session, Draft, list[Ranks]]]:
+    """Sessions after one round, the draft and the tree; every third draft has many exact ties."""
+    rng, rounds = np.random.default_rng(31), []
+    for seed in range(num_small + num_wide):
+        session = wetap(**(random_hyperparameters(rng) if seed < num_small else wide_hyperparameters(rng)))
+        draft = tied_draft(seed) if seed % 3 == 0 else random_draft(seed, float(rng.choice([0.03, 0.1, 0.3, 1.0])))
+        rounds.append((session, draft, session.grow(draft)))
+    return rounds
+
+
+NUM_SMALL, NUM_WIDE = 300, 20
+
+
+@pytest.fixture(scope="module")
+def rounds() -> list[tuple[Session, Draft, list[Ranks]]]:
+    return random_rounds(NUM_SMALL, NUM_WIDE)
+
+
+def test_random_trees_equal_the_plain_implementation(rounds: Any) -> None:
+    """Before and after pruning, in the order of their nodes; every step of pruning has its turn."""
+    turns: dict[str, int] = {}
+    for session, draft, paths in rounds:
+        logprob = grown_by_the_paper(session.policy, draft)
+        assert session.grown == list(logprob)
+        expected, steps = pruned_by_the_paper(session.policy, logprob)
+        assert paths == expected
+        for step in steps:
+            turns[step] = turns.get(step, 0) + 1
+    assert set(turns) == {"parents", "leaves", "least probable"}
+    assert min(turns.values()) > 20, "the random trees no longer exercise every step"
+
+
+def test_random_levels_use_the_whole_range_of_widths(rounds: Any) -> None:
+    """So that the comparison above is one of widths, too."""
+    widest = {max(map(len, session.asked)) for session, _, _ in rounds[NUM_SMALL:]}
+    assert max(widest) > 100 and min(widest) < 60
+
+
+# ---------------------------------------------------------------------------------------------------------- properties
+
+
+def test_random_trees_are_trees_within_the_budget(rounds: Any) -> None:
+    for session, draft, paths in rounds:
+        policy = session.policy
+        assert_is_tree(session.tree)
+        assert len(paths) == min(policy.budget, len(session.grown))
+        assert len(session.grown) <= policy.max_grown
+        assert max(map(len, paths), default=0) <= policy.length
+        for level in range(1, policy.length + 1):
+            width = sum(len(path) == level for path in session.grown)
+            assert width <= (policy.w_min if level == 1 else policy.w_max)
+        for node, path in enumerate(paths, start=1):
+            assert session.tree.path_logprob[node] == path_logprob(draft, path)
+            assert session.tree.rank[node] == path[-1] < policy.top_k
+
+
+def test_random_trees_are_deterministic_whatever_came_before(rounds: Any) -> None:
+    """One session may decode many rounds: nothing of an earlier one is left."""
+    for (first, draft, paths), (*_, again) in zip(rounds, random_rounds(30, 0), strict=False):
+        assert paths == again
+        first.grow(same_everywhere(0.4, 0.3, 0.3))
+        assert first.grow(draft) == paths
+
+
+# ---------------------------------------------------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"w_min": 20, "w_max": 10}, "w_min must be at most w_max, which is 10"),
+        ({"length": 0}, "length: input should be greater than or equal to 1; got 0"),
+        ({"length": 25}, "length: input should be less than or equal to 24; got 25"),
+        ({"w_min": 0}, "w_min: input should be greater than or equal to 1; got 0"),
+        ({"w_max": 129}, "w_max: input should be less than or equal to 128; got 129"),
+        ({"gamma": 0}, "gamma: input should be greater than 0; got 0"),
+        ({"alpha": 1.1}, "alpha: input should be less than or equal to 1; got 1.1"),
+        ({"alpha": -0.1}, "alpha: input should be greater than or equal to 0; got -0.1"),
+        ({"budget": 0}, "budget: input should be greater than or equal to 1; got 0"),
+        ({"budget": 129}, "budget: input should be less than or equal to 128; got 129"),
+        ({"top_k": 17}, "top_k: input should be less than or equal to 16; got 17"),
+        ({"top_p": 0}, "top_p: input should be greater than 0; got 0"),
+        ({"top_p": float("nan")}, "top_p: input should be a finite number; got nan"),
+        ({"topk": 8}, "unknown key 'topk'; did you mean 'top_k'?"),
+    ],
+)
+def test_a_value_out_of_range_says_rule_and_value(mistake: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_policy({"policy": "wetap", **mistake})
+    assert message in str(caught.value)
