@@ -18,6 +18,7 @@ from autotune.provenance import stamp
 from autotune.runtime.vision import timed_vision, vision_parts
 from autotune.search.finalists import (
     AR,
+    DISTURBED,
     HF,
     HF_ASSISTED,
     PROMPT_LOOKUP,
@@ -81,6 +82,10 @@ def run_bench(
     with console.stage("bench") as update:
         runs = runner.compare(arms, prompts, seed=seed, report=lambda done, of: update(done, of, ""))
     summaries = [summarise(arm.name, runs[arm.name], runs[AR], seed=seed) for arm in arms]
+    if runner.num_disturbed:
+        console.say(
+            f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the usual"
+        )
     by_task = speedups_by_task(runs, prompts)
     geomeans = {name: _geomean(found) for name, found in by_task.items()}
     print_arms(summaries, console)
@@ -101,6 +106,7 @@ def run_bench(
         "speedup_by_task": by_task,
         "speedup_geomean": geomeans,
         "draft_health": {name: found.to_json() for name, found in health.items() if not found.is_empty},
+        "disturbed_runs": runner.num_disturbed,
         "runs": {name: [run.model_dump(mode="json") for run in arm_runs] for name, arm_runs in runs.items()},
     }
 

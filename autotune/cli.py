@@ -36,6 +36,23 @@ class _Duration(click.ParamType[float]):
         return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
+class _Sizes(click.ParamType[tuple[int, ...]]):
+    """``4,8,16,32,64``, as numbers."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        from autotune.trees.buckets import check_buckets
+
+        if isinstance(value, tuple):
+            return value
+        try:
+            sizes = [int(size) for size in str(value).split(",") if size.strip()]
+        except ValueError:
+            self.fail(f"{value!r} is no list of sizes; write for example 4,8,16,32,64", param, ctx)
+        return check_buckets(sizes)
+
+
 class _Verbs(click.Group):
     """Says what users can mend in one line, in one place, for every verb: our own exception and click's."""
 
@@ -68,6 +85,12 @@ def _model_options(command: Callable[..., None]) -> Callable[..., None]:
 
 _workload_option = click.option(
     "--workload", default=BUNDLED, show_default=True, help="'digits', or a JSONL file of prompts."
+)
+_buckets_option = click.option(
+    "--buckets",
+    type=_Sizes(),
+    default=(),
+    help="Sizes that forwards are rounded up to, for devices that prepare them: 4,8,16,32,64. Every size as it is where left out.",
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 _device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
@@ -129,9 +152,12 @@ def devices(as_json: bool) -> None:
 @_model_options
 @_workload_option
 @_device_option
+@_buckets_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("pair.cost.json"), show_default=True)
 @_json_option
-def profile(target: str, draft: str, workload: str, device: str, output: Path, as_json: bool) -> None:
+def profile(
+    target: str, draft: str, workload: str, device: str, buckets: tuple[int, ...], output: Path, as_json: bool
+) -> None:
     """Measure a cost table: what a step of target and draft costs on a device."""
     from autotune.console import Console
     from autotune.cost.device import choose_device
@@ -143,7 +169,7 @@ def profile(target: str, draft: str, workload: str, device: str, output: Path, a
     require_writable(output)
     console = Console()
     prompts = load_workload(workload, "tune")
-    table = measure_table(Pair(target, draft, choose_device(device)), prompts, console)
+    table = measure_table(Pair(target, draft, choose_device(device), buckets), prompts, console)
     write_document(output, "cost-table", table)
     print_table(table, console)
     console.say(f"cost table written to {output}")
@@ -223,6 +249,7 @@ def record(
 @click.option("--storage", default=None, help="Optuna RDB URL; a journal file in the study's folder where left out.")
 @click.option("--study", default=None, help="Name of the study's folder in .autotune/, to go on with or keep apart.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@_buckets_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("profile.json"), show_default=True)
 @_json_option
 def search(
@@ -236,6 +263,7 @@ def search(
     storage: str | None,
     study: str | None,
     seed: int,
+    buckets: tuple[int, ...],
     output: Path,
     as_json: bool,
 ) -> None:
@@ -258,6 +286,7 @@ def search(
         storage=storage,
         study=study,
         seed=seed,
+        buckets=buckets,
         output=output,
     )
     check_settings(settings)

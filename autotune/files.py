@@ -17,7 +17,7 @@ from autotune.errors import UserError, nearest
 
 # Version of each document kind that this program writes; it reads no newer one.
 SCHEMA_VERSIONS = {
-    "cost-table": 1,
+    "cost-table": 2,
     "trace": 1,
     "decoding-profile": 1,
     "check-result": 1,

@@ -1,15 +1,16 @@
-"""Replay against the runtime, over random configurations of a search space, each decoded for real.
+"""Replay against the runtime, over random configurations of every policy of a search space, each decoded for real.
 
 Needs a study that `autotune search` has left behind. Prints how often rounds and accepted lengths agree, how well
 decoding time is predicted and ranked, and how much faster replay is than decoding.
 
-    python benchmarks/predictions.py .autotune/STUDY [--configurations 50] [--prompts 16]
+    python benchmarks/predictions.py .autotune/STUDY [--configurations 50] [--prompts 4]
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -26,11 +27,12 @@ from autotune.search.study import Evaluator
 from autotune.workload import Workload, load_workload
 
 
-def draw(space: SearchSpace, rng: random.Random) -> Configuration:
-    """A uniform draw: a policy, then each of its hyperparameters, then the visual keep ratio."""
-    policy = rng.choice(sorted(space.trees))
+def draw(space: SearchSpace, policy: str, evaluator: Evaluator, rng: random.Random) -> Configuration:
+    """A uniform draw of each hyperparameter and of the visual keep ratio; one of Sequoia's trees for ``static``."""
+    if policy == "static":
+        return rng.choice(evaluator.static_trees(space.trees[policy]))
     values = {
-        name: rng.choice(d.values) if d.values is not None else rng.uniform(d.low, d.high)
+        name: rng.choice(d.values) if d.values is not None else rng.uniform(float(d.low or 0), float(d.high or 0))
         for name, d in space.trees[policy].items()
     }
     return configuration(policy, values, rng.choice(space.visual_keep.values or [1.0]))
@@ -39,8 +41,8 @@ def draw(space: SearchSpace, rng: random.Random) -> Configuration:
 @click.command()
 @click.argument("study", type=click.Path(path_type=Path, exists=True))
 @click.option("--space", default="quick", show_default=True)
-@click.option("--configurations", default=50, show_default=True)
-@click.option("--prompts", default=16, show_default=True)
+@click.option("--configurations", default=50, show_default=True, help="Of every policy.")
+@click.option("--prompts", default=4, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(study: Path, space: str, configurations: int, prompts: int, seed: int) -> None:
     pair = Pair(BUNDLED_TARGET, BUNDLED_DRAFT, "cpu")
@@ -52,23 +54,30 @@ def main(study: Path, space: str, configurations: int, prompts: int, seed: int) 
     chosen = Workload(tune.name, tune.split, tune.prompts[:prompts])
 
     rng = random.Random(seed)
-    drawn = [draw(load_space(space), rng) for _ in range(configurations)]
+    searched = load_space(space)
+    drawn = [draw(searched, policy, evaluator, rng) for policy in searched.trees for _ in range(configurations)]
     arms = [Arm(f"{i}", c) for i, c in enumerate(drawn)]
     runs = Runner(pair.decoder, pair.processor).compare(
         arms, chosen, seed=seed, report=lambda done, of: print(f"prompt {done}/{of}", flush=True)
     )
 
-    same = total = 0
+    same, total, incomplete = Counter[str](), Counter[str](), Counter[str]()
     errors, predicted, measured = [], [], []
     for arm, drawn_configuration in zip(arms, drawn, strict=True):
+        policy = drawn_configuration.tree["policy"]
         replayed = evaluator.replay(drawn_configuration)
         for p, run in enumerate(runs[arm.name]):
-            same += replayed.accepted_lengths[p].tolist() == run.accepted_lengths
-            total += 1
+            total[policy] += 1
+            same[policy] += replayed.accepted_lengths[p].tolist() == run.accepted_lengths
+            incomplete[policy] += bool(replayed.missing[p])
         predicted.append(float(replayed.decode_ms[: len(runs[arm.name])].sum()))
         measured.append(sum(run.decode_ms for run in runs[arm.name]))
         errors.append(predicted[-1] / measured[-1] - 1)
-    print(f"rounds and accepted lengths equal on {same} of {total} prompts ({100 * same / total:.2f} %)")
+    for policy in total:
+        print(
+            f"{policy}: rounds and accepted lengths equal on {same[policy]} of {total[policy]} "
+            f"(the trace lacks a node that was asked for on {incomplete[policy]})"
+        )
     size = np.abs(errors)
     print(
         f"predicted decoding time: median error {100 * np.median(size):.1f} %, 90th percentile {100 * np.quantile(size, 0.9):.1f} %"

@@ -42,7 +42,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
 def prices() -> DensePrices:
     """Any will do: a price is looked up, whatever it is."""
     free = PrefillCost(intercept_ms=0.0, per_token_ms=0.0, image_ms=0.0, samples=[])
-    return DensePrices(np.ones(40), np.ones((130, 40)), np.ones((130, 40)), 16, 0.0, 0.0, free)
+    return DensePrices(np.ones(40), *[np.ones((130, 40))] * 3, 16, 0.0, 0.0, free)
 
 
 def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:

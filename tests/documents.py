@@ -138,6 +138,7 @@ def cost_table(draft: ModelReference = DRAFT, **fields: Any) -> CostTable:
     """A device on which a draft level costs a fifth of a target step, and tokens and KV length cost a little."""
     costs = DraftCosts(
         draft=draft,
+        commit=surface(lambda n, m: 0.3 + 0.01 * n + 0.0001 * m),
         propose=surface(lambda n, m: 0.2 + 0.01 * n + 0.0001 * m),
         prefill=NO_PREFILL,
         overhead=Overhead(round_ms=0.05, level_ms=0.01),
@@ -158,7 +159,7 @@ def cost_table(draft: ModelReference = DRAFT, **fields: Any) -> CostTable:
 def free_prices() -> DensePrices:
     """Where only counts are of interest."""
     nothing = np.zeros((2, 1))
-    return DensePrices(nothing[0], nothing, nothing, 16, 0.0, 0.0, NO_PREFILL)
+    return DensePrices(nothing[0], nothing, nothing, nothing, 16, 0.0, 0.0, NO_PREFILL)
 
 
 # -------------------------------------------------------------------------------------------------------------- profiles

@@ -93,6 +93,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no budget": ([*SEARCH, "--budget", "0"], "--budget must be longer than nothing; got 0 s"),
     "negative budget": ([*SEARCH, "--budget", "-3m"], "--budget must be longer than nothing; got -180 s"),
     "no trials": ([*SEARCH, "--trials", "0"], "--trials must be at least 1; got 0"),
+    "sizes": ([*SEARCH, "--buckets", "8,many"], "'8,many' is no list of sizes; write for example 4,8,16,32,64"),
+    "size": ([*SEARCH, "--buckets", "8,900"], "buckets are numbers of tokens from 1 to 160; got 900"),
+    "too small": ([*SEARCH, "--buckets", "2,4"], "space quick: steps are priced up to 4 tokens; .*narrow the space"),
     "unknown gpu": ([*SEARCH, "--gpu", "h1000"], "--gpu h1000: neither a device .*did you mean 'h100'"),
     "unknown device": (
         ["profile", "PAIR", "--workload", "workload.jsonl", "--device", "tpu", "-o", "new.json"],
@@ -257,7 +260,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
 
     table = stage("profile", *models, *workload, "-o", "pair.cost.json")
     assert table == json.loads((tmp_path / "pair.cost.json").read_text())
-    assert table["schema"] == "autotune.cost-table/1"
+    assert table["schema"] == "autotune.cost-table/2"
 
     traces = stage("record", *models, *workload, "--visual-keep", "1", "--visual-keep", "0.5", "-o", "traces")
     assert [trace["visual_keep"] for trace in traces] == [1.0, 0.5]

@@ -95,6 +95,7 @@ def replay(trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPri
         trace.prompt_length,
         trace.draft_prompt_length,
         prices.decode_ms,
+        prices.commit_ms,
         prices.draft_ms,
         prices.verify_ms,
         prices.kv_step,
@@ -153,6 +154,7 @@ def _replay_prompts(
     prompt_length: Ints,
     draft_prompt_length: Ints,
     decode_ms: Floats,
+    commit_ms: Floats,
     draft_ms: Floats,
     verify_ms: Floats,
     kv_step: int,
@@ -187,7 +189,7 @@ def _replay_prompts(
             plant(tree, answer[begin + position], root_row[begin + position])
             work.frontier[0] = ROOT
             num_frontier = 1
-            times[p, _DRAFT_MS] += _price(draft_ms, pending, draft_length, kv_step)
+            times[p, _DRAFT_MS] += _price(commit_ms, pending, draft_length, kv_step)
             draft_length += pending
             num_read = num_levels = 0
             while True:

@@ -28,7 +28,7 @@ from autotune.workload import Workload
 
 Report = Callable[[int, int], None]
 
-HELD_OUT_TOKENS = (5, 10, 20, 40)
+HELD_OUT_TOKENS = (5, 11, 20, 40)
 WARM_UPS = 3
 
 
@@ -40,7 +40,19 @@ class ProfileSettings:
     """Samples of every size."""
     kv_lengths: tuple[int, ...] = (160, 256, 400)
     held_out_kv_length: int = 208
+    buckets: tuple[int, ...] = ()
+    """Sizes that forwards are rounded up to: where there are any, they are the sizes measured."""
     seed: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Sizes of the steps measured."""
+        return self.buckets or TOKENS
+
+    @property
+    def held_out_tokens(self) -> tuple[int, ...]:
+        """Sizes between those that test the interpolation; prepared sizes need none."""
+        return () if self.buckets else HELD_OUT_TOKENS
 
 
 def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
@@ -84,9 +96,10 @@ def profile(
     prefill = None
     for draft, draft_reference in drafts:
         bench = _Bench(target, draft, settings)
+        commit: dict[tuple[int, int], list[float]] = {}
         propose: dict[tuple[int, int], list[float]] = {}
         for _ in range(settings.repeats):
-            bench.sweep(propose, verify, decode)
+            bench.sweep(commit, propose, verify, decode)
             advance()
         target_prefill, draft_prefill = measure_prefills(target, draft, processor, workload)
         prefill = prefill or target_prefill
@@ -94,6 +107,7 @@ def profile(
         costs.append(
             DraftCosts(
                 draft=draft_reference,
+                commit=_surface(commit, settings),
                 propose=_surface(propose, settings),
                 prefill=draft_prefill,
                 overhead=measure_overhead(target, draft, processor, workload),
@@ -106,6 +120,7 @@ def profile(
         provenance=stamp(),
         device=fingerprint(str(target.device)),
         precision=str(target.dtype).removeprefix("torch."),
+        buckets=settings.buckets,
         target=target_reference,
         decode=_surface(decode, settings),
         verify=_surface(verify, settings),
@@ -134,32 +149,35 @@ class _Bench:
             target.reserve(capacity)
             draft.reserve(capacity)
             self.draft = draft
-            self.decoder = Decoder(target, draft)
+            self.decoder = Decoder(target, draft, buckets=settings.buckets)
+            draft.buckets = settings.buckets
             self.tree = self.decoder._grower.tree = new_tree(MAX_STEP)
             for _ in range(WARM_UPS):
-                self.sweep({}, {}, {})
+                self.sweep({}, {}, {}, {})
 
     def _points(self) -> Iterator[tuple[int, int]]:
         """All sizes of a sweep in random order, the held-out ones among them."""
-        points = [(n, m) for n in TOKENS for m in self.settings.kv_lengths]
-        points += [(n, self.settings.held_out_kv_length) for n in HELD_OUT_TOKENS]
+        points = [(n, m) for n in self.settings.tokens for m in self.settings.kv_lengths]
+        points += [(n, self.settings.held_out_kv_length) for n in self.settings.held_out_tokens]
         self.random.shuffle(points)
         return iter(points)
 
     @torch.inference_mode()
     def sweep(
         self,
+        commit: dict[tuple[int, int], list[float]],
         propose: dict[tuple[int, int], list[float]],
         verify: dict[tuple[int, int], list[float]],
         decode: dict[tuple[int, int], list[float]],
     ) -> None:
-        """Samples of every size: two draft steps, one verification, and so on, as in rounds; then plain steps in a row,
-        as in plain decoding.
+        """Samples of every size, in the order of rounds: a verification, the draft's first forward behind it, two draft
+        levels behind that; then plain steps in a row, as in plain decoding.
         """
-        for first, second, verified in zip(self._points(), self._points(), self._points(), strict=True):
-            for n, m in (first, second):
-                propose.setdefault((n, m), []).append(self._time_propose(n, m))
+        for verified, first, *levels in zip(*(self._points() for _ in range(4)), strict=True):
             verify.setdefault(verified, []).append(self._time_verify(*verified))
+            commit.setdefault(first, []).append(self._time_propose(*first))
+            for level in levels:
+                propose.setdefault(level, []).append(self._time_propose(*level))
         for m in (*self.settings.kv_lengths, self.settings.held_out_kv_length):
             samples = [self._time_decode(m + i) for i in range(4)]
             decode.setdefault((1, m), []).extend(samples[1:])

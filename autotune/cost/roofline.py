@@ -108,6 +108,7 @@ def estimate_table(
         drafts=[
             DraftCosts(
                 draft=draft,
+                commit=_surface(draft_shape, limits, TOKENS),
                 propose=_surface(draft_shape, limits, TOKENS),
                 prefill=_prefill(draft_shape, limits),
                 overhead=overhead,

@@ -17,21 +17,9 @@ from autotune.trees.buckets import round_up
 from autotune.trees.tree import Floats
 
 KV_STEP = 16  # tokens: the prices of one KV length serve up to this many more
-TOKENS = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    65,
-    129,
-)  # sizes of a table's steps: full trees of 64 and 128 nodes with their root, and the widest level of wetap
+# Sizes of a table's steps: every small one, because matrix kernels go by blocks and the ninth token may cost more than the
+# eight before it; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
+TOKENS = (*range(1, 11), 12, 16, 17, 24, 32, 33, 48, 65, 129)
 REACH = 1.5  # how far beyond the longest KV length measured a price may be extended
 
 
@@ -138,7 +126,12 @@ class DraftCosts(Document):
     """What one draft costs."""
 
     draft: ModelReference
+    commit: Surface
+    """The first draft forward of a round, which reads the committed tokens and proposes the root's children: it comes
+    behind a verification, which has pushed the draft's weights out of the caches.
+    """
     propose: Surface
+    """Every other draft level: it comes behind a draft forward."""
     prefill: PrefillCost
     overhead: Overhead
 
@@ -182,7 +175,8 @@ class CostTable(Document):
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
         free = np.zeros((1, len(lengths)))
         return DensePrices(
-            decode_ms=self.decode.latency_ms(tokens[:1], lengths)[0],
+            decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],
+            commit_ms=np.concatenate([free, costs.commit.latency_ms(tokens, lengths)]),
             draft_ms=np.concatenate([free, costs.propose.latency_ms(tokens, lengths)]),
             verify_ms=np.concatenate([free, self.verify.latency_ms(tokens, lengths)]),
             kv_step=KV_STEP,
@@ -197,6 +191,7 @@ class DensePrices:
     """Milliseconds by (tokens, KV length // kv_step); the first axis starts at 0 tokens, which are free."""
 
     decode_ms: Floats
+    commit_ms: Floats
     draft_ms: Floats
     verify_ms: Floats
     kv_step: int

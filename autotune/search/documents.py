@@ -96,7 +96,7 @@ def measure_table(pair: Pair, workload: Workload, console: Console) -> CostTable
             [(pair.draft, pair.draft_reference)],
             pair.processor,
             workload,
-            settings=ProfileSettings(kv_lengths=kv_lengths, held_out_kv_length=between),
+            settings=ProfileSettings(kv_lengths=kv_lengths, held_out_kv_length=between, buckets=pair.decoder.buckets),
             report=lambda done, of: update(done, of, ""),
         )
 
@@ -135,7 +135,9 @@ def print_table(table: CostTable, console: Console) -> None:
     sizes = (1, 4, 8, 16, 32, 64)
     middle = sorted({point.kv_length for point in table.verify.points})[1:2] or [table.verify.points[0].kv_length]
     shown = {"target, plain step": (table.decode, (1,)), "target, verification": (table.verify, sizes)}
-    shown |= {f"draft {costs.draft.id}, a level": (costs.propose, sizes) for costs in table.drafts}
+    for costs in table.drafts:
+        shown[f"draft {costs.draft.id}, first"] = costs.commit, sizes
+        shown[f"draft {costs.draft.id}, a level"] = costs.propose, sizes
     rows = []
     for name, (surface, tokens) in shown.items():
         latencies = surface.latency_ms(np.array(tokens, np.float64), np.array(middle, np.float64))[:, 0]

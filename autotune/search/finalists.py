@@ -1,6 +1,8 @@
 """Real runs: arms decode the same prompts, prompt by prompt in random order, and are compared pairwise.
 
-Every run is a line of a ledger as soon as it ends; a run that the ledger holds is not repeated.
+Every run is a line of a ledger as soon as it ends. An interrupted comparison goes on where it stood; another comparison
+measures all its arms anew, because a machine is not the same from hour to hour: what is compared was measured on the same
+prompt within seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from autotune.workload import Workload, WorkloadPrompt
 
 Report = Callable[[int, int], None]
 AR, HF, HF_ASSISTED, PROMPT_LOOKUP = "ar", "hf", "hf-assisted", "prompt_lookup"
+DISTURBED = 3.0  # times the usual prefill of the same prompt
+MAX_REPEATS = 3
 SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple are of one shape
 
 
@@ -99,19 +103,14 @@ class Runner:
     ) -> None:
         self.decoder = decoder
         self.with_perplexity = with_perplexity
+        self.num_disturbed = 0
+        """Runs measured again because the machine was busy with something else."""
         self._decoders: dict[str, Decoder] = {}
         self.processor = processor
         self.ledger = ledger
-        self.context = content_key(context)  # models and device: runs of other ones do not count
+        self.context = context
+        """Models and device: runs of other ones do not count."""
         self._warm: set[tuple[str, bool, int]] = set()
-        self._known: dict[tuple[str, str], Run] = {}
-        for record in read_lines(ledger) if ledger is not None else []:
-            if record.pop("context", None) == self.context:
-                try:
-                    run = Run.model_validate(record)
-                except ValidationError:
-                    continue  # written by another version: measured again
-                self._known[run.arm, run.prompt_sha256] = run
 
     def compare(
         self,
@@ -129,29 +128,65 @@ class Runner:
         order = random.Random(seed)
         arms = list({arm.name: arm for arm in arms}.values())
         runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
+        comparison = content_key([self.context, sorted(arm.key for arm in arms)])
+        known = self._known_runs(comparison)
         for number, prompt in enumerate(workload.prompts):
             if number >= min_prompts and deadline is not None and time.monotonic() > deadline:
                 break
-            for arm in order.sample(list(arms), len(arms)):
-                runs[arm.name].append(self.run(arm, prompt))
+            found = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
+            if len(found) < len(arms):  # a prompt that was interrupted is measured as a whole
+                found = self._run_prompt(arms, prompt, order)
+                self._write(comparison, found.values())
+            for arm in arms:
+                runs[arm.name].append(found[arm.name])
             if report is not None:
                 report(number + 1, len(workload.prompts))
         return runs
+
+    def _run_prompt(self, arms: Sequence[Arm], prompt: WorkloadPrompt, order: random.Random) -> dict[str, Run]:
+        """All arms on one prompt, in random order. What a stranger on the machine disturbed is measured again: the
+        target's prefill is the same work in every arm, and no part of what is compared, so a run in which it took several
+        times as long as in the others says nothing.
+        """
+        runs = {arm.name: self.run(arm, prompt) for arm in order.sample(list(arms), len(arms))}
+        for _ in range(MAX_REPEATS):
+            usual_ms = float(np.median([run.target_prefill_ms for run in runs.values()]))
+            disturbed = [arm for arm in arms if runs[arm.name].target_prefill_ms > DISTURBED * usual_ms]
+            for arm in disturbed:
+                self.num_disturbed += 1
+                runs[arm.name] = self.run(arm, prompt)
+            if not disturbed:
+                break
+        return runs
+
+    def _known_runs(self, comparison: str) -> dict[tuple[str, str], Run]:
+        """What the ledger holds of a comparison, by arm and prompt."""
+        known: dict[tuple[str, str], Run] = {}
+        for record in read_lines(self.ledger) if self.ledger is not None else []:
+            if record.pop("comparison", None) == comparison:
+                try:
+                    run = Run.model_validate(record)
+                except ValidationError:
+                    continue  # written by another version: measured again
+                known[run.arm, run.prompt_sha256] = run
+        return known
+
+    def _write(self, comparison: str, runs: Iterable[Run]) -> None:
+        if self.ledger is not None:
+            for run in runs:
+                append_line(self.ledger, {"comparison": comparison, **run.model_dump()})
 
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
         """One arm on one prompt. The arm's first prompt of a shape is decoded twice, the first time being its warm-up:
         buffers grow and kernels are chosen once per shape.
         """
-        known = self._known.get((arm.key, prompt.sha256))
-        if known is not None:
-            return known
         inputs = prompt.inputs(self.processor, self.decoder.target.device)
         shape = (arm.key, bool(prompt.pixels), -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS))
         if shape not in self._warm:
             self.decode(arm, inputs, prompt)
             self._warm.add(shape)
         tokens, stats = self.decode(arm, inputs, prompt)
-        run = Run(
+        return Run(
             arm=arm.key,
             prompt=prompt.name,
             prompt_sha256=prompt.sha256,
@@ -170,10 +205,6 @@ class Runner:
             health=stats.health.to_json(),
             perplexity=perplexity(self.decoder.target, inputs, tokens) if self.with_perplexity else None,
         )
-        self._known[arm.key, prompt.sha256] = run
-        if self.ledger is not None:
-            append_line(self.ledger, {"context": self.context, **run.model_dump()})
-        return run
 
     def decode(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:
         """The arm's new tokens for a prompt, and what it did."""

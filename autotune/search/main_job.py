@@ -45,6 +45,7 @@ from autotune.search.finalists import AR, Arm, Run, Runner, Summary, bootstrap_r
 from autotune.search.pair import Pair
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, SearchSpace, largest_policies, load_space
 from autotune.search.study import Candidate, Evaluator, choose_finalists, search_trees
+from autotune.trees.buckets import check_buckets
 from autotune.trees.policy import parse_policy
 from autotune.workload import Workload, load_workload
 
@@ -66,6 +67,8 @@ class SearchSettings:
     storage: str | None = None
     study: str | None = None
     seed: int = 0
+    buckets: tuple[int, ...] = ()
+    """Sizes that forwards are rounded up to; none: every size as it is."""
     num_tune_prompts: int = 48
     num_evaluate_prompts: int = 64
     output: Path = Path("profile.json")
@@ -85,20 +88,22 @@ def check_settings(settings: SearchSettings) -> None:
         )
     if settings.num_trials < 1:
         raise UserError(f"--trials must be at least 1; got {settings.num_trials}; the default is 200")
+    check_buckets(settings.buckets)
     require_writable(settings.output)
 
 
-def check_reach(space: SearchSpace) -> ForestBounds:
-    """How far traces must reach for a space; refuses one that cost tables do not reach, before anything is made.
+def check_reach(space: SearchSpace, largest: int = TOKENS[-1]) -> ForestBounds:
+    """How far traces must reach for a space; refuses one that cost tables of steps up to ``largest`` tokens do not reach,
+    before anything is made.
 
     Raises:
         UserError: trees larger or wider than what is measured.
     """
     policies = list(largest_policies(space))
     for policy in policies:
-        if max(policy.max_nodes + 1, policy.max_width) > TOKENS[-1]:
+        if max(policy.max_nodes + 1, policy.max_width) > largest:
             raise UserError(
-                f"space {space.name}: steps are priced up to {TOKENS[-1]} tokens; {policy.policy} verifies up to "
+                f"space {space.name}: steps are priced up to {largest} tokens; {policy.policy} verifies up to "
                 f"{policy.max_nodes + 1} and drafts {policy.max_width} at once; narrow the space"
             )
     return bounds_for(policies)
@@ -116,11 +121,11 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     keeps = space.visual_keep.values
     if keeps is None:
         raise UserError(f"space {space.name}: visual_keep must list its choices, for each is recorded; give choices")
-    bounds = check_reach(space)
+    bounds = check_reach(space, max(settings.buckets, default=TOKENS[-1]))
     tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
     evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
     device = device_for(settings.gpu)
-    pair = Pair(settings.target, settings.draft, device or "cpu")
+    pair = Pair(settings.target, settings.draft, device or "cpu", settings.buckets)
     folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{pair.key}")
     console.say(f"target {settings.target}, draft {settings.draft}, workload {settings.workload}; study in {folder}")
 
@@ -299,7 +304,7 @@ def judged_profile(
             identical_outputs=best.identical_outputs,
         )
         point = _point(pair.draft_reference, winner, measured, estimated=table.estimated)
-    return _profile(pair, pair.device, table.precision, workload, [point], evidence)
+    return _profile(pair, pair.device, table, workload, [point], evidence)
 
 
 def print_comparison(
@@ -355,7 +360,7 @@ def predicted_profile(
     else:
         points = [_point(pair.draft_reference, winner, None, estimated=table.estimated)]
     return _profile(
-        pair, table.device, table.precision, workload, points, Evidence(configurations_replayed=evaluator.num_evaluated)
+        pair, table.device, table, workload, points, Evidence(configurations_replayed=evaluator.num_evaluated)
     )
 
 
@@ -401,7 +406,7 @@ def _point(draft: ModelReference, winner: Candidate, measured: Measured | None, 
 def _profile(
     pair: Pair,
     device: Fingerprint,
-    precision: str,
+    table: CostTable,
     workload: WorkloadReference,
     points: list[OperatingPoint],
     evidence: Evidence,
@@ -411,7 +416,8 @@ def _profile(
         target=pair.target_reference,
         workload=workload,
         hardware=device,
-        precision=precision,
+        precision=table.precision,
+        buckets=table.buckets,
         points=points,
         evidence=evidence,
     )

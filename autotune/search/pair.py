@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from autotune.cost.device import fingerprint
@@ -18,13 +19,15 @@ from autotune.runtime.target import Target
 class Pair:
     """Target and draft, loaded, with what documents call them."""
 
-    def __init__(self, target: str, draft: str, device: str) -> None:
+    def __init__(self, target: str, draft: str, device: str, buckets: Sequence[int] = ()) -> None:
         self.target_reference = reference(target)
         self.draft_reference = reference(draft)
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
         self.draft = IndependentDraft(load_model(draft, device=device))
-        self.decoder = Decoder(self.target, self.draft)  # checks that their vocabularies are of one size
+        self.decoder = Decoder(
+            self.target, self.draft, buckets=buckets
+        )  # checks that their vocabularies are of one size
         check_tokenizers(target, self.processor, draft)
         self.device = fingerprint(device)
 
@@ -35,7 +38,8 @@ class Pair:
             self.target_reference.sha256 or self.target_reference.id,
             self.draft_reference.sha256 or self.draft_reference.id,
         ]
-        return content_key([*models, self.device.key, version_of("torch"), version_of("transformers")])
+        sizes = [list(self.decoder.buckets)] if self.decoder.buckets else []
+        return content_key([*models, self.device.key, version_of("torch"), version_of("transformers"), *sizes])
 
 
 def check_tokenizers(target: str, target_processor: Any, draft: str) -> None:

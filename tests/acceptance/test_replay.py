@@ -165,7 +165,7 @@ def test_those_configurations_are_no_easy_ones(traces: dict[float, Trace]) -> No
 def test_nothing_is_asked_of_the_draft_for_a_single_token(traces: dict[float, Trace], workload: Workload) -> None:
     """Neither at inference nor in replay: no round, and no prefill is paid."""
     single = [prompt.settings.max_new_tokens for prompt in workload.prompts].index(1)
-    prices = DensePrices(np.ones(1), np.ones((2, 1)), np.ones((2, 1)), 16, 1.0, 1.0, one_ms_per_prefill())
+    prices = DensePrices(np.ones(1), *[np.ones((2, 1))] * 3, 16, 1.0, 1.0, one_ms_per_prefill())
     replayed = replay(traces[1.0], ChainPolicy(), prices)
     assert replayed.rounds[single] == 0 and replayed.decode_ms[single] == 0
     assert (np.delete(replayed.draft_prefill_ms, single) == 1).all()
@@ -291,13 +291,15 @@ def trace_by_hand() -> Trace:
 
 
 def prices_by_hand() -> DensePrices:
-    """A draft step of n tokens costs n, a verification of n costs 10 n; every 4 cached tokens add 0.1 and 1.
+    """A draft level of n tokens costs n, the first of a round 0.5 more, a verification of n costs 10 n; every 4 cached
+    tokens add 0.1, 0.1 and 1.
 
     The prefill costs 1 + 0.5 a token + 2 with an image; outside the models a round takes 0.25, a level 0.125.
     """
     tokens, bins = np.arange(5.0)[:, None], np.arange(6.0)[None, :]
     prefill = PrefillCost(intercept_ms=1, per_token_ms=0.5, image_ms=2, samples=[])
-    return DensePrices(5 + bins[0], tokens + 0.1 * bins, 10 * tokens + bins, 4, 0.25, 0.125, prefill)
+    draft = tokens + 0.1 * bins
+    return DensePrices(5 + bins[0], draft + 0.5, draft, 10 * tokens + bins, 4, 0.25, 0.125, prefill)
 
 
 def test_a_chain_by_hand() -> None:
@@ -311,7 +313,7 @@ def test_a_chain_by_hand() -> None:
     # The last round's second level stands behind 16, of which node 5 holds no child node: that chain ends with 16.
     assert (replayed.draft_forwards[0], replayed.verified_nodes[0], replayed.missing[0]) == (6, 5, 1)
     # Draft, (tokens, cached): (1, 5) (1, 6) | (2, 7) (1, 9) | 14 was read, so it is kept: (1, 10) (1, 11)
-    draft_ms = (1 + 0.1) + (1 + 0.1) + (2 + 0.1) + (1 + 0.2) + (1 + 0.2) + (1 + 0.2)
+    draft_ms = (1 + 0.1) + (1 + 0.1) + (2 + 0.1) + (1 + 0.2) + (1 + 0.2) + (1 + 0.2) + 3 * 0.5
     # Target: three, three and two nodes behind 9, 9 + 3 and 9 + 5 cached tokens.
     verify_ms = (30 + 2) + (30 + 3) + (20 + 3)
     assert replayed.draft_ms[0] == pytest.approx(draft_ms)
@@ -335,7 +337,7 @@ def test_a_sage_tree_by_hand() -> None:
     # Round 3 has one node on level 1 and asks what follows it: that is past the answer, and not recorded.
     assert (replayed.draft_forwards[0], replayed.verified_nodes[0], replayed.missing[0]) == (6, 3 + 3 + 1, 1)
     # The second level reads two nodes in rounds 1 and 2, one in round 3.
-    draft_ms = (1 + 0.1) + (2 + 0.1) + (2 + 0.1) + (2 + 0.2) + (1 + 0.2) + (1 + 0.2)
+    draft_ms = (1 + 0.1) + (2 + 0.1) + (2 + 0.1) + (2 + 0.2) + (1 + 0.2) + (1 + 0.2) + 3 * 0.5
     verify_ms = (40 + 2) + (40 + 3) + (20 + 3)  # root and nodes
     assert replayed.draft_ms[0] == pytest.approx(draft_ms)
     assert replayed.verify_ms[0] == pytest.approx(verify_ms)

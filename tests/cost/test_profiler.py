@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from autotune.cost.device import fingerprint
 from autotune.cost.profiler import HELD_OUT_TOKENS, ProfileSettings, kv_lengths_for, measure_overhead, profile
-from autotune.cost.table import TOKENS, CostTable, Surface
+from autotune.cost.table import TOKENS, CostTable, Overhead, Surface
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.files import dump_document
@@ -70,9 +71,9 @@ def sizes(surface: Surface) -> set[tuple[int, int]]:
 
 def test_every_size_is_measured(table: CostTable) -> None:
     grid = {(n, m) for n in TOKENS for m in SETTINGS.kv_lengths}
-    assert sizes(table.verify) == sizes(table.drafts[0].propose) == grid
+    assert sizes(table.verify) == sizes(table.drafts[0].commit) == sizes(table.drafts[0].propose) == grid
     assert sizes(table.decode) == {(1, m) for m in SETTINGS.kv_lengths}
-    for surface in (table.verify, table.drafts[0].propose):
+    for surface in (table.verify, table.drafts[0].commit, table.drafts[0].propose):
         assert {(p.tokens, p.kv_length) for p in surface.held_out} == {
             (n, SETTINGS.held_out_kv_length) for n in HELD_OUT_TOKENS
         }
@@ -85,6 +86,7 @@ def test_every_sample_is_kept_and_takes_time(table: CostTable) -> None:
     repeats = SETTINGS.repeats
     for surface, count in (
         (table.verify, repeats),
+        (table.drafts[0].commit, repeats),
         (table.drafts[0].propose, 2 * repeats),
         (table.decode, 3 * repeats),
     ):
@@ -143,3 +145,23 @@ def test_kv_lengths_span_a_workload(shortest: int, longest: int) -> None:
     lengths, between = kv_lengths_for(shortest, longest)
     assert lengths[0] <= max(16, shortest) and lengths[-1] >= longest
     assert lengths[0] < between < lengths[1]
+
+
+def test_prepared_sizes_are_the_sizes_measured(
+    pair: Pair, decoders: tuple[Decoder, Decoder], workload: Workload, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through forwards of these sizes and no others."""
+    decoder = decoders[0]
+    assert decoder.draft is not None
+    sizes: set[int] = set()
+    forward = decoder.target.forward
+    monkeypatch.setattr(
+        decoder.target, "forward", lambda tokens, *rest: (sizes.add(tokens.shape[1]), forward(tokens, *rest))[1]
+    )
+    monkeypatch.setattr("autotune.cost.profiler.measure_overhead", lambda *_: Overhead(round_ms=0, level_ms=0))
+    settings = replace(SETTINGS, buckets=(4, 9))
+    ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
+    table = profile(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)
+    assert table.buckets == (4, 9) and sizes == {1, 4, 9}, "1 is the plain step"
+    for surface in (table.verify, table.drafts[0].commit, table.drafts[0].propose):
+        assert {point.tokens for point in surface.points} == {4, 9} and surface.held_out == []

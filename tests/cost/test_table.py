@@ -117,15 +117,30 @@ def test_prices_are_read_off_the_surfaces() -> None:
     table = cost_table()
     prices = table.prices(DRAFT, max_tokens=10, max_kv_length=100)
     num_bins = 100 // KV_STEP + 2  # the last one begins at 112
-    assert prices.draft_ms.shape == prices.verify_ms.shape == (11, num_bins) and prices.decode_ms.shape == (num_bins,)
+    assert prices.commit_ms.shape == prices.draft_ms.shape == prices.verify_ms.shape == (
+        11,
+        num_bins,
+    ) and prices.decode_ms.shape == (num_bins,)
     assert prices.kv_step == KV_STEP == 16
     assert not prices.draft_ms[0].any() and not prices.verify_ms[0].any()
     # KV lengths 32 to 47 are priced at 40.
     assert prices.verify_ms[5, 2] == pytest.approx(1.0 + 0.02 * 5 + 0.001 * 40)
     assert prices.draft_ms[10, 2] == pytest.approx(0.2 + 0.01 * 10 + 0.0001 * 40)
+    assert prices.commit_ms[10, 2] == pytest.approx(0.3 + 0.01 * 10 + 0.0001 * 40)
     assert prices.decode_ms[2] == pytest.approx(1.0 + 0.001 * 40)
     assert (prices.overhead_round_ms, prices.overhead_level_ms) == (0.05, 0.01)
     assert prices.draft_prefill == table.drafts[0].prefill
+
+
+def test_a_prepared_size_costs_as_much_as_what_it_is_filled_up_to() -> None:
+    table = cost_table().model_copy(update={"buckets": (3, 8)})
+    rounded, exact = (t.prices(DRAFT, max_tokens=8, max_kv_length=200) for t in (table, cost_table()))
+    for n in range(1, 9):
+        size = 3 if n <= 3 else 8
+        for prices in ("commit_ms", "draft_ms", "verify_ms"):
+            assert getattr(rounded, prices)[n].tolist() == getattr(exact, prices)[size].tolist()
+    assert rounded.decode_ms.tolist() == exact.decode_ms.tolist(), "a plain step is no forward of a tree"
+    assert (rounded.verify_ms[1] > exact.verify_ms[1]).all()
 
 
 def test_prices_beyond_the_table_are_refused() -> None:

@@ -237,10 +237,32 @@ def test_known_runs_are_not_repeated(
     decoded.clear()
     again = Runner(decoder, processor, ledger, context="here").compare(arms, evaluate)
     assert again == first and not decoded
-    renamed = Runner(decoder, processor, ledger, context="here").compare([Arm("other name", CHAIN)], evaluate)
+    renamed = Runner(decoder, processor, ledger, context="here").compare([Arm("other name", CHAIN), Arm(AR)], evaluate)
     assert renamed["other name"] == first["chain"] and not decoded, "a configuration is known by what it is"
-    Runner(decoder, processor, ledger, context="here").compare([Arm("tuned", SAGE)], evaluate)
-    assert {name for name, _ in decoded} == {"tuned"}
+
+
+def test_another_comparison_measures_all_its_arms(
+    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
+) -> None:
+    """Plain decoding as it was an hour ago is no measure of what decodes now."""
+    Runner(decoder, processor, ledger).compare([Arm(AR), Arm("chain", CHAIN)], evaluate)
+    decoded.clear()
+    Runner(decoder, processor, ledger).compare([Arm(AR), Arm("sage", SAGE)], evaluate)
+    assert {name for name, _ in decoded} == {AR, "sage"}
+
+
+def test_an_interrupted_prompt_is_measured_as_a_whole(
+    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
+) -> None:
+    arms = [Arm(AR), Arm("chain", CHAIN)]
+    Runner(decoder, processor, ledger).compare(arms, evaluate)
+    lines = ledger.read_text().splitlines()
+    ledger.write_text("".join(f"{line}\n" for line in lines[:3]))  # a whole prompt and an arm of the next
+    decoded.clear()
+    Runner(decoder, processor, ledger).compare(arms, evaluate)
+    again = {prompt for _, prompt in decoded}
+    assert again == {prompt.name for prompt in evaluate.prompts[1:]}
+    assert {name for name, prompt in decoded if prompt == evaluate.prompts[1].name} == {AR, "chain"}
 
 
 def test_an_arm_is_warmed_up_for_every_shape(
@@ -282,13 +304,14 @@ def test_the_assistant_is_the_draft_s_model(decoder: Decoder, text_pair: Pair) -
 def test_runs_of_another_pair_or_device_do_not_count(
     decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
 ) -> None:
-    Runner(decoder, processor, ledger, context="here").run(Arm(AR), evaluate.prompts[0])
-    decoded.clear()
-    Runner(decoder, processor, ledger, context="elsewhere").run(Arm(AR), evaluate.prompts[0])
-    assert decoded
+    one = Workload("one", "evaluate", evaluate.prompts[:1])
+    for context in ("here", "elsewhere"):
+        decoded.clear()
+        Runner(decoder, processor, ledger, context=context).compare([Arm(AR)], one)
+        assert decoded
     decoded.clear()
     for context in ("here", "elsewhere"):
-        Runner(decoder, processor, ledger, context=context).run(Arm(AR), evaluate.prompts[0])
+        Runner(decoder, processor, ledger, context=context).compare([Arm(AR)], one)
     assert not decoded
 
 
@@ -317,7 +340,9 @@ def test_arms_take_turns_in_a_random_order_that_the_seed_repeats(
     orders: dict[int, list[list[tuple[str, str]]]] = {0: [], 1: []}
     for seed in (0, 0, 1):
         called: list[tuple[str, str]] = []
-        monkeypatch.setattr(Runner, "run", lambda self, arm, prompt, to=called: to.append((arm.name, prompt.name)))
+        monkeypatch.setattr(
+            Runner, "run", lambda self, arm, prompt, to=called: (to.append((arm.name, prompt.name)), run(1.0))[1]
+        )
         Runner(decoder, processor).compare(ARMS, prompts, seed=seed)
         orders[seed].append(called)
     assert orders[0][0] == orders[0][1] != orders[1][0]
@@ -343,3 +368,37 @@ def test_past_the_deadline_it_ends_with_whole_prompts(decoder: Decoder, processo
         report=lambda *args: said.append(args),
     )
     assert [len(found) for found in runs.values()] == [2, 2] and said == [(1, 3), (2, 3)]
+
+
+def test_a_disturbed_run_is_measured_again(
+    decoder: Decoder, processor: Any, evaluate: Workload, monkeypatch: pytest.MonkeyPatch, ledger: Path
+) -> None:
+    """Its prefill took much longer than the other arms' of the same prompt: the machine was busy. How long its decoding
+    took plays no part.
+    """
+    runner = Runner(decoder, processor, ledger)
+    arms = [Arm(AR), Arm("chain", CHAIN), Arm("sage", SAGE)]
+    decode, calls = runner.decode, []
+
+    def slowed(arm: Arm, inputs: Any, prompt: WorkloadPrompt) -> Any:
+        tokens, stats = decode(arm, inputs, prompt)
+        calls.append(arm.name)
+        # The third prompt's chain is disturbed twice, and the sage arm only decodes slowly.
+        is_chain = arm.name == "chain" and prompt is evaluate.prompts[2]
+        stats.target_prefill_ms = 1000.0 if is_chain and len([n for n in calls if n == "slow"]) < 2 else 10.0
+        if stats.target_prefill_ms == 1000.0:
+            calls.append("slow")
+        if arm.name == "sage":
+            stats.decode_ms = 1e6
+        return tokens, stats
+
+    monkeypatch.setattr(runner, "decode", slowed)
+    monkeypatch.setattr(
+        runner, "_warm", {(arm.key, sees, n) for arm in arms for sees in (True, False) for n in range(9)}
+    )
+    runs = runner.compare(arms, evaluate)
+    assert runner.num_disturbed == 2
+    assert all(run.target_prefill_ms == 10.0 for of_arm in runs.values() for run in of_arm)
+    assert all(run.decode_ms == 1e6 for run in runs["sage"])
+    # The ledger's last word on a run counts.
+    assert Runner(decoder, processor, ledger).compare(arms, evaluate) == runs
