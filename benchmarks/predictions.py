@@ -68,15 +68,16 @@ def main(study: Path, space: str, configurations: int, prompts: int, seed: int) 
         replayed = evaluator.replay(drawn_configuration)
         for p, run in enumerate(runs[arm.name]):
             total[policy] += 1
-            same[policy] += replayed.accepted_lengths[p].tolist() == run.accepted_lengths
-            incomplete[policy] += bool(replayed.missing[p])
+            is_same = replayed.accepted_lengths[p].tolist() == run.accepted_lengths
+            same[policy] += is_same
+            incomplete[policy] += bool(replayed.missing[p]) and not is_same
         predicted.append(float(replayed.decode_ms[: len(runs[arm.name])].sum()))
         measured.append(sum(run.decode_ms for run in runs[arm.name]))
         errors.append(predicted[-1] / measured[-1] - 1)
     for policy in total:
         print(
             f"{policy}: rounds and accepted lengths equal on {same[policy]} of {total[policy]} "
-            f"(the trace lacks a node that was asked for on {incomplete[policy]})"
+            f"(of the others the trace lacks a node that was asked for on {incomplete[policy]})"
         )
     size = np.abs(errors)
     print(

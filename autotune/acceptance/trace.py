@@ -134,10 +134,14 @@ class Trace:
         return int(len(self.forest.answer) - self.num_prompts)
 
 
+NUM_HOT = 16
+
+
 class PackedForest(NamedTuple):
     """A forest laid out for replay: what a round reads stands together.
 
-    Rows of ``proposals`` are forest nodes, those of one root in a row, level by level; the last row, that of every node
+    Rows of ``proposals`` are forest nodes: first the NUM_HOT most probable ones of every root, root by root, because these
+    are what every policy reads, and memory is what replay waits for; then the others. The last row, that of every node
     not recorded, proposes nothing. ``root_row`` [answer tokens] is the row of each.
     """
 
@@ -154,20 +158,23 @@ def pack(trace: Trace) -> PackedForest:
     """Lay a trace's forest out for replay."""
     forest = trace.forest
     num_nodes, k = forest.child_token.shape
-    # Which answer token every node descends from, level by level.
+    # Which answer token every node descends from, and how probably, level by level.
     lengths = np.diff(trace.answer_start)
     prompt = np.repeat(np.arange(len(lengths)), lengths)
     place = np.arange(len(forest.answer)) - trace.answer_start[prompt]
     has_node = place < lengths[prompt] - 1  # nothing follows the last token
     roots = (trace.first_node[prompt] + place)[has_node]
-    owner = np.full(num_nodes, -1)
+    owner, logprob = np.full(num_nodes, -1), np.zeros(num_nodes, np.float32)
     level, owner[roots] = roots, np.flatnonzero(has_node)
     while len(level):
         children = forest.child_node[level]
         is_recorded = children >= 0
         owner[children[is_recorded]] = np.repeat(owner[level], is_recorded.sum(1))
+        logprob[children[is_recorded]] = (logprob[level][:, None] + forest.child_logprob[level])[is_recorded]
         level = children[is_recorded]
-    order = np.argsort(owner, kind="stable")
+    order = np.lexsort((-logprob, owner))
+    place_in_root = np.arange(num_nodes) - np.searchsorted(owner[order], owner[order])
+    order = order[np.argsort(place_in_root >= NUM_HOT, kind="stable")]
     row = np.empty(num_nodes + 1, np.int32)
     row[order] = np.arange(num_nodes)
     row[-1] = num_nodes  # what child_node calls -1

@@ -34,7 +34,7 @@ from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
 
 Report = Callable[[int, int, str], None]
-NUM_SWEPT = 4096  # configurations of each policy that are replayed before TPE begins; a power of two, as Sobol's are
+NUM_SWEPT = 2048  # configurations of each policy that are replayed before TPE begins; a power of two, as Sobol's are
 NUM_SEEDS = 24  # of them TPE begins with
 
 

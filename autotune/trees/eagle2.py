@@ -70,15 +70,15 @@ def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposa
     # Every candidate is ranked as it comes: ``order`` holds the best of the tree so far.
     first = tree.size[0]
     num_best = min(first - 1, budget)
+    log_floor = params[_LOG_FLOOR]
+    worst = tree.path_logprob[work.order[budget - 1]] if num_best == budget else -np.inf
     for i in range(num_frontier):
         parent = work.frontier[i]
-        row = tree.source[parent]
+        row, parent_logprob = tree.source[parent], tree.path_logprob[parent]
         for rank in range(k):
-            path_logprob = tree.path_logprob[parent] + proposals[row, rank].logprob
-            if path_logprob == -np.inf or path_logprob < params[_LOG_FLOOR]:
+            path_logprob = parent_logprob + proposals[row, rank].logprob
+            if path_logprob <= worst or path_logprob < log_floor:
                 break  # nor are the less probable ones of this row enough
-            if num_best == budget and path_logprob <= tree.path_logprob[work.order[budget - 1]]:
-                break
             node = add_child(tree, parent, rank, proposals)
             at = num_best
             if num_best == budget:
@@ -89,6 +89,8 @@ def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposa
                 work.order[at] = work.order[at - 1]
                 at -= 1
             work.order[at] = node
+            if num_best == budget:
+                worst = tree.path_logprob[work.order[budget - 1]]
     if level >= params[_DEPTH]:
         return 0
     # Of the new nodes the k best, if they are among the best of all; below the last of these there is no room.

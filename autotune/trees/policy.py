@@ -29,6 +29,7 @@ from autotune.trees.tree import (
     Tree,
     Workspace,
     compiled,
+    inlined,
     new_tree,
     new_workspace,
     plant,
@@ -74,7 +75,7 @@ def reset(kind: int, params: Floats, state: Floats) -> None:
         sage.reset(params, state)
 
 
-@compiled
+@inlined
 def grow(
     kind: int,
     params: Floats,

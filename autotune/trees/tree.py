@@ -16,6 +16,8 @@ Floats = NDArray[np.float64]
 # The loops run over arrays that outlive them and allocate nothing, so they do without numba's reference counting, which
 # took four fifths of their time; and without Python's lock, so that replay runs on all cores.
 compiled = njit(cache=True, nogil=True, _nrt=False)
+# For what is called for every level: a call hands over the hundred numbers that describe a tree's arrays.
+inlined = njit(cache=True, nogil=True, _nrt=False, inline="always")
 
 ROOT = 0  # node 0 is the last committed token; its children have depth 1
 MAX_STEP = 160  # tokens of the largest forward: a verified tree (at most 128 nodes and the root) or a draft level

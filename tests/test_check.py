@@ -1,0 +1,73 @@
+"""``autotune check``: what fails a profile and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune import check as check_module
+from autotune.check import CheckResult, run_check
+from autotune.console import Console
+from autotune.cost.device import fingerprint
+from autotune.decoding_profile import save_profile
+from autotune.errors import UserError
+from autotune.models import reference
+from autotune.search.finalists import Runner
+from autotune.trees.verification import WetapVerification
+from tests.conftest import Pair
+from tests.documents import decoding_profile, write_workload
+
+
+@pytest.fixture
+def world(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A lossless profile, a lossy one that accepts anything, and a workload."""
+    target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
+    lossless = decoding_profile(target, draft, visual_keep=1.0, hardware=fingerprint("cpu"))
+    save_profile(tmp_path / "lossless.json", lossless)
+    verification = {"verification": WetapVerification(threshold=1e-9), "lossless": False}
+    lossy = lossless.model_copy(update={"points": [lossless.point.model_copy(update=verification)]})
+    save_profile(tmp_path / "lossy.json", lossy)
+    write_workload(tmp_path, [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 20}] * 2)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check(profile: str, min_speedup: float | None = None) -> CheckResult:
+    return run_check(Path(profile), "workload.jsonl", min_speedup, 2, 0, "cpu", Console())
+
+
+def test_equal_outputs_pass(world: Path) -> None:
+    found = check("lossless.json")
+    assert (found.verdict, found.exit_code, found.identical_outputs, found.lossless) == ("passed", 0, 2, True)
+
+
+def test_another_output_fails_a_profile_that_promises_the_target_s(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = Runner.decode
+
+    def wrong(self: Runner, arm: Any, inputs: Any, prompt: Any) -> Any:
+        tokens, stats = decode(self, arm, inputs, prompt)
+        return (tokens if arm.configuration is None else [*tokens[:-1], 0]), stats
+
+    monkeypatch.setattr(check_module.Runner, "decode", wrong)
+    found = check("lossless.json")
+    assert found.exit_code == 1 and found.verdict == "failed: the output is not that of plain decoding"
+
+
+def test_a_lossy_profile_promises_no_output(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = check("lossy.json")
+    assert found.identical_outputs < 2 and found.exit_code == 0 and not found.lossless
+    assert "LOSSY profile" in capsys.readouterr().err
+
+
+def test_a_speedup_that_cannot_be_reached_fails(world: Path) -> None:
+    found = check("lossless.json", min_speedup=1000.0)
+    assert found.exit_code == 1 and found.verdict == "failed: the speedup lies below 1000"
+
+
+def test_a_minimum_of_nothing_is_refused(world: Path) -> None:
+    with pytest.raises(UserError, match="--min-speedup must be above 0; got -1"):
+        check("lossless.json", min_speedup=-1.0)
