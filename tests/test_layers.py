@@ -99,6 +99,7 @@ ALLOWED: dict[str, set[str]] = {
         "provenance",
         "runtime",
         "search",
+        "trees",
         "training",
         "workload",
     },

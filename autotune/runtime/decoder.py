@@ -26,11 +26,11 @@ from autotune.trees.health import NEAR_IMAGE_TOKENS
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.tree import MAX_STEP, ROOT, write_tree_mask
 from autotune.trees.verification import (
-    LosslessVerification,
     WetapVerification,
     accept_by_ratio,
     accept_path,
     find_child,
+    parse_verification,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class Decoder:
             runner.
         tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; what is left out takes the paper's default.
         visual_keep: share of visual tokens that the draft sees, in (0, 1].
-        verification: how draft tokens are accepted; lossless where left out.
+        verification: how draft tokens are accepted, lossless where left out; ``{"kind": "wetap", "threshold": 0.9}`` is
+            not.
         fallback: what a round costs in plain steps; where it is given, requests in which rounds do not pay go on by
             plain steps.
         buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
@@ -99,7 +100,7 @@ class Decoder:
         *,
         tree: Any = None,
         visual_keep: float = 1.0,
-        verification: LosslessVerification | WetapVerification | None = None,
+        verification: Any = None,
         fallback: RoundPrice | None = None,
         buckets: Sequence[int] = (),
         processor: Any | None = None,
@@ -130,18 +131,18 @@ class Decoder:
         tree: Any,
         *,
         visual_keep: float,
-        verification: LosslessVerification | WetapVerification | None = None,
+        verification: Any = None,
         fallback: RoundPrice | None = None,
     ) -> None:
         """Switch to another way to decode: free between requests.
 
         Raises:
-            UserError: an unknown tree policy or hyperparameter, a share out of range.
+            UserError: an unknown tree policy, hyperparameter or verification, a share out of range.
         """
         if not 0.0 < visual_keep <= 1.0:
             raise UserError(f"visual_keep must be above 0 and at most 1; got {visual_keep}; 1 keeps every visual token")
         self.policy = parse_policy(tree)
-        self.verification = verification or LosslessVerification()
+        self.verification = parse_verification(verification)
         self.fallback = Fallback(fallback)
         self._grower = TreeGrower(self.policy)
         self.visual_keep = visual_keep

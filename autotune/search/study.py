@@ -130,7 +130,9 @@ class Evaluator:
         level_ms = float(result.draft_ms.sum()) / levels + prices.overhead_level_ms
         round_ms = (float(result.verify_ms.sum()) - node_ms * nodes) / rounds + prices.overhead_round_ms
         step_ms = self.ar_ms_per_token
-        return RoundPrice(round_steps=round_ms / step_ms, level_steps=level_ms / step_ms, node_steps=node_ms / step_ms)
+        return RoundPrice(
+            round_steps=max(round_ms / step_ms, 0.01), level_steps=level_ms / step_ms, node_steps=node_ms / step_ms
+        )
 
     def guarded(self, candidate: Candidate) -> Candidate:
         """A candidate with its fallback to plain decoding."""

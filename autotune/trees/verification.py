@@ -4,12 +4,13 @@ WETAP's threshold from deep to shallow.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from autotune.files import Document
+from autotune.errors import UserError, nearest
+from autotune.files import Document, describe
 from autotune.trees.tree import ROOT, Floats, Ints, Tree, compiled
 
 
@@ -38,6 +39,29 @@ class WetapVerification(Document):
 
 
 Verification = Annotated[LosslessVerification | WetapVerification, Field(discriminator="kind")]
+
+
+def parse_verification(verification: Any) -> LosslessVerification | WetapVerification:
+    """A verification from ``{"kind": "wetap", "threshold": 0.9}``; lossless where nothing is given.
+
+    Raises:
+        UserError: an unknown kind or key, or a threshold out of range.
+    """
+    if verification is None:
+        return LosslessVerification()
+    if isinstance(verification, LosslessVerification | WetapVerification):
+        return verification
+    kinds: dict[str, type[LosslessVerification] | type[WetapVerification]] = {
+        "lossless": LosslessVerification,
+        "wetap": WetapVerification,
+    }
+    kind = verification.get("kind") if isinstance(verification, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise UserError(f"verification: unknown kind {kind!r}; {nearest(str(kind), kinds)}")
+    try:
+        return kinds[kind].model_validate(verification)
+    except ValidationError as error:
+        raise UserError(f"verification: {describe(error, kinds[kind])}") from None
 
 
 @compiled

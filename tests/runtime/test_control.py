@@ -160,6 +160,27 @@ def test_a_lower_threshold_accepts_more_and_says_worse_things(pair: Pair, prompt
     assert loose_m > strict_m and loose_ppl > strict_ppl
 
 
+@pytest.mark.parametrize(
+    ("verification", "message"),
+    [
+        ({"kind": "wetapp"}, "verification: unknown kind 'wetapp'; did you mean 'wetap'"),
+        ({"threshold": 0.5}, "verification: unknown kind None; known: lossless, wetap"),
+        ("wetap", "verification: unknown kind None"),
+        ({"kind": "wetap", "threshold": 1.5}, "verification: threshold: .*less than or equal to 1; got 1.5"),
+        ({"kind": "wetap", "treshold": 0.5}, "verification: unknown key 'treshold'; did you mean 'threshold'"),
+    ],
+)
+def test_a_mistake_in_the_verification(pair: Pair, verification: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Decoder(pair.target, pair.draft, verification=verification)
+
+
+def test_a_verification_may_be_typed_in(pair: Pair) -> None:
+    decoder = Decoder(pair.target, pair.draft, verification={"kind": "wetap", "threshold": 0.5})
+    assert decoder.verification == WetapVerification(threshold=0.5)
+    assert Decoder(pair.target, pair.draft, verification={"kind": "lossless"}).verification.is_lossless
+
+
 def test_a_threshold_reads_no_logits_processors(pair: Pair, prompts: dict[str, Inputs]) -> None:
     decoder = Decoder(pair.target, pair.draft, verification=WetapVerification())
     with pytest.raises(UserError, match="wetap verification knows no logits processors; drop them"):
