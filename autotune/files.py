@@ -213,10 +213,12 @@ def dump_document(kind: str, document: BaseModel) -> str:
     return json.dumps(content, indent=1, allow_nan=False)
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON record to a ledger and force it to disk. A crash can lose at most the record being written."""
+def append_line(path: Path, *records: dict[str, Any]) -> None:
+    """Append JSON records to a ledger in one write and force them to disk. A crash can lose at most what is being
+    written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(record, allow_nan=False).encode() + b"\n"
+    line = b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records)
     with path.open("ab+") as file:
         # A crash may have left half a line without its end: begin a new one.
         if file.tell() > 0:

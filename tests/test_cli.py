@@ -20,6 +20,7 @@ from autotune.cli import main
 from autotune.cost.device import fingerprint
 from autotune.decoding_profile import load_profile, save_profile
 from autotune.models import reference
+from autotune.search.space import PUBLISHED_DEFAULTS
 from tests.conftest import Pair, new_llama
 from tests.documents import decoding_profile, write_image, write_workload
 
@@ -304,7 +305,7 @@ def assert_complete(path: Path) -> None:
     measured = profile.point.measured
     assert measured is not None and profile.point.predicted is not None
     assert measured.num_prompts == len(profile.evidence.prompts) == 3
-    assert [arm.name for arm in profile.evidence.compared] == ["ar", "chain", "sage", "tuned"]
+    assert [arm.name for arm in profile.evidence.compared] == ["ar", *PUBLISHED_DEFAULTS, "tuned"]
     assert profile.evidence.configurations_replayed >= 6
 
 
@@ -343,5 +344,5 @@ def test_kill_9_loses_no_finished_work(pair: Pair, tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     lines = (study / "runs.jsonl").read_text().splitlines()
     runs = [json.loads(line) for line in lines if line.endswith("}")]
-    counted = Counter((run["context"], run["arm"], run["prompt_sha256"]) for run in runs)
+    counted = Counter((run["comparison"], run["arm"], run["prompt_sha256"]) for run in runs)
     assert max(counted.values()) == 1 and len(counted) == len(runs) >= 7 + 3 * 3

@@ -1,6 +1,6 @@
 """Real runs: arms decode the same prompts, prompt by prompt in random order, and are compared pairwise.
 
-Every run is a line of a ledger as soon as it ends. An interrupted comparison goes on where it stood; another comparison
+Every prompt's runs are lines of a ledger as soon as all arms have decoded it. An interrupted comparison goes on where it stood; another comparison
 measures all its arms anew, because a machine is not the same from hour to hour: what is compared was measured on the same
 prompt within seconds.
 """
@@ -173,8 +173,7 @@ class Runner:
 
     def _write(self, comparison: str, runs: Iterable[Run]) -> None:
         if self.ledger is not None:
-            for run in runs:
-                append_line(self.ledger, {"comparison": comparison, **run.model_dump()})
+            append_line(self.ledger, *({"comparison": comparison, **run.model_dump()} for run in runs))
 
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
         """One arm on one prompt. The arm's first prompt of a shape is decoded twice, the first time being its warm-up:
