@@ -139,7 +139,7 @@ class IndependentDraft:
             count, begin = len(frontier), self._num_evaluated
             size = round_up(count, self.buckets)
             tree.slot[frontier] = np.arange(begin, begin + count)
-            block = np.full((size, begin + size), self._masks.closed, np.float32)
+            block = np.empty((size, begin + size), np.float32)
             write_frontier_mask(tree, frontier, block, begin + size, self._masks.closed)
             tokens = np.zeros(size, np.int64)
             tokens[:count] = np.maximum(tree.token[frontier], 0)

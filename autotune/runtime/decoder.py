@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.runtime.masks import MaskBuffer
-from autotune.runtime.stats import DecodingOutput, DecodingStats
+from autotune.runtime.stats import DecodingOutput, DecodingStats, now_ms
 from autotune.runtime.target import Target
 from autotune.runtime.token_rule import TokenRule
 from autotune.trees.buckets import check_buckets, round_up
@@ -401,7 +400,6 @@ class Decoder:
         count = int(tree.size[0])
         size = round_up(count, self.buckets)
         block = self._block[:size, :size]
-        block[:] = self._masks.closed
         write_tree_mask(tree, block, self._masks.closed)
         started = self._clock()
         device, length = self.target.device, self.target.length
@@ -442,7 +440,4 @@ class Decoder:
             prefix = torch.cat([prefix, torch.tensor([[token]], device=prefix.device)], dim=1)
 
     def _clock(self) -> float:
-        """Milliseconds, after the device has done what it was told."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter() * 1e3
+        return now_ms(self.target.device)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autotune.runtime.stats import DecodingStats
-from autotune.runtime.vision import now_ms, timed_vision
+from autotune.runtime.stats import DecodingStats, now_ms
+from autotune.runtime.vision import timed_vision
 
 
 class _TokenClock:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autotune.trees.health import DraftHealth
+
+
+def now_ms(device: torch.device) -> float:
+    """Wall clock, after the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() * 1e3
 
 
 @dataclass

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from autotune.runtime.stats import now_ms
 
 # Names of transformers' model classes. The first found counts: Qwen's ``visual`` has its projector inside.
 _TOWERS = ("vision_tower", "visual", "vision_model")
@@ -55,10 +54,3 @@ def timed_vision(model: Any) -> Iterator[VisionClock]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def now_ms(device: torch.device) -> float:
-    """Wall clock, after the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() * 1e3

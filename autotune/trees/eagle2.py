@@ -106,7 +106,9 @@ def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposa
 
 @compiled
 def prune(params: Floats, tree: Tree, work: Workspace) -> None:
-    """Keep the ``budget`` best candidates; of equal ones those that came first, so that parents stay. ``grow`` has ranked them."""
+    """Keep the ``budget`` best candidates, as ``grow`` has ranked them: of equal ones those that came first, so that
+    parents stay.
+    """
     budget = int(params[_BUDGET])
     if tree.size[0] - 1 <= budget:
         return

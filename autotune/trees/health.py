@@ -17,7 +17,8 @@ _PLACES = ("text", "near_image")
 
 class DraftHealth:
     """Counts over rounds: [place, depth or rank, (offered, accepted)]. A depth is offered by a round that accepted a
-    node of every depth above it, the last of which has children; a rank by an accepted node, or the root, that has such a child in the tree.
+    node of every depth above it, the last of which has children; a rank by an accepted node, or the root, that has such a
+    child in the tree.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The tree policies by name, and the compiled calls through which the runtime and replay drive any of them.
 
 Both drive the same code, which is why replay predicts rounds exactly: between them only the answer to "what are this
-node's children?" differs. To add a policy: a file beside ``sage.py``, a line in ``TreePolicy`` and a branch in each of
+node's children?" differs. To add a policy: a file beside ``sage.py``, a name in ``Policy`` and a branch in each of
 the calls that concern it.
 """
 
@@ -11,10 +11,9 @@ from typing import Annotated, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from autotune.errors import UserError, nearest
-from autotune.files import describe
+from autotune.files import parse_kind
 from autotune.trees import chain, eagle2, sage, static, wetap
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
@@ -59,13 +58,7 @@ def parse_policy(tree: Any, *, source: str = "tree") -> Policy:
     """
     if isinstance(tree, Policy):
         return tree
-    name = tree.get("policy") if isinstance(tree, dict) else None
-    if not isinstance(name, str) or name not in POLICIES:
-        raise UserError(f"{source}: unknown tree policy {name!r}; {nearest(str(name), POLICIES)}")
-    try:
-        return TypeAdapter(POLICIES[name]).validate_python(tree)
-    except ValidationError as error:
-        raise UserError(f"{source}: {describe(error, POLICIES[name])}") from None
+    return parse_kind(tree, POLICIES, key="policy", what="tree policy", source=source)
 
 
 @compiled

@@ -46,7 +46,7 @@ class StaticPolicy(Document):
         return self
 
     @property
-    def levels(self) -> list[tuple[int, ...]]:
+    def ordered_paths(self) -> list[tuple[int, ...]]:
         """The paths level by level, each in the order of its parents, then of ranks."""
         return sorted(self.paths, key=lambda path: (len(path), path))
 
@@ -73,10 +73,10 @@ class StaticPolicy(Document):
 
     def encode(self) -> Floats:
         """For node i: its depth, parent, rank, and whether it has children."""
-        levels = self.levels
-        node = {(): 0} | {path: place + 1 for place, path in enumerate(levels)}
-        parents = {path[:-1] for path in levels}
-        rows = [(len(path), node[path[:-1]], path[-1], path in parents) for path in levels]
+        paths = self.ordered_paths
+        node = {(): 0} | {path: place + 1 for place, path in enumerate(paths)}
+        parents = {path[:-1] for path in paths}
+        rows = [(len(path), node[path[:-1]], path[-1], path in parents) for path in paths]
         return np.array(rows, np.float64).reshape(-1)
 
 

@@ -54,15 +54,19 @@ Proposals = NDArray[np.void]
 
 
 class Workspace(NamedTuple):
-    """Room for a policy's deliberations: allocated once, because an allocation costs as much as a level."""
+    """Room for a policy's deliberations: allocated once, because an allocation costs as much as a level. Only the frontier
+    means something between two calls; ``order`` does to ``eagle2``.
+    """
 
     frontier: Ints
     """Nodes to expand next."""
     logprob: Floats
     rank: Ints
     order: Ints
+    """Places, best first."""
     score: Floats
     mark: Ints
+    """A number for each node or frontier row: to keep or to drop, how many children to look at."""
 
 
 def new_tree(num_nodes: int) -> Tree:
@@ -221,11 +225,12 @@ def keep_marked(tree: Tree, mark: Ints) -> None:
 @compiled
 def write_tree_mask(tree: Tree, mask: NDArray[np.float32], closed: float) -> None:
     """The additive attention mask of verification, [nodes, nodes]: 0 where row may see column (itself, its ancestors),
-    else ``closed``.
+    else ``closed``. Rows and columns beyond the tree fill a prepared size up, and are closed.
     """
-    for row in range(tree.size[0]):
-        for column in range(tree.size[0]):
+    for row in range(mask.shape[0]):
+        for column in range(mask.shape[1]):
             mask[row, column] = closed
+    for row in range(tree.size[0]):
         node = row
         while node >= 0:
             mask[row, node] = 0.0
@@ -237,11 +242,13 @@ def write_frontier_mask(tree: Tree, frontier: Ints, mask: NDArray[np.float32], n
     """The additive mask of one draft level, [frontier, slots]: row i is node ``frontier[i]``, a column a place in the
     draft's cache.
 
-    Places count from the end of the committed prefix, which every node sees. The root is part of that prefix.
+    Places count from the end of the committed prefix, which every node sees. The root is part of that prefix. Rows beyond
+    the frontier fill a prepared size up, and are closed.
     """
-    for row in range(len(frontier)):
+    for row in range(mask.shape[0]):
         for column in range(num_slots):
             mask[row, column] = closed
+    for row in range(len(frontier)):
         node = frontier[row]
         while node > ROOT:
             mask[row, tree.slot[node]] = 0.0

@@ -7,10 +7,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from autotune.errors import UserError, nearest
-from autotune.files import Document, describe
+from autotune.files import Document, parse_kind
 from autotune.trees.tree import ROOT, Floats, Ints, Tree, compiled
 
 
@@ -38,6 +37,10 @@ class WetapVerification(Document):
         return False
 
 
+VERIFICATIONS: dict[str, type[LosslessVerification | WetapVerification]] = {
+    "lossless": LosslessVerification,
+    "wetap": WetapVerification,
+}
 Verification = Annotated[LosslessVerification | WetapVerification, Field(discriminator="kind")]
 
 
@@ -51,17 +54,7 @@ def parse_verification(verification: Any) -> LosslessVerification | WetapVerific
         return LosslessVerification()
     if isinstance(verification, LosslessVerification | WetapVerification):
         return verification
-    kinds: dict[str, type[LosslessVerification] | type[WetapVerification]] = {
-        "lossless": LosslessVerification,
-        "wetap": WetapVerification,
-    }
-    kind = verification.get("kind") if isinstance(verification, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
-        raise UserError(f"verification: unknown kind {kind!r}; {nearest(str(kind), kinds)}")
-    try:
-        return kinds[kind].model_validate(verification)
-    except ValidationError as error:
-        raise UserError(f"verification: {describe(error, kinds[kind])}") from None
+    return parse_kind(verification, VERIFICATIONS, key="kind", what="kind", source="verification")
 
 
 @compiled
