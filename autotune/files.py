@@ -7,6 +7,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,6 +134,21 @@ def check_schema(kind: str, content: Any, *, source: Path | str) -> dict[str, An
             f"{source}: schema {schema!r} is newer than this program reads ('autotune.{kind}/{SCHEMA_VERSIONS[kind]}'); update autotune"
         )
     return content
+
+
+def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str, source: str) -> D:
+    """The document of the kind that ``value[key]`` names, among ``kinds``; what is left out takes its default.
+
+    Raises:
+        UserError: an unknown kind, an unknown key, or a value out of range.
+    """
+    name = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in kinds:
+        raise UserError(f"{source}: unknown {what} {name!r}; {nearest(str(name), kinds)}")
+    try:
+        return kinds[name].model_validate(value)
+    except ValidationError as error:
+        raise UserError(f"{source}: {describe(error, kinds[name])}") from None
 
 
 def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:

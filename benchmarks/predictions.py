@@ -22,20 +22,18 @@ from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.search.documents import load_table
 from autotune.search.finalists import Arm, Runner
 from autotune.search.pair import Pair
-from autotune.search.space import Configuration, SearchSpace, configuration, load_space
+from autotune.search.space import Configuration, SearchSpace, load_space
 from autotune.search.study import Evaluator
 from autotune.workload import Workload, load_workload
 
 
-def draw(space: SearchSpace, policy: str, evaluator: Evaluator, rng: random.Random) -> Configuration:
-    """A uniform draw of each hyperparameter and of the visual keep ratio; one of Sequoia's trees for ``static``."""
+def drawn_from(
+    space: SearchSpace, policy: str, evaluator: Evaluator, count: int, rng: random.Random
+) -> list[Configuration]:
+    """Configurations spread over the space; random ones of Sequoia's trees for ``static``."""
     if policy == "static":
-        return rng.choice(evaluator.static_trees(space.trees[policy]))
-    values = {
-        name: rng.choice(d.values) if d.values is not None else rng.uniform(float(d.low or 0), float(d.high or 0))
-        for name, d in space.trees[policy].items()
-    }
-    return configuration(policy, values, rng.choice(space.visual_keep.values or [1.0]))
+        return rng.sample(evaluator.static_trees(space.trees[policy]), count)
+    return [found for found, _ in space.sweep(policy, count, rng.randrange(1 << 31))]
 
 
 @click.command()
@@ -55,7 +53,7 @@ def main(study: Path, space: str, configurations: int, prompts: int, seed: int) 
 
     rng = random.Random(seed)
     searched = load_space(space)
-    drawn = [draw(searched, policy, evaluator, rng) for policy in searched.trees for _ in range(configurations)]
+    drawn = [c for policy in searched.trees for c in drawn_from(searched, policy, evaluator, configurations, rng)]
     arms = [Arm(f"{i}", c) for i, c in enumerate(drawn)]
     runs = Runner(pair.decoder, pair.processor).compare(
         arms, chosen, seed=seed, report=lambda done, of: print(f"prompt {done}/{of}", flush=True)

@@ -1,7 +1,7 @@
 """How many configurations a second one core replays, by tree policy, and how much faster that is than decoding.
 
 Records a trace of the bundled pair that holds everything WETAP's widest trees ask for, then times single-threaded
-replays: each policy's published default, and random configurations of the ``quick`` space.
+replays: each policy's published default, and configurations spread over the ``quick`` space.
 
     python benchmarks/replay_speed.py [--prompts 64] [--configurations 40] [--folder .autotune/replay-speed]
 """
@@ -25,7 +25,7 @@ from autotune.search.documents import record_traces
 from autotune.search.finalists import Arm, Runner
 from autotune.search.pair import Pair
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
-from autotune.search.space import Configuration, configuration, load_space
+from autotune.search.space import Configuration, load_space
 from autotune.trees.policy import Policy, parse_policy
 from autotune.workload import Workload, load_workload
 
@@ -57,18 +57,11 @@ def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:
 
 
 def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Policy]:
-    """Random configurations of the space ``quick``; of Sequoia's trees for ``static``."""
+    """Configurations spread over the space ``quick``; of Sequoia's trees for ``static``."""
     space = load_space("quick")
     if name == "static":
         return list(rng.sample(sequoia_trees(rank_acceptance(trace), budgets=range(4, 65), depths=range(2, 11)), count))
-    values = (
-        {
-            field: rng.choice(d.values) if d.values is not None else rng.uniform(float(d.low or 0), float(d.high or 0))
-            for field, d in space.trees[name].items()
-        }
-        for _ in range(count)
-    )
-    return [parse_policy(configuration(name, v, 1.0).tree) for v in values]
+    return [parse_policy(found.tree) for found, _ in space.sweep(name, count, rng.randrange(1 << 31))]
 
 
 @click.command()
@@ -117,7 +110,7 @@ def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
             "default, configs/s",
             "us a round",
             "missing a round",
-            "random, configs/s",
+            "of quick, configs/s",
             "decoding, s",
             "times faster",
         ],

@@ -75,12 +75,7 @@ def replay(trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPri
     Raises:
         UserError: the policy looks at more children, or grows deeper trees, than the trace holds.
     """
-    bounds = trace.header.bounds
-    if policy.num_proposals > bounds.num_proposals or policy.max_depth > bounds.depth:
-        raise UserError(
-            f"this trace holds {bounds.num_proposals} children per node to depth {bounds.depth}; "
-            f"{policy.policy} asks for {policy.num_proposals} to depth {policy.max_depth}; record a larger one, or narrow the space"
-        )
+    check_reach(trace, policy)
     counts = np.zeros((trace.num_prompts, 5), np.int64)
     times = np.zeros((trace.num_prompts, 2))
     accepted = np.zeros(len(trace.forest.answer), np.int64)
@@ -123,6 +118,20 @@ def replay(trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPri
         overhead_ms=prices.overhead_round_ms * (rounds - plain_steps) + prices.overhead_level_ms * draft_forwards,
         draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0),
     )
+
+
+def check_reach(trace: Trace, policy: Policy) -> None:
+    """Refuse a policy that looks at more children, or grows deeper trees, than the trace holds.
+
+    Raises:
+        UserError: it does.
+    """
+    bounds = trace.header.bounds
+    if policy.num_proposals > bounds.num_proposals or policy.max_depth > bounds.depth:
+        raise UserError(
+            f"this trace holds {bounds.num_proposals} children per node to depth {bounds.depth}; "
+            f"{policy.policy} asks for {policy.num_proposals} to depth {policy.max_depth}; record a larger one, or narrow the space"
+        )
 
 
 def plain_decode_ms(trace: Trace, prices: DensePrices) -> Floats:

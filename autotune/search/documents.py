@@ -60,7 +60,7 @@ def foreign_table(gpu: str, pair: Pair) -> CostTable:
         raise UserError(
             f"--gpu {gpu}: its shipped tables are of other models than {pair.target_reference.id}; run autotune profile on that device"
         )
-    return estimate_table(
+    table = estimate_table(
         gpu,
         target=pair.target_reference,
         target_shape=shape_of(pair.target.model, pair.target.text_model),
@@ -68,6 +68,7 @@ def foreign_table(gpu: str, pair: Pair) -> CostTable:
         draft_shape=shape_of(pair.draft.model, pair.draft.text_model),
         precision=str(pair.target.dtype).removeprefix("torch."),
     )
+    return table.model_copy(update={"buckets": pair.decoder.buckets})
 
 
 def local_table(pair: Pair, workload: Workload, folder: Path, console: Console) -> CostTable:

@@ -1,8 +1,8 @@
 """Real runs: arms decode the same prompts, prompt by prompt in random order, and are compared pairwise.
 
-Every prompt's runs are lines of a ledger as soon as all arms have decoded it. An interrupted comparison goes on where it stood; another comparison
-measures all its arms anew, because a machine is not the same from hour to hour: what is compared was measured on the same
-prompt within seconds.
+Every prompt's runs are lines of a ledger as soon as all arms have decoded it. An interrupted comparison goes on where it
+stood; another comparison measures all its arms anew, because a machine is not the same from hour to hour: what is
+compared was measured on the same prompt within seconds.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def check_settings(settings: SearchSettings) -> None:
     require_writable(settings.output)
 
 
-def check_reach(space: SearchSpace, largest: int = TOKENS[-1]) -> ForestBounds:
+def bounds_of(space: SearchSpace, largest: int = TOKENS[-1]) -> ForestBounds:
     """How far traces must reach for a space; refuses one that cost tables of steps up to ``largest`` tokens do not reach,
     before anything is made.
 
@@ -121,7 +121,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     keeps = space.visual_keep.values
     if keeps is None:
         raise UserError(f"space {space.name}: visual_keep must list its choices, for each is recorded; give choices")
-    bounds = check_reach(space, max(settings.buckets, default=TOKENS[-1]))
+    bounds = bounds_of(space, max(settings.buckets, default=TOKENS[-1]))
     tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
     evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
     device = device_for(settings.gpu)
@@ -263,11 +263,10 @@ def judged_profile(
             report=lambda done, of: update(done, of, ""),
         )
     summaries = {name: summarise(name, arm_runs, runs[AR]) for name, arm_runs in runs.items()}
-    known = evaluator.replayable([*PUBLISHED_DEFAULTS.values(), winner.configuration])
     predicted = {
         arm.name: evaluator.evaluate(arm.configuration)
         for arm in [*defaults, tuned]
-        if arm.configuration is not None and arm.configuration in known
+        if arm.configuration is not None and evaluator.can_replay(arm.configuration)
     }
     labels = {arm.name: arm.configuration.label for arm in [*defaults, tuned] if arm.configuration is not None}
     print_comparison(summaries, predicted, labels, console)

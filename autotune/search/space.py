@@ -148,18 +148,20 @@ class SearchSpace(Document):
             for values in itertools.product(*(axis for axis in axes if axis is not None))
         )
 
-    def sweep(self, policy: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-        """Values of a policy's dimensions and ``visual_keep`` that fill the space evenly: a scrambled Sobol sequence."""
+    def sweep(self, policy: str, count: int, seed: int) -> Iterator[tuple[Configuration, dict[str, Any]]]:
+        """Configurations of a policy that fill the space evenly, by a scrambled Sobol sequence; each with the parameters of
+        which ``suggest`` would make it.
+        """
         from scipy.stats import qmc
 
-        names = [*self.trees[policy], "visual_keep"]
+        names = list(self.trees[policy])
         dimensions = [*self.trees[policy].values(), self.visual_keep]
-        sequence = qmc.Sobol(len(names), rng=seed)
+        sequence = qmc.Sobol(len(dimensions), rng=seed)
         for shares in sequence.random(count):
-            yield {
-                name: dimension.at(float(share))
-                for name, dimension, share in zip(names, dimensions, shares, strict=True)
-            }
+            values = [dimension.at(float(share)) for dimension, share in zip(dimensions, shares, strict=True)]
+            of_tree, keep = dict(zip(names, values[:-1], strict=True)), values[-1]
+            parameters = {"policy": policy, "visual_keep": keep} | {f"{policy}.{n}": v for n, v in of_tree.items()}
+            yield configuration(policy, of_tree, keep), parameters
 
     def suggest(self, trial: optuna.Trial, policies: list[str]) -> Configuration:
         """A configuration of one of the policies, by Optuna's sampler."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.acceptance.replay import Replay, plain_decode_ms, replay
+from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
 from autotune.cost.table import CostTable, DensePrices
 from autotune.errors import UserError
@@ -27,10 +27,9 @@ from autotune.search.space import (
     Configuration,
     Dimension,
     SearchSpace,
-    configuration,
 )
 from autotune.trees.fallback import RoundPrice
-from autotune.trees.policy import parse_policy
+from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.tree import MAX_STEP
 
 Report = Callable[[int, int, str], None]
@@ -78,8 +77,13 @@ class Evaluator:
         """What decoding with a configuration would do.
 
         Raises:
-            UserError: no trace has its visual keep ratio.
+            UserError: no trace has its visual keep ratio, or its trees reach beyond traces or prices.
         """
+        trace, policy = self._reach(configuration)
+        return replay(trace, policy, self.prices, configuration.fallback)
+
+    def _reach(self, configuration: Configuration) -> tuple[Trace, Policy]:
+        """What a configuration is replayed with."""
         trace = self.traces.get(configuration.visual_keep)
         if trace is None:
             known = ", ".join(f"{keep:g}" for keep in sorted(self.traces))
@@ -87,13 +91,22 @@ class Evaluator:
                 f"no trace has visual keep {configuration.visual_keep:g}; there are {known}; record it, or narrow the space"
             )
         policy = parse_policy(configuration.tree)
+        check_reach(trace, policy)
         largest = self.prices.verify_ms.shape[0] - 1
         if max(policy.max_nodes + 1, policy.max_width) > largest:
             raise UserError(
                 f"the cost table prices steps of up to {largest} tokens; {configuration.label} verifies up to "
                 f"{policy.max_nodes + 1} at once and drafts {policy.max_width}; profile a larger grid, or narrow the space"
             )
-        return replay(trace, policy, self.prices, configuration.fallback)
+        return trace, policy
+
+    def can_replay(self, configuration: Configuration) -> bool:
+        """Whether its visual keep ratio was recorded, and its trees lie within traces and prices."""
+        try:
+            self._reach(configuration)
+        except UserError:
+            return False
+        return True
 
     def evaluate(self, configuration: Configuration) -> Candidate:
         """A configuration's figures; a second call costs nothing."""
@@ -107,15 +120,15 @@ class Evaluator:
         waiting = {c.key: c for c in configurations}
         new = {key: c for key, c in waiting.items() if key not in self._seen}
         for trace in self.traces.values():
-            trace.packed  # laid out once, before the threads ask for it  # noqa: B018
+            _ = trace.packed  # laid out once, before the threads ask for it
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for (key, candidate), result in zip(new.items(), pool.map(self.replay, new.values()), strict=True):
-                self._note(key, candidate, result)
+            for (key, configuration), result in zip(new.items(), pool.map(self.replay, new.values()), strict=True):
+                self._note(key, configuration, result)
 
-    def _note(self, key: str, candidate: Configuration, result: Replay) -> None:
+    def _note(self, key: str, configuration: Configuration, result: Replay) -> None:
         ms = result.ms_per_token
         nodes = float(result.verified_nodes.sum() / result.rounds.sum())
-        found = Candidate(candidate, key, ms, result.tokens_per_round, nodes, self.ar_ms_per_token / ms)
+        found = Candidate(configuration, key, ms, result.tokens_per_round, nodes, self.ar_ms_per_token / ms)
         self._seen[key] = found
         if self._best is None or _rank(found) < _rank(self._best):
             self._best = found
@@ -138,19 +151,6 @@ class Evaluator:
         """A candidate with its fallback to plain decoding."""
         price = self.round_price(candidate.configuration)
         return self.evaluate(candidate.configuration.model_copy(update={"fallback": price}))
-
-    def replayable(self, configurations: Iterable[Configuration]) -> list[Configuration]:
-        """Those whose visual keep ratio was recorded, with trees that traces and prices reach."""
-        reached = []
-        for candidate in configurations:
-            policy = parse_policy(candidate.tree)
-            trace = self.traces.get(candidate.visual_keep)
-            if trace is None or max(policy.max_nodes + 1, policy.max_width) >= self.prices.verify_ms.shape[0]:
-                continue
-            bounds = trace.header.bounds
-            if policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth:
-                reached.append(candidate)
-        return reached
 
     def static_trees(self, dimensions: dict[str, Dimension]) -> list[Configuration]:
         """Sequoia's trees of the budgets and depths of a search space, for every trace."""
@@ -209,18 +209,14 @@ def search_trees(
             sampled.append(policy)
         else:
             evaluator.evaluate_many(configurations)
-    evaluator.evaluate_many(evaluator.replayable(PUBLISHED_DEFAULTS.values()))
+    evaluator.evaluate_many(filter(evaluator.can_replay, PUBLISHED_DEFAULTS.values()))
     seeds: list[tuple[float, dict[str, Any]]] = []
     for policy in sampled:
         if deadline is not None and time.monotonic() > deadline:
             break
         swept = list(space.sweep(policy, NUM_SWEPT, seed))
-        drawn = [_configuration_of(policy, values) for values in swept]
-        evaluator.evaluate_many(drawn)
-        seeds += [
-            (evaluator.evaluate(one).ms_per_token, _parameters_of(policy, values))
-            for one, values in zip(drawn, swept, strict=True)
-        ]
+        evaluator.evaluate_many(found for found, _ in swept)
+        seeds += [(evaluator.evaluate(found).ms_per_token, parameters) for found, parameters in swept]
         if report is not None:
             best = evaluator.best
             report(0, num_trials, f"best so far: {best.speedup:.2f}x {best.configuration.label}")
@@ -245,17 +241,6 @@ def search_trees(
                 best = evaluator.best
                 report(number + 1, num_trials, f"best so far: {best.speedup:.2f}x {best.configuration.label}")
     return evaluator.candidates
-
-
-def _configuration_of(policy: str, values: dict[str, Any]) -> Configuration:
-    of_tree = {name: value for name, value in values.items() if name != "visual_keep"}
-    return configuration(policy, of_tree, values["visual_keep"])
-
-
-def _parameters_of(policy: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The values by the names under which ``SearchSpace.suggest`` asks for them."""
-    named = {name if name == "visual_keep" else f"{policy}.{name}": value for name, value in values.items()}
-    return {"policy": policy, **named}
 
 
 def _open_study(storage: str | Path, name: str, seed: int) -> Any:

@@ -232,7 +232,10 @@ def test_a_sweep_fills_every_dimension_evenly() -> None:
             }
         }
     )
-    swept = list(found.sweep("sage", 1024, seed=0))
+    pairs = list(found.sweep("sage", 1024, seed=0))
+    for drawn, parameters in pairs[:50]:
+        assert found.suggest(optuna.trial.FixedTrial(parameters), ["sage"]) == drawn
+    swept = [{**drawn.tree, "visual_keep": drawn.visual_keep} for drawn, _ in pairs]
     counts = {name: Counter(values[name] for values in swept) for name in ("upper", "d_max", "visual_keep")}
     assert set(counts["upper"]) == {3.0, 3.5, 4.0, 4.5, 5.0} and set(counts["d_max"]) == set(range(2, 10))
     for of_dimension in counts.values():

@@ -146,12 +146,8 @@ def test_tpe_begins_with_the_best_of_an_even_sweep(tmp_path: Path, monkeypatch: 
     suggest = SearchSpace.suggest
     monkeypatch.setattr(SearchSpace, "suggest", lambda self, *a: (drawn.append(suggest(self, *a)), drawn[-1])[1])
     found = evaluator()
-    swept = {policy: list(space(LARGE).sweep(policy, 32, 5)) for policy in LARGE if policy != "chain"}
-    best = sorted(
-        found.evaluate(study_module._configuration_of(policy, values)).ms_per_token
-        for policy, of_policy in swept.items()
-        for values in of_policy
-    )
+    swept = [c for policy in LARGE if policy != "chain" for c, _ in space(LARGE).sweep(policy, 32, 5)]
+    best = sorted(found.evaluate(configuration).ms_per_token for configuration in swept)
     candidates = search_trees(evaluator(), space(LARGE), num_trials=30, storage=tmp_path / "j", documents="x", seed=5)
     first = [found.evaluate(c).ms_per_token for c in drawn[: study_module.NUM_SEEDS]]
     assert first == pytest.approx(best[: study_module.NUM_SEEDS])
@@ -326,7 +322,7 @@ def test_searching_over_documents_loads_no_torch(tmp_path: Path) -> None:
 
 def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
     found = evaluator()
-    reached = found.replayable(PUBLISHED_DEFAULTS.values())
+    reached = [default for default in PUBLISHED_DEFAULTS.values() if found.can_replay(default)]
     for default in PUBLISHED_DEFAULTS.values():
         policy = parse_policy(default.tree)
         bounds = next(iter(found.traces.values())).header.bounds
