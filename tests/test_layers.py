@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost.roofline": {"cost.device", "cost.table", "files", "provenance"},
     # Models at work.
     "runtime": {"drafters", "errors", "trees"},
-    "drafters": {"runtime", "trees"},
+    "drafters": {"errors", "runtime", "trees"},
     # The two places where the stages that make documents drive the runtime.
     "acceptance.recorder": {"acceptance.trace", "drafters", "files", "provenance", "runtime", "trees", "workload"},
     "cost.profiler": {"cost.device", "cost.table", "drafters", "errors", "provenance", "runtime", "trees", "workload"},

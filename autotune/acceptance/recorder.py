@@ -75,8 +75,9 @@ class Recorder:
     def _answer(self, prompt: WorkloadPrompt) -> Answer:
         inputs = prompt.inputs(self.processor, self.target.device)
         with torch.inference_mode():
-            self.target.reserve(inputs["input_ids"].shape[1])
-            scores = self.target.prefill(inputs, rank_visual_tokens=True).visual_scores
+            (read,) = self.target.encode(inputs).prompts
+            self.target.reserve(len(read))
+            scores = self.target.prefill(read, rank_visual_tokens=True).visual_scores
         sequence = self._plain.generate(**inputs, **prompt.settings.generation).sequences
         length = inputs["input_ids"].shape[1]
         return Answer(sequence[0, length:].tolist(), length, [] if scores is None else scores.tolist())
@@ -153,8 +154,9 @@ def record_forest(
     widest = bounds.width + bounds.beam + bounds.nucleus_width + 2  # the best path and the answer
     capacity = answer.prompt_length + len(tokens) + ROOTS_AT_ONCE * widest * (bounds.depth - 1) + MAX_STEP
     scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
-    draft.prefill(inputs, scores, capacity=capacity)
-    grower = _ForestGrower(draft, tokens, answer.prompt_length, bounds)
+    (prompt,) = draft.prompts(inputs)
+    draft.prefill(prompt, scores, capacity=capacity)
+    grower = _ForestGrower(draft, tokens, bounds)
     grower.read_answer(num_roots)
     first, at_once = 0, ROOTS_AT_ONCE
     while first < num_roots:
@@ -171,12 +173,11 @@ class _ForestGrower:
     node may see.
     """
 
-    def __init__(self, draft: IndependentDraft, tokens: Ints, prompt_length: int, bounds: ForestBounds) -> None:
+    def __init__(self, draft: IndependentDraft, tokens: Ints, bounds: ForestBounds) -> None:
         self.draft = draft
         self.tokens = tokens
-        self.prompt_length = prompt_length
         self.bounds = bounds
-        self.closed = float(torch.finfo(draft.text_model.dtype).min)
+        self.closed = draft.closed
         self.num_roots = 0
         self._child_token: list[NDArray[np.int64]] = []
         self._child_logprob: list[NDArray[np.float32]] = []
@@ -184,9 +185,9 @@ class _ForestGrower:
         self._num_nodes = 0
 
     def _evaluate(
-        self, tokens: Ints, positions: Ints, block: NDArray[np.float32], uncommitted: int
+        self, tokens: Ints, places: Ints, block: NDArray[np.float32], uncommitted: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        logits = self.draft.forward(tokens, positions, block, num_uncommitted=uncommitted)
+        logits = self.draft.forward(tokens, places, block, num_uncommitted=uncommitted)
         found, logprobs = top_proposals(logits, self.bounds.num_proposals)
         wide = found.astype(np.int64)
         self._child_token.append(wide)
@@ -199,7 +200,7 @@ class _ForestGrower:
         for first in range(0, num_roots, MAX_STEP):
             rows = np.arange(first, min(first + MAX_STEP, num_roots))
             block = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.closed, 0.0).astype(np.float32)
-            self._evaluate(self.tokens[rows], self.prompt_length + rows, block, first)
+            self._evaluate(self.tokens[rows], rows, block, first)
         self.num_roots = num_roots
         if num_roots > 0:
             self._root_token, self._root_logprob = (
@@ -251,8 +252,8 @@ class _ForestGrower:
                 written += len(places)
                 block = np.full((len(places), self.num_roots + written), self.closed, np.float32)
                 open_columns(block, root[part], ancestors[part, 1 : level + 1], self.num_roots)
-                positions = self.prompt_length + root[part] + level
-                found.append(self._evaluate(chosen[part], positions, block, self.num_roots + written - len(places)))
+                uncommitted = self.num_roots + written - len(places)
+                found.append(self._evaluate(chosen[part], root[part] + level, block, uncommitted))
             tokens = np.concatenate([f[0] for f in found])
             logprobs = np.concatenate([f[1] for f in found])
         return written

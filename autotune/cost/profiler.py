@@ -20,7 +20,8 @@ from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, Point, 
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.provenance import ModelReference, stamp
-from autotune.runtime.decoder import Decoder
+from autotune.runtime.decoder import Decoder, _Request
+from autotune.runtime.prompt import Prompt
 from autotune.runtime.target import Target
 from autotune.runtime.token_rule import TokenRule
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
@@ -155,6 +156,11 @@ class _Bench:
             for _ in range(WARM_UPS):
                 self.sweep({}, {}, {}, {})
 
+    def _request(self) -> _Request:
+        """Of nobody: the caches hold no prompt."""
+        tokens = torch.zeros(1, dtype=torch.long)
+        return _Request(self.rule, Prompt(tokens, tokens.bool()), tokens[None], 1, frozenset())
+
     def _points(self) -> Iterator[tuple[int, int]]:
         """All sizes of a sweep in random order, the held-out ones among them."""
         points = [(n, m) for n in self.settings.tokens for m in self.settings.kv_lengths]
@@ -196,13 +202,13 @@ class _Bench:
     def _time_verify(self, n: int, m: int) -> float:
         self.decoder.target.cache.length = m
         _plant_star(self.tree, n - 1)
-        request = self.decoder._request({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, self.rule, 1)
+        request = self._request()
         self.decoder._verify(request)
         return request.stats.verify_ms
 
     def _time_decode(self, m: int) -> float:
         self.decoder.target.cache.length = m
-        request = self.decoder._request({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, self.rule, 1)
+        request = self._request()
         self.decoder._plain_step(1, None, request)
         return request.stats.verify_ms
 
@@ -232,12 +238,14 @@ def measure_prefills(
                 length = inputs["input_ids"].shape[1]
                 target.reserve(length)
                 started = clock()
-                prefilled = target.prefill(inputs, rank_visual_tokens=True)
-                of_target.append((length, int(prefilled.num_visual_tokens > 0), clock() - started))
-                for draft.visual_keep in (1.0, 0.5, 0.1) if prefilled.num_visual_tokens else (1.0,):
+                (read,) = target.encode(inputs).prompts
+                scores = target.prefill(read, rank_visual_tokens=True).visual_scores
+                of_target.append((length, int(read.num_visual_tokens > 0), clock() - started))
+                for draft.visual_keep in (1.0, 0.5, 0.1) if read.num_visual_tokens else (1.0,):
                     started = clock()
-                    draft.prefill(inputs, prefilled.visual_scores, capacity=length + MAX_STEP)
-                    of_draft.append((draft.length, int(prefilled.num_visual_tokens > 0), clock() - started))
+                    (read_by_draft,) = draft.prompts(inputs)
+                    draft.prefill(read_by_draft, scores, capacity=length + MAX_STEP)
+                    of_draft.append((draft.length, int(read.num_visual_tokens > 0), clock() - started))
             if attempt == 0:  # warm-up
                 of_target.clear()
                 of_draft.clear()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autotune.errors import UserError
 from autotune.trees.tree import Ints, Tree
+
+if TYPE_CHECKING:
+    from autotune.runtime.target import Target
 
 Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Tokens and log-probabilities, each [nodes, proposals], most probable first."""
 
 
 class Draft(Protocol):
-    """A draft of one request at a time: ``prefill``, ``append`` the first token, then rounds of ``propose``, level by
-    level, and ``commit``.
+    """A draft of one request at a time: ``prompts`` of its inputs, ``prefill`` of one of them, ``append`` the first token, then
+    rounds of ``propose``, level by level, and ``commit``.
     """
 
     kind: str
@@ -26,8 +31,21 @@ class Draft(Protocol):
     buckets: tuple[int, ...]
     """Sizes that its forwards are rounded up to; none: every size as it is."""
 
-    def prefill(self, inputs: dict[str, Any], visual_scores: Tensor | None, *, capacity: int) -> None:
-        """Read the prompt; ``capacity`` counts the tokens that the request can reach, trees included."""
+    def attach(self, target: Target) -> None:
+        """Learn for which target it drafts, before the first prompt.
+
+        Raises:
+            UserError: a draft of another vocabulary.
+        """
+
+    def prompts(self, inputs: dict[str, Any]) -> Sequence[Any]:
+        """What it reads of each row of a batch, made as the target's processor made it, padding left out."""
+
+    def prefill(self, prompt: Any, visual_scores: Tensor | None, *, capacity: int) -> None:
+        """Read one of ``prompts``. ``visual_scores`` [visual tokens] ranks them; None where all are kept.
+
+        ``capacity`` counts the tokens that the request can reach, trees included.
+        """
 
     def append(self, token: int) -> None:
         """Tell the draft a committed token; it is read with the next root."""
@@ -40,3 +58,16 @@ class Draft(Protocol):
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """End the round: the accepted nodes and the target's own token after them are committed."""
+
+
+def check_vocabulary(target: Target, vocab_size: int) -> None:
+    """Refuse a draft of another vocabulary.
+
+    Raises:
+        UserError: the sizes differ.
+    """
+    if vocab_size != target.vocab_size:
+        raise UserError(
+            f"target and draft must share one vocabulary; the target has {target.vocab_size} tokens, the draft {vocab_size}; "
+            "use a draft made for this target"
+        )

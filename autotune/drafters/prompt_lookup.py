@@ -4,13 +4,17 @@ baseline.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from autotune.drafters.draft import Proposals
+from autotune.drafters.draft import Proposals, check_vocabulary
+from autotune.runtime.prompt import placeholders_of, rows_of
 from autotune.trees.tree import ROOT, Ints, Tree
+
+if TYPE_CHECKING:
+    from autotune.runtime.target import Target
 
 
 class PromptLookupDraft:
@@ -22,10 +26,10 @@ class PromptLookupDraft:
 
     kind = "prompt_lookup"
 
-    def __init__(self, vocab_size: int, *, max_ngram: int = 3, image_token_id: int | None = None) -> None:
+    def __init__(self, vocab_size: int, *, max_ngram: int = 3, placeholders: frozenset[int] = frozenset()) -> None:
         self.vocab_size = vocab_size
         self.max_ngram = max_ngram
-        self.image_token_id = image_token_id  # fills the prompt where the image stands, and is never said
+        self._placeholders = placeholders  # fill the prompt where an image stands, and are never said
         self.visual_keep = 1.0  # taken from whoever sets it, and of no effect: no pixel is looked at
         self.buckets: tuple[int, ...] = ()  # the same: there is no forward to round up
         self._committed: list[int] = []
@@ -33,16 +37,29 @@ class PromptLookupDraft:
         # committed token, so that no round scans the text again.
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
 
-    def prefill(self, inputs: dict[str, Any], visual_scores: Tensor | None, *, capacity: int) -> None:
+    def attach(self, target: Target) -> None:
+        """Learn which tokens stand for images.
+
+        Raises:
+            UserError: a vocabulary of another size.
+        """
+        check_vocabulary(target, self.vocab_size)
+        self._placeholders = placeholders_of(target.model.config)
+
+    def prompts(self, inputs: dict[str, Any]) -> list[list[int]]:
+        """The tokens of each row."""
+        return [row.tolist() for row in rows_of(inputs)]
+
+    def prefill(self, prompt: list[int], visual_scores: Tensor | None, *, capacity: int) -> None:
         """Index the prompt."""
         self._committed = []
         self._followers = {}
-        for token in inputs["input_ids"][0].tolist():
+        for token in prompt:
             self.append(token)
 
     def append(self, token: int) -> None:
         """Index a committed token as the follower of what stands before it."""
-        if token != self.image_token_id:
+        if token not in self._placeholders:
             for length in range(1, min(self.max_ngram, len(self._committed)) + 1):
                 counts = self._followers.setdefault(tuple(self._committed[-length:]), {})
                 counts[token] = counts.pop(token, 0) + 1  # put in anew: last
@@ -86,6 +103,6 @@ class PromptLookupDraft:
 
     def _filled(self, proposed: list[int], num_proposals: int) -> list[int]:
         """The proposals, and then the first other tokens: a row must not hold a token twice, nor one that is none."""
-        taken = {*proposed, self.image_token_id}
+        taken = {*proposed, *self._placeholders}
         others = (token for token in range(self.vocab_size) if token not in taken)
         return proposed + [next(others) for _ in range(num_proposals - len(proposed))]

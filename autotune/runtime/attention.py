@@ -18,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from autotune.runtime.text_model import TextModel
+
 _NAME = "autotune_visual_attention"
 
 
@@ -29,11 +31,13 @@ class VisualAttention:
     scores: Tensor | None = None
 
 
-def _scores(query: Tensor, key: Tensor, scaling: float, is_visual: Tensor) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None, is_visual: Tensor
+) -> Tensor:
     """Mean over heads and text queries of the attention to each visual token (STAR, eq. 2).
 
     query [1, heads, n, d], key [1, kv heads, n, d]. Queries before the last visual token see only some of them, so
-    those after it are asked.
+    those after it are asked. What is behind a query's ``window`` gets nothing of it.
     """
     places = is_visual.nonzero().squeeze(1)
     first = int(places[-1]) + 1
@@ -41,16 +45,19 @@ def _scores(query: Tensor, key: Tensor, scaling: float, is_visual: Tensor) -> Te
         first = query.shape[2] - 1  # the image ends the prompt: ask its last token
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = (query[0, :, first:] @ key[0].transpose(1, 2)).float() * scaling  # [heads, text queries, n]
-    rows = torch.arange(first, query.shape[2], device=query.device)
-    is_future = torch.arange(key.shape[2], device=query.device) > rows[:, None]
-    return logits.masked_fill(is_future, float("-inf")).softmax(-1).mean((0, 1))[places]
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    rows = torch.arange(first, query.shape[2], device=query.device)[:, None]
+    columns = torch.arange(key.shape[2], device=query.device)
+    is_hidden = columns > rows if window is None else (columns > rows) | (columns <= rows - window)
+    return logits.masked_fill(is_hidden, float("-inf")).softmax(-1).mean((0, 1))[places]
 
 
 @contextmanager
-def capture_visual_attention(
-    text_config: Any, last_attention: nn.Module, is_visual: Tensor
-) -> Iterator[VisualAttention]:
+def capture_visual_attention(text: TextModel, is_visual: Tensor) -> Iterator[VisualAttention]:
     """Inside, a forward of the whole prompt (batch of one, empty cache) fills the yielded object's ``scores``."""
+    text_config, last_attention = text.config, text.layers[-1].self_attn
+    window = text.windows[text.layer_types[-1]]
     inner_name = text_config._attn_implementation
     captured = VisualAttention(is_visual)
     inner = ALL_ATTENTION_FUNCTIONS.get(inner_name)
@@ -60,7 +67,7 @@ def capture_visual_attention(
     ) -> tuple[Tensor, Tensor | None]:
         if module is last_attention:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            captured.scores = _scores(query, key, scaling, is_visual)
+            captured.scores = _scores(query, key, scaling, kwargs.get("softcap"), window, is_visual)
         if inner is None:  # "eager" is a function of the model's own file, not in the table
             return _eager_of(module)(module, query, key, value, mask, **kwargs)
         return inner(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
-from autotune.errors import UserError, nearest
-from autotune.runtime.masks import MaskBuffer
+from autotune.errors import UserError
+from autotune.runtime.hf_call import COUNTED_STOPS, MADE_BY_GENERATE, check_call, check_names, hf_call
+from autotune.runtime.prompt import Prompt
 from autotune.runtime.stats import DecodingOutput, DecodingStats, now_ms
 from autotune.runtime.target import Target
-from autotune.runtime.token_rule import TokenRule
+from autotune.runtime.token_rule import TokenRule, check_sampling
 from autotune.trees.buckets import check_buckets, round_up
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.health import NEAR_IMAGE_TOKENS
@@ -39,14 +40,36 @@ DEFAULT_MAX_NEW_TOKENS = 256
 
 
 @dataclass
+class _Call:
+    """A call of ``generate`` as Hugging Face prepared it: a batch of prompts and what holds for all of them."""
+
+    inputs: dict[str, Any]
+    max_new_tokens: int
+    """Beyond the length of the padded prompts."""
+    eos_token_ids: frozenset[int]
+    pad_token_id: int
+    do_sample: bool
+    seed: int
+    """Row r is decoded with ``seed + r``, so that equal prompts give different samples."""
+    processors: Sequence[Any] = ()
+    stops: Sequence[Any] = ()
+    returns_dict: bool = False
+    draft_prompts: Sequence[Any] | None = None
+    """As the draft reads them, made when the first of them is needed."""
+
+
+@dataclass
 class _Request:
-    """One prompt on its way: what stops it, and where its figures go."""
+    """One row on its way: what stops it, and where its figures go."""
 
     rule: TokenRule
-    prompt: Tensor
+    prompt: Prompt
+    prefix: Tensor
+    """The row as it was given, padding included, [1, tokens]: what logits processors read and what is returned."""
     max_new_tokens: int
     eos_token_ids: frozenset[int]
-    should_stop: Callable[[Tensor], bool] | None
+    stops: Sequence[Any] = ()
+    row: int = 0
     stats: DecodingStats = field(default_factory=DecodingStats)
     tokens: list[int] = field(default_factory=list)
     near_image_until: int = 0
@@ -62,14 +85,14 @@ class _Request:
             if (
                 token in self.eos_token_ids
                 or len(self.tokens) >= self.max_new_tokens
-                or (self.should_stop is not None and self.should_stop(self.sequence()))
+                or any(bool(stop(self.sequence(), None).all()) for stop in self.stops)
             ):
                 self.is_finished = True
                 break
         return taken
 
     def sequence(self) -> Tensor:
-        return torch.cat([self.prompt, torch.tensor([self.tokens], dtype=torch.long, device=self.prompt.device)], dim=1)
+        return torch.cat([self.prefix, torch.tensor([self.tokens], dtype=torch.long, device=self.prefix.device)], dim=1)
 
 
 class Decoder:
@@ -109,11 +132,8 @@ class Decoder:
         self.draft: Draft | None = draft if draft is None or hasattr(draft, "propose") else IndependentDraft(draft)
         self.processor = processor
         self.profile = profile
-        if self.draft is not None and self.draft.vocab_size != self.target.vocab_size:
-            raise UserError(
-                f"target and draft must share one vocabulary; the target has {self.target.vocab_size} tokens, the draft {self.draft.vocab_size}; "
-                "use a draft made for this target"
-            )
+        if self.draft is not None:
+            self.draft.attach(self.target)
         self.buckets = check_buckets(buckets)
         self.configure(
             tree if tree is not None else {"policy": "chain"},
@@ -123,7 +143,6 @@ class Decoder:
         )
         self._path = np.zeros(MAX_STEP, np.int64)
         self._block = np.zeros((MAX_STEP, MAX_STEP), np.float32)
-        self._masks = MaskBuffer(self.target.cache.capacity, dtype=self.target.dtype, device=self.target.device)
 
     def configure(
         self,
@@ -156,39 +175,51 @@ class Decoder:
     def generate(
         self,
         *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         seed: int = 0,
+        streamer: Any = None,
         **inputs: Any,
     ) -> DecodingOutput:
-        """Decode one prompt, given as the Hugging Face processor made it.
+        """Decode prompts, given as the Hugging Face processor made them, padded on either side if they are several.
+
+        What ``model.generate`` takes may be given here as well: settings of the generation config, logits processors,
+        stopping criteria. What is left out is as the model's ``generation_config`` says. Rows of a batch are decoded one
+        after the other.
+
+        Args:
+            max_new_tokens: 256 where neither the call nor the generation config says how long.
+            temperature: 0 is greedy. Above it, tokens are drawn from the whole distribution but for ``top_k`` and
+                ``top_p``. None leaves all of this to the generation config.
+            top_k: 0 keeps every token.
+            top_p: 1 keeps every token.
+            seed: of the noise; row r is decoded with ``seed + r``.
+            streamer: gets the prompt, then the tokens of each round.
 
         Raises:
             UserError: inputs that cannot be decoded, or settings out of range.
         """
-        self._check_names(inputs)
-        rule = TokenRule(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, device=self.target.device)
-        request = self._request(inputs, rule, max_new_tokens)
-        for _ in self._decode(request, inputs):
-            pass
-        return DecodingOutput(request.sequence(), request.stats)
+        call = self._prepared(inputs, max_new_tokens, temperature, top_k, top_p, seed)
+        return self._run(call, streamer)
 
     def stream(
         self,
         *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         seed: int = 0,
         **inputs: Any,
     ) -> Iterator[int]:
-        """The tokens of ``generate``, one by one, as soon as their round is verified."""
-        self._check_names(inputs)
-        rule = TokenRule(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, device=self.target.device)
-        for tokens in self._decode(self._request(inputs, rule, max_new_tokens), inputs):
+        """The tokens of ``generate`` of one prompt, one by one, as soon as their round is verified."""
+        call = self._prepared(inputs, max_new_tokens, temperature, top_k, top_p, seed)
+        requests = self._requests(call)
+        if len(requests) != 1:
+            raise UserError(f"a stream is of one prompt; input_ids has {len(requests)} rows; stream them one by one")
+        for tokens in self._decode(requests[0], call):
             yield from tokens
 
     def __call__(
@@ -199,108 +230,184 @@ class Decoder:
         stopping_criteria: Any = None,
         generation_config: Any = None,
         streamer: Any = None,
-        pixel_values: Tensor | None = None,
-        image_sizes: Tensor | None = None,
-        pixel_attention_mask: Tensor | None = None,
+        seed: int | None = None,
+        prepare_only: bool = False,
+        # What image encoders take is named so that generate hands it over as it is: encoded by the target's vision tower
+        # it would be of no use to the draft, and the grids that positions are computed from would be lost.
+        pixel_values: Any = None,
+        pixel_values_videos: Any = None,
+        pixel_attention_mask: Any = None,
+        image_sizes: Any = None,
+        image_grid_thw: Any = None,
+        video_grid_thw: Any = None,
+        batch_num_images: Any = None,
+        vision_aspect_ratio: Any = None,
+        vision_feature_layer: Any = None,
+        vision_feature_select_strategy: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         """Hugging Face's hook: ``model.generate(**inputs, custom_generate=decoder)``.
 
         Greedy output equals ``model.generate(**inputs)``. With ``do_sample`` the noise is keyed by position: the same
-        distribution, other tokens than the global random state would give, repeatable through ``torch.manual_seed``.
+        distribution, other tokens than the global random state would give, repeatable through ``torch.manual_seed`` or
+        ``seed``. With ``prepare_only`` nothing is decoded: the call comes back as it is then decoded.
 
         Raises:
-            UserError: another model than the decoder's target, several beams or several sequences.
+            UserError: another model than the decoder's target, several beams or several sequences, a cache or outputs
+                that trees do not have.
         """
         if model is not self.target.model:
             raise UserError(
                 "custom_generate must be called on the decoder's own target; load the decoder with target=model"
             )
-        if generation_config.num_beams > 1 or generation_config.num_return_sequences > 1:
-            raise UserError("trees decode one sequence: num_beams and num_return_sequences must be 1; set them to 1")
-        # Temperature, top-k and top-p are among the processors that generate prepared.
-        seed = int(torch.randint(2**31, ()).item()) if generation_config.do_sample else 0
-        rule = TokenRule(
-            temperature=1.0 if generation_config.do_sample else 0.0,
-            processors=logits_processor or (),
-            seed=seed,
-            device=self.target.device,
-        )
-        # What image encoders take is named in the signature so that generate hands it over as it is: encoded by the
-        # target's vision tower it would be of no use to the draft.
-        images = {
+        given = {
+            "input_ids": input_ids,
             "pixel_values": pixel_values,
-            "image_sizes": image_sizes,
+            "pixel_values_videos": pixel_values_videos,
             "pixel_attention_mask": pixel_attention_mask,
+            "image_sizes": image_sizes,
+            "image_grid_thw": image_grid_thw,
+            "video_grid_thw": video_grid_thw,
+            "batch_num_images": batch_num_images,
+            "vision_aspect_ratio": vision_aspect_ratio,
+            "vision_feature_layer": vision_feature_layer,
+            "vision_feature_select_strategy": vision_feature_select_strategy,
+            **model_kwargs,
         }
-        given = {"input_ids": input_ids, **images, **model_kwargs}
+        check_call(generation_config, given, logits_processor or (), stopping_criteria or ())
         if not given.get("mm_encoder_outputs"):  # generate adds an empty one
             given.pop("mm_encoder_outputs", None)
-        inputs = {name: value for name, value in given.items() if value is not None}
+        inputs = {name: value for name, value in given.items() if value is not None and name not in MADE_BY_GENERATE}
         eos = generation_config.eos_token_id
-        eos_ids = () if eos is None else eos if isinstance(eos, Sequence) else (eos,)
-        stops = [
-            criterion
-            for criterion in stopping_criteria or ()
-            if type(criterion).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria")
-        ]
-        request = self._request(
-            inputs, rule, generation_config.max_length - input_ids.shape[1], frozenset(int(token) for token in eos_ids)
+        eos_ids = [] if eos is None else eos if isinstance(eos, Sequence) else [eos]
+        pad = generation_config.pad_token_id
+        if generation_config.do_sample and seed is None:
+            seed = int(torch.randint(2**31, ()).item())
+        call = _Call(
+            inputs=inputs,
+            max_new_tokens=generation_config.max_length - input_ids.shape[1],
+            eos_token_ids=frozenset(int(token) for token in eos_ids),
+            pad_token_id=int(pad if pad is not None else (eos_ids or [0])[0]),
+            do_sample=bool(generation_config.do_sample),
+            seed=seed or 0,
+            # Temperature, top-k and top-p are among the processors that generate prepared.
+            processors=logits_processor or (),
+            stops=[stop for stop in stopping_criteria or () if type(stop).__name__ not in COUNTED_STOPS],
+            returns_dict=bool(generation_config.return_dict_in_generate),
         )
-        if stops:
-            request.should_stop = lambda sequence: any(bool(stop(sequence, None).all()) for stop in stops)
+        if prepare_only:
+            return call
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        for tokens in self._decode(request, inputs):
-            if streamer is not None:
-                streamer.put(torch.tensor(tokens))
-        if streamer is not None:
-            streamer.end()
-        self.last_stats = request.stats
-        if not generation_config.return_dict_in_generate:
-            return request.sequence()
+        out = self._run(call, streamer)
+        self.last_stats = out.row_stats[0] if len(out.row_stats) == 1 else out.row_stats
+        if not call.returns_dict:
+            return out.sequences
         from transformers.generation import GenerateDecoderOnlyOutput
 
-        return GenerateDecoderOnlyOutput(sequences=request.sequence())
+        return GenerateDecoderOnlyOutput(sequences=out.sequences)
 
-    # -------------------------------------------------------------------------------------------------------- the loop
+    # ------------------------------------------------------------------------------------------------------- the calls
 
-    def _check_names(self, inputs: dict[str, Any]) -> None:
-        """What is no setting must be an input of the model: transformers would drop a misspelt one in silence."""
-        known = inspect.signature(self.target.model.forward).parameters
-        for name in inputs:
-            if name not in known:
-                settings = [*known, "max_new_tokens", "temperature", "top_k", "top_p", "seed"]
-                raise UserError(f"generate takes no {name!r}; {nearest(name, settings)}")
-
-    def _request(
-        self, inputs: dict[str, Any], rule: TokenRule, max_new_tokens: int, eos: frozenset[int] | None = None
-    ) -> _Request:
+    def _prepared(
+        self,
+        inputs: dict[str, Any],
+        max_new_tokens: int | None,
+        temperature: float | None,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int,
+    ) -> _Call:
+        """Let Hugging Face's generate prepare a call, so that all of its settings mean here what they mean there."""
+        model = self.target.model
+        check_names(model, inputs)
         if inputs.get("input_ids") is None:
             raise UserError(
                 "generate needs input_ids, as the target's processor makes them; got "
                 + (", ".join(inputs) or "nothing")
             )
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}; ask for a token")
-        prompt = inputs["input_ids"]
-        if prompt.shape[1] + max_new_tokens > self.target.max_context:
+        config = inputs.get("generation_config") or model.generation_config
+        if max_new_tokens is None and not {"max_length", "generation_config"} & set(inputs):
+            max_new_tokens = None if config.max_new_tokens or config.max_length else DEFAULT_MAX_NEW_TOKENS
+        if max_new_tokens is not None:
+            if max_new_tokens < 1:
+                raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}; ask for a token")
+            inputs["max_new_tokens"] = max_new_tokens
+        if temperature is not None:
+            check_sampling(temperature, top_k or 0, 1.0 if top_p is None else top_p)
+            inputs["do_sample"] = temperature > 0
+            if temperature > 0:
+                inputs |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
+        elif top_k is not None or top_p is not None:
+            check_sampling(1.0, top_k or 0, 1.0 if top_p is None else top_p)
+            inputs |= {name: value for name, value in (("top_k", top_k), ("top_p", top_p)) if value is not None}
+        return hf_call(model, self, self.processor, inputs, seed)
+
+    def _requests(self, call: _Call) -> list[_Request]:
+        """The rows of a call, encoded by embedding and vision tower."""
+        started = self._clock()
+        with torch.inference_mode():
+            encoded = self.target.encode(call.inputs)
+        encoding_ms = self._clock() - started
+        requests = []
+        for row, prompt in enumerate(encoded.prompts):
+            request = self._request(call, prompt, row)
+            if row == 0:  # which all rows went through
+                request.stats.target_prefill_ms = encoding_ms
+                request.stats.vision_ms = encoded.vision_ms
+            requests.append(request)
+        return requests
+
+    def _request(self, call: _Call, prompt: Prompt, row: int) -> _Request:
+        if call.max_new_tokens < 1:
+            raise UserError(
+                f"max_length leaves no room for a token behind {len(prompt)}; raise it, or give max_new_tokens"
+            )
+        if len(prompt) + call.max_new_tokens > self.target.max_context:
             raise UserError(
                 f"prompt and answer must fit the target's context of {self.target.max_context} tokens; "
-                f"got {prompt.shape[1]} + {max_new_tokens}; shorten the prompt or lower max_new_tokens"
+                f"got {len(prompt)} + {call.max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )
-        if eos is None:
-            configured = self.target.model.generation_config.eos_token_id
-            eos = frozenset(() if configured is None else configured if isinstance(configured, list) else (configured,))
+        rule = TokenRule(
+            temperature=1.0 if call.do_sample else 0.0,
+            processors=call.processors,
+            seed=call.seed + row,
+            device=self.target.device,
+        )
         if rule.needs_prefix and not self.verification.is_lossless and self.draft is not None:
             raise UserError(
                 f"{self.verification.kind} verification knows no logits processors; drop them, or verify losslessly"
             )
-        images = self.target.is_visual(prompt[0]).nonzero()
-        near = int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0
-        return _Request(rule, prompt, max_new_tokens, eos, None, near_image_until=near)
+        images = prompt.is_visual.nonzero()
+        return _Request(
+            rule=rule,
+            prompt=prompt,
+            prefix=call.inputs["input_ids"][row : row + 1].to(self.target.device),
+            max_new_tokens=call.max_new_tokens,
+            eos_token_ids=call.eos_token_ids,
+            stops=call.stops,
+            row=row,
+            near_image_until=int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0,
+        )
 
-    def _decode(self, request: _Request, inputs: dict[str, Any]) -> Iterator[list[int]]:
+    def _run(self, call: _Call, streamer: Any) -> DecodingOutput:
+        requests = self._requests(call)
+        if streamer is not None and len(requests) > 1:
+            raise UserError(f"a streamer reads one prompt; input_ids has {len(requests)} rows; stream them one by one")
+        for request in requests:
+            for tokens in self._decode(request, call):
+                if streamer is not None:
+                    streamer.put(torch.tensor(tokens))
+        if streamer is not None:
+            streamer.end()
+        rows = [request.sequence() for request in requests]
+        longest = max(row.shape[1] for row in rows)
+        rows = [functional.pad(row, (0, longest - row.shape[1]), value=call.pad_token_id) for row in rows]
+        return DecodingOutput(torch.cat(rows), [request.stats for request in requests])
+
+    # -------------------------------------------------------------------------------------------------------- the loop
+
+    def _decode(self, request: _Request, call: _Call) -> Iterator[list[int]]:
         """Yields the tokens of each round as they are verified; the first list is the prefill's token.
 
         Inference mode is left at every yield, and what the caller does there is not decoding time.
@@ -313,16 +420,14 @@ class Decoder:
             if draft is not None:  # which other decoders may have used
                 draft.visual_keep, draft.buckets = self.visual_keep, self.buckets
             longest = self.policy.max_grown + 1 + max(self.buckets, default=0)
-            capacity = request.prompt.shape[1] + request.max_new_tokens + longest
+            capacity = len(request.prompt) + request.max_new_tokens + longest
             self.target.reserve(capacity)
-            if self.target.cache.capacity > self._masks.capacity:
-                self._masks = MaskBuffer(self.target.cache.capacity, dtype=self.target.dtype, device=self.target.device)
             ranks = draft is not None and self.visual_keep < 1.0
-            prefilled = self.target.prefill(inputs, rank_visual_tokens=ranks)
-            token = request.rule.token(prefilled.logits, prefilled.prompt_length, request.prompt)
+            prefilled = self.target.prefill(request.prompt, rank_visual_tokens=ranks)
+            token = request.rule.token(prefilled.logits, len(request.prompt), request.prefix)
             emitted = request.emit([token])
-            stats.prompt_tokens, stats.new_tokens = prefilled.prompt_length, 1
-            stats.target_prefill_ms, stats.vision_ms = clock() - started, prefilled.vision_ms
+            stats.prompt_tokens, stats.new_tokens = len(request.prompt), 1
+            stats.target_prefill_ms += clock() - started
         yield emitted
         while not request.is_finished:
             if self.target.owner is not request:
@@ -332,7 +437,9 @@ class Decoder:
             with torch.inference_mode():
                 started = clock()
                 if draft is not None and stats.rounds == 0:
-                    draft.prefill(inputs, prefilled.visual_scores, capacity=capacity)
+                    if call.draft_prompts is None:
+                        call.draft_prompts = draft.prompts(call.inputs)
+                    draft.prefill(call.draft_prompts[request.row], prefilled.visual_scores, capacity=capacity)
                     draft.append(token)
                     self._grower.reset()
                     stats.draft_prefill_ms = clock() - started
@@ -400,22 +507,18 @@ class Decoder:
         count = int(tree.size[0])
         size = round_up(count, self.buckets)
         block = self._block[:size, :size]
-        write_tree_mask(tree, block, self._masks.closed)
+        write_tree_mask(tree, block, self.target.closed)
         started = self._clock()
-        device, length = self.target.device, self.target.length
-        mask = self._masks.write(block, length) if size > 1 else None
-        nodes, positions = np.zeros(size, np.int64), np.full(size, length)
+        nodes, places = np.zeros(size, np.int64), np.zeros(size, np.int64)
         nodes[:count] = np.maximum(tree.token[:count], 0)
-        positions[:count] += tree.depth[:count]
-        logits = self.target.forward(
-            torch.from_numpy(nodes)[None].to(device), torch.from_numpy(positions)[None].to(device), mask
-        )[:count]
+        places[:count] = tree.depth[:count]
+        logits = self.target.forward(nodes, places, block)[:count]
         request.stats.target_forwards += 1
         request.stats.verified_nodes.append(count - 1)
         if rule.needs_prefix:
             path, token = self._accept_visiting(logits, request)
         else:
-            tokens = rule.tokens(logits, positions[:count] + 1)
+            tokens = rule.tokens(logits, self.target.length + places[:count] + 1)
             if isinstance(self.verification, WetapVerification):
                 logprobs = rule.logprobs(logits, tree.parent[1:count], nodes[1:count])
                 found = accept_by_ratio(tree, logprobs, np.log(self.verification.threshold), self._path)

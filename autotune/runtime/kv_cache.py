@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from autotune.errors import UserError
+from autotune.runtime.masks import first_visible
 
 
 class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's view of the slab: appends behind the committed tokens, and shows everything up to there."""
+    """One layer's view of the slab: appends behind the committed tokens, and shows everything up to there that its
+    window reaches.
+    """
 
     is_croppable = False
 
-    def __init__(self, cache: SlabCache, index: int) -> None:
+    def __init__(self, cache: SlabCache, index: int, window: int | None) -> None:
         super().__init__()
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.cache = cache
         self.index = index
+        self.window = window
+        self.is_sliding = window is not None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -31,35 +38,49 @@ class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.keys is None:
             self.keys, self.values = self.cache.allocate(self.index, key_states, value_states)
         assert self.keys is not None and self.values is not None
-        begin = self.cache.length
+        begin = self.get_seq_length()
         end = begin + key_states.shape[2]
         self.keys[:, :, begin:end] = key_states
         self.values[:, :, begin:end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        first = self._first
+        return self.keys[:, :, first:end], self.values[:, :, first:end]
+
+    @property
+    def _first(self) -> int:
+        return first_visible(self.cache.length, self.window)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.length + query_length, 0
+        return self.get_seq_length() - self._first + query_length, self._first
 
     def get_seq_length(self) -> int:
-        return self.cache.length
+        return self.cache.length + self.cache.num_uncommitted
 
     def get_max_length(self) -> int:
         return self.cache.capacity
 
 
 class SlabCache(Cache):  # type: ignore[misc]
-    """Keys and values of all layers in two slabs [layers, batch, kv heads, capacity, head dim], allocated at the first
-    forward.
+    """Keys and values of all layers of a device in two slabs [layers, batch, kv heads, capacity, head dim], allocated at
+    the first forward.
 
-    A forward of n tokens writes places ``length`` to ``length + n - 1`` and leaves ``length`` as it is: the caller then
-    commits all (``advance``) or some (``keep``) of them. A request starts with ``clear``; the slabs stay.
+    A forward of n tokens writes behind ``length`` committed and ``num_uncommitted`` other tokens, and changes neither:
+    the caller then commits all (``advance``) or some (``keep``) of them. A request starts with ``clear``; the slabs
+    stay.
+
+    Args:
+        windows: of each layer; None sees everything.
+        devices: of each layer.
+        capacity: in tokens.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    def __init__(self, windows: Sequence[int | None], devices: Sequence[torch.device], capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self._slabs: tuple[Tensor, Tensor] | None = None
-        super().__init__(layers=[_SlabLayer(self, index) for index in range(num_layers)])
+        self.num_uncommitted = 0
+        """Tokens written earlier this round, behind the committed ones, that the next forward may see."""
+        self._devices = list(devices)
+        self._slabs: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        super().__init__(layers=[_SlabLayer(self, index, window) for index, window in enumerate(windows)])
 
     def allocate(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The views of one layer, called by it at its first update.
@@ -67,9 +88,10 @@ class SlabCache(Cache):  # type: ignore[misc]
         Raises:
             UserError: layers of different head counts or sizes.
         """
-        if self._slabs is None:
-            num_layers = len(self.layers)
-            self._slabs = tuple(  # type: ignore[assignment]
+        device = self._devices[layer]
+        if device not in self._slabs:
+            num_layers = self._devices.count(device)
+            self._slabs[device] = tuple(  # type: ignore[assignment]
                 torch.zeros(
                     (num_layers, *states.shape[:2], self.capacity, states.shape[3]),
                     dtype=states.dtype,
@@ -77,33 +99,36 @@ class SlabCache(Cache):  # type: ignore[misc]
                 )
                 for states in (keys, values)
             )
-        assert self._slabs is not None
-        key_slab, value_slab = self._slabs
-        if (*keys.shape[:2], keys.shape[3]) != (*key_slab.shape[1:3], key_slab.shape[4]):
-            raise UserError(
-                f"all layers must cache keys of one shape; layer {layer} has {tuple(keys.shape)}, the first {tuple(key_slab.shape[1:])}; "
-                "this model cannot be decoded with trees yet"
-            )
-        return key_slab[layer], value_slab[layer]
+        key_slab, value_slab = self._slabs[device]
+        for states, slab in ((keys, key_slab), (values, value_slab)):
+            if (*states.shape[:2], states.shape[3]) != (*slab.shape[1:3], slab.shape[4]):
+                raise UserError(
+                    f"all layers must cache keys and values of one shape; layer {layer} has {tuple(states.shape)}, the first "
+                    f"{tuple(slab.shape[1:])}: such a cache cannot be compacted; use another model"
+                )
+        row = self._devices[:layer].count(device)
+        return key_slab[row], value_slab[row]
 
     @property
     def memory_bytes(self) -> int:
-        return 0 if self._slabs is None else sum(slab.numel() * slab.element_size() for slab in self._slabs)
+        return sum(slab.numel() * slab.element_size() for pair in self._slabs.values() for slab in pair)
 
     def clear(self) -> None:
         """Forget everything; the memory is kept for the next request."""
         self.length = 0
+        self.num_uncommitted = 0
 
     def advance(self, num_tokens: int) -> None:
         """Commit the tokens of the last forward, in order."""
         self.length += num_tokens
 
     def keep(self, places: list[int]) -> None:
-        """Commit some of the tokens just written: ``places`` count from ``length``, in ascending order. The others are
-        forgotten.
+        """Commit some of the tokens written behind ``length``, from which ``places`` count, in ascending order. The
+        others are forgotten.
         """
-        if places and places != list(range(len(places))) and self._slabs is not None:
-            source = torch.tensor(places, device=self._slabs[0].device) + self.length
-            for slab in self._slabs:
-                slab[:, :, :, self.length : self.length + len(places)] = slab.index_select(3, source)
+        if places and places != list(range(len(places))):
+            for device, slabs in self._slabs.items():
+                source = torch.tensor(places, device=device) + self.length
+                for slab in slabs:
+                    slab[:, :, :, self.length : self.length + len(places)] = slab.index_select(3, source)
         self.length += len(places)

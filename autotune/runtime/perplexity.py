@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from autotune.runtime.target import Target
+from autotune.runtime.text_runner import causal_block
+from autotune.trees.tree import MAX_STEP
 
 
 @torch.inference_mode()
-def answer_logprobs(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
-    """The target's log-probability of each of an answer's tokens, [tokens], after the prompt and the ones before it."""
-    count = len(tokens)
-    target.reserve(inputs["input_ids"].shape[1] + count)
+def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
+    """The target's logits for each of an answer's tokens, [tokens, vocabulary], after the prompt and the ones before
+    it: many tokens a forward.
+    """
+    (prompt,) = target.encode(inputs).prompts
+    target.reserve(len(prompt) + len(tokens))
     target.owner = None
-    logits = target.prefill(inputs).logits[None]
-    if count > 1:
-        length = target.length
-        answer = torch.tensor([tokens[:-1]], device=target.device)
-        mask = torch.zeros(1, 1, count - 1, length + count - 1, dtype=target.dtype, device=target.device)
-        mask[..., length:].masked_fill_(
-            torch.ones(count - 1, count - 1, dtype=torch.bool, device=target.device).triu(1),
-            torch.finfo(target.dtype).min,
-        )
-        positions = length + torch.arange(count - 1, device=target.device)[None]
-        logits = torch.cat([logits, target.forward(answer, positions, mask)])
-    return logits.float().log_softmax(-1)[torch.arange(count), torch.tensor(tokens)]
+    logits = [target.prefill(prompt).logits[None]]
+    for begin in range(0, len(tokens) - 1, MAX_STEP):
+        part = np.array(tokens[begin : min(begin + MAX_STEP, len(tokens) - 1)])
+        logits.append(target.forward(part, np.arange(len(part)), causal_block(len(part), target.closed)))
+        target.cache.advance(len(part))
+    return torch.cat(logits)
+
+
+def answer_logprobs(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
+    """The target's log-probability of each of an answer's tokens, [tokens]."""
+    logprobs = answer_logits(target, inputs, tokens).float().log_softmax(-1)
+    return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]
 
 
 def perplexity(target: Target, inputs: dict[str, Any], tokens: list[int]) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotune.errors import UserError
 from autotune.trees.health import DraftHealth
 
 
@@ -75,7 +76,20 @@ class DecodingStats:
 
 @dataclass(frozen=True)
 class DecodingOutput:
-    """``sequences`` is [1, prompt + new tokens], as Hugging Face's generate returns it."""
+    """``sequences`` is [batch, prompt + new tokens], as Hugging Face's generate returns it: rows that ended early are
+    padded.
+    """
 
     sequences: Tensor
-    stats: DecodingStats
+    row_stats: list[DecodingStats]
+
+    @property
+    def stats(self) -> DecodingStats:
+        """Of a single prompt.
+
+        Raises:
+            UserError: several rows have stats of their own.
+        """
+        if len(self.row_stats) != 1:
+            raise UserError(f"stats are those of one prompt; this batch has {len(self.row_stats)}; read row_stats")
+        return self.row_stats[0]

@@ -17,11 +17,50 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from autotune.errors import UserError
 
 _MASK64 = (1 << 64) - 1
+# Hugging Face's processors that do not look at the tokens before.
+_PREFIX_FREE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Refuse settings out of range.
+
+    Raises:
+        UserError: one of them is.
+    """
+    if not (math.isfinite(temperature) and temperature >= 0.0):
+        raise UserError(f"temperature must be a number of at least 0; got {temperature}; 0 is greedy decoding")
+    if not 0.0 < top_p <= 1.0:
+        raise UserError(f"top_p must be above 0 and at most 1; got {top_p}; 1 keeps every token")
+    if top_k < 0:
+        raise UserError(f"top_k must be at least 0; got {top_k}; 0 keeps every token")
 
 
 def mix_seed(seed: int, position: int) -> int:
@@ -47,16 +86,13 @@ class TokenRule:
         processors: Sequence[Any] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        if not (math.isfinite(temperature) and temperature >= 0.0):
-            raise UserError(f"temperature must be a number of at least 0; got {temperature}; 0 is greedy decoding")
-        if not 0.0 < top_p <= 1.0:
-            raise UserError(f"top_p must be above 0 and at most 1; got {top_p}; 1 keeps every token")
-        if top_k < 0:
-            raise UserError(f"top_k must be at least 0; got {top_k}; 0 keeps every token")
+        check_sampling(temperature, top_k, top_p)
         self.temperature = temperature
         self.seed = seed
-        self.processors = list(processors)
-        self.warpers = LogitsProcessorList()
+        # Where all processors look at the logits alone, all tokens of a round are decided at once.
+        is_free = all(type(processor) in _PREFIX_FREE for processor in processors)
+        self.processors = [] if is_free else list(processors)
+        self.warpers = LogitsProcessorList(processors if is_free else ())
         if temperature > 0.0 and top_k > 0:
             self.warpers.append(TopKLogitsWarper(top_k))
         if temperature > 0.0 and top_p < 1.0:
@@ -74,11 +110,8 @@ class TokenRule:
         tokens will stand.
         """
         if self.temperature == 0.0:
-            return logits.argmax(-1).cpu().numpy()
-        # Warpers know nothing of the prefix; they are given an empty one.
-        scores = self.warpers(
-            torch.empty(len(logits), 0, dtype=torch.long, device=logits.device), logits.float() / self.temperature
-        )
+            return self._warped(logits).argmax(-1).cpu().numpy()
+        scores = self._warped(logits.float() / self.temperature)
         distinct, inverse = np.unique(positions, return_inverse=True)
         noise = torch.stack([self.noise(int(position), logits.shape[-1]) for position in distinct])
         return (scores + noise[torch.from_numpy(inverse)]).argmax(-1).cpu().numpy()
@@ -96,10 +129,15 @@ class TokenRule:
         """
         scores = logits.float()
         if self.temperature > 0.0:
-            empty = torch.empty(len(logits), 0, dtype=torch.long, device=logits.device)
-            scores = self.warpers(empty, scores / self.temperature)
+            scores = self._warped(scores / self.temperature)
         picked = scores.log_softmax(-1)[torch.from_numpy(rows), torch.from_numpy(tokens)]
         return np.concatenate([[0.0], picked.double().cpu().numpy()])
+
+    def _warped(self, scores: Tensor) -> Tensor:
+        """Warpers know nothing of the prefix; they are given an empty one."""
+        if not self.warpers:
+            return scores
+        return self.warpers(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)  # type: ignore[no-any-return]
 
     def noise(self, position: int, vocabulary: int) -> Tensor:
         """Standard Gumbel noise of a position, [vocabulary]."""

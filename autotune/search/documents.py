@@ -63,9 +63,9 @@ def foreign_table(gpu: str, pair: Pair) -> CostTable:
     table = estimate_table(
         gpu,
         target=pair.target_reference,
-        target_shape=shape_of(pair.target.model, pair.target.text_model),
+        target_shape=shape_of(pair.target),
         draft=pair.draft_reference,
-        draft_shape=shape_of(pair.draft.model, pair.draft.text_model),
+        draft_shape=shape_of(pair.draft),
         precision=str(pair.target.dtype).removeprefix("torch."),
     )
     return table.model_copy(update={"buckets": pair.decoder.buckets})

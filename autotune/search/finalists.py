@@ -223,7 +223,7 @@ class Runner:
             else:
                 draft = self.decoder.draft
                 if arm.drafter == PROMPT_LOOKUP:
-                    draft = PromptLookupDraft(target.vocab_size, image_token_id=target.image_token_id)
+                    draft = PromptLookupDraft(target.vocab_size)
                 made = Decoder(
                     target,
                     draft,

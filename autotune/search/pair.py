@@ -14,6 +14,8 @@ from autotune.models import load_model, load_processor, reference
 from autotune.provenance import version_of
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
+from autotune.runtime.text_runner import TextRunner
+from autotune.runtime.vision import vision_parts
 
 
 class Pair:
@@ -60,13 +62,13 @@ def check_tokenizers(target: str, target_processor: Any, draft: str) -> None:
         )
 
 
-def shape_of(model: Any, text_model: Any) -> ModelShape:
+def shape_of(runner: TextRunner) -> ModelShape:
     """The shape of a loaded model, for the roofline."""
-    config = model.config.get_text_config()
+    config = runner.text.config
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = next(text_model.parameters()).element_size()
-    layers = sum(parameter.numel() for parameter in text_model.layers.parameters())
-    vision = sum(p.numel() for name, p in model.named_parameters() if "vision" in name)
+    width = runner.dtype.itemsize
+    layers = sum(parameter.numel() for layer in runner.text.layers for parameter in layer.parameters())
+    vision = sum(p.numel() for part in vision_parts(runner.model) for p in part.parameters())
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,

@@ -16,6 +16,7 @@ from autotune.acceptance.trace import Forest, ForestBounds, Trace, bounds_for
 from autotune.drafters.independent import IndependentDraft
 from autotune.provenance import ModelReference
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.prompt import visual_tokens
 from autotune.runtime.target import Target
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
@@ -51,7 +52,7 @@ def num_forwards(target: Target, draft: IndependentDraft) -> Any:
         return count
 
     handles = [
-        model.text_model.layers[0].register_forward_pre_hook(counter(name))
+        model.text.layers[0].register_forward_pre_hook(counter(name))
         for name, model in (("target", target), ("draft", draft))
     ]
     yield calls
@@ -93,12 +94,12 @@ class Alone:
 
     def __init__(self, draft: IndependentDraft, inputs: dict[str, Any], answer: Answer, keep: float) -> None:
         self.draft = draft
-        is_visual = (inputs["input_ids"][0] == draft.image_token_id).numpy()
+        is_visual = visual_tokens(draft.model.config, inputs["input_ids"][0]).numpy()
         ranked = np.flatnonzero(is_visual)[np.argsort(answer.visual_scores)[::-1]]
         kept = max(1, round(keep * len(ranked))) if len(ranked) else 0
         self.positions = torch.tensor(sorted({*range(answer.prompt_length)} - {*ranked[kept:].tolist()}))
         captured: list[torch.Tensor] = []
-        handle = draft.text_model.register_forward_pre_hook(
+        handle = draft.text.module.register_forward_pre_hook(
             lambda _module, _args, kwargs: captured.append(kwargs["inputs_embeds"]), with_kwargs=True
         )
         with torch.inference_mode():
@@ -114,10 +115,10 @@ class Alone:
         embeddings = torch.cat([self.prompt, more], 1)
         # Without a mask of ones transformers takes the gaps of pruned tokens for the seams of packed sequences.
         everything = torch.ones(positions.shape, dtype=torch.long)
-        hidden = self.draft.text_model(
+        hidden = self.draft.text.module(
             inputs_embeds=embeddings, position_ids=positions, attention_mask=everything, use_cache=False
         )
-        best = self.draft.head(hidden.last_hidden_state[0, -1]).log_softmax(-1).topk(count)
+        best = self.draft.text.logits(hidden.last_hidden_state[0, -1]).log_softmax(-1).topk(count)
         return best.indices.numpy(), best.values.numpy()
 
 

@@ -156,7 +156,7 @@ def test_prepared_sizes_are_the_sizes_measured(
     sizes: set[int] = set()
     forward = decoder.target.forward
     monkeypatch.setattr(
-        decoder.target, "forward", lambda tokens, *rest: (sizes.add(tokens.shape[1]), forward(tokens, *rest))[1]
+        decoder.target, "forward", lambda tokens, *rest: (sizes.add(len(tokens)), forward(tokens, *rest))[1]
     )
     monkeypatch.setattr("autotune.cost.profiler.measure_overhead", lambda *_: Overhead(round_ms=0, level_ms=0))
     settings = replace(SETTINGS, buckets=(4, 9))

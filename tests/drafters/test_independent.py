@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.random import Generator
 from torch import Tensor
+from transformers import MambaConfig, MambaForCausalLM
 
 from autotune.drafters.independent import IndependentDraft, Proposals, top_proposals
 from autotune.errors import UserError
@@ -73,7 +74,7 @@ def test_proposals_equal_those_of_the_model_alone_on_root_and_path(
     """Round after round: the cache that a commit leaves behind is the prefix of the next."""
     rng, inputs = np.random.default_rng(4), prompts[prompt]
     draft = IndependentDraft(pair.draft)
-    draft.prefill(inputs, None, capacity=CAPACITY)
+    draft.prefill(draft.prompts(inputs)[0], None, capacity=CAPACITY)
     draft.append(FIRST_TOKEN)
     committed = [FIRST_TOKEN]
     for num_levels in (4, 3, 1, 5):
@@ -108,7 +109,7 @@ def test_after_a_commit_the_draft_is_as_if_it_had_read_the_committed_tokens_and_
     rng, inputs = np.random.default_rng(5), prompts["image"]
     draft, fresh = IndependentDraft(pair.draft), IndependentDraft(pair.draft)
     for each in (draft, fresh):
-        each.prefill(inputs, None, capacity=CAPACITY)
+        each.prefill(each.prompts(inputs)[0], None, capacity=CAPACITY)
         each.append(FIRST_TOKEN)
     tree, proposals = explore(draft, rng, FIRST_TOKEN, 4)
     path = paths_to_commit(tree, proposals)[kind]
@@ -161,7 +162,7 @@ def test_pruned_visual_tokens_never_enter_the_cache_and_the_others_keep_their_po
     best = [visual for visual in range(NUM_VISUAL_TOKENS) if scores[visual] >= NUM_VISUAL_TOKENS - num_kept]
     assert len(best) == num_kept
     draft = IndependentDraft(pair.draft, visual_keep=keep)
-    draft.prefill(inputs, scores, capacity=CAPACITY)
+    draft.prefill(draft.prompts(inputs)[0], scores, capacity=CAPACITY)
     length = inputs["input_ids"].shape[1] - NUM_VISUAL_TOKENS + num_kept
     assert draft.length == length
 
@@ -188,14 +189,14 @@ def test_pruning_changes_what_is_proposed(pair: Pair, prompts: dict[str, Inputs]
 
 @torch.inference_mode()
 def test_one_request_s_pruning_ends_with_it(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """The hook before the text model is gone, also after an error, and positions count from zero again."""
+    """The hook before the text model is gone, also after an error, and tokens stand behind each other again."""
     draft = IndependentDraft(pair.draft, visual_keep=0.3)
     scores = torch.arange(NUM_VISUAL_TOKENS).float()
-    draft.prefill(prompts["image"], scores, capacity=CAPACITY)
-    with pytest.raises(ValueError, match="Input image size"):
-        draft.prefill({**prompts["image"], "pixel_values": torch.zeros(1, 3, 16, 16)}, scores, capacity=CAPACITY)
-    assert not draft.text_model._forward_pre_hooks
-    draft.prefill(prompts["text"], None, capacity=CAPACITY)
+    draft.prefill(draft.prompts(prompts["image"])[0], scores, capacity=CAPACITY)
+    with pytest.raises(UserError, match="do not fit its pixels"):
+        draft.prompts({**prompts["image"], "pixel_values": torch.zeros(1, 3, 16, 16)})
+    assert not draft.text.module._forward_pre_hooks
+    draft.prefill(draft.prompts(prompts["text"])[0], None, capacity=CAPACITY)
     draft.append(FIRST_TOKEN)
     tree = new_tree(1)
     plant(tree, FIRST_TOKEN, -1)
@@ -218,9 +219,10 @@ def test_the_number_of_visual_tokens_kept(pair: Pair) -> None:
 def test_a_larger_request_gets_larger_buffers(prompts: dict[str, Inputs]) -> None:
     draft = IndependentDraft(new_llama(1))
     capacity = draft.cache.capacity
-    draft.prefill(prompts["text"], None, capacity=capacity)
+    (prompt,) = draft.prompts({"input_ids": prompts["text"]["input_ids"]})
+    draft.prefill(prompt, None, capacity=capacity)
     assert draft.cache.capacity == capacity
-    draft.prefill(prompts["text"], None, capacity=capacity + 1)
+    draft.prefill(prompt, None, capacity=capacity + 1)
     assert draft.cache.capacity > capacity and draft.length == prompts["text"]["input_ids"].shape[1]
 
 
@@ -233,16 +235,9 @@ def test_top_proposals_are_sorted_log_probabilities() -> None:
 
 
 def test_an_unsupported_draft_is_refused() -> None:
-    """A double with a config and nothing else: the type is looked at before anything that would need weights."""
-
-    class Unsupported:
-        def eval(self) -> Unsupported:
-            return self
-
-        class config:
-            @staticmethod
-            def get_text_config() -> Any:
-                return type("TextConfig", (), {"model_type": "rwkv"})
-
-    with pytest.raises(UserError, match="text models of type 'rwkv' cannot be decoded with trees yet"):
-        IndependentDraft(Unsupported())
+    """Its layers keep a state instead of keys and values: rejected tokens cannot be taken out of it."""
+    config = MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(
+        UserError, match=r"text models of type .mamba. cannot be decoded with trees: .*; known: llama, "
+    ):
+        IndependentDraft(MambaForCausalLM(config))

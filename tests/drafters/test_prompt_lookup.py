@@ -21,7 +21,7 @@ CHAIN = {"policy": "chain", "depth": 5}
 def draft_after(*tokens: int, **options: Any) -> PromptLookupDraft:
     """A draft that has read all of ``tokens`` but the last as its prompt, and was told the last."""
     draft = PromptLookupDraft(VOCABULARY_SIZE, **options)
-    draft.prefill({"input_ids": torch.tensor([tokens[:-1]])}, None, capacity=0)
+    draft.prefill(list(tokens[:-1]), None, capacity=0)
     draft.append(tokens[-1])
     return draft
 
@@ -69,8 +69,8 @@ def test_the_index_equals_a_rescan_of_the_text(max_ngram: int) -> None:
     num_matches = 0
     for num_words in (2, 4, 9):
         prompt = rng.integers(0, num_words, int(rng.integers(1, 30))).tolist()
-        draft = PromptLookupDraft(num_words + 20, max_ngram=max_ngram, image_token_id=1)
-        draft.prefill({"input_ids": torch.tensor([prompt])}, None, capacity=0)
+        draft = PromptLookupDraft(num_words + 20, max_ngram=max_ngram, placeholders=frozenset({1}))
+        draft.prefill(prompt, None, capacity=0)
         committed = [*prompt, 0]
         draft.append(0)
         for _ in range(12):
@@ -114,27 +114,27 @@ def test_a_node_goes_on_from_its_path() -> None:
 
 def test_a_row_is_filled_with_other_tokens_of_probability_zero() -> None:
     """Valid ones, each once, and never the image's: they are embedded by the target like any other."""
-    draft = draft_after(5, 2, 5, image_token_id=1)
+    draft = draft_after(5, 2, 5, placeholders=frozenset({1}))
     tokens, logprobs = draft.propose(root_of(5), np.array([ROOT]), 5)
     assert tokens.tolist() == [[2, 0, 3, 4, 5]]
     assert logprobs.tolist() == [[0.0, *[-np.inf] * 4]]
-    nothing, logprobs = draft_after(7, image_token_id=0).propose(root_of(7), np.array([ROOT]), 3)
+    nothing, logprobs = draft_after(7, placeholders=frozenset({0})).propose(root_of(7), np.array([ROOT]), 3)
     assert nothing.tolist() == [[1, 2, 3]] and (logprobs == -np.inf).all()
 
 
 def test_the_image_is_never_proposed() -> None:
     """Its placeholders follow each other hundreds of times."""
     image = 1
-    draft = draft_after(5, image, image, image, 6, 5, image_token_id=image)
+    draft = draft_after(5, image, image, image, 6, 5, placeholders=frozenset({image}))
     assert proposed(draft, 5, 3) == []
     assert proposed(draft_after(5, image, image, image, 6, 5), 5, 3) == [(image, 1.0)]
-    after_image = draft_after(5, image, image, image, 6, 5, image, image_token_id=image)
+    after_image = draft_after(5, image, image, image, 6, 5, image, placeholders=frozenset({image}))
     assert proposed(after_image, image, 3) == [(6, 1.0)]
 
 
 def test_a_request_knows_nothing_of_the_one_before() -> None:
     draft = draft_after(5, 6, 5)
-    draft.prefill({"input_ids": torch.tensor([[8, 9]])}, None, capacity=0)
+    draft.prefill([8, 9], None, capacity=0)
     draft.append(5)
     assert proposed(draft, 5, 3) == []
 
@@ -142,7 +142,7 @@ def test_a_request_knows_nothing_of_the_one_before() -> None:
 @pytest.mark.parametrize("prompt", ["text", "image", "long"])
 def test_decoding_emits_the_target_s_own_tokens(pair: Pair, prompts: dict[str, Inputs], prompt: str) -> None:
     inputs = prompts[prompt]
-    draft = PromptLookupDraft(VOCABULARY_SIZE, image_token_id=pair.target.config.image_token_id)
+    draft = PromptLookupDraft(VOCABULARY_SIZE)
     expected = Decoder(pair.target).generate(**inputs, max_new_tokens=40)
     found = Decoder(pair.target, draft, tree=CHAIN).generate(**inputs, max_new_tokens=40)
     assert torch.equal(found.sequences, expected.sequences)

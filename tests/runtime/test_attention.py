@@ -12,13 +12,20 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from autotune.runtime.attention import capture_visual_attention
-from autotune.runtime.target import Target
+from autotune.runtime.prompt import visual_tokens
+from autotune.runtime.target import Prefilled, Target
 from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair
 
 
 @pytest.fixture(scope="module")
 def eager_target(pair: Pair) -> Any:
     return AutoModelForImageTextToText.from_pretrained(pair.target_folder, attn_implementation="eager").eval()
+
+
+def prefill(model: Any, inputs: Inputs, *, rank_visual_tokens: bool = True) -> Prefilled:
+    target = Target(model)
+    (prompt,) = target.encode(inputs).prompts
+    return target.prefill(prompt, rank_visual_tokens=rank_visual_tokens)
 
 
 def obvious_scores(eager_target: Any, inputs: Inputs) -> Tensor:
@@ -37,7 +44,7 @@ def test_captured_scores_equal_those_of_an_eager_model(
     assert pair.target.config.text_config._attn_implementation == "sdpa", "else this compares eager with eager"
     expected = obvious_scores(eager_target, prompts[prompt])
     with torch.inference_mode():
-        scores = Target(pair.target).prefill(prompts[prompt], rank_visual_tokens=True).visual_scores
+        scores = prefill(pair.target, prompts[prompt]).visual_scores
     assert scores is not None and scores.shape == (NUM_VISUAL_TOKENS,)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
     assert expected.max() > 2 * expected.min(), "a ranking of equal scores proves nothing"
@@ -46,7 +53,7 @@ def test_captured_scores_equal_those_of_an_eager_model(
 def test_an_eager_target_is_captured_too(eager_target: Any, prompts: dict[str, Inputs]) -> None:
     """Its attention is a function of the model's own file, which transformers' table does not list."""
     with torch.inference_mode():
-        scores = Target(eager_target).prefill(prompts["image"], rank_visual_tokens=True).visual_scores
+        scores = prefill(eager_target, prompts["image"]).visual_scores
     torch.testing.assert_close(scores, obvious_scores(eager_target, prompts["image"]), atol=1e-5, rtol=0)
 
 
@@ -58,24 +65,22 @@ def test_an_image_that_ends_the_prompt_is_ranked_by_its_last_token(
     end = int((ids[0] == eager_target.config.image_token_id).nonzero()[-1]) + 1
     inputs = {"input_ids": ids[:, :end], "pixel_values": prompts["image"]["pixel_values"]}
     with torch.inference_mode():
-        scores = Target(pair.target).prefill(inputs, rank_visual_tokens=True).visual_scores
+        scores = prefill(pair.target, inputs).visual_scores
         attention = eager_target(**inputs, output_attentions=True).attentions[-1][0]
     torch.testing.assert_close(scores, attention[:, -1, end - NUM_VISUAL_TOKENS :].mean(0), atol=1e-5, rtol=0)
 
 
 def test_logits_are_those_of_a_prefill_without_capture(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """Bit for bit: every layer runs the kernel that it had."""
-    target = Target(pair.target)
     with torch.inference_mode():
-        with_capture = target.prefill(prompts["image"], rank_visual_tokens=True).logits.clone()
-        target.reserve(1)
-        assert torch.equal(with_capture, target.prefill(prompts["image"]).logits)
+        with_capture = prefill(pair.target, prompts["image"]).logits.clone()
+        assert torch.equal(with_capture, prefill(pair.target, prompts["image"], rank_visual_tokens=False).logits)
 
 
 def test_a_prompt_without_an_image_has_no_scores(pair: Pair, prompts: dict[str, Inputs]) -> None:
     with torch.inference_mode():
-        prefilled = Target(pair.target).prefill(prompts["text"], rank_visual_tokens=True)
-    assert (prefilled.visual_scores, prefilled.num_visual_tokens) == (None, 0)
+        prefilled = prefill(pair.target, prompts["text"])
+    assert (prefilled.visual_scores, prefilled.prompt.num_visual_tokens) == (None, 0)
 
 
 def test_the_config_is_restored(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -85,14 +90,12 @@ def test_the_config_is_restored(pair: Pair, prompts: dict[str, Inputs]) -> None:
     target = Target(pair.target)
     before = pair.target.config.to_dict()
     with torch.inference_mode():
-        target.prefill(prompts["image"], rank_visual_tokens=True)
+        prefill(pair.target, prompts["image"])
     assert pair.target.config.to_dict() == before
-    is_visual = target.is_visual(prompts["image"]["input_ids"][0])
-    with (
-        pytest.raises(ZeroDivisionError),
-        capture_visual_attention(target.text_config, target.text_model.layers[-1].self_attn, is_visual),
-    ):
-        assert target.text_config._attn_implementation != "sdpa"
+    is_visual = visual_tokens(pair.target.config, prompts["image"]["input_ids"][0])
+    config = target.text.config
+    with pytest.raises(ZeroDivisionError), capture_visual_attention(target.text, is_visual):
+        assert config._attn_implementation != "sdpa"
         raise ZeroDivisionError
-    assert target.text_config._attn_implementation == "sdpa"
+    assert config._attn_implementation == "sdpa"
     assert pair.target.config.to_dict() == before

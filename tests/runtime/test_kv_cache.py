@@ -10,13 +10,17 @@ import torch
 
 from autotune.errors import UserError
 from autotune.runtime.kv_cache import SlabCache
-from autotune.runtime.masks import MaskBuffer
 from autotune.runtime.target import Target
 from autotune.trees.tree import ROOT, write_tree_mask
 from tests.conftest import Inputs, Pair
 from tests.obvious import ancestors_of, assert_same_logits, leaves_of, logits_after, random_tree, tokens_to
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 4
+CPU = torch.device("cpu")
+
+
+def new_cache(num_layers: int = NUM_LAYERS, capacity: int = 32) -> SlabCache:
+    return SlabCache([None] * num_layers, [CPU] * num_layers, capacity)
 
 
 def write(cache: SlabCache, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -35,7 +39,7 @@ def write(cache: SlabCache, num_tokens: int) -> list[tuple[torch.Tensor, torch.T
 @pytest.mark.parametrize("places", [[], [0], [0, 1, 2], [4], [0, 2, 5], [1, 2, 3], [0, 1, 2, 3, 4, 5]])
 def test_keep_gathers_the_kept_places_behind_the_committed_ones(places: list[int]) -> None:
     torch.manual_seed(0)
-    cache = SlabCache(NUM_LAYERS, capacity=32)
+    cache = new_cache()
     prefix = write(cache, 7)
     cache.advance(7)
     block = write(cache, 6)
@@ -48,8 +52,38 @@ def test_keep_gathers_the_kept_places_behind_the_committed_ones(places: list[int
             assert torch.equal(shown[:, :, : expected.shape[2]], expected)
 
 
+@pytest.mark.parametrize("window", [1, 4, 9])
+def test_a_windowed_layer_shows_what_its_window_reaches(window: int) -> None:
+    """From the first token on that the token behind the committed ones sees, up to the last one written."""
+    torch.manual_seed(0)
+    cache = SlabCache([None, window], [CPU] * 2, 32)
+    assert cache.is_sliding == [False, True]
+    everything = torch.zeros(1, NUM_HEADS, 0, HEAD_SIZE)
+    for number in (5, 1, 3, 1, 7):
+        states = torch.randn(1, NUM_HEADS, number, HEAD_SIZE)
+        everything = torch.cat([everything, states], 2)
+        first = max(0, cache.length - window + 1)
+        for layer, expected in zip(cache.layers, (everything, everything[:, :, first:]), strict=True):
+            assert layer.get_mask_sizes(number) == (expected.shape[2], everything.shape[2] - expected.shape[2])
+            assert all(torch.equal(shown, expected) for shown in layer.update(states, states))
+        cache.advance(number)
+
+
+def test_layers_on_two_devices_have_slabs_of_their_own() -> None:
+    """And are compacted alike. A meta tensor has a device and no numbers: all that is asked of it here."""
+    cache = SlabCache([None] * 3, [CPU, torch.device("meta"), CPU], 16)
+    torch.manual_seed(0)
+    states = [torch.randn(1, 2, 4, 3, device=device) for device in ("cpu", "meta", "cpu")]
+    for layer, one in zip(cache.layers, states, strict=True):
+        layer.update(one, one)
+    cache.keep([0, 2, 3])
+    assert cache.layers[1].keys is not None and cache.layers[1].keys.device.type == "meta"
+    for layer, one in ((cache.layers[0], states[0]), (cache.layers[2], states[2])):
+        assert layer.keys is not None and torch.equal(layer.keys[:, :, :3], one[:, :, [0, 2, 3]])
+
+
 def test_clear_forgets_tokens_and_keeps_memory() -> None:
-    cache = SlabCache(NUM_LAYERS, capacity=32)
+    cache = new_cache()
     assert cache.memory_bytes == 0
     write(cache, 7)
     cache.advance(7)
@@ -63,11 +97,11 @@ def test_clear_forgets_tokens_and_keeps_memory() -> None:
 
 def test_layers_of_different_shapes_are_refused() -> None:
     """Some models (Gemma 3n) have layers of different head sizes; one slab cannot hold them."""
-    cache = SlabCache(2, capacity=8)
+    cache = new_cache(2, capacity=8)
     cache.layers[0].update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
     with pytest.raises(
         UserError,
-        match=r"all layers must cache keys of one shape; layer 1 has \(1, 4, 1, 4\).*cannot be decoded with trees yet",
+        match=r"all layers must cache keys and values of one shape; layer 1 has \(1, 4, 1, 4\).*cannot be compacted; use another",
     ):
         cache.layers[1].update(torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
 
@@ -80,8 +114,7 @@ def test_a_tree_in_one_forward_equals_each_branch_alone(pair: Pair, prompts: dic
     """
     rng, inputs = np.random.default_rng(3), prompts[prompt]
     target = Target(pair.target)
-    masks = MaskBuffer(target.cache.capacity, dtype=target.dtype, device=target.device)
-    target.prefill(inputs)
+    target.read(target.encode(inputs).prompts[0])
     committed: list[int] = []
     for num_nodes in (30, 12, 0):
         tree = random_tree(
@@ -89,11 +122,8 @@ def test_a_tree_in_one_forward_equals_each_branch_alone(pair: Pair, prompts: dic
         )
         size = num_nodes + 1
         block = np.empty((size, size), np.float32)
-        write_tree_mask(tree, block, masks.closed)
-        positions = torch.from_numpy(tree.depth[:size] + target.length)
-        logits = target.forward(
-            torch.from_numpy(tree.token[:size])[None], positions[None], masks.write(block, target.length)
-        )
+        write_tree_mask(tree, block, target.closed)
+        logits = target.forward(tree.token[:size], tree.depth[:size], block)
         for leaf in leaves_of(tree):
             branch = ancestors_of(tree, leaf)
             alone = logits_after(pair.target, inputs, committed + tokens_to(tree, leaf))[-len(branch) :]

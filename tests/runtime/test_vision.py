@@ -15,30 +15,28 @@ from tests.conftest import Inputs, Pair
 from tests.runtime.abacus import Abacus
 
 
-def prefill(target: Target, inputs: Inputs, **options: Any) -> Any:
-    target.reserve(512)
+def vision_ms(model: Any, inputs: Inputs) -> float:
     with torch.inference_mode():
-        return target.prefill(inputs, **options)
+        return Target(model).encode(inputs).vision_ms
 
 
-@pytest.mark.parametrize("options", [{}, {"rank_visual_tokens": True}])
-def test_the_prefill_says_what_vision_took(
-    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
+def test_encoding_a_prompt_says_what_vision_took(
+    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tower's 3 and the projector's 2 milliseconds; not the text model's 10."""
     model = pair.target.model
     costs = {model.vision_tower: 3, model.multi_modal_projector: 2, model.language_model: 10}
     with Abacus(costs) as abacus:
         monkeypatch.setattr(vision, "now_ms", abacus.now_ms)
-        assert prefill(Target(pair.target), prompts["image"], **options).vision_ms == 5
-        assert prefill(Target(pair.target), prompts["text"], **options).vision_ms == 0
+        assert vision_ms(pair.target, prompts["image"]) == 5
+        assert vision_ms(pair.target, prompts["text"]) == 0
     assert not model.vision_tower._forward_hooks and not model.vision_tower._forward_pre_hooks
 
 
 def test_a_model_that_reads_text_alone_has_no_eyes(text_pair: Pair, prompts: dict[str, Inputs]) -> None:
     assert vision_parts(text_pair.target) == []
     text = {"input_ids": prompts["text"]["input_ids"]}
-    assert prefill(Target(text_pair.target), text).vision_ms == 0
+    assert vision_ms(text_pair.target, text) == 0
 
 
 def test_eyes_go_by_the_names_of_their_families() -> None:

@@ -1,0 +1,101 @@
+"""What Hugging Face's ``generate`` prepares for a decoding method of one's own, and what trees cannot honour of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+
+from autotune.errors import UserError, nearest
+
+# Prepared for its own loop; the decoding loop makes its own.
+MADE_BY_GENERATE = ("past_key_values", "use_cache", "logits_to_keep", "position_ids", "cache_position")
+# Stopping criteria that the loop counts by itself.
+COUNTED_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
+# Those that look at every row for itself, so that rows may be shown to them one by one.
+_ROWWISE_STOPS = (*COUNTED_STOPS, "StopStringCriteria", "MaxTimeCriteria")
+_ROWWISE_PROCESSORS = {
+    *("EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
+    *("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+    *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
+    *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor"),
+    *("NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
+    *("SuppressTokensLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
+}
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_ARGUMENTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+
+
+def check_names(model: Any, given: Iterable[str]) -> None:
+    """What is no setting must be an input of the model: transformers would drop a misspelt one in silence.
+
+    Raises:
+        UserError: a name that is neither.
+    """
+    settings = [name for name in GenerationConfig().to_dict() if name != "transformers_version"]
+    known = [*inspect.signature(model.forward).parameters, *settings, *_ARGUMENTS]
+    for name in given:
+        if name not in known:
+            raise UserError(f"generate takes no {name!r}; {nearest(name, [*known, 'seed', 'streamer'])}")
+
+
+def hf_call(model: Any, method: Callable[..., Any], processor: Any, inputs: dict[str, Any], seed: int) -> Any:
+    """What ``method`` makes of a call that ``model.generate`` has prepared, without decoding.
+
+    Raises:
+        UserError: what generate itself refuses; stop strings without a tokenizer.
+    """
+    if stop_strings := inputs.pop("stop_strings", None) or model.generation_config.stop_strings:
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if tokenizer is None:
+            raise UserError("stop_strings need the tokenizer; load the decoder with processor=")
+        # Generate would ask for the tokenizer, which it does not take beside a method of one's own.
+        stops = [*(inputs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stop_strings)]
+        inputs |= {"stopping_criteria": StoppingCriteriaList(stops), "stop_strings": None}
+    prepare = functools.partial(method, prepare_only=True)
+    try:
+        return model.generate(**inputs, custom_generate=prepare, seed=seed)
+    except ValueError as error:
+        raise UserError(f"generate refuses the call: {' '.join(str(error).split())}") from None
+
+
+def check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], stops: Iterable[Any]) -> None:
+    """Refuse what trees cannot honour, rather than ignore it.
+
+    Raises:
+        UserError: several beams or sequences, a cache of the caller's, outputs of every step, or a batch with
+            processors or criteria that look at all rows together.
+    """
+    if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
+        raise UserError("trees decode one sequence: num_beams and num_return_sequences must be 1; set them to 1")
+    for name in _OUTPUTS:
+        if getattr(config, name, False):
+            raise UserError(f"decoding with trees keeps no outputs of single steps; {name} must be off; leave it out")
+    if config.cache_implementation in ("quantized", "offloaded", "offloaded_static"):
+        raise UserError(
+            f"a cache of type {config.cache_implementation!r} cannot be compacted after a tree; leave cache_implementation out"
+        )
+    cache = inputs.get("past_key_values")
+    if cache is not None and (not hasattr(cache, "get_seq_length") or int(cache.get_seq_length()) > 0):
+        raise UserError(
+            f"the decoder keeps a cache of its own: a filled {type(cache).__name__} cannot be compacted after a tree; "
+            "pass the whole prompt without past_key_values"
+        )
+    if inputs.get("inputs_embeds") is not None:
+        raise UserError("prompts are decoded from input_ids; inputs_embeds are not taken; pass the tokens")
+    input_ids = inputs["input_ids"]
+    if isinstance(input_ids, torch.Tensor) and len(input_ids) > 1:
+        for one in processors:
+            if type(one).__name__ not in _ROWWISE_PROCESSORS:
+                raise UserError(
+                    f"rows of a batch are decoded one by one, and {type(one).__name__} may look at all of them; decode single prompts"
+                )
+        for one in stops:
+            if type(one).__name__ not in _ROWWISE_STOPS:
+                raise UserError(
+                    f"rows of a batch are decoded one by one, and {type(one).__name__} may look at all of them; decode single prompts"
+                )

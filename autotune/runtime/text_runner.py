@@ -1,0 +1,137 @@
+"""A text model at work: its cache and masks, a prefill, and forwards of a few tokens behind what is cached. Target and
+independent draft run through it alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from autotune.runtime.kv_cache import SlabCache
+from autotune.runtime.masks import Block, MaskBuffer
+from autotune.runtime.prompt import Encoded, Prompt, encode
+from autotune.runtime.self_check import check_tree_decoding
+from autotune.runtime.text_model import device_of, text_model_of
+from autotune.trees.tree import Ints
+
+DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
+
+
+class TextRunner:
+    """Runs a Hugging Face model's text model behind its own forward, whose code merges images and text. The model's
+    weights, config and classes are untouched.
+
+    The cache holds the committed prefix, then ``num_uncommitted`` tokens of this round. A token's *place* counts from
+    the end of the prefix.
+
+    Raises:
+        UserError: a model that trees cannot decode: see ``text_model_of`` and ``check_tree_decoding``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.text = text_model_of(model)
+        self.device: torch.device = self.text.device
+        self.dtype: torch.dtype = self.text.dtype
+        self.vocab_size: int = self.text.vocab_size
+        self.watched: tuple[int, ...] = ()
+        """Layers whose output is kept in ``hidden``: 0 is the embedding, the number of layers the final norm's."""
+        self.hidden: dict[int, Tensor] = {}
+        """Of the last forward or prefill, [n, hidden size] of each watched layer."""
+        self._num_pruned = 0  # tokens of the prompt that were dropped before the first layer
+        self._delta = 0  # of positions to places in the sequence, once an image has been passed (M-RoPE)
+        self._columns = np.zeros(0, np.int64)  # places of the uncommitted tokens
+        self._allocate(DEFAULT_CAPACITY)
+        if not self.text.is_known:
+            check_tree_decoding(self)
+
+    def _allocate(self, capacity: int) -> None:
+        text = self.text
+        windows = [text.windows[kind] for kind in text.layer_types]
+        self.cache = SlabCache(windows, [device_of(layer) for layer in text.layers], capacity)
+        self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
+        self._columns = np.zeros(capacity, np.int64)
+
+    @property
+    def length(self) -> int:
+        """Committed tokens in the cache."""
+        return self.cache.length
+
+    @property
+    def closed(self) -> float:
+        """What a mask adds where a token must not look."""
+        return self._masks.closed
+
+    def reserve(self, num_tokens: int) -> None:
+        """Empty the cache and make sure that it holds that many tokens."""
+        if num_tokens > self.cache.capacity:
+            self._allocate(-(-num_tokens // 256) * 256)
+        self.cache.clear()
+        self._num_pruned = self._delta = 0
+
+    def encode(self, inputs: dict[str, Any]) -> Encoded:
+        """The rows of a batch, as the processor made it, through embedding and vision tower.
+
+        Raises:
+            UserError: images without image tokens or the reverse.
+        """
+        return encode(self.model, self.text, inputs)
+
+    def read(self, prompt: Prompt, *, whole: Prompt | None = None) -> Tensor:
+        """Run a prompt through all layers into the empty cache; returns the logits after its last token, [vocabulary].
+
+        ``whole`` is the prompt from which tokens were dropped: what follows stands behind it.
+        """
+        whole = whole or prompt
+        given = (
+            {"input_ids": prompt.tokens[None]} if prompt.embeddings is None else {"inputs_embeds": prompt.embeddings}
+        )
+        hidden = self._run(**given, position_ids=prompt.positions, attention_mask=prompt.mask, **prompt.extra)
+        self.cache.advance(len(prompt))
+        self._num_pruned = len(whole) - len(prompt)
+        self._delta = whole.next_position - len(whole)
+        return self.text.logits(hidden[-1:])[0]
+
+    def forward(self, tokens: NDArray[np.int64], places: Ints, block: Block, *, num_uncommitted: int = 0) -> Tensor:
+        """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` tokens written earlier this
+        round.
+
+        ``block`` [n, num_uncommitted + n] is the additive mask behind the prefix, which all may see as far as their
+        window reaches. Nothing is committed.
+        """
+        columns = self._columns[: num_uncommitted + len(tokens)]
+        columns[num_uncommitted:] = places
+        # A single token right behind the prefix needs none.
+        mask = self._masks.write(block, self.cache.length, places, columns) if len(columns) > 1 else None
+        self.cache.num_uncommitted = num_uncommitted
+        # Nodes behind the end of the context are never emitted. They must not stretch rotary embeddings that depend on
+        # the largest position, nor look learned ones up that do not exist.
+        before = self.cache.length + self._num_pruned
+        positions = before + self._delta + np.minimum(places, self.text.max_context - 1 - before)
+        try:
+            hidden = self._run(
+                input_ids=torch.from_numpy(tokens)[None].to(self.device),
+                position_ids=torch.from_numpy(positions)[None].to(self.device),
+                attention_mask=mask,
+            )
+        finally:
+            self.cache.num_uncommitted = 0
+        return self.text.logits(hidden)
+
+    def _run(self, **inputs: Any) -> Tensor:
+        """Final hidden states [n, hidden size]."""
+        if self.watched:
+            inputs["output_hidden_states"] = list(self.watched)
+        out = self.text.module(**inputs, past_key_values=self.cache, use_cache=True)
+        if self.watched:
+            self.hidden = {layer: out.hidden_states[layer][0] for layer in self.watched}
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def causal_block(count: int, closed: float) -> Block:
+    """Each of ``count`` tokens in a row sees those before it and itself."""
+    return np.triu(np.full((count, count), closed, np.float32), 1)
