@@ -87,6 +87,10 @@ def load_processor(name: str) -> Any:
 
     try:
         return AutoProcessor.from_pretrained(resolve(name))
+    except ImportError as error:  # many a processor wants torchvision
+        raise UserError(
+            f"{name}: its processor needs a package that is not here ({' '.join(str(error).split())[:200]}); install it"
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(
             f"{name}: its processor cannot be loaded ({str(error).strip().splitlines()[0]}); save it beside the model"

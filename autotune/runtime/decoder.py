@@ -297,8 +297,6 @@ class Decoder:
         )
         if prepare_only:
             return call
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
         out = self._run(call, streamer)
         self.last_stats = out.row_stats[0] if len(out.row_stats) == 1 else out.row_stats
         if not call.returns_dict:
@@ -394,6 +392,8 @@ class Decoder:
         requests = self._requests(call)
         if streamer is not None and len(requests) > 1:
             raise UserError(f"a streamer reads one prompt; input_ids has {len(requests)} rows; stream them one by one")
+        if streamer is not None:
+            streamer.put(call.inputs["input_ids"].cpu())
         for request in requests:
             for tokens in self._decode(request, call):
                 if streamer is not None:

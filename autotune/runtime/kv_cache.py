@@ -127,8 +127,8 @@ class SlabCache(Cache):  # type: ignore[misc]
         others are forgotten.
         """
         if places and places != list(range(len(places))):
-            for device, slabs in self._slabs.items():
-                source = torch.tensor(places, device=device) + self.length
+            for slabs in self._slabs.values():
+                source = torch.tensor(places, device=slabs[0].device) + self.length
                 for slab in slabs:
                     slab[:, :, :, self.length : self.length + len(places)] = slab.index_select(3, source)
         self.length += len(places)

@@ -6,11 +6,14 @@ It is taken from the model's own forward, so that every family merges images and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
@@ -20,6 +23,8 @@ from autotune.runtime.vision import timed_vision
 
 # By what the text tokens of a prompt stand for: the pixels' name among the inputs, and the placeholder's in the config.
 _MODALITIES = {"image": ("pixel_values", "image_token_id"), "video": ("pixel_values_videos", "video_token_id")}
+# Without them, models that take them silently place or mask visual tokens as text.
+_KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 # What the prefill decides by itself.
 _OWN = ("past_key_values", "use_cache", "logits_to_keep", "position_ids", "return_dict", "output_hidden_states")
 
@@ -62,9 +67,13 @@ class Prompt:
         return self.embeddings[0, self.is_visual]
 
     @property
-    def next_position(self) -> int:
-        """Of the first token behind the prompt."""
-        return len(self) if self.positions is None else int(self.positions[-3:].max()) + 1
+    def shift(self) -> NDArray[np.int64]:
+        """Of the positions of the tokens behind the prompt against their places in the sequence, [1], or [3] in time,
+        height and width. As in ``generate``, positions go on from those of the prompt's last token, on every axis.
+        """
+        if self.positions is None:
+            return np.zeros(1, np.int64)
+        return self.positions[..., -1].flatten().cpu().numpy() + 1 - len(self)
 
     def keep(self, kept: Tensor) -> Prompt:
         """The prompt without the tokens that are not among ``kept`` (indices in ascending order); the others stay where
@@ -117,11 +126,15 @@ def encode(model: Any, text: TextModel, inputs: dict[str, Any]) -> Encoded:
     Raises:
         UserError: images without image tokens or the reverse.
     """
-    inputs = {name: _on(value, text.device) for name, value in inputs.items() if name not in _OWN and value is not None}
+    inputs = {
+        name: _on(value, text.device, model.dtype if name.startswith("pixel_values") else None)
+        for name, value in inputs.items()
+        if name not in _OWN and value is not None
+    }
     input_ids = inputs["input_ids"]
     is_visual = visual_tokens(model.config, input_ids)
-    _check_sight(model.config, inputs)
-    if text.config is model.config:
+    _check_sight(model, inputs)
+    if text.is_alone:
         return Encoded([Prompt(row, visual_tokens(model.config, row)) for row in rows_of(inputs)], 0.0)
     attended = inputs.get("attention_mask")
     attended = torch.ones_like(input_ids, dtype=torch.bool) if attended is None else attended.bool()
@@ -218,7 +231,8 @@ def _windows(text: TextModel) -> Sequence[int | None]:
     return [text.windows[kind] for kind in text.layer_types]
 
 
-def _check_sight(config: Any, inputs: dict[str, Any]) -> None:
+def _check_sight(model: Any, inputs: dict[str, Any]) -> None:
+    config = model.config
     encoded = inputs.get("mm_encoder_outputs") or {}
     for modality, (pixels, placeholder) in _MODALITIES.items():
         token = getattr(config, placeholder, None)
@@ -232,7 +246,16 @@ def _check_sight(config: Any, inputs: dict[str, Any]) -> None:
             raise UserError(
                 f"{pixels} came without {modality} tokens in the prompt; let the processor make both from one text"
             )
+        for name in _KINDS_OF_TOKENS:
+            if number > 0 and inputs.get(name) is None and name in inspect.signature(model.forward).parameters:
+                raise UserError(
+                    f"a prompt with {modality} tokens needs {name}, by which {config.model_type!r} tells them from text; "
+                    "pass everything that its processor made"
+                )
 
 
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+def _on(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Pixels take the model's precision, as few classes give it to them."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype if value.is_floating_point() else None)

@@ -58,6 +58,10 @@ class TextModel:
     """Attention window by type of layer, in tokens; None sees everything."""
     max_context: int
     """Tokens that a sequence may have."""
+    is_alone: bool
+    """Whether the model is nothing else. The head of a VLM's class neither scales nor caps, whatever its text config
+    says.
+    """
     device: torch.device
     """Where embeddings are looked up, so where inputs go."""
 
@@ -76,6 +80,8 @@ class TextModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped as the config says."""
         logits = self.head(hidden)
+        if not self.is_alone:
+            return logits  # type: ignore[no-any-return]
         if scale := getattr(self.config, "logit_scale", None):  # Cohere
             logits = logits * scale
         if divisor := getattr(self.config, "logits_scaling", None):  # Granite
@@ -115,15 +121,17 @@ def text_model_of(model: Any) -> TextModel:
         layer_types=layer_types,
         windows={kind: _window(config, kind) for kind in sorted(set(layer_types))},
         max_context=_max_context(config),
+        is_alone=config is model.config,
         device=device_of(module.get_input_embeddings()),
     )
 
 
 def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: where its hook brings its inputs, if accelerate placed it, or where its weights are."""
-    placed = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    if placed is not None:
-        return torch.device(placed)
+    for part in module.modules():
+        placed = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if placed is not None:
+            return torch.device(placed)
     return next(module.parameters()).device
 
 

@@ -43,7 +43,7 @@ class TextRunner:
         self.hidden: dict[int, Tensor] = {}
         """Of the last forward or prefill, [n, hidden size] of each watched layer."""
         self._num_pruned = 0  # tokens of the prompt that were dropped before the first layer
-        self._delta = 0  # of positions to places in the sequence, once an image has been passed (M-RoPE)
+        self._shift = np.zeros(1, np.int64)  # of positions against places in the sequence, behind an image (M-RoPE)
         self._columns = np.zeros(0, np.int64)  # places of the uncommitted tokens
         self._allocate(DEFAULT_CAPACITY)
         if not self.text.is_known:
@@ -71,7 +71,7 @@ class TextRunner:
         if num_tokens > self.cache.capacity:
             self._allocate(-(-num_tokens // 256) * 256)
         self.cache.clear()
-        self._num_pruned = self._delta = 0
+        self._num_pruned, self._shift = 0, np.zeros(1, np.int64)
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:
         """The rows of a batch, as the processor made it, through embedding and vision tower.
@@ -93,7 +93,7 @@ class TextRunner:
         hidden = self._run(**given, position_ids=prompt.positions, attention_mask=prompt.mask, **prompt.extra)
         self.cache.advance(len(prompt))
         self._num_pruned = len(whole) - len(prompt)
-        self._delta = whole.next_position - len(whole)
+        self._shift = whole.shift
         return self.text.logits(hidden[-1:])[0]
 
     def forward(self, tokens: NDArray[np.int64], places: Ints, block: Block, *, num_uncommitted: int = 0) -> Tensor:
@@ -111,11 +111,11 @@ class TextRunner:
         # Nodes behind the end of the context are never emitted. They must not stretch rotary embeddings that depend on
         # the largest position, nor look learned ones up that do not exist.
         before = self.cache.length + self._num_pruned
-        positions = before + self._delta + np.minimum(places, self.text.max_context - 1 - before)
+        positions = before + np.minimum(places, self.text.max_context - 1 - before) + self._shift[:, None]
         try:
             hidden = self._run(
                 input_ids=torch.from_numpy(tokens)[None].to(self.device),
-                position_ids=torch.from_numpy(positions)[None].to(self.device),
+                position_ids=torch.from_numpy(positions if len(positions) == 1 else positions[:, None]).to(self.device),
                 attention_mask=mask,
             )
         finally:

@@ -109,12 +109,16 @@ class TokenRule:
         """The token after each of n nodes, whose own logits are [n, vocabulary]; ``positions`` [n] are where those
         tokens will stand.
         """
+        return self.scores(logits, positions).argmax(-1).cpu().numpy()
+
+    def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
+        """What the tokens are the argmax of, [n, vocabulary]."""
         if self.temperature == 0.0:
-            return self._warped(logits).argmax(-1).cpu().numpy()
+            return self._warped(logits)
         scores = self._warped(logits.float() / self.temperature)
         distinct, inverse = np.unique(positions, return_inverse=True)
         noise = torch.stack([self.noise(int(position), logits.shape[-1]) for position in distinct])
-        return (scores + noise[torch.from_numpy(inverse)]).argmax(-1).cpu().numpy()
+        return scores + noise[torch.from_numpy(inverse)]
 
     def token(self, logits: Tensor, position: int, prefix: Tensor | None = None) -> int:
         """The token at ``position`` after a prefix [1, tokens], from logits [vocabulary]."""

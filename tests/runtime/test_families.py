@@ -1,0 +1,359 @@
+"""The contract of every model family: what the runtime makes of a stock transformers model is what the model says
+itself, on tiny random models of the real classes (``tests/families.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from autotune.acceptance.recorder import Answer, record_forest
+from autotune.acceptance.replay import replay
+from autotune.acceptance.trace import ForestBounds, join
+from autotune.drafters.independent import IndependentDraft
+from autotune.errors import UserError
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.divergence import first_divergence
+from autotune.runtime.target import Target
+from autotune.trees.policy import parse_policy
+from autotune.trees.tree import ROOT, write_tree_mask
+from tests.documents import free_prices, header
+from tests.families import (
+    FAMILIES,
+    VISUAL_TOKENS,
+    Family,
+    encode,
+    load,
+    load_processor,
+    random_inputs,
+    random_prompts,
+    save,
+)
+from tests.obvious import ancestors_of, assert_same_logits, leaves_of, random_tree, tokens_to
+
+NEW_TOKENS = 24
+NUM_SPECIAL_TOKENS = 3 + len(VISUAL_TOKENS)
+NUM_PROMPTS, NUM_SLOW_PROMPTS = 5, 40
+TREES: list[dict[str, Any]] = [
+    {"policy": "chain", "depth": 5},
+    {"policy": "static", "paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+    {"policy": "eagle2", "depth": 5, "k": 3, "budget": 12},
+    {"policy": "eagle2", "depth": 6, "k": 6, "budget": 60},
+    {"policy": "sage", "d_max": 6},
+    {"policy": "sage", "d_min": 1, "d_max": 3, "w_max": 8, "confidence": "current"},
+    {"policy": "wetap", "length": 5, "w_min": 2, "w_max": 6, "budget": 16},
+]
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A family's target and draft as a user loads them."""
+
+    family: Family
+    folder: Path
+    target: Any
+    draft: Any
+    processor: Any
+
+    def inputs(self, rng: np.random.Generator, sight: str | None) -> Inputs:
+        return random_inputs(self.family, self.processor, rng, sight=sight)
+
+    @property
+    def sights(self) -> list[str | None]:
+        return [None, *self.family.sees]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def member(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
+    yield new_member(FAMILIES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def new_member(family: Family, folder: Path) -> Member:
+    save(family, folder)
+    target, draft = load(folder / "target"), load(folder / "draft")
+    return Member(family, folder, target, draft, load_processor(family, folder / "target"))
+
+
+def greedy(model: Any, inputs: Inputs) -> Tensor:
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def answer(sequences: Tensor, inputs: Inputs) -> list[int]:
+    return sequences[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+class TestEveryFamily:
+    """A family is one of ``FAMILIES`` that passes all of this."""
+
+    def check_prompts(self, member: Member, num_prompts: int, seed: int) -> None:
+        """Random prompts with every sight in turn, decoded by random policies: greedy equal to ``model.generate``,
+        sampled equal to plain decoding of our own with the same seed.
+        """
+        rng = np.random.default_rng(seed)
+        plain, num_accepted = Decoder(member.target), 0
+        for number in range(num_prompts):
+            inputs = member.inputs(rng, member.sights[number % len(member.sights)])
+            tree = TREES[int(rng.integers(len(TREES)))]
+            options = {
+                "visual_keep": float(rng.choice([1.0, 0.5, 0.1])),
+                "buckets": [(), (), (4, 9, 33)][int(rng.integers(3))],
+            }
+            decoder = Decoder(member.target, member.draft, tree=tree, **options)
+            out = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
+            assert torch.equal(out.sequences, greedy(member.target, inputs)), (number, tree, options)
+            sampled = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "seed": int(rng.integers(1000))}
+            with_draft, alone = decoder.generate(**inputs, **sampled), plain.generate(**inputs, **sampled)
+            assert torch.equal(with_draft.sequences, alone.sequences), (number, tree, options, sampled)
+            num_accepted += sum(out.stats.accepted_lengths) + sum(with_draft.stats.accepted_lengths)
+        assert num_accepted > 2 * num_prompts, "a draft that is never right proves little"
+
+    def test_decoding_changes_no_token(self, member: Member) -> None:
+        self.check_prompts(member, NUM_PROMPTS, seed=0)
+
+    @pytest.mark.slow
+    def test_decoding_changes_no_token_of_many_prompts(self, member: Member) -> None:
+        self.check_prompts(member, NUM_SLOW_PROMPTS, seed=1)
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    @torch.inference_mode()
+    def test_a_tree_in_one_forward_equals_each_branch_alone(self, member: Member, attention: str) -> None:
+        """Logits, and hidden states of chosen layers, over rounds whose rejected nodes must leave no trace; the obvious
+        way is a forward of the whole text, without cache, for every leaf.
+        """
+        rng = np.random.default_rng(3)
+        model = load(member.folder / "target", attention=attention)
+        target = Target(model)
+        target.watched = (1, 2, len(target.text.layers))
+        for sight in member.sights:
+            inputs = member.inputs(rng, sight)
+            (prompt,) = target.encode(inputs).prompts
+            target.reserve(len(prompt) + 100)
+            target.read(prompt)
+            committed: list[int] = []
+            for num_nodes in (20, 9, 0):
+                size = num_nodes + 1
+                tree = random_tree(rng, num_nodes, num_tokens=300, root_token=int(rng.integers(300)))
+                tree.token[:size] += NUM_SPECIAL_TOKENS  # which the stock forward would look pixels up for
+                block = np.empty((size, size), np.float32)
+                write_tree_mask(tree, block, target.closed)
+                logits = target.forward(tree.token[:size], tree.depth[:size], block)
+                hidden = {layer: states.clone() for layer, states in target.hidden.items()}
+                for leaf in leaves_of(tree):
+                    branch = ancestors_of(tree, leaf)
+                    expected, outputs = forward_of_all(model, inputs, committed + tokens_to(tree, leaf))
+                    assert_same_logits(logits[branch], expected[-len(branch) :])
+                    for layer, states in hidden.items():
+                        assert_same_logits(states[branch], outputs[layer][-len(branch) :])
+                accepted = ancestors_of(tree, int(rng.integers(size)))
+                target.cache.keep(accepted)
+                committed += [int(tree.token[node]) for node in accepted]
+                assert accepted[0] == ROOT
+            assert_same_logits(target.step(99), forward_of_all(model, inputs, [*committed, 99])[0][-1])
+
+    def test_visual_tokens_are_those_of_the_model(self, member: Member) -> None:
+        """Their places, and their projected features bit for bit."""
+        rng = np.random.default_rng(4)
+        for sight in member.sights:
+            inputs = member.inputs(rng, sight)
+            with torch.inference_mode():
+                (prompt,) = Target(member.target).encode(inputs).prompts
+                expected = features_of(member.target, inputs, sight) if sight else None
+            assert prompt.tokens.tolist() == inputs["input_ids"][0].tolist()
+            if expected is None:
+                assert prompt.num_visual_tokens == 0
+            else:
+                token = getattr(member.target.config, f"{sight}_token_id")
+                assert prompt.is_visual.tolist() == (inputs["input_ids"][0] == token).tolist()
+                assert torch.equal(prompt.visual_embeddings, expected)
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_the_attention_to_visual_tokens_is_that_of_an_eager_model(self, member: Member, attention: str) -> None:
+        rng = np.random.default_rng(5)
+        watched = load(member.folder / "target", attention=attention)
+        eager = load(member.folder / "target", attention="eager")
+        before = copy.deepcopy(watched.config.to_dict())
+        for sight in member.family.sees:
+            inputs = member.inputs(rng, sight)
+            target = Target(watched)
+            with torch.inference_mode():
+                (prompt,) = target.encode(inputs).prompts
+                scores = target.prefill(prompt, rank_visual_tokens=True).visual_scores
+                attended = eager(**inputs, output_attentions=True).attentions[-1][0]
+            places = prompt.is_visual.nonzero()[:, 0]
+            first = min(int(places[-1]) + 1, len(prompt) - 1)  # an image that ends the prompt is asked itself
+            torch.testing.assert_close(scores, attended[:, first:, places].mean((0, 1)), atol=1e-5, rtol=0)
+        assert watched.config.to_dict() == before
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_in_bfloat16_every_divergence_is_a_near_tie(self, member: Member, attention: str) -> None:
+        """Of plain decoding, by our runner, from decoding with trees; a wrong mask would part at clear margins."""
+        rng = np.random.default_rng(6)
+        target, draft = (
+            load(member.folder / name, attention=attention, dtype=torch.bfloat16) for name in ("target", "draft")
+        )
+        for number in range(4):  # pixels in float32, as processors make them
+            inputs = member.inputs(rng, member.sights[number % len(member.sights)])
+            decoder = Decoder(target, draft, tree=TREES[number % len(TREES)])
+            with_draft = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).sequences
+            alone = Decoder(target).generate(**inputs, max_new_tokens=NEW_TOKENS).sequences
+            found = first_divergence(decoder.target, inputs, answer(alone, inputs), answer(with_draft, inputs))
+            assert found is None or found.is_near_tie, str(found)
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_rows_of_a_batch_are_decoded_as_if_alone(self, member: Member, side: str) -> None:
+        """Whichever side was padded, and whatever the rows see; they end on their own."""
+        rng = np.random.default_rng(7)
+        sights = [sight for sight in member.sights if sight != "video"]
+        sights = [sights[number % len(sights)] for number in (1, 0, 1)]
+        prompts = random_prompts(member.family, member.processor, rng, sights)
+        batch = encode(member.processor, prompts, padding_side=side)
+        decoder = Decoder(member.target, member.draft, tree=TREES[2], visual_keep=0.5)
+        out = decoder.generate(**batch, max_new_tokens=NEW_TOKENS)
+        given = batch["input_ids"].shape[1]
+        assert torch.equal(out.sequences[:, :given], batch["input_ids"])
+        pad = member.target.generation_config.pad_token_id
+        for row, prompt in enumerate(prompts):
+            single = encode(member.processor, [prompt])
+            expected = answer(greedy(member.target, single), single)
+            found = out.sequences[row, given:].tolist()
+            assert found[: len(expected)] == expected
+            assert set(found[len(expected) :]) <= {pad}
+            assert out.row_stats[row].new_tokens == len(expected)
+
+    def test_generate_takes_the_decoder(self, member: Member) -> None:
+        """``model.generate(custom_generate=decoder)``, which prepares positions and pixels in its own way."""
+        rng = np.random.default_rng(8)
+        decoder = Decoder(member.target, member.draft, tree=TREES[4], visual_keep=0.5)
+        for sight in member.sights:
+            inputs = member.inputs(rng, sight)
+            expected = greedy(member.target, inputs)
+            found = member.target.generate(
+                **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=decoder
+            )
+            assert torch.equal(found, expected)
+            assert decoder.last_stats.draft_forwards > 0
+
+    def test_a_text_only_draft_serves_any_target(self, member: Member, text_draft: Any) -> None:
+        """It is of another family, and reads the prompt without what it cannot see."""
+        rng = np.random.default_rng(9)
+        decoder = Decoder(member.target, text_draft, tree=TREES[2], visual_keep=0.3)
+        for sight in member.sights:
+            inputs = member.inputs(rng, sight)
+            out = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
+            assert torch.equal(out.sequences, greedy(member.target, inputs))
+
+    def test_a_draft_that_sees_less_has_a_smaller_cache(self, member: Member) -> None:
+        rng = np.random.default_rng(10)
+        for sight in member.family.sees:
+            inputs = member.inputs(rng, sight)
+            lengths = []
+            for keep in (1.0, 0.25):
+                draft = IndependentDraft(member.draft)
+                out = Decoder(member.target, draft, tree=TREES[0], visual_keep=keep).generate(
+                    **inputs, max_new_tokens=NEW_TOKENS
+                )
+                assert torch.equal(out.sequences, greedy(member.target, inputs))
+                lengths.append(len(draft.prompts(inputs)[0]) if keep == 1.0 else draft.length)
+            assert lengths[1] < lengths[0] + NEW_TOKENS
+
+    def test_pixels_without_their_tokens_and_tokens_without_their_pixels(self, member: Member) -> None:
+        rng = np.random.default_rng(11)
+        decoder = Decoder(member.target, member.draft)
+        for sight in member.family.sees:
+            pixels = "pixel_values" if sight == "image" else "pixel_values_videos"
+            inputs, text = member.inputs(rng, sight), member.inputs(rng, None)
+            with pytest.raises(UserError, match=f"{sight} tokens but no {pixels}; pass the {sight}"):
+                decoder.generate(**{name: value for name, value in inputs.items() if name != pixels})
+            with pytest.raises(UserError, match=f"{pixels} came without {sight} tokens"):
+                decoder.generate(**{**inputs, "input_ids": text["input_ids"], "attention_mask": text["attention_mask"]})
+
+            kinds = {"mm_token_type_ids", "token_type_ids"} & set(inputs)
+            for name in kinds:  # their absence would go unnoticed
+                with pytest.raises(UserError, match=f"{sight} tokens needs {name}, by which .* tells them from text"):
+                    decoder.generate(**{other: value for other, value in inputs.items() if other != name})
+
+    def test_replay_counts_the_rounds_of_decoding(self, member: Member) -> None:
+        """A trace recorded with this family's masks, positions and windows leads to the trees of the runtime."""
+        rng = np.random.default_rng(13)
+        target, draft = Target(member.target), IndependentDraft(member.draft)
+        decoder, keep = Decoder(target, draft), 0.5
+        bounds = ForestBounds(depth=8, num_proposals=16, width=64, floor=1e-4, beam=16)
+        num_accepted = 0
+        for sight in member.sights:
+            inputs = member.inputs(rng, sight)
+            plain = Decoder(target).generate(**inputs, max_new_tokens=NEW_TOKENS)
+            (prompt,) = target.encode(inputs).prompts
+            with torch.inference_mode():
+                target.reserve(len(prompt))
+                scores = target.prefill(prompt, rank_visual_tokens=True).visual_scores
+            recorded = Answer(answer(plain.sequences, inputs), len(prompt), [] if scores is None else scores.tolist())
+            draft.visual_keep = keep
+            part = record_forest(draft, inputs, recorded, bounds)
+            trace = join(header(1, bounds=bounds, visual_keep=keep), [part])
+            for tree in TREES[:6]:
+                decoder.configure(tree, visual_keep=keep)
+                replayed = replay(trace, parse_policy(tree), free_prices())
+                stats = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).stats
+                assert replayed.missing[0] or replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, tree
+                num_accepted += sum(stats.accepted_lengths)
+        assert num_accepted > 6
+
+    def test_the_model_is_left_as_it_was(self, member: Member) -> None:
+        """Its config, its hooks, and what its own generate says afterwards."""
+        rng = np.random.default_rng(12)
+        inputs, text = member.inputs(rng, member.sights[-1]), member.inputs(rng, None)
+        before, expected = member.target.config.to_dict(), [greedy(member.target, one) for one in (inputs, text)]
+        decoder = Decoder(member.target, member.draft, visual_keep=0.5)
+        for one in (inputs, text, inputs):
+            decoder.generate(**one, max_new_tokens=5)
+        assert member.target.config.to_dict() == before
+        assert not member.target.get_decoder()._forward_pre_hooks
+        assert [greedy(member.target, one).tolist() for one in (inputs, text)] == [e.tolist() for e in expected]
+
+
+@pytest.fixture(scope="module")
+def text_draft(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("text_draft")
+    save(FAMILIES["llama"], folder)
+    return load(folder / "draft")
+
+
+def forward_of_all(model: Any, inputs: Inputs, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:
+    """Logits [n, vocabulary] of prompt and tokens in one stock forward without cache, and what embedding, layers and
+    final norm put out, [n, hidden] each.
+    """
+    more = torch.tensor([tokens])
+    extra = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    for name in ("token_type_ids", "mm_token_type_ids"):  # speak of every token: what is added is text, 0
+        if name in extra:
+            extra[name] = torch.cat([extra[name], torch.zeros_like(more)], 1)
+    text, outputs = model.get_decoder(), []
+    hooks = [text.layers[0].register_forward_pre_hook(lambda _, given: outputs.append(given[0][0]))]
+    hooks += [
+        module.register_forward_hook(lambda _, __, out: outputs.append((out[0] if isinstance(out, tuple) else out)[0]))
+        for module in [*text.layers[:-1], text.norm]
+    ]
+    logits = model(input_ids=torch.cat([inputs["input_ids"], more], 1), **extra, use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return logits, outputs
+
+
+def features_of(model: Any, inputs: Inputs, sight: str) -> Tensor:
+    """Projected features as the model's public method gives them, [visual tokens, hidden]."""
+    import inspect
+
+    method = getattr(model.model, f"get_{sight}_features")
+    known = inspect.signature(method).parameters
+    found = method(**{name: value for name, value in inputs.items() if name in known}).pooler_output
+    found = torch.cat([one.flatten(0, -2) for one in found]) if not isinstance(found, Tensor) else found
+    return found.flatten(0, -2)
