@@ -15,7 +15,14 @@ from torch.nn import functional
 from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
-from autotune.runtime.hf_call import COUNTED_STOPS, MADE_BY_GENERATE, check_call, check_names, hf_call
+from autotune.runtime.hf_call import (
+    COUNTED_STOPS,
+    MADE_BY_GENERATE,
+    check_call,
+    check_names,
+    hf_call,
+    processors_of_row,
+)
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.stats import DecodingOutput, DecodingStats, now_ms
 from autotune.runtime.target import Target
@@ -368,7 +375,7 @@ class Decoder:
             )
         rule = TokenRule(
             temperature=1.0 if call.do_sample else 0.0,
-            processors=call.processors,
+            processors=processors_of_row(call.processors, row),
             seed=call.seed + row,
             device=self.target.device,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -56,6 +57,7 @@ def hf_call(model: Any, method: Callable[..., Any], processor: Any, inputs: dict
         # Generate would ask for the tokenizer, which it does not take beside a method of one's own.
         stops = [*(inputs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stop_strings)]
         inputs |= {"stopping_criteria": StoppingCriteriaList(stops), "stop_strings": None}
+    _check_cache(inputs.get("cache_implementation") or model.generation_config.cache_implementation)
     prepare = functools.partial(method, prepare_only=True)
     try:
         return model.generate(**inputs, custom_generate=prepare, seed=seed)
@@ -75,10 +77,7 @@ def check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], s
     for name in _OUTPUTS:
         if getattr(config, name, False):
             raise UserError(f"decoding with trees keeps no outputs of single steps; {name} must be off; leave it out")
-    if config.cache_implementation in ("quantized", "offloaded", "offloaded_static"):
-        raise UserError(
-            f"a cache of type {config.cache_implementation!r} cannot be compacted after a tree; leave cache_implementation out"
-        )
+    _check_cache(config.cache_implementation)
     cache = inputs.get("past_key_values")
     if cache is not None and (not hasattr(cache, "get_seq_length") or int(cache.get_seq_length()) > 0):
         raise UserError(
@@ -99,3 +98,19 @@ def check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], s
                 raise UserError(
                     f"rows of a batch are decoded one by one, and {type(one).__name__} may look at all of them; decode single prompts"
                 )
+
+
+def processors_of_row(processors: Iterable[Any], row: int) -> list[Any]:
+    """Those of one row of a batch: the repetition penalty knows how much of each row is padding."""
+    found = []
+    for one in processors:
+        if isinstance(getattr(one, "prompt_ignore_length", None), torch.Tensor):
+            one = copy.copy(one)
+            one.prompt_ignore_length = one.prompt_ignore_length[row : row + 1]
+        found.append(one)
+    return found
+
+
+def _check_cache(kind: str | None) -> None:
+    if kind in ("quantized", "offloaded", "offloaded_static"):
+        raise UserError(f"a cache of type {kind!r} cannot be compacted after a tree; leave cache_implementation out")
