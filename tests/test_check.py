@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autotune import check as check_module
+from autotune import models
 from autotune.check import CheckResult, run_check
 from autotune.console import Console
 from autotune.cost.device import fingerprint
@@ -55,6 +56,32 @@ def test_another_output_fails_a_profile_that_promises_the_target_s(
     monkeypatch.setattr(check_module.Runner, "decode", wrong)
     found = check("lossless.json")
     assert found.exit_code == 1 and found.verdict == "failed: the output is not that of plain decoding"
+
+
+def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half the answers of bfloat16 part somewhere; another token at a clear margin fails as ever."""
+    prompts = [{"prompt": f"Go on with number {n}.", "split": "evaluate", "max_new_tokens": 60} for n in range(6)]
+    write_workload(world, prompts)
+    load_model = models.load_model
+    monkeypatch.setattr(models, "load_model", lambda name, **options: load_model(name, **options).bfloat16())
+    found = run_check(Path("lossless.json"), "workload.jsonl", None, 6, 0, "cpu", Console())
+    assert found.identical_outputs < 6 == found.num_prompts, "nothing differs: the test proves nothing"
+    assert len(found.divergences) == 6 - found.identical_outputs
+    assert all(": a near tie" in divergence and "margin" in divergence for divergence in found.divergences)
+    assert (found.verdict, found.exit_code) == ("passed", 0)
+    assert "output differs at token" in capsys.readouterr().err
+
+    decode = Runner.decode
+
+    def wrong(self: Runner, arm: Any, inputs: Any, prompt: Any) -> Any:
+        tokens, stats = decode(self, arm, inputs, prompt)
+        return (tokens if arm.configuration is None else [*tokens[:3], 5, *tokens[4:]]), stats
+
+    monkeypatch.setattr(check_module.Runner, "decode", wrong)
+    found = run_check(Path("lossless.json"), "workload.jsonl", None, 6, 0, "cpu", Console())
+    assert found.exit_code == 1 and any(": not a tie" in divergence for divergence in found.divergences)
 
 
 def test_a_lossy_profile_promises_no_output(world: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
         "trees",
         "workload",
     },
-    "check": {"console", "decoding_profile", "errors", "files", "provenance", "search", "workload"},
+    "check": {"console", "decoding_profile", "errors", "files", "provenance", "runtime", "search", "workload"},
     "cli": {
         "acceptance.trace",
         "bench",

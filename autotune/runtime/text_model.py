@@ -59,9 +59,9 @@ class TextModel:
     max_context: int
     """Tokens that a sequence may have."""
     is_alone: bool
-    """Whether the model is nothing else. The head of a VLM's class neither scales nor caps, whatever its text config
-    says.
-    """
+    """Whether the model is nothing else."""
+    logit_scale: float
+    logit_cap: float | None
     device: torch.device
     """Where embeddings are looked up, so where inputs go."""
 
@@ -80,14 +80,10 @@ class TextModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped as the config says."""
         logits = self.head(hidden)
-        if not self.is_alone:
-            return logits  # type: ignore[no-any-return]
-        if scale := getattr(self.config, "logit_scale", None):  # Cohere
-            logits = logits * scale
-        if divisor := getattr(self.config, "logits_scaling", None):  # Granite
-            logits = logits / divisor
-        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
-            logits = torch.tanh(logits / cap) * cap
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_cap is not None:
+            logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
         return logits  # type: ignore[no-any-return]
 
 
@@ -98,7 +94,8 @@ def text_model_of(model: Any) -> TextModel:
         UserError: a VLM that is not known, or a text model with layers or kernels that trees cannot pass through.
     """
     config = model.config.get_text_config()
-    if config is not model.config and model.config.model_type not in KNOWN_VISION_TYPES:
+    is_alone = config is model.config
+    if not is_alone and model.config.model_type not in KNOWN_VISION_TYPES:
         raise UserError(
             f"models of type {model.config.model_type!r} cannot be decoded with trees yet; known: "
             f"{', '.join(KNOWN_VISION_TYPES)}; text alone: {', '.join(KNOWN_TEXT_TYPES[:5])}; use one of these"
@@ -121,7 +118,10 @@ def text_model_of(model: Any) -> TextModel:
         layer_types=layer_types,
         windows={kind: _window(config, kind) for kind in sorted(set(layer_types))},
         max_context=_max_context(config),
-        is_alone=config is model.config,
+        is_alone=is_alone,
+        # The head of a VLM's class neither scales nor caps, whatever its text config says.
+        logit_scale=_logit_scale(config) if is_alone else 1.0,
+        logit_cap=getattr(config, "final_logit_softcapping", None) if is_alone else None,  # Gemma
         device=device_of(module.get_input_embeddings()),
     )
 
@@ -158,6 +158,11 @@ def _layer_types(config: Any) -> tuple[str, ...]:
 def _window(config: Any, kind: str) -> int | None:
     name = _WINDOW_OF_LAYER_TYPE[kind]
     return None if name is None else int(getattr(config, name))
+
+
+def _logit_scale(config: Any) -> float:
+    """Cohere's multiplies, Granite's divides."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def _max_context(config: Any) -> int:
