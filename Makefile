@@ -13,10 +13,10 @@ check: .venv/installed  ## lint, types and the fast tests
 	$(BIN)/ruff check autotune tests benchmarks
 	$(BIN)/ruff format --check autotune tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n auto -m "not slow and not gpu"
 
 test: check  ## everything that needs no accelerator
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -n auto -m "slow and not gpu"
 
 clean:
 	rm -rf .venv .autotune profile.json

@@ -194,7 +194,8 @@ def load(
     import warnings
 
     from autotune.cost.device import choose_device, fingerprint
-    from autotune.models import load_model, load_processor, reference
+    from autotune.drafters.independent import IndependentDraft
+    from autotune.models import load_model, load_processor, load_tokenizer, reference
     from autotune.runtime.decoder import Decoder
 
     source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
@@ -222,6 +223,8 @@ def load(
     draft_model = None
     if point.draft is not None:
         draft_model = checked(ModelReference(id=point.draft.id, sha256=point.draft.sha256), draft)
+        if draft is None:
+            draft_model = IndependentDraft(draft_model, tokenizer=load_tokenizer(point.draft.id))
     keep = 1.0 if point.draft is None else point.draft.subnet.visual_keep
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():

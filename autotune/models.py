@@ -81,6 +81,15 @@ def load_model(name: str, *, device: str = "cpu") -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
+def load_tokenizer(name: str) -> Any | None:
+    """The tokenizer beside a model; None where a draft comes without one of its own."""
+    try:
+        processor = load_processor(name)
+    except UserError:
+        return None
+    return getattr(processor, "tokenizer", processor)
+
+
 def load_processor(name: str) -> Any:
     """The processor of a VLM, or the tokenizer of a text model."""
     from transformers import AutoProcessor

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "acceptance.recorder": {"acceptance.trace", "drafters", "files", "provenance", "runtime", "trees", "workload"},
     "cost.profiler": {"cost.device", "cost.table", "drafters", "errors", "provenance", "runtime", "trees", "workload"},
     # ``load`` makes a decoder of a profile: inside the function, so that searching over documents loads no torch.
-    "decoding_profile": {"cost.device", "errors", "files", "models", "provenance", "runtime", "trees"},
+    "decoding_profile": {"cost.device", "drafters", "errors", "files", "models", "provenance", "runtime", "trees"},
     "runtime.service": {"decoding_profile", "runtime", "workload"},
     "training": {"console", "digits", "errors", "files", "workload"},
     "search.space": {"errors", "files", "trees"},
@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         "trees",
     },
     "search.sequoia": {"acceptance.trace", "trees"},
-    "search.pair": {"cost.device", "cost.roofline", "drafters", "errors", "files", "models", "provenance", "runtime"},
+    "search.pair": {"cost.device", "cost.roofline", "drafters", "files", "models", "provenance", "runtime"},
     "search.documents": {
         "acceptance.recorder",
         "acceptance.trace",

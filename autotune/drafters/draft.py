@@ -60,13 +60,20 @@ class Draft(Protocol):
         """End the round: the accepted nodes and the target's own token after them are committed."""
 
 
-def check_vocabulary(target: Target, vocab_size: int) -> None:
-    """Refuse a draft of another vocabulary.
+def check_vocabulary(target: Target, vocab_size: int, tokenizer: Any = None) -> None:
+    """Refuse a draft of another vocabulary. Models pad theirs to different sizes, and those that see add tokens to it:
+    where both tokenizers are known, one may have tokens more than the other.
 
     Raises:
-        UserError: the sizes differ.
+        UserError: a token that means something else to the other, or other sizes of models of which no more is known.
     """
-    if vocab_size != target.vocab_size:
+    if tokenizer is not None and target.tokenizer is not None:
+        smaller, larger = sorted((tokenizer.get_vocab(), target.tokenizer.get_vocab()), key=len)
+        if not smaller.items() <= larger.items():
+            raise UserError(
+                "target and draft must share one vocabulary; their tokenizers differ; use a draft made for this target"
+            )
+    elif vocab_size != target.vocab_size:
         raise UserError(
             f"target and draft must share one vocabulary; the target has {target.vocab_size} tokens, the draft {vocab_size}; "
             "use a draft made for this target"

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.drafters.draft import Proposals, check_vocabulary
+from autotune.runtime.masks import Block
 from autotune.runtime.prompt import Prompt, placeholders_of, rows_of
+from autotune.runtime.self_check import check_tree_decoding
 from autotune.runtime.text_runner import TextRunner, causal_block
 from autotune.trees.buckets import round_up
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
@@ -32,20 +35,26 @@ class IndependentDraft(TextRunner):
 
     It looks at images if it is of the target's family, for whose processor the pixels were made. Any other draft,
     text-only or not, reads the prompt without the tokens that stand for images.
+
+    Raises:
+        UserError: a model that trees cannot decode: see ``text_model_of`` and ``check_tree_decoding``.
     """
 
     kind = "independent"
 
-    def __init__(self, model: Any, *, visual_keep: float = 1.0) -> None:
+    def __init__(self, model: Any, *, visual_keep: float = 1.0, tokenizer: Any = None) -> None:
         super().__init__(model)
+        self.tokenizer = tokenizer
         self.visual_keep = visual_keep
         self.sees = True
         """Whether it is of the target's family; a text model's draft sees what there is, nothing."""
         self._placeholders = placeholders_of(model.config)
+        self._num_common = self.vocab_size  # tokens that the target has as well
         self._pending: list[int] = []
         self.buckets: tuple[int, ...] = ()
         """Sizes that forwards are rounded up to; none: every size as it is."""
         self._num_evaluated = 0
+        check_tree_decoding(self)
 
     def attach(self, target: Target) -> None:
         """Learn whether pixels made for this target fit.
@@ -53,7 +62,8 @@ class IndependentDraft(TextRunner):
         Raises:
             UserError: a draft of another vocabulary.
         """
-        check_vocabulary(target, self.vocab_size)
+        check_vocabulary(target, self.vocab_size, self.tokenizer)
+        self._num_common = min(self.vocab_size, target.vocab_size)
         ours, theirs = self.model.config, target.model.config
         self._placeholders = placeholders_of(theirs)
         self.sees = ours.model_type == theirs.model_type and placeholders_of(ours) == self._placeholders
@@ -112,6 +122,11 @@ class IndependentDraft(TextRunner):
     def num_pending(self) -> int:
         """Tokens that asking for the root's proposals will read."""
         return len(self._pending)
+
+    def forward(self, tokens: NDArray[np.int64], places: Ints, block: Block, *, num_uncommitted: int = 0) -> Tensor:
+        """Logits [n, vocabulary in common with the target]."""
+        tokens = np.where(tokens < self.vocab_size, tokens, 0)  # a token of the target's padding, if it ever says one
+        return super().forward(tokens, places, block, num_uncommitted=num_uncommitted)[:, : self._num_common]
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
         """The most probable children of the frontier's nodes, all of one level. The root's come first in every round."""

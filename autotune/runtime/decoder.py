@@ -116,7 +116,7 @@ class Decoder:
         fallback: what a round costs in plain steps; where it is given, requests in which rounds do not pay go on by
             plain steps.
         buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
-        processor: the target's processor, kept for the caller.
+        processor: the target's processor or tokenizer, kept for the caller; stop strings need it.
 
     Raises:
         UserError: vocabularies that differ, an unknown tree policy or hyperparameter, a share out of range.
@@ -139,6 +139,8 @@ class Decoder:
         self.draft: Draft | None = draft if draft is None or hasattr(draft, "propose") else IndependentDraft(draft)
         self.processor = processor
         self.profile = profile
+        if processor is not None:
+            self.target.tokenizer = getattr(processor, "tokenizer", processor)
         if self.draft is not None:
             self.draft.attach(self.target)
         self.buckets = check_buckets(buckets)

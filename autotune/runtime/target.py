@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autotune.runtime.attention import capture_visual_attention
 from autotune.runtime.prompt import Prompt
+from autotune.runtime.self_check import check_tree_decoding
 from autotune.runtime.text_runner import TextRunner
 
 
@@ -24,12 +25,19 @@ class Prefilled:
 
 
 class Target(TextRunner):
-    """A transformers model as the decoding loop uses it. Its weights, config and classes are untouched."""
+    """A transformers model as the decoding loop uses it. Its weights, config and classes are untouched.
+
+    Raises:
+        UserError: a model that trees cannot decode: see ``text_model_of`` and ``check_tree_decoding``.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.max_context = self.text.max_context
+        self.tokenizer: Any = None
+        """Where it is known: it tells padding of the vocabulary from tokens."""
         self.owner: object = None  # the request whose tokens the cache holds
+        check_tree_decoding(self)
 
     def prefill(self, prompt: Prompt, *, rank_visual_tokens: bool = False) -> Prefilled:
         """Run a prompt through all layers into the empty cache."""

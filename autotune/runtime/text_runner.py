@@ -14,7 +14,6 @@ from torch import Tensor
 from autotune.runtime.kv_cache import SlabCache
 from autotune.runtime.masks import Block, MaskBuffer
 from autotune.runtime.prompt import Encoded, Prompt, encode
-from autotune.runtime.self_check import check_tree_decoding
 from autotune.runtime.text_model import device_of, text_model_of
 from autotune.trees.tree import Ints
 
@@ -29,7 +28,7 @@ class TextRunner:
     the end of the prefix.
 
     Raises:
-        UserError: a model that trees cannot decode: see ``text_model_of`` and ``check_tree_decoding``.
+        UserError: a model that trees cannot decode: see ``text_model_of``.
     """
 
     def __init__(self, model: Any) -> None:
@@ -46,8 +45,6 @@ class TextRunner:
         self._shift = np.zeros(1, np.int64)  # of positions against places in the sequence, behind an image (M-RoPE)
         self._columns = np.zeros(0, np.int64)  # places of the uncommitted tokens
         self._allocate(DEFAULT_CAPACITY)
-        if not self.text.is_known:
-            check_tree_decoding(self)
 
     def _allocate(self, capacity: int) -> None:
         text = self.text

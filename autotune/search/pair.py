@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from autotune.cost.device import fingerprint
 from autotune.cost.roofline import ModelShape
 from autotune.drafters.independent import IndependentDraft
-from autotune.errors import UserError
 from autotune.files import content_key
-from autotune.models import load_model, load_processor, reference
+from autotune.models import load_model, load_processor, load_tokenizer, reference
 from autotune.provenance import version_of
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
@@ -26,11 +24,10 @@ class Pair:
         self.draft_reference = reference(draft)
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
-        self.draft = IndependentDraft(load_model(draft, device=device))
+        self.draft = IndependentDraft(load_model(draft, device=device), tokenizer=load_tokenizer(draft))
         self.decoder = Decoder(
-            self.target, self.draft, buckets=buckets
+            self.target, self.draft, buckets=buckets, processor=self.processor
         )  # checks that their vocabularies are of one size
-        check_tokenizers(target, self.processor, draft)
         self.device = fingerprint(device)
 
     @property
@@ -42,24 +39,6 @@ class Pair:
         ]
         sizes = [list(self.decoder.buckets)] if self.decoder.buckets else []
         return content_key([*models, self.device.key, version_of("torch"), version_of("transformers"), *sizes])
-
-
-def check_tokenizers(target: str, target_processor: Any, draft: str) -> None:
-    """Refuse a draft whose tokens mean something else.
-
-    Raises:
-        UserError: both have tokenizers, and these disagree.
-    """
-    try:
-        draft_processor = load_processor(draft)
-    except UserError:
-        return  # a draft may come without a tokenizer of its own
-    vocabularies = [getattr(p, "tokenizer", p).get_vocab() for p in (target_processor, draft_processor)]
-    if vocabularies[0] != vocabularies[1]:
-        raise UserError(
-            f"target and draft must share one vocabulary; the tokenizers of {target} and {draft} differ; "
-            "use a draft made for this target"
-        )
 
 
 def shape_of(runner: TextRunner) -> ModelShape:

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
@@ -628,6 +629,45 @@ def test_vocabularies_that_differ(pair: Pair) -> None:
         "the target has 300 tokens, the draft 299",
         "use a draft made for this target",
     )
+
+
+class WordLevel:
+    """All that is asked of a tokenizer: its tokens."""
+
+    def __init__(self, size: int, name: str = "") -> None:
+        self.size = size
+        self.name = name
+
+    def __len__(self) -> int:
+        return self.size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"{self.name}{token}": token for token in range(self.size)}
+
+
+@pytest.mark.parametrize("draft_size", [300, 333])
+def test_vocabularies_that_are_padded_to_different_sizes(draft_size: int) -> None:
+    """As those of the large and the small Qwen2.5; and LLaVA has tokens more than the Llama inside. Neither model is
+    asked for what only the other has, even if one says it.
+    """
+    torch.manual_seed(0)
+    target, draft = new_llama(2, vocabulary_size=316), new_llama(1, vocabulary_size=draft_size)
+    for model in (target, draft):
+        sharpen(model, model.model.layers, 2)
+        model.get_output_embeddings().weight.data[300:] *= 3.0  # padding that is said all the time
+    tokenizer = WordLevel(300)
+    inputs = {"input_ids": torch.arange(30, 50)[None]}
+    expected = Decoder(target).generate(**inputs, max_new_tokens=NEW_TOKENS).sequences
+    assert (expected >= 300).any()
+    decoder = Decoder(
+        target, IndependentDraft(draft, tokenizer=WordLevel(298)), tree=TREES["sage"], processor=tokenizer
+    )
+    assert torch.equal(decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).sequences, expected)
+    for other in (draft, IndependentDraft(draft)):
+        with pytest.raises(UserError, match="must share one vocabulary; the target has 316 tokens"):
+            Decoder(target, other, processor=tokenizer)
+    with pytest.raises(UserError, match="must share one vocabulary; their tokenizers differ"):
+        Decoder(target, IndependentDraft(draft, tokenizer=WordLevel(300, "other ")), processor=tokenizer)
 
 
 def test_image_tokens_without_an_image(decoder: Decoder, prompts: dict[str, Inputs]) -> None:

@@ -251,6 +251,17 @@ class TestEveryFamily:
             out = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
             assert torch.equal(out.sequences, greedy(member.target, inputs))
 
+    def test_a_draft_of_another_family_that_sees(self, member: Member, llava_draft: Any) -> None:
+        """Pixels made for the target mean nothing to its tower: it is as blind as one that reads text alone."""
+        rng = np.random.default_rng(14)
+        inputs = member.inputs(rng, member.sights[-1])
+        draft = IndependentDraft(llava_draft)
+        out = Decoder(member.target, draft, tree=TREES[2]).generate(**inputs, max_new_tokens=NEW_TOKENS)
+        assert torch.equal(out.sequences, greedy(member.target, inputs))
+        assert draft.sees == (
+            member.target.config.model_type == "llava" and "<image>" in member.family.placeholders.values()
+        )
+
     def test_a_draft_that_sees_less_has_a_smaller_cache(self, member: Member) -> None:
         rng = np.random.default_rng(10)
         for sight in member.family.sees:
@@ -324,6 +335,13 @@ class TestEveryFamily:
 def text_draft(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("text_draft")
     save(FAMILIES["llama"], folder)
+    return load(folder / "draft")
+
+
+@pytest.fixture(scope="module")
+def llava_draft(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("llava_draft")
+    save(FAMILIES["llava"], folder)
     return load(folder / "draft")
 
 
