@@ -23,6 +23,11 @@ from autotune.runtime.vision import timed_vision
 
 # By what the text tokens of a prompt stand for: the pixels' name among the inputs, and the placeholder's in the config.
 _MODALITIES = {"image": ("pixel_values", "image_token_id"), "video": ("pixel_values_videos", "video_token_id")}
+# What some processors make beside pixels: their models fail without it, each in its own way.
+_BESIDE_PIXELS = {
+    "pixel_values": ("image_sizes", "image_grid_thw", "batch_num_images"),
+    "pixel_values_videos": ("video_grid_thw",),
+}
 # Without them, models that take them silently place or mask visual tokens as text.
 _KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 # What the prefill decides by itself.
@@ -222,6 +227,16 @@ def _text_inputs(model: Any, text: TextModel, inputs: dict[str, Any]) -> dict[st
             f"the prompt's image or video tokens do not fit its pixels ({str(error).strip().splitlines()[0]}); "
             "let the processor make both from one text"
         ) from None
+    except (TypeError, AttributeError, RuntimeError) as error:
+        taken = inspect.signature(model.forward).parameters
+        wanted = [name for pixels, names in _BESIDE_PIXELS.items() if pixels in inputs for name in names]
+        missing = [name for name in wanted if name in taken and name not in inputs]
+        if not missing:
+            raise
+        raise UserError(
+            f"the prompt's pixels cannot be read without {' or '.join(missing)} ({type(error).__name__}); "
+            "pass everything that the processor made"
+        ) from error
     finally:
         hook.remove()
     raise AssertionError("the model's forward did not call its text model")

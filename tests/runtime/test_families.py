@@ -287,6 +287,12 @@ class TestEveryFamily:
             with pytest.raises(UserError, match=f"{pixels} came without {sight} tokens"):
                 decoder.generate(**{**inputs, "input_ids": text["input_ids"], "attention_mask": text["attention_mask"]})
 
+            if {"image_sizes", "image_grid_thw"} & set(inputs) and member.family.name != "llava_pixtral":
+                with pytest.raises(UserError, match=r"pixels cannot be read without (image_sizes|image_grid_thw)"):
+                    decoder.generate(**{k: v for k, v in inputs.items() if not k.startswith("image_")})
+            fewer = {name: without_a_visual_token(member, inputs, sight, value) for name, value in inputs.items()}
+            with pytest.raises(UserError, match=r"tokens do not fit its pixels"):
+                decoder.generate(**fewer)
             kinds = {"mm_token_type_ids", "token_type_ids"} & set(inputs)
             for name in kinds:  # their absence would go unnoticed
                 with pytest.raises(UserError, match=f"{sight} tokens needs {name}, by which .* tells them from text"):
@@ -343,6 +349,15 @@ def llava_draft(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("llava_draft")
     save(FAMILIES["llava"], folder)
     return load(folder / "draft")
+
+
+def without_a_visual_token(member: Member, inputs: Inputs, sight: str, value: Tensor) -> Tensor:
+    """One of the inputs, without the prompt's first visual token if it speaks of every token."""
+    if value.shape != inputs["input_ids"].shape:
+        return value
+    token = getattr(member.target.config, f"{sight}_token_id")
+    at = int((inputs["input_ids"][0] == token).nonzero()[0])
+    return torch.cat([value[:, :at], value[:, at + 1 :]], 1)
 
 
 def forward_of_all(model: Any, inputs: Inputs, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:
