@@ -20,8 +20,9 @@ from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, Point, 
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.provenance import ModelReference, stamp
-from autotune.runtime.decoder import Decoder, _Request
+from autotune.runtime.decoder import Decoder
 from autotune.runtime.prompt import Prompt
+from autotune.runtime.request import Request
 from autotune.runtime.target import Target
 from autotune.runtime.token_rule import TokenRule
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
@@ -156,10 +157,10 @@ class _Bench:
             for _ in range(WARM_UPS):
                 self.sweep({}, {}, {}, {})
 
-    def _request(self) -> _Request:
+    def _request(self) -> Request:
         """Of nobody: the caches hold no prompt."""
         tokens = torch.zeros(1, dtype=torch.long)
-        return _Request(self.rule, Prompt(tokens, tokens.bool()), tokens[None], 1, frozenset())
+        return Request(self.rule, Prompt(tokens, tokens.bool()), tokens[None], 1, frozenset())
 
     def _points(self) -> Iterator[tuple[int, int]]:
         """All sizes of a sweep in random order, the held-out ones among them."""

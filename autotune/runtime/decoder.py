@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +19,15 @@ from autotune.runtime.hf_call import (
     MADE_BY_GENERATE,
     check_call,
     check_names,
+    generation_settings,
     hf_call,
     processors_of_row,
 )
 from autotune.runtime.prompt import Prompt
-from autotune.runtime.stats import DecodingOutput, DecodingStats, now_ms
+from autotune.runtime.request import Call, Request
+from autotune.runtime.stats import DecodingOutput, now_ms
 from autotune.runtime.target import Target
-from autotune.runtime.token_rule import TokenRule, check_sampling
+from autotune.runtime.token_rule import TokenRule
 from autotune.trees.buckets import check_buckets, round_up
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.health import NEAR_IMAGE_TOKENS
@@ -42,64 +43,6 @@ from autotune.trees.verification import (
 
 if TYPE_CHECKING:
     from autotune.decoding_profile import DecodingProfile
-
-DEFAULT_MAX_NEW_TOKENS = 256
-
-
-@dataclass
-class _Call:
-    """A call of ``generate`` as Hugging Face prepared it: a batch of prompts and what holds for all of them."""
-
-    inputs: dict[str, Any]
-    max_new_tokens: int
-    """Beyond the length of the padded prompts."""
-    eos_token_ids: frozenset[int]
-    pad_token_id: int
-    do_sample: bool
-    seed: int
-    """Row r is decoded with ``seed + r``, so that equal prompts give different samples."""
-    processors: Sequence[Any] = ()
-    stops: Sequence[Any] = ()
-    returns_dict: bool = False
-    draft_prompts: Sequence[Any] | None = None
-    """As the draft reads them, made when the first of them is needed."""
-
-
-@dataclass
-class _Request:
-    """One row on its way: what stops it, and where its figures go."""
-
-    rule: TokenRule
-    prompt: Prompt
-    prefix: Tensor
-    """The row as it was given, padding included, [1, tokens]: what logits processors read and what is returned."""
-    max_new_tokens: int
-    eos_token_ids: frozenset[int]
-    stops: Sequence[Any] = ()
-    row: int = 0
-    stats: DecodingStats = field(default_factory=DecodingStats)
-    tokens: list[int] = field(default_factory=list)
-    near_image_until: int = 0
-    """The first position that is no longer near the prompt's last image."""
-    is_finished: bool = False
-
-    def emit(self, tokens: list[int]) -> list[int]:
-        """Take up to the first end of sequence, and no more than asked for; returns what was taken."""
-        taken: list[int] = []
-        for token in tokens:
-            taken.append(token)
-            self.tokens.append(token)
-            if (
-                token in self.eos_token_ids
-                or len(self.tokens) >= self.max_new_tokens
-                or any(bool(stop(self.sequence(), None).all()) for stop in self.stops)
-            ):
-                self.is_finished = True
-                break
-        return taken
-
-    def sequence(self) -> Tensor:
-        return torch.cat([self.prefix, torch.tensor([self.tokens], dtype=torch.long, device=self.prefix.device)], dim=1)
 
 
 class Decoder:
@@ -292,7 +235,7 @@ class Decoder:
         pad = generation_config.pad_token_id
         if generation_config.do_sample and seed is None:
             seed = int(torch.randint(2**31, ()).item())
-        call = _Call(
+        call = Call(
             inputs=inputs,
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
             eos_token_ids=frozenset(int(token) for token in eos_ids),
@@ -324,7 +267,7 @@ class Decoder:
         top_k: int | None,
         top_p: float | None,
         seed: int,
-    ) -> _Call:
+    ) -> Call:
         """Let Hugging Face's generate prepare a call, so that all of its settings mean here what they mean there."""
         model = self.target.model
         check_names(model, inputs)
@@ -334,23 +277,10 @@ class Decoder:
                 + (", ".join(inputs) or "nothing")
             )
         config = inputs.get("generation_config") or model.generation_config
-        if max_new_tokens is None and not {"max_length", "generation_config"} & set(inputs):
-            max_new_tokens = None if config.max_new_tokens or config.max_length else DEFAULT_MAX_NEW_TOKENS
-        if max_new_tokens is not None:
-            if max_new_tokens < 1:
-                raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}; ask for a token")
-            inputs["max_new_tokens"] = max_new_tokens
-        if temperature is not None:
-            check_sampling(temperature, top_k or 0, 1.0 if top_p is None else top_p)
-            inputs["do_sample"] = temperature > 0
-            if temperature > 0:
-                inputs |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
-        elif top_k is not None or top_p is not None:
-            check_sampling(1.0, top_k or 0, 1.0 if top_p is None else top_p)
-            inputs |= {name: value for name, value in (("top_k", top_k), ("top_p", top_p)) if value is not None}
+        inputs |= generation_settings(config, inputs, max_new_tokens, temperature, top_k, top_p)
         return hf_call(model, self, self.processor, inputs, seed)
 
-    def _requests(self, call: _Call) -> list[_Request]:
+    def _requests(self, call: Call) -> list[Request]:
         """The rows of a call, encoded by embedding and vision tower."""
         started = self._clock()
         with torch.inference_mode():
@@ -365,7 +295,7 @@ class Decoder:
             requests.append(request)
         return requests
 
-    def _request(self, call: _Call, prompt: Prompt, row: int) -> _Request:
+    def _request(self, call: Call, prompt: Prompt, row: int) -> Request:
         if call.max_new_tokens < 1:
             raise UserError(
                 f"max_length leaves no room for a token behind {len(prompt)}; raise it, or give max_new_tokens"
@@ -386,7 +316,7 @@ class Decoder:
                 f"{self.verification.kind} verification knows no logits processors; drop them, or verify losslessly"
             )
         images = prompt.is_visual.nonzero()
-        return _Request(
+        return Request(
             rule=rule,
             prompt=prompt,
             prefix=call.inputs["input_ids"][row : row + 1].to(self.target.device),
@@ -397,7 +327,7 @@ class Decoder:
             near_image_until=int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0,
         )
 
-    def _run(self, call: _Call, streamer: Any) -> DecodingOutput:
+    def _run(self, call: Call, streamer: Any) -> DecodingOutput:
         requests = self._requests(call)
         if streamer is not None and len(requests) > 1:
             raise UserError(f"a streamer reads one prompt; input_ids has {len(requests)} rows; stream them one by one")
@@ -416,7 +346,7 @@ class Decoder:
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
-    def _decode(self, request: _Request, call: _Call) -> Iterator[list[int]]:
+    def _decode(self, request: Request, call: Call) -> Iterator[list[int]]:
         """Yields the tokens of each round as they are verified; the first list is the prefill's token.
 
         Inference mode is left at every yield, and what the caller does there is not decoding time.
@@ -465,7 +395,7 @@ class Decoder:
         if draft is not None and stats.rounds > 0:
             self.fallback.end_request()
 
-    def _plain_step(self, root: int, draft: Draft | None, request: _Request) -> list[int]:
+    def _plain_step(self, root: int, draft: Draft | None, request: Request) -> list[int]:
         """One AR step: the baseline, and the fallback, through the same adapter, cache and token rule."""
         started = self._clock()
         logits = self.target.step(root)
@@ -481,7 +411,7 @@ class Decoder:
             self.fallback.rest()
         return [token]
 
-    def _round(self, root: int, draft: Draft, request: _Request) -> list[int]:
+    def _round(self, root: int, draft: Draft, request: Request) -> list[int]:
         """One round: returns the accepted draft tokens and the target's own token after them."""
         num_levels = self._grow_tree(root, draft, request)
         path, next_token = self._verify(request)
@@ -494,7 +424,7 @@ class Decoder:
         self._grower.learn(len(path))
         return tokens
 
-    def _grow_tree(self, root: int, draft: Draft, request: _Request) -> int:
+    def _grow_tree(self, root: int, draft: Draft, request: Request) -> int:
         """Draft: alternate between the draft's proposals and the policy's choice, level by level; returns how many."""
         grower, num_levels = self._grower, 0
         grower.plant(root)
@@ -508,7 +438,7 @@ class Decoder:
         request.stats.draft_forwards += num_levels
         return num_levels
 
-    def _verify(self, request: _Request) -> tuple[NDArray[np.int64], int]:
+    def _verify(self, request: Request) -> tuple[NDArray[np.int64], int]:
         """One target forward over root and tree: the accepted nodes, and the token that the target emits after the
         last of them.
         """
@@ -538,7 +468,7 @@ class Decoder:
         request.stats.verify_ms += self._clock() - started
         return path, token
 
-    def _accept_visiting(self, logits: Tensor, request: _Request) -> tuple[NDArray[np.int64], int]:
+    def _accept_visiting(self, logits: Tensor, request: Request) -> tuple[NDArray[np.int64], int]:
         """The lossless walk where logits processors read the prefix: tokens are decided on the visited nodes only."""
         prefix, node = request.sequence(), ROOT
         path: list[int] = []

@@ -12,6 +12,9 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from autotune.errors import UserError, nearest
+from autotune.runtime.token_rule import PREFIX_FREE, check_sampling
+
+DEFAULT_MAX_NEW_TOKENS = 256
 
 # Prepared for its own loop; the decoding loop makes its own.
 MADE_BY_GENERATE = ("past_key_values", "use_cache", "logits_to_keep", "position_ids", "cache_position")
@@ -20,12 +23,11 @@ COUNTED_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
 # Those that look at every row for itself, so that rows may be shown to them one by one.
 _ROWWISE_STOPS = (*COUNTED_STOPS, "StopStringCriteria", "MaxTimeCriteria")
 _ROWWISE_PROCESSORS = {
-    *("EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
-    *("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+    *PREFIX_FREE,
     *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
     *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor"),
     *("NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
-    *("SuppressTokensLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
+    "SuppressTokensAtBeginLogitsProcessor",
 }
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _ARGUMENTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
@@ -37,11 +39,47 @@ def check_names(model: Any, given: Iterable[str]) -> None:
     Raises:
         UserError: a name that is neither.
     """
-    settings = [name for name in GenerationConfig().to_dict() if name != "transformers_version"]
-    known = [*inspect.signature(model.forward).parameters, *settings, *_ARGUMENTS]
+    known = _known_names(model.__class__)
     for name in given:
         if name not in known:
             raise UserError(f"generate takes no {name!r}; {nearest(name, [*known, 'seed', 'streamer'])}")
+
+
+@functools.cache
+def _known_names(model_class: Any) -> tuple[str, ...]:
+    settings = [name for name in GenerationConfig().to_dict() if name != "transformers_version"]
+    inputs = [name for name in inspect.signature(model_class.forward).parameters if name != "self"]
+    return (*inputs, *settings, *_ARGUMENTS)
+
+
+def generation_settings(
+    config: Any,
+    given: dict[str, Any],
+    max_new_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+) -> dict[str, Any]:
+    """What our own arguments mean in generate's words; ``given`` is what else was passed. None says nothing.
+
+    Raises:
+        UserError: settings out of range.
+    """
+    settings: dict[str, Any] = {}
+    if max_new_tokens is None and not {"max_length", "generation_config"} & set(given):
+        max_new_tokens = None if config.max_new_tokens or config.max_length else DEFAULT_MAX_NEW_TOKENS
+    if max_new_tokens is not None:
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}; ask for a token")
+        settings["max_new_tokens"] = max_new_tokens
+    check_sampling(1.0 if temperature is None else temperature, top_k or 0, 1.0 if top_p is None else top_p)
+    if temperature is not None:
+        settings["do_sample"] = temperature > 0
+    if temperature is not None and temperature > 0:  # from the whole distribution but for what the call says
+        settings |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
+    elif temperature is None:
+        settings |= {name: value for name, value in (("top_k", top_k), ("top_p", top_p)) if value is not None}
+    return settings
 
 
 def hf_call(model: Any, method: Callable[..., Any], processor: Any, inputs: dict[str, Any], seed: int) -> Any:

@@ -7,7 +7,6 @@ It is taken from the model's own forward, so that every family merges images and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,7 +215,7 @@ def _text_inputs(model: Any, text: TextModel, inputs: dict[str, Any]) -> dict[st
 
     # An empty cache tells the model that the prompt is a prompt: without one, positions that restart are taken for
     # several sequences in a row.
-    cache = SlabCache(_windows(text), [text.device] * len(text.layers), 0)
+    cache = SlabCache(text.layer_windows, [text.device] * len(text.layers), 0)
     hook = text.module.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -240,10 +239,6 @@ def _text_inputs(model: Any, text: TextModel, inputs: dict[str, Any]) -> dict[st
     finally:
         hook.remove()
     raise AssertionError("the model's forward did not call its text model")
-
-
-def _windows(text: TextModel) -> Sequence[int | None]:
-    return [text.windows[kind] for kind in text.layer_types]
 
 
 def _check_sight(model: Any, inputs: dict[str, Any]) -> None:

@@ -66,6 +66,11 @@ class TextModel:
     """Where embeddings are looked up, so where inputs go."""
 
     @property
+    def layer_windows(self) -> list[int | None]:
+        """Of each layer."""
+        return [self.windows[kind] for kind in self.layer_types]
+
+    @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 

@@ -48,8 +48,7 @@ class TextRunner:
 
     def _allocate(self, capacity: int) -> None:
         text = self.text
-        windows = [text.windows[kind] for kind in text.layer_types]
-        self.cache = SlabCache(windows, [device_of(layer) for layer in text.layers], capacity)
+        self.cache = SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity)
         self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
         self._columns = np.zeros(capacity, np.int64)
 

@@ -17,35 +17,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
 
 _MASK64 = (1 << 64) - 1
 # Hugging Face's processors that do not look at the tokens before.
-_PREFIX_FREE = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+PREFIX_FREE = frozenset(
+    {
+        *("EpsilonLogitsWarper", "EtaLogitsWarper", "MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"),
+        *("TopPLogitsWarper", "TypicalLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
+        "SuppressTokensLogitsProcessor",
+    }
 )
 
 
@@ -90,7 +73,7 @@ class TokenRule:
         self.temperature = temperature
         self.seed = seed
         # Where all processors look at the logits alone, all tokens of a round are decided at once.
-        is_free = all(type(processor) in _PREFIX_FREE for processor in processors)
+        is_free = all(type(processor).__name__ in PREFIX_FREE for processor in processors)
         self.processors = [] if is_free else list(processors)
         self.warpers = LogitsProcessorList(processors if is_free else ())
         if temperature > 0.0 and top_k > 0:

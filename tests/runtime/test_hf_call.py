@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from autotune.errors import UserError
-from autotune.runtime.decoder import DEFAULT_MAX_NEW_TOKENS, Decoder
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.hf_call import DEFAULT_MAX_NEW_TOKENS
 from autotune.runtime.token_rule import TokenRule
 from tests.conftest import Inputs, Pair
 from tests.runtime.test_decoder import TREES
