@@ -88,14 +88,15 @@ def hf_call(model: Any, method: Callable[..., Any], processor: Any, inputs: dict
     Raises:
         UserError: what generate itself refuses; stop strings without a tokenizer.
     """
-    if stop_strings := inputs.pop("stop_strings", None) or model.generation_config.stop_strings:
+    config = inputs.get("generation_config") or model.generation_config
+    if stop_strings := inputs.pop("stop_strings", None) or config.stop_strings:
         tokenizer = getattr(processor, "tokenizer", processor)
         if tokenizer is None:
             raise UserError("stop_strings need the tokenizer; load the decoder with processor=")
         # Generate would ask for the tokenizer, which it does not take beside a method of one's own.
         stops = [*(inputs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stop_strings)]
         inputs |= {"stopping_criteria": StoppingCriteriaList(stops), "stop_strings": None}
-    _check_cache(inputs.get("cache_implementation") or model.generation_config.cache_implementation)
+    _check_cache(inputs.get("cache_implementation") or config.cache_implementation)
     prepare = functools.partial(method, prepare_only=True)
     try:
         return model.generate(**inputs, custom_generate=prepare, seed=seed)

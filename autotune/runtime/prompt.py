@@ -84,11 +84,10 @@ class Prompt:
         they stood.
         """
         positions = self.positions if self.positions is not None else torch.arange(len(self), device=kept.device)[None]
-        return _cut(self, self.is_visual, kept, positions)
+        return _cut(self, kept, positions)
 
 
-def _cut(prompt: Prompt, is_deep: Tensor, kept: Tensor, positions: Tensor | None) -> Prompt:
-    """``is_deep`` [n] says for which tokens ``extra`` has features."""
+def _cut(prompt: Prompt, kept: Tensor, positions: Tensor | None) -> Prompt:
     embeddings, mask, extra = prompt.embeddings, prompt.mask, dict(prompt.extra)
     if isinstance(mask, dict):
         mask = {kind: _cut_mask(one, kept) for kind, one in mask.items()}
@@ -96,7 +95,7 @@ def _cut(prompt: Prompt, is_deep: Tensor, kept: Tensor, positions: Tensor | None
         mask = _cut_mask(mask, kept)
     if "visual_pos_masks" in extra:
         extra["visual_pos_masks"] = extra["visual_pos_masks"][:, kept]
-        among_visual = is_deep.cumsum(0)[kept][is_deep[kept]] - 1
+        among_visual = (prompt.is_visual.cumsum(0) - 1)[kept][prompt.is_visual[kept]]
         extra["deepstack_visual_embeds"] = [features[among_visual] for features in extra["deepstack_visual_embeds"]]
     return Prompt(
         tokens=prompt.tokens[kept],
@@ -146,17 +145,11 @@ def encode(model: Any, text: TextModel, inputs: dict[str, Any]) -> Encoded:
         inputs.pop("attention_mask", None)
     with timed_vision(model) as vision:
         reached = _text_inputs(model, text, inputs)
-    prompts, num_deep = [], 0
+    prompts = []
     for row in range(len(input_ids)):
-        prompt, is_deep = _row(reached, input_ids, is_visual, row)
-        num_deep_here = int(is_deep.sum())
-        if "deepstack_visual_embeds" in prompt.extra:
-            prompt.extra["deepstack_visual_embeds"] = [
-                features[num_deep : num_deep + num_deep_here] for features in prompt.extra["deepstack_visual_embeds"]
-            ]
-        num_deep += num_deep_here
+        prompt = _row(reached, input_ids, is_visual, row)
         if not bool(attended[row].all()):
-            prompt = _cut(prompt, is_deep, attended[row].nonzero()[:, 0], prompt.positions)
+            prompt = _cut(prompt, attended[row].nonzero()[:, 0], prompt.positions)
         prompts.append(prompt)
     return Encoded(prompts, vision.ms)
 
@@ -181,20 +174,20 @@ def rows_of(inputs: dict[str, Any]) -> list[Tensor]:
     return list(input_ids) if attended is None else [r[a.bool()] for r, a in zip(input_ids, attended, strict=True)]
 
 
-def _row(reached: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row: int) -> tuple[Prompt, Tensor]:
-    """One row with its padding; and for which of its tokens there are deepstack features."""
+def _row(reached: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row: int) -> Prompt:
+    """One row with its padding."""
     at = slice(row, row + 1)
     positions, mask = reached.get("position_ids"), reached.get("attention_mask")
     if isinstance(mask, dict):
         mask = {kind: one if one is None else one[at] for kind, one in mask.items()}
     elif mask is not None:  # [batch, tokens] says what is padding: cut away with it
         mask = mask[at] if mask.ndim == 4 else None
-    extra, is_deep = {}, torch.zeros_like(is_visual[row])
-    if reached.get("visual_pos_masks") is not None:
-        extra = {"visual_pos_masks": reached["visual_pos_masks"][at]}
-        extra["deepstack_visual_embeds"] = list(reached["deepstack_visual_embeds"])
-        is_deep = extra["visual_pos_masks"][0]
-    prompt = Prompt(
+    extra: dict[str, Any] = {}
+    if reached.get("visual_pos_masks") is not None:  # features of all rows' visual tokens, one row after the other
+        begin, number = int(is_visual[:row].sum()), int(is_visual[row].sum())
+        extra["visual_pos_masks"] = reached["visual_pos_masks"][at]
+        extra["deepstack_visual_embeds"] = [f[begin : begin + number] for f in reached["deepstack_visual_embeds"]]
+    return Prompt(
         tokens=input_ids[row],
         is_visual=is_visual[row],
         embeddings=reached["inputs_embeds"][at],
@@ -202,7 +195,6 @@ def _row(reached: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row: int
         mask=mask,
         extra=extra,
     )
-    return prompt, is_deep
 
 
 def _text_inputs(model: Any, text: TextModel, inputs: dict[str, Any]) -> dict[str, Any]:

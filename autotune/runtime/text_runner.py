@@ -43,14 +43,13 @@ class TextRunner:
         """Of the last forward or prefill, [n, hidden size] of each watched layer."""
         self._num_pruned = 0  # tokens of the prompt that were dropped before the first layer
         self._shift = np.zeros(1, np.int64)  # of positions against places in the sequence, behind an image (M-RoPE)
-        self._columns = np.zeros(0, np.int64)  # places of the uncommitted tokens
         self._allocate(DEFAULT_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
         text = self.text
         self.cache = SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity)
         self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
-        self._columns = np.zeros(capacity, np.int64)
+        self._columns = np.zeros(capacity, np.int64)  # places of the uncommitted tokens
 
     @property
     def length(self) -> int:

@@ -114,7 +114,7 @@ def test_how_long_an_answer_may_be(
         decoder.generate(**inputs)
 
 
-@pytest.mark.parametrize("where", ["call", "config"])
+@pytest.mark.parametrize("where", ["call", "config", "config of the call"])
 def test_stop_strings(
     pair: Pair,
     prompts: dict[str, Inputs],
@@ -138,6 +138,10 @@ def test_stop_strings(
     call = {**prompts["image"], "max_new_tokens": NEW_TOKENS}
     if where == "config":
         configured.stop_strings = [stop]
+    elif where == "config of the call":
+        del call["max_new_tokens"]
+        call["generation_config"] = copy.deepcopy(configured)
+        call["generation_config"].update(stop_strings=[stop], max_new_tokens=NEW_TOKENS)
     else:
         call["stop_strings"] = [stop]
     assert torch.equal(decoder.generate(**call).sequences, expected)
