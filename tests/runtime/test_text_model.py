@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ def test_every_known_type_is_tested() -> None:
         KNOWN_VISION_TYPES
     )
     assert {model.config.get_text_config().model_type for model in models} == set(KNOWN_TEXT_TYPES)
+
+
+def test_everything_that_image_encoders_take_reaches_the_decoder() -> None:
+    """What its signature does not name, ``generate`` encodes or drops before it calls."""
+    named = set(inspect.signature(Decoder.__call__).parameters)
+    for family in FAMILIES.values():
+        for sight in family.sees:
+            method = getattr(family.model(1).base_model, f"get_{sight}_features")
+            assert set(inspect.signature(method).parameters) - {"kwargs"} <= named, family.name
 
 
 # ----------------------------------------------------------------------------------------------------- unlisted families
