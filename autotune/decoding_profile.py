@@ -19,7 +19,7 @@ from autotune.trees.verification import LosslessVerification, Verification
 class Subnet(Document):
     """Which part of the draft decodes. Heads and injection layer are for drafts that have them."""
 
-    heads: float | None = None
+    heads: float | tuple[float, float, float] | None = None
     visual_keep: float = Field(default=1.0, gt=0, le=1)
     injection_layer: int | None = None
 
@@ -194,9 +194,10 @@ def load(
     import warnings
 
     from autotune.cost.device import choose_device, fingerprint
-    from autotune.drafters.independent import IndependentDraft
-    from autotune.models import load_model, load_processor, load_tokenizer, reference
+    from autotune.drafters.checkpoint import load_draft
+    from autotune.models import load_model, load_processor, reference
     from autotune.runtime.decoder import Decoder
+    from autotune.runtime.target import Target
 
     source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
     document = profile if isinstance(profile, DecodingProfile) else load_profile(Path(profile))
@@ -209,29 +210,30 @@ def load(
             raise UserError(f"{message}; run autotune search here, or load without strict=True")
         warnings.warn(f"{message}; output is the same, the speedup may differ", stacklevel=2)
 
-    def checked(reference_in_profile: ModelReference, given: Any) -> Any:
-        if given is not None:
-            return given
+    def checked(reference_in_profile: ModelReference) -> str:
         found = reference(reference_in_profile.id)
         if reference_in_profile.sha256 and found.sha256 and found.sha256 != reference_in_profile.sha256:
             raise UserError(
                 f"{source}: {reference_in_profile.id} has other weights than when the profile was made; run autotune search again"
             )
-        return load_model(reference_in_profile.id, device=place)
+        return reference_in_profile.id
 
-    target_model = checked(document.target, target)
-    draft_model = None
-    if point.draft is not None:
-        draft_model = checked(ModelReference(id=point.draft.id, sha256=point.draft.sha256), draft)
-        if draft is None:
-            draft_model = IndependentDraft(draft_model, tokenizer=load_tokenizer(point.draft.id))
+    runner = Target(load_model(checked(document.target), device=place) if target is None else target)
+    if draft is None and point.draft is not None:
+        subnet = point.draft.subnet
+        draft = load_draft(
+            checked(ModelReference(id=point.draft.id, sha256=point.draft.sha256)),
+            runner,
+            heads=subnet.heads,
+            injection_layer=subnet.injection_layer,
+        )
     keep = 1.0 if point.draft is None else point.draft.subnet.visual_keep
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
     return Decoder(
-        target_model,
-        draft_model,
+        runner,
+        draft if point.draft is not None else None,
         tree=point.tree,
         visual_keep=keep,
         verification=point.verification,

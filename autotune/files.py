@@ -24,6 +24,7 @@ SCHEMA_VERSIONS = {
     "check-result": 1,
     "study": 1,
     "recipe": 1,
+    "draft": 1,
     "search-space": 1,
     "device-limits": 1,
 }

@@ -16,18 +16,23 @@ from numba import njit
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+from torch import Tensor
 
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
-from autotune.drafters.independent import IndependentDraft, top_proposals
+from autotune.drafters.draft import top_proposals
+from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.independent import IndependentDraft
 from autotune.files import content_key, write_bytes
 from autotune.provenance import ModelReference, stamp
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
+from autotune.runtime.text_runner import causal_block
 from autotune.trees.tree import MAX_STEP, Floats, Ints
 from autotune.workload import Workload, WorkloadPrompt
 
 ROOTS_AT_ONCE = 24  # positions whose forests grow together, at most
 NODES_AT_ONCE = 800  # and about as many nodes: every one attends to a column for each of the others
+RecordedDraft = IndependentDraft | FeatureDraft
 Report = Callable[[int, int], None]
 """Called as report(done, of)."""
 
@@ -84,7 +89,7 @@ class Recorder:
 
     def trace(
         self,
-        draft: IndependentDraft,
+        draft: RecordedDraft,
         draft_reference: ModelReference,
         workload: Workload,
         *,
@@ -95,13 +100,13 @@ class Recorder:
         """What the draft, seeing ``visual_keep`` of the visual tokens, proposes along the target's answers."""
         draft.visual_keep = visual_keep
         parts = []
-        subnet = [draft_reference.sha256 or draft_reference.id, visual_keep, bounds.model_dump()]
+        subnet = [draft_reference.sha256 or draft_reference.id, visual_keep, *draft.reads, bounds.model_dump()]
         for number, (prompt, answer) in enumerate(zip(workload.prompts, self.answers(workload), strict=True)):
             path = self.folder / "forests" / content_key(subnet) / f"{self._answer_key(prompt)}.safetensors"
             part = _read_part(path)
             if part is None:
                 inputs = prompt.inputs(self.processor, draft.device)
-                part = record_forest(draft, inputs, answer, bounds)
+                part = record_forest(self.target, draft, inputs, answer, bounds)
                 _write_part(path, part)
             parts.append(part)
             if report is not None:
@@ -111,6 +116,7 @@ class Recorder:
             target=self.target_reference,
             draft=draft_reference,
             visual_keep=visual_keep,
+            injection_layer=draft.reads[0] if draft.reads else None,
             workload=workload.name,
             workload_sha256=workload.sha256,
             bounds=bounds,
@@ -146,17 +152,22 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 
 @torch.inference_mode()
 def record_forest(
-    draft: IndependentDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds
+    target: Target, draft: RecordedDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds
 ) -> RecordedPrompt:
-    """The forest along one answer."""
+    """The forest along one answer of the target, to which the draft is attached."""
     tokens = np.array(answer.tokens, np.int64)
     num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
     widest = bounds.width + bounds.beam + bounds.nucleus_width + 2  # the best path and the answer
     capacity = answer.prompt_length + len(tokens) + ROOTS_AT_ONCE * widest * (bounds.depth - 1) + MAX_STEP
     scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
-    (prompt,) = draft.prompts(inputs)
+    read = target.encode(inputs).prompts
+    target.watched = draft.reads
+    if draft.reads:
+        target.reserve(answer.prompt_length + len(tokens))
+        target.prefill(read[0])
+    (prompt,) = draft.prompts(inputs, read)
     draft.prefill(prompt, scores, capacity=capacity)
-    grower = _ForestGrower(draft, tokens, bounds)
+    grower = _ForestGrower(draft, tokens, bounds, _answer_hidden(target, tokens[:num_roots]))
     grower.read_answer(num_roots)
     first, at_once = 0, ROOTS_AT_ONCE
     while first < num_roots:
@@ -166,6 +177,22 @@ def record_forest(
     return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, len(answer.visual_scores))
 
 
+def _answer_hidden(target: Target, tokens: Ints) -> Tensor | None:
+    """What the watched layer made of the token before each of the answer's, behind a prefill, [tokens, hidden]; None where
+    none is watched.
+    """
+    if not target.watched:
+        return None
+    (layer,) = target.watched
+    hidden = [target.hidden[layer][-1:]]
+    for first in range(0, len(tokens), MAX_STEP):
+        part = tokens[first : first + MAX_STEP]
+        target.forward(part, np.arange(len(part)), causal_block(len(part), target.closed))
+        target.cache.advance(len(part))
+        hidden.append(target.hidden[layer])
+    return torch.cat(hidden)[: len(tokens)]
+
+
 class _ForestGrower:
     """Lays the answer behind the prompt in the draft's cache, then grows the forests of some roots at a time behind it.
 
@@ -173,8 +200,13 @@ class _ForestGrower:
     node may see.
     """
 
-    def __init__(self, draft: IndependentDraft, tokens: Ints, bounds: ForestBounds) -> None:
+    def __init__(
+        self, draft: RecordedDraft, tokens: Ints, bounds: ForestBounds, answer_hidden: Tensor | None = None
+    ) -> None:
         self.draft = draft
+        self.answer_hidden = answer_hidden
+        self.states: Tensor | None = None
+        """The draft's own, of the answer's tokens and then of the nodes of the roots that grow, where it reads any."""
         self.tokens = tokens
         self.bounds = bounds
         self.closed = draft.closed
@@ -185,9 +217,22 @@ class _ForestGrower:
         self._num_nodes = 0
 
     def _evaluate(
-        self, tokens: Ints, places: Ints, block: NDArray[np.float32], uncommitted: int
+        self, tokens: Ints, places: Ints, block: NDArray[np.float32], uncommitted: int, parents: Ints | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        logits = self.draft.forward(tokens, places, block, num_uncommitted=uncommitted)
+        """``parents`` are places behind the prompt; None for the answer's own tokens."""
+        draft = self.draft
+        if isinstance(draft, FeatureDraft):
+            if parents is None:
+                assert self.answer_hidden is not None
+                features = draft.target_features(self.answer_hidden[torch.from_numpy(places).to(draft.device)])
+            else:
+                assert self.states is not None
+                features = draft.own_features(self.states[torch.from_numpy(parents).to(draft.device)])
+            logits = draft.forward(tokens, places, block, num_uncommitted=uncommitted, features=features)
+            before = draft.states[:0] if self.states is None else self.states[:uncommitted]
+            self.states = torch.cat([before, draft.states])
+        else:
+            logits = draft.forward(tokens, places, block, num_uncommitted=uncommitted)
         found, logprobs = top_proposals(logits, self.bounds.num_proposals)
         wide = found.astype(np.int64)
         self._child_token.append(wide)
@@ -253,7 +298,9 @@ class _ForestGrower:
                 block = np.full((len(places), self.num_roots + written), self.closed, np.float32)
                 open_columns(block, root[part], ancestors[part, 1 : level + 1], self.num_roots)
                 uncommitted = self.num_roots + written - len(places)
-                found.append(self._evaluate(chosen[part], root[part] + level, block, uncommitted))
+                # A child of a root stands behind the answer's token of that number.
+                above = root[part] if level == 1 else self.num_roots + ancestors[part, level - 1]
+                found.append(self._evaluate(chosen[part], root[part] + level, block, uncommitted, above))
             tokens = np.concatenate([f[0] for f in found])
             logprobs = np.concatenate([f[1] for f in found])
         return written

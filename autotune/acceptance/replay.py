@@ -94,6 +94,7 @@ def replay(trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPri
         prices.draft_ms,
         prices.verify_ms,
         prices.kv_step,
+        trace.header.reads_anew,
         new_tree(policy.max_grown),
         new_workspace(policy.max_grown),
         np.zeros(policies.STATE_SIZE),
@@ -167,6 +168,7 @@ def _replay_prompts(
     draft_ms: Floats,
     verify_ms: Floats,
     kv_step: int,
+    reads_anew: bool,
     tree: Tree,
     work: Workspace,
     state: Floats,
@@ -225,7 +227,7 @@ def _replay_prompts(
                 if child < 0:
                     break
                 length += 1
-                num_kept += tree.slot[child] >= 0
+                num_kept += tree.slot[child] >= 0 and not reads_anew
                 node = child
             # Commit.
             accepted[begin + counts[p, _ROUNDS]] = length

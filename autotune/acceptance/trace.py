@@ -80,11 +80,18 @@ class TraceHeader(Document):
     target: ModelReference
     draft: ModelReference
     visual_keep: float
+    injection_layer: int | None = None
+    """Of the target, whose output the draft read; None of a draft that reads none."""
     workload: str
     workload_sha256: str
     bounds: ForestBounds
     prompts: list[str]
     tasks: list[str]
+
+    @property
+    def reads_anew(self) -> bool:
+        """Whether the draft reads accepted nodes a second time: with the target's features."""
+        return self.injection_layer is not None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 
 from autotune.cost.device import fingerprint
 from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, Point, PrefillCost, Surface, fit_prefill
+from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.provenance import ModelReference, stamp
@@ -28,6 +29,7 @@ from autotune.runtime.token_rule import TokenRule
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 from autotune.workload import Workload
 
+ProfiledDraft = IndependentDraft | FeatureDraft
 Report = Callable[[int, int], None]
 
 HELD_OUT_TOKENS = (5, 11, 20, 40)
@@ -68,7 +70,7 @@ def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
 def profile(
     target: Target,
     target_reference: ModelReference,
-    drafts: list[tuple[IndependentDraft, ModelReference]],
+    drafts: list[tuple[ProfiledDraft, ModelReference]],
     processor: Any,
     workload: Workload,
     *,
@@ -142,7 +144,7 @@ def _surface(samples: dict[tuple[int, int], list[float]], settings: ProfileSetti
 class _Bench:
     """Times single steps of a decoder whose caches hold whatever numbers: latency does not depend on them."""
 
-    def __init__(self, target: Target, draft: IndependentDraft, settings: ProfileSettings) -> None:
+    def __init__(self, target: Target, draft: ProfiledDraft, settings: ProfileSettings) -> None:
         capacity = max(settings.kv_lengths) + 2 * MAX_STEP
         self.settings = settings
         self.random = random.Random(settings.seed)
@@ -152,6 +154,7 @@ class _Bench:
             draft.reserve(capacity)
             self.draft = draft
             self.decoder = Decoder(target, draft, buckets=settings.buckets)
+            target.watched = draft.reads
             draft.buckets = settings.buckets
             self.tree = self.decoder._grower.tree = new_tree(MAX_STEP)
             for _ in range(WARM_UPS):
@@ -185,9 +188,12 @@ class _Bench:
             commit.setdefault(first, []).append(self._time_propose(*first))
             for level in levels:
                 propose.setdefault(level, []).append(self._time_propose(*level))
+        target, watched = self.decoder.target, self.decoder.target.watched
+        target.watched = ()  # plain decoding needs nobody's features
         for m in (*self.settings.kv_lengths, self.settings.held_out_kv_length):
             samples = [self._time_decode(m + i) for i in range(4)]
             decode.setdefault((1, m), []).extend(samples[1:])
+        target.watched = watched
 
     def _time_propose(self, n: int, m: int) -> float:
         draft, tree = self.draft, self.tree
@@ -223,7 +229,7 @@ def _plant_star(tree: Tree, num_children: int) -> None:
 
 
 def measure_prefills(
-    target: Target, draft: IndependentDraft, processor: Any, workload: Workload
+    target: Target, draft: ProfiledDraft, processor: Any, workload: Workload
 ) -> tuple[PrefillCost, PrefillCost]:
     """Prefill latencies of target and draft over the workload's shortest and longest prompts and some visual keep
     ratios.
@@ -232,6 +238,7 @@ def measure_prefills(
     of_target: list[tuple[int, int, float]] = []
     of_draft: list[tuple[int, int, float]] = []
     kept = draft.visual_keep
+    target.watched = draft.reads
     with torch.inference_mode():
         for attempt in range(3):
             for prompt in workload.prompts[: 2 * len(workload.tasks)]:
@@ -239,14 +246,15 @@ def measure_prefills(
                 length = inputs["input_ids"].shape[1]
                 target.reserve(length)
                 started = clock()
-                (read,) = target.encode(inputs).prompts
-                scores = target.prefill(read, rank_visual_tokens=True).visual_scores
-                of_target.append((length, int(read.num_visual_tokens > 0), clock() - started))
-                for draft.visual_keep in (1.0, 0.5, 0.1) if read.num_visual_tokens else (1.0,):
+                read = target.encode(inputs).prompts
+                scores = target.prefill(read[0], rank_visual_tokens=True).visual_scores
+                sees = read[0].num_visual_tokens > 0
+                of_target.append((length, int(sees), clock() - started))
+                for draft.visual_keep in (1.0, 0.5, 0.1) if sees else (1.0,):
                     started = clock()
-                    (read_by_draft,) = draft.prompts(inputs)
+                    (read_by_draft,) = draft.prompts(inputs, read)
                     draft.prefill(read_by_draft, scores, capacity=length + MAX_STEP)
-                    of_draft.append((draft.length, int(read.num_visual_tokens > 0), clock() - started))
+                    of_draft.append((draft.length, int(sees), clock() - started))
             if attempt == 0:  # warm-up
                 of_target.clear()
                 of_draft.clear()
@@ -254,7 +262,7 @@ def measure_prefills(
     return fit_prefill(of_target), fit_prefill(of_draft)
 
 
-def measure_overhead(target: Target, draft: IndependentDraft, processor: Any, workload: Workload) -> Overhead:
+def measure_overhead(target: Target, draft: ProfiledDraft, processor: Any, workload: Workload) -> Overhead:
     """Real decoding with shallow and deep trees: time outside the models, as so much a round and so much a draft level."""
     from scipy.optimize import nnls
 

@@ -13,6 +13,7 @@ from autotune.errors import UserError
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
+    from autotune.runtime.prompt import Prompt
     from autotune.runtime.target import Target
 
 Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
@@ -28,6 +29,8 @@ class Draft(Protocol):
     vocab_size: int
     visual_keep: float
     """Share of visual tokens that it sees."""
+    reads: tuple[int, ...]
+    """Layers of the target whose outputs it needs of every forward, as ``TextRunner.watched``."""
     buckets: tuple[int, ...]
     """Sizes that its forwards are rounded up to; none: every size as it is."""
 
@@ -38,8 +41,10 @@ class Draft(Protocol):
             UserError: a draft of another vocabulary.
         """
 
-    def prompts(self, inputs: dict[str, Any]) -> Sequence[Any]:
-        """What it reads of each row of a batch, made as the target's processor made it, padding left out."""
+    def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt]) -> Sequence[Any]:
+        """What it reads of each row of a batch, made as the target's processor made it, padding left out. ``read`` is what
+        the target reads of them.
+        """
 
     def prefill(self, prompt: Any, visual_scores: Tensor | None, *, capacity: int) -> None:
         """Read one of ``prompts``. ``visual_scores`` [visual tokens] ranks them; None where all are kept.
@@ -78,3 +83,29 @@ def check_vocabulary(target: Target, vocab_size: int, tokenizer: Any = None) -> 
             f"target and draft must share one vocabulary; the target has {target.vocab_size} tokens, the draft {vocab_size}; "
             "use a draft made for this target"
         )
+
+
+def num_kept(visual_keep: float, num_visual_tokens: int) -> int:
+    """Visual tokens that enter a draft's cache: at least one of any."""
+    return max(1, round(visual_keep * num_visual_tokens)) if num_visual_tokens else 0
+
+
+def kept_tokens(prompt: Prompt, visual_scores: Tensor | None, visual_keep: float) -> Tensor | None:
+    """Which tokens of a prompt a draft reads, in order: all text, and the best visual tokens by ``visual_scores`` [visual
+    tokens]; None: all of them.
+    """
+    number = num_kept(visual_keep, prompt.num_visual_tokens)
+    if visual_scores is None or number == prompt.num_visual_tokens:
+        return None
+    best = visual_scores.to(prompt.tokens.device).topk(number).indices
+    is_kept = ~prompt.is_visual
+    is_kept[prompt.is_visual.nonzero()[:, 0][best]] = True
+    return is_kept.nonzero()[:, 0]
+
+
+def top_proposals(logits: Tensor, num_proposals: int) -> Proposals:
+    """The best tokens of each row and their log-probabilities in float32."""
+    logits = logits.float()
+    top = logits.topk(num_proposals)
+    logprobs = top.values - logits.logsumexp(-1, keepdim=True)
+    return top.indices.int().cpu().numpy(), logprobs.cpu().numpy()

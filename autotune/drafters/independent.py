@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.drafters.draft import Proposals, check_vocabulary
+from autotune.drafters.draft import Proposals, check_vocabulary, kept_tokens, top_proposals
 from autotune.runtime.masks import Block
 from autotune.runtime.prompt import Prompt, placeholders_of, rows_of
 from autotune.runtime.self_check import check_tree_decoding
@@ -51,6 +51,7 @@ class IndependentDraft(TextRunner):
         self._placeholders = placeholders_of(model.config)
         self._num_common = self.vocab_size  # tokens that the target has as well
         self._pending: list[int] = []
+        self.reads: tuple[int, ...] = ()
         self.buckets: tuple[int, ...] = ()
         """Sizes that forwards are rounded up to; none: every size as it is."""
         self._num_evaluated = 0
@@ -77,11 +78,7 @@ class IndependentDraft(TextRunner):
         """Forget the nodes read in the round before."""
         self._num_evaluated = 0
 
-    def num_kept(self, num_visual_tokens: int) -> int:
-        """Visual tokens that enter the cache."""
-        return max(1, round(self.visual_keep * num_visual_tokens)) if num_visual_tokens else 0
-
-    def prompts(self, inputs: dict[str, Any]) -> Sequence[Prompt]:
+    def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt] = ()) -> Sequence[Prompt]:
         """The rows of a batch as it reads them, padding left out: through its own vision tower, or without visual
         tokens.
         """
@@ -104,15 +101,11 @@ class IndependentDraft(TextRunner):
         """
         self.reserve(capacity)
         self._pending = []
-        number = prompt.num_visual_tokens
-        if visual_scores is None or self.num_kept(number) == number:
+        kept = kept_tokens(prompt, visual_scores, self.visual_keep)
+        if kept is None:
             self.read(prompt)
-            return
-        best = visual_scores.to(self.device).topk(self.num_kept(number)).indices
-        is_kept = ~prompt.is_visual
-        is_kept[prompt.is_visual.nonzero()[:, 0][best]] = True
-        # Dropped before the first layer, visual tokens cost nothing from now on; the others keep their positions.
-        self.read(prompt.keep(is_kept.nonzero()[:, 0]), whole=prompt)
+        else:  # dropped before the first layer, visual tokens cost nothing from now on; the others keep their positions
+            self.read(prompt.keep(kept), whole=prompt)
 
     def append(self, token: int) -> None:
         """Tell the draft a committed token; it is read with the next root."""
@@ -162,11 +155,3 @@ class IndependentDraft(TextRunner):
         places = [int(place) for place in tree.slot[path] if place >= 0]
         self.cache.keep(places)
         self._pending = [int(tree.token[node]) for node in path[len(places) :]] + [next_token]
-
-
-def top_proposals(logits: Tensor, num_proposals: int) -> Proposals:
-    """The best tokens of each row and their log-probabilities in float32."""
-    logits = logits.float()
-    top = logits.topk(num_proposals)
-    logprobs = top.values - logits.logsumexp(-1, keepdim=True)
-    return top.indices.int().cpu().numpy(), logprobs.cpu().numpy()

@@ -4,13 +4,14 @@ baseline.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from autotune.drafters.draft import Proposals, check_vocabulary
-from autotune.runtime.prompt import placeholders_of, rows_of
+from autotune.runtime.prompt import Prompt, placeholders_of, rows_of
 from autotune.trees.tree import ROOT, Ints, Tree
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class PromptLookupDraft:
         self.max_ngram = max_ngram
         self._placeholders = placeholders  # fill the prompt where an image stands, and are never said
         self.visual_keep = 1.0  # taken from whoever sets it, and of no effect: no pixel is looked at
+        self.reads: tuple[int, ...] = ()
         self.buckets: tuple[int, ...] = ()  # the same: there is no forward to round up
         self._committed: list[int] = []
         # n-gram -> {follower: occurrences}, the follower seen last at the end. Grows by max_ngram entries with every
@@ -46,7 +48,7 @@ class PromptLookupDraft:
         check_vocabulary(target, self.vocab_size)
         self._placeholders = placeholders_of(target.model.config)
 
-    def prompts(self, inputs: dict[str, Any]) -> list[list[int]]:
+    def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt] = ()) -> list[list[int]]:
         """The tokens of each row."""
         return [row.tolist() for row in rows_of(inputs)]
 

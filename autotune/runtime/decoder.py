@@ -286,6 +286,7 @@ class Decoder:
         with torch.inference_mode():
             encoded = self.target.encode(call.inputs)
         encoding_ms = self._clock() - started
+        call.prompts = encoded.prompts
         requests = []
         for row, prompt in enumerate(encoded.prompts):
             request = self._request(call, prompt, row)
@@ -356,6 +357,7 @@ class Decoder:
         with torch.inference_mode():
             started = clock()
             self.target.owner = request
+            self.target.watched = () if draft is None else draft.reads
             if draft is not None:  # which other decoders may have used
                 draft.visual_keep, draft.buckets = self.visual_keep, self.buckets
             longest = self.policy.max_grown + 1 + max(self.buckets, default=0)
@@ -377,7 +379,7 @@ class Decoder:
                 started = clock()
                 if draft is not None and stats.rounds == 0:
                     if call.draft_prompts is None:
-                        call.draft_prompts = draft.prompts(call.inputs)
+                        call.draft_prompts = draft.prompts(call.inputs, call.prompts)
                     draft.prefill(call.draft_prompts[request.row], prefilled.visual_scores, capacity=capacity)
                     draft.append(token)
                     self._grower.reset()

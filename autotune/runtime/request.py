@@ -29,6 +29,8 @@ class Call:
     processors: Sequence[Any] = ()
     stops: Sequence[Any] = ()
     returns_dict: bool = False
+    prompts: Sequence[Prompt] = ()
+    """As the target reads them."""
     draft_prompts: Sequence[Any] | None = None
     """As the draft reads them, made when the first of them is needed."""
 

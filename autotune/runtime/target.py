@@ -43,10 +43,10 @@ class Target(TextRunner):
         """Run a prompt through all layers into the empty cache."""
         if not (rank_visual_tokens and prompt.num_visual_tokens):
             return Prefilled(prompt, self.read(prompt), None)
-        with capture_visual_attention(self.text, prompt.is_visual) as captured:
+        with capture_visual_attention(self.text, [prompt.is_visual], [len(prompt)]) as captured:
             logits = self.read(prompt)
-        assert captured.scores is not None, "the last layer did not go through the attention interface"
-        return Prefilled(prompt, logits, captured.scores)
+        assert 0 in captured, "the last layer did not go through the attention interface"
+        return Prefilled(prompt, logits, captured[0])
 
     def step(self, token: int) -> Tensor:
         """Append one token (plain decoding); returns the logits after it, [vocabulary]."""

@@ -29,10 +29,9 @@ from autotune.decoding_profile import (
     WorkloadReference,
     save_profile,
 )
-from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.files import require_writable
-from autotune.provenance import ModelReference, stamp
+from autotune.provenance import stamp
 from autotune.search.documents import (
     device_for,
     foreign_table,
@@ -302,7 +301,7 @@ def judged_profile(
             num_tokens=best.num_tokens,
             identical_outputs=best.identical_outputs,
         )
-        point = _point(pair.draft_reference, winner, measured, estimated=table.estimated)
+        point = _point(pair, winner, measured, estimated=table.estimated)
     return _profile(pair, pair.device, table, workload, [point], evidence)
 
 
@@ -357,7 +356,7 @@ def predicted_profile(
     if winner.speedup < 1.0:
         points = [OperatingPoint(draft=None, tree=None, predicted=_plain_prediction(evaluator), measured=None)]
     else:
-        points = [_point(pair.draft_reference, winner, None, estimated=table.estimated)]
+        points = [_point(pair, winner, None, estimated=table.estimated)]
     return _profile(
         pair, table.device, table, workload, points, Evidence(configurations_replayed=evaluator.num_evaluated)
     )
@@ -382,13 +381,14 @@ def plain_point(summary: Summary, evaluator: Evaluator) -> OperatingPoint:
     return OperatingPoint(draft=None, tree=None, predicted=_plain_prediction(evaluator), measured=measured)
 
 
-def _point(draft: ModelReference, winner: Candidate, measured: Measured | None, *, estimated: bool) -> OperatingPoint:
+def _point(pair: Pair, winner: Candidate, measured: Measured | None, *, estimated: bool) -> OperatingPoint:
+    reads = pair.draft.reads
     return OperatingPoint(
         draft=DraftChoice(
-            kind=IndependentDraft.kind,
-            id=draft.id,
-            sha256=draft.sha256,
-            subnet=Subnet(visual_keep=winner.configuration.visual_keep),
+            kind=pair.draft.kind,
+            id=pair.draft_reference.id,
+            sha256=pair.draft_reference.sha256,
+            subnet=Subnet(visual_keep=winner.configuration.visual_keep, injection_layer=reads[0] if reads else None),
         ),
         tree=parse_policy(winner.configuration.tree),
         fallback=winner.configuration.fallback,

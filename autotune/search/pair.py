@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from autotune.cost.device import fingerprint
 from autotune.cost.roofline import ModelShape
-from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.feature_draft import FeatureDraft
 from autotune.files import content_key
-from autotune.models import load_model, load_processor, load_tokenizer, reference
+from autotune.models import load_model, load_processor, reference
 from autotune.provenance import version_of
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
@@ -24,7 +25,7 @@ class Pair:
         self.draft_reference = reference(draft)
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
-        self.draft = IndependentDraft(load_model(draft, device=device), tokenizer=load_tokenizer(draft))
+        self.draft = load_draft(draft, self.target)
         self.decoder = Decoder(
             self.target, self.draft, buckets=buckets, processor=self.processor
         )  # checks that their vocabularies are of one size
@@ -41,8 +42,20 @@ class Pair:
         return content_key([*models, self.device.key, version_of("torch"), version_of("transformers"), *sizes])
 
 
-def shape_of(runner: TextRunner) -> ModelShape:
-    """The shape of a loaded model, for the roofline."""
+def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:
+    """The shape of a loaded model, for the roofline. A draft that reads features shares its target's head."""
+    if isinstance(runner, FeatureDraft):
+        width, network = runner.dtype.itemsize, runner.network
+        hidden = network.config.hidden_size
+        heads = sum(block.num_heads for block in network.blocks)
+        return ModelShape(
+            num_layers=len(network.blocks),
+            hidden_size=hidden,
+            text_parameters=sum(p.numel() for p in network.parameters()) + hidden * runner.vocab_size,
+            vision_parameters=0,
+            kv_bytes_per_token=2 * heads * network.config.head_size * width,
+            bytes_per_parameter=width,
+        )
     config = runner.text.config
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = runner.dtype.itemsize

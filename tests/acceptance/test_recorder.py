@@ -145,7 +145,7 @@ def test_a_node_is_what_the_draft_alone_says_there(
     prompt, answer = workload.prompts[number], recorder.answers(workload)[number]
     inputs = prompt.inputs(processor)
     draft.visual_keep = keep
-    part = record_forest(draft, inputs, answer, SMALL)
+    part = record_forest(recorder.target, draft, inputs, answer, SMALL)
     alone = Alone(draft, inputs, answer, keep)
     paths = paths_of(part.forest)
     assert len(paths) == len(part.forest.child_token) > 5 * len(answer.tokens)
@@ -170,7 +170,7 @@ def test_long_answers_and_wide_levels_take_several_forwards(
     assert ROOTS_AT_ONCE * bounds.width > MAX_STEP
     draft.visual_keep = 1.0
     inputs = workload.prompts[0].inputs(processor)
-    forest = record_forest(draft, inputs, answer, bounds).forest
+    forest = record_forest(fresh.target, draft, inputs, answer, bounds).forest
     alone = Alone(draft, inputs, answer, 1.0)
     paths = paths_of(forest)
     assert len(paths) == 21 * (len(answer.tokens) - 1)

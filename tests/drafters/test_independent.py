@@ -13,7 +13,8 @@ from numpy.random import Generator
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
-from autotune.drafters.independent import IndependentDraft, Proposals, top_proposals
+from autotune.drafters.draft import Proposals, num_kept, top_proposals
+from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.trees.tree import ROOT, Tree, new_tree, plant
 from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
@@ -206,10 +207,9 @@ def test_one_request_s_pruning_ends_with_it(pair: Pair, prompts: dict[str, Input
     )
 
 
-def test_the_number_of_visual_tokens_kept(pair: Pair) -> None:
+def test_the_number_of_visual_tokens_kept() -> None:
     """Rounded; at least one of any image; none of none."""
-    draft = IndependentDraft(pair.draft, visual_keep=0.1)
-    assert [draft.num_kept(number) for number in (0, 1, 4, 16, 144)] == [0, 1, 1, 2, 14]
+    assert [num_kept(0.1, number) for number in (0, 1, 4, 16, 144)] == [0, 1, 1, 2, 14]
 
 
 # ---------------------------------------------------------------------------------------------------------------- rest

@@ -94,7 +94,7 @@ def test_the_config_is_restored(pair: Pair, prompts: dict[str, Inputs]) -> None:
     assert pair.target.config.to_dict() == before
     is_visual = visual_tokens(pair.target.config, prompts["image"]["input_ids"][0])
     config = target.text.config
-    with pytest.raises(ZeroDivisionError), capture_visual_attention(target.text, is_visual):
+    with pytest.raises(ZeroDivisionError), capture_visual_attention(target.text, [is_visual], [len(is_visual)]):
         assert config._attn_implementation != "sdpa"
         raise ZeroDivisionError
     assert config._attn_implementation == "sdpa"

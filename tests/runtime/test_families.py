@@ -18,6 +18,8 @@ from torch import Tensor
 from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
+from autotune.drafters.checkpoint import new_network
+from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
@@ -298,6 +300,21 @@ class TestEveryFamily:
                 with pytest.raises(UserError, match=f"{sight} tokens needs {name}, by which .* tells them from text"):
                     decoder.generate(**{other: value for other, value in inputs.items() if other != name})
 
+    def test_drafts_that_read_features_keep_the_output(self, member: Member) -> None:
+        """With random weights they agree by chance only; what counts is that they read every family's features."""
+        rng = np.random.default_rng(14)
+        target = Target(member.target)
+        sizes = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
+        for kind in ("dream", "star"):
+            torch.manual_seed(0)
+            draft = FeatureDraft(new_network(kind, sizes, target, source="test").eval())
+            for sight in member.sights:
+                inputs = member.inputs(rng, sight)
+                decoder = Decoder(target, draft, tree=TREES[1], visual_keep=0.5)
+                out = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
+                assert torch.equal(out.sequences, greedy(member.target, inputs))
+                assert out.stats.draft_forwards > 0
+
     def test_replay_counts_the_rounds_of_decoding(self, member: Member) -> None:
         """A trace recorded with this family's masks, positions and windows leads to the trees of the runtime."""
         rng = np.random.default_rng(13)
@@ -314,7 +331,7 @@ class TestEveryFamily:
                 scores = target.prefill(prompt, rank_visual_tokens=True).visual_scores
             recorded = Answer(answer(plain.sequences, inputs), len(prompt), [] if scores is None else scores.tolist())
             draft.visual_keep = keep
-            part = record_forest(draft, inputs, recorded, bounds)
+            part = record_forest(target, draft, inputs, recorded, bounds)
             trace = join(header(1, bounds=bounds, visual_keep=keep), [part])
             for tree in TREES[:6]:
                 decoder.configure(tree, visual_keep=keep)

@@ -1,0 +1,142 @@
+"""The blocks that trained drafts are made of: attention and MLP side by side, so that a step is few kernels.
+
+A small draft's latency is the number of its kernels, not its arithmetic. A block is one norm, one matrix product that
+makes queries, keys, values and the MLP's input, and one that brings attention and MLP back to the residual stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def rotation(places: Tensor, head_size: int, theta: float) -> Tensor:
+    """Rotary angles of tokens at ``places`` [..., n] as complex factors [..., n, head size / 2]."""
+    frequencies = theta ** (-torch.arange(0, head_size, 2, device=places.device, dtype=torch.float32) / head_size)
+    angles = places.unsqueeze(-1).float() * frequencies
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate(states: Tensor, factors: Tensor) -> Tensor:
+    """Turn the pairs of neighbours in the last dimension of ``states`` [..., head size] by ``factors``."""
+    pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * factors).flatten(-2).to(states.dtype)
+
+
+class BlockCache:
+    """Keys and values of one block, [2, heads, capacity, head size]. A forward writes behind ``length`` tokens; nothing
+    is committed but by whoever counts.
+    """
+
+    def __init__(
+        self, num_heads: int, head_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.slab = torch.zeros(2, num_heads, capacity, head_size, dtype=dtype, device=device)
+
+    def write(self, keys_values: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+        """Put ``keys_values`` [2, heads, n, head size] at ``begin``; returns all keys and values up to their end, each
+        [1, heads, begin + n, head size].
+        """
+        end = begin + keys_values.shape[2]
+        self.slab[:, :, begin:end] = keys_values
+        return self.slab[:1, :, :end], self.slab[1:, :, :end]
+
+
+class DraftBlock(nn.Module):
+    """Attention beside an MLP. ``crosses``: keys and values come from features of the target instead of the stream.
+
+    Args:
+        hidden_size: of the residual stream, the target's.
+        num_heads: of the attention.
+        head_size: even, for rotary positions.
+        mlp_size: of the gated MLP.
+        crosses: whether keys and values are projected from features.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, head_size: int, mlp_size: int, *, crosses: bool = False
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.mlp_size = mlp_size
+        self.crosses = crosses
+        width = num_heads * head_size
+        self.norm = nn.LayerNorm(hidden_size, bias=False)
+        self.from_stream = nn.Linear(hidden_size, (1 if crosses else 3) * width + 2 * mlp_size, bias=False)
+        self.from_features = nn.Linear(hidden_size, 2 * width, bias=False) if crosses else None
+        self.to_stream = nn.Linear(width + mlp_size, hidden_size, bias=False)
+
+    def forward(
+        self,
+        stream: Tensor,
+        features: Tensor | None,
+        factors: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cache: BlockCache | None = None,
+        begin: int = 0,
+        head_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The stream [batch, n, hidden] behind this block.
+
+        Args:
+            features: normed target features [batch, n, hidden] of a block that crosses.
+            factors: rotary factors [batch or 1, n, 1, 1, head size / 2].
+            mask: additive [batch or 1, 1, n, keys]; None is causal, or all where ``cache`` is given.
+            cache: keys and values of earlier tokens, a batch of one; the new ones go to ``begin``.
+            head_mask: 0 silences a head, [heads].
+        """
+        heads, size = self.num_heads, self.head_size
+        made = self.from_stream(self.norm(stream))
+        attended, gate, up = made.split((made.shape[-1] - 2 * self.mlp_size, self.mlp_size, self.mlp_size), -1)
+        attended = attended.unflatten(-1, (-1, heads, size))
+        if self.from_features is not None:
+            assert features is not None
+            attended = torch.cat([attended, self.from_features(features).unflatten(-1, (-1, heads, size))], 2)
+        # [batch, n, (query, key, value), heads, size]; values are not turned.
+        turned = rotate(attended[:, :, :2], factors)
+        query = turned[:, :, 0].transpose(1, 2)
+        if cache is None:
+            key, value = turned[:, :, 1].transpose(1, 2), attended[:, :, 2].transpose(1, 2)
+        else:
+            both = torch.stack([turned[0, :, 1], attended[0, :, 2]]).transpose(1, 2)
+            key, value = cache.write(both, begin)
+        found = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=cache is None and mask is None
+        ).transpose(1, 2)
+        if head_mask is not None:
+            found = found * head_mask[:, None]
+        return stream + self.to_stream(torch.cat([found.flatten(2), functional.silu(gate) * up], -1))
+
+    def head_importance(self) -> Tensor:
+        """|gradient x weight| summed over the queries, keys and values of each head, [heads] (STAR, eq. 1)."""
+        width = self.num_heads * self.head_size
+        total = torch.zeros(self.num_heads, device=self.norm.weight.device)
+        for linear, number in ((self.from_stream, 1 if self.crosses else 3), (self.from_features, 2)):
+            if linear is not None and linear.weight.grad is not None:
+                product = (linear.weight.grad * linear.weight.detach()).abs()[: number * width]
+                total += product.reshape(number, self.num_heads, -1).sum((0, 2))
+        return total
+
+    def sliced(self, heads: Tensor) -> DraftBlock:
+        """The block with only some heads, as smaller matrices of their own."""
+        size, width = self.head_size, self.num_heads * self.head_size
+        rows = (heads[:, None] * size + torch.arange(size, device=heads.device)).flatten()
+
+        def cut(linear: nn.Linear, number: int) -> Tensor:
+            groups = torch.cat([rows + group * width for group in range(number)])
+            others = torch.arange(number * width, linear.out_features, device=rows.device)
+            return linear.weight.detach()[torch.cat([groups, others])].clone()
+
+        hidden = self.norm.weight.shape[0]
+        block = DraftBlock(hidden, len(heads), size, self.mlp_size, crosses=self.crosses).to(self.norm.weight)
+        with torch.no_grad():
+            block.norm.weight.copy_(self.norm.weight)
+            block.from_stream.weight.copy_(cut(self.from_stream, 1 if self.crosses else 3))
+            if self.from_features is not None and block.from_features is not None:
+                block.from_features.weight.copy_(cut(self.from_features, 2))
+            columns = torch.cat([rows, torch.arange(width, self.to_stream.in_features, device=rows.device)])
+            block.to_stream.weight.copy_(self.to_stream.weight[:, columns])
+        return block

@@ -1,0 +1,295 @@
+"""Drafts that read the target's features: what they propose with caches, masks, pruning and the target's own forwards,
+against whole forwards of the same network over features of the stock model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from autotune.acceptance.recorder import Answer, record_forest
+from autotune.acceptance.replay import replay
+from autotune.acceptance.trace import ForestBounds, join
+from autotune.drafters.checkpoint import load_network, new_network, save_draft
+from autotune.drafters.dream import DreamNetwork
+from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.star import StarNetwork, uniform_subnets
+from autotune.errors import UserError
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.target import Target
+from autotune.trees.policy import parse_policy
+from autotune.trees.tree import Tree
+from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair
+from tests.documents import free_prices, header
+from tests.obvious import assert_same_logits, tokens_to
+
+SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 48}
+KINDS = ("dream", "star")
+TREES = (
+    {"policy": "chain", "depth": 3},
+    {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10},
+    {"policy": "sage", "d_min": 1, "d_max": 4, "w_min": 1, "w_max": 4, "n_max": 12},
+)
+
+
+def new_draft(kind: str, target: Target, *, injection_layer: int | None = None, **sizes: Any) -> FeatureDraft:
+    """A draft with random weights, each of its norms another one, so that a norm taken for another shows."""
+    torch.manual_seed(5)
+    network = new_network(kind, {**SIZES, **sizes}, target, source="test")
+    for parameter in network.parameters():
+        if parameter.dim() == 1 or parameter is network.feature_norms:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
+    draft = FeatureDraft(network.eval().requires_grad_(False), injection_layer=injection_layer)
+    draft.attach(target)
+    return draft
+
+
+def agreeing_draft(kind: str, target: Target, *, injection_layer: int) -> FeatureDraft:
+    """One that is right now and then, as random weights are not: its blocks add little to the embedding, so that it says
+    the token before again, and the targets of these tests repeat themselves.
+    """
+    draft = new_draft(kind, target, injection_layer=injection_layer)
+    for block in draft.network.blocks:
+        block.to_stream.weight *= 0.3
+    return draft
+
+
+class Stock:
+    """The network over one whole text, as training reads it: no cache, no tree, features of the stock model."""
+
+    def __init__(self, target: Target, draft: FeatureDraft, inputs: Inputs, kept: Tensor) -> None:
+        self.target, self.draft, self.inputs, self.kept = target, draft, inputs, kept
+
+    def logits_after(self, committed: list[int], path: list[int]) -> Tensor:
+        """Behind the last token of prompt, committed tokens and a path of nodes, of which only the features of the
+        committed ones are the target's.
+        """
+        network, layer = self.draft.network, self.draft.layer
+        ids = torch.cat([self.inputs["input_ids"], torch.tensor([committed], dtype=torch.long)], 1)
+        extra = {n: v for n, v in self.inputs.items() if n not in ("input_ids", "attention_mask")}
+        model = self.target.model
+        hidden = model(input_ids=ids, **extra, output_hidden_states=True).hidden_states
+        more = model.get_input_embeddings()(torch.tensor([path], dtype=torch.long))
+        embeddings = torch.cat([hidden[0], more], 1)
+        true = network.target_features(hidden[layer][:, :-1], layer)
+        features = torch.cat([network.first_feature[None, None], true], 1)
+        number = ids.shape[1]
+        kept = torch.cat([self.kept, torch.arange(self.inputs["input_ids"].shape[1], number)])
+        for depth in range(len(path) + 1):
+            rows = torch.cat([kept, torch.arange(number, number + depth)])
+            states = network(embeddings[:, rows], features[:, : number + depth][:, rows], network.factors(rows)[None])
+            features = torch.cat([features, network.own_features(states[:, -1:])], 1)
+        return model.lm_head(states[0, -1])
+
+
+@pytest.mark.parametrize("prompt", ["text", "long"])
+@pytest.mark.parametrize(("kind", "keep", "layer"), [("dream", 0.75, 4), ("star", 1.0, 4), ("star", 0.3, 2)])
+@torch.inference_mode()
+def test_proposals_equal_whole_forwards(
+    pair: Pair,
+    prompts: dict[str, Inputs],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    keep: float,
+    layer: int,
+    prompt: str,
+) -> None:
+    """Every level of every round, accepted nodes among them: the next true token is slipped in as the best of every other
+    node's proposals, for a draft with random weights would find few.
+    """
+    target, inputs = Target(pair.target), prompts[prompt]
+    draft = new_draft(kind, target, injection_layer=layer)
+    scores = target.prefill(target.encode(inputs).prompts[0], rank_visual_tokens=True).visual_scores
+    is_kept = inputs["input_ids"][0] != pair.target.config.image_token_id
+    if scores is not None:
+        best = scores.topk(max(1, round(keep * NUM_VISUAL_TOKENS))).indices
+        is_kept[(~is_kept).nonzero()[:, 0][best]] = True
+    stock = Stock(target, draft, inputs, is_kept.nonzero()[:, 0])
+    decoder = Decoder(target, draft, tree={"policy": "eagle2", "depth": 3, "k": 2, "budget": 6}, visual_keep=keep)
+    answer = Decoder(target).generate(**inputs, max_new_tokens=16).sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    inner, seen = draft.propose, []
+
+    def propose(tree: Tree, frontier: Any, num_proposals: int) -> Any:
+        tokens, logprobs = inner(tree, frontier, num_proposals)
+        paths = [tokens_to(tree, int(node)) for node in frontier]
+        seen.append((draft.length - prompt_length, paths, tokens.copy(), logprobs))
+        at = draft.length - prompt_length - 1  # of the root in the answer
+        for row, path in enumerate(paths):
+            following = at + len(path)
+            if path == answer[at:following] and following < len(answer) and len(seen) % 2:
+                tokens[row, 0] = answer[following]
+        return tokens, logprobs
+
+    monkeypatch.setattr(draft, "propose", propose)
+    prompt_length = len(stock.kept)
+    out = decoder.generate(**inputs, max_new_tokens=16)
+    num_checked = 0
+    for num_committed, paths, tokens, logprobs in seen:
+        for row, path in enumerate(paths):
+            logits = stock.logits_after(answer[:num_committed], path[1:])
+            actual = torch.from_numpy(logprobs[row].copy())
+            assert_same_logits(actual, logits.log_softmax(-1)[torch.from_numpy(tokens[row].astype(np.int64))])
+            num_checked += 1
+    assert num_checked > 20 and max(out.stats.accepted_lengths) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("buckets", [(), (4, 16, 32)])
+@pytest.mark.parametrize("prompt", ["text", "image", "long"])
+def test_decoding_is_lossless(
+    pair: Pair, prompts: dict[str, Inputs], kind: str, prompt: str, buckets: tuple[int, ...]
+) -> None:
+    target = Target(pair.target)
+    draft = new_draft(kind, target)
+    for settings in ({}, {"temperature": 1.0, "seed": 3}):
+        expected = Decoder(target).generate(**prompts[prompt], max_new_tokens=32, **settings).sequences
+        for keep, tree in zip((1.0, 0.5, 0.1), TREES, strict=True):
+            decoder = Decoder(target, draft, tree=tree, visual_keep=keep, buckets=buckets)
+            actual = decoder.generate(**prompts[prompt], max_new_tokens=32, **settings).sequences
+            assert actual.tolist() == expected.tolist()
+
+
+def test_two_requests_in_turn_do_not_mix(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    target = Target(pair.target)
+    decoder = Decoder(target, new_draft("dream", target), tree=TREES[1])
+    first = decoder.generate(**prompts["image"], max_new_tokens=24)
+    decoder.generate(**prompts["long"], max_new_tokens=24)
+    again = decoder.generate(**prompts["image"], max_new_tokens=24)
+    assert again.stats.accepted_lengths == first.stats.accepted_lengths
+    assert target.watched == (4,)
+    Decoder(target).generate(**prompts["image"], max_new_tokens=2)
+    assert target.watched == (), "plain decoding pays for nobody's features"
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("dream", 4), ("star", 2)])
+def test_replay_counts_the_rounds_of_decoding(pair: Pair, prompts: dict[str, Inputs], kind: str, layer: int) -> None:
+    """A trace holds what the draft says with its own features below every root, and the target's up to it."""
+    target = Target(pair.target)
+    draft = agreeing_draft(kind, target, injection_layer=layer)
+    bounds = ForestBounds(depth=5, num_proposals=16, width=96, floor=1e-6, beam=24)
+    num_accepted = 0
+    for name, inputs in prompts.items():
+        plain = Decoder(target).generate(**inputs, max_new_tokens=24)
+        (read,) = target.encode(inputs).prompts
+        with torch.inference_mode():
+            target.reserve(len(read))
+            scores = target.prefill(read, rank_visual_tokens=True).visual_scores
+        tokens = plain.sequences[0, len(read) :].tolist()
+        answer = Answer(tokens, len(read), [] if scores is None else scores.tolist())
+        draft.visual_keep = 0.5
+        part = record_forest(target, draft, inputs, answer, bounds)
+        trace = join(header(1, bounds=bounds, visual_keep=0.5, injection_layer=layer), [part])
+        for tree in TREES:
+            stats = Decoder(target, draft, tree=tree, visual_keep=0.5).generate(**inputs, max_new_tokens=24).stats
+            replayed = replay(trace, parse_policy(tree), free_prices())
+            assert replayed.missing[0] == 0 or tree["policy"] == "sage"
+            assert replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, (name, tree)
+            assert replayed.draft_forwards[0] == stats.draft_forwards
+            num_accepted += sum(stats.accepted_lengths)
+    assert num_accepted > 10
+
+
+# -------------------------------------------------------------------------------------------------------------- subnets
+
+
+@torch.inference_mode()
+def test_every_subnet_sliced_equals_the_masked_supernet(pair: Pair) -> None:
+    target = Target(pair.target)
+    network = new_draft("star", target).network
+    assert isinstance(network, StarNetwork)
+    network.head_importance.copy_(torch.tensor([[3.0, 1, 2, 4], [1, 2, 3, 4], [4, 3, 2, 1]]))
+    rng = torch.Generator().manual_seed(0)
+    embeddings, features = torch.randn(2, 2, 9, 32, generator=rng)
+    factors = network.factors(torch.arange(9))[None]
+    whole = network(embeddings, features, factors)
+    for shares in [(s, s, s) for s in (0.25, 0.5, 0.75, 1.0)] + [(0.25, 1.0, 0.5), (1.0, 0.25, 0.75)]:
+        masked = network(embeddings, features, factors, head_masks=network.head_masks(shares))
+        small = network.sliced(shares)
+        torch.testing.assert_close(small(embeddings, features, factors), masked, atol=1e-5, rtol=0)
+        assert (masked - whole).abs().max() > 0.05 or shares == (1.0, 1.0, 1.0), "the heads left out must matter"
+        assert [block.num_heads for block in small.blocks] == [round(4 * share) for share in shares]
+    assert [kept.tolist() for kept in network.kept_heads((0.5, 0.5, 0.5))] == [[0, 3], [2, 3], [0, 1]]
+
+
+def test_slicing_is_real(pair: Pair) -> None:
+    """Half the heads: fewer parameters, and a smaller cache for the same tokens."""
+    target = Target(pair.target)
+    network = new_draft("star", target).network
+    assert isinstance(network, StarNetwork)
+    whole, half = FeatureDraft(network), FeatureDraft(network.sliced((0.5, 0.5, 0.5)))
+    for draft in (whole, half):
+        draft.attach(target)
+    sizes = [sum(p.numel() for p in draft.network.parameters()) for draft in (whole, half)]
+    # Of each block: rows of queries, keys and values, and columns of the output, for 2 heads of 8.
+    assert sizes[0] - sizes[1] == 3 * (3 * 2 * 8 * 32 + 2 * 8 * 32)
+    assert half.cache.memory_bytes * 2 == whole.cache.memory_bytes
+
+
+def test_a_share_that_would_cut_a_head_is_refused(pair: Pair) -> None:
+    network = new_draft("star", Target(pair.target)).network
+    assert isinstance(network, StarNetwork)
+    with pytest.raises(
+        UserError, match=r"heads are kept whole: a share of 0\.3 of 4 is 1\.2; choose among 0\.25, 0\.5"
+    ):
+        network.kept_heads((0.5, 0.3, 1.0))
+
+
+def test_a_target_of_twelve_layers_has_200_uniform_subnets(pair: Pair) -> None:
+    network = new_draft("star", Target(pair.target)).network
+    config = network.config.model_copy(update={"num_target_layers": 12})
+    subnets = list(uniform_subnets(config))  # type: ignore[arg-type]
+    assert len(set(subnets)) == 200
+    assert {subnet.injection_layer for subnet in subnets} == {8, 9, 10, 11, 12}
+
+
+def test_head_importance_is_gradient_times_weight(pair: Pair) -> None:
+    """Equation 1 by hand, for every head of a block of each sort."""
+    network = new_draft("star", Target(pair.target)).network.requires_grad_(True)
+    rng = torch.Generator().manual_seed(0)
+    embeddings, features = torch.randn(2, 2, 9, 32, generator=rng)
+    network(embeddings, features, network.factors(torch.arange(9))[None]).pow(3).sum().backward()
+    for block in network.blocks:
+        linears = [(block.from_stream, range(1 if block.crosses else 3))]
+        linears += [(block.from_features, range(2))] if block.from_features is not None else []
+        for head in range(4):
+            expected = 0.0
+            for linear, groups in linears:
+                for group in groups:
+                    rows = slice(32 * group + 8 * head, 32 * group + 8 * head + 8)
+                    expected += float((linear.weight.grad[rows] * linear.weight[rows].detach()).abs().sum())
+            assert float(block.head_importance()[head]) == pytest.approx(expected, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_draft_comes_back_as_it_was_saved(pair: Pair, tmp_path: Any) -> None:
+    target = Target(pair.target)
+    network = new_draft("star", target).network
+    save_draft(network, tmp_path)
+    loaded = load_network(tmp_path, target)
+    assert loaded.config == network.config and isinstance(loaded, StarNetwork)
+    for name, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(tensor, network.state_dict()[name].to(torch.bfloat16).float())
+
+
+def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Any) -> None:
+    target = Target(pair.target)
+    network = new_draft("dream", target).network
+    save_draft(DreamNetwork(network.config.model_copy(update={"hidden_size": 64})), tmp_path)
+    with pytest.raises(UserError, match="made for a target with hidden_size 64; this one has 32"):
+        load_network(tmp_path, target)
+
+
+def test_a_layer_that_is_not_injected_is_refused(pair: Pair) -> None:
+    network = new_draft("dream", Target(pair.target)).network
+    with pytest.raises(
+        UserError, match="dream reads the output of one of the target's layers 4; got injection_layer 2"
+    ):
+        FeatureDraft(network, injection_layer=2)
