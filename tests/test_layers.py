@@ -29,14 +29,15 @@ ALLOWED: dict[str, set[str]] = {
     "cost.roofline": {"cost.device", "cost.table", "files", "provenance"},
     # Models at work.
     "runtime": {"drafters", "errors", "trees"},
-    "drafters": {"errors", "runtime", "trees"},
+    "drafters": {"errors", "files", "runtime", "trees"},
+    "drafters.checkpoint": {"drafters", "errors", "files", "models", "runtime"},
     # The two places where the stages that make documents drive the runtime.
     "acceptance.recorder": {"acceptance.trace", "drafters", "files", "provenance", "runtime", "trees", "workload"},
     "cost.profiler": {"cost.device", "cost.table", "drafters", "errors", "provenance", "runtime", "trees", "workload"},
     # ``load`` makes a decoder of a profile: inside the function, so that searching over documents loads no torch.
     "decoding_profile": {"cost.device", "drafters", "errors", "files", "models", "provenance", "runtime", "trees"},
     "runtime.service": {"decoding_profile", "runtime", "workload"},
-    "training": {"console", "digits", "errors", "files", "workload"},
+    "training": {"console", "digits", "drafters", "errors", "files", "models", "runtime", "workload"},
     "search.space": {"errors", "files", "trees"},
     "search.study": {
         "acceptance.replay",
@@ -67,7 +68,6 @@ ALLOWED: dict[str, set[str]] = {
         "console",
         "cost",
         "decoding_profile",
-        "drafters",
         "errors",
         "files",
         "provenance",
@@ -87,6 +87,7 @@ ALLOWED: dict[str, set[str]] = {
         "workload",
     },
     "check": {"console", "decoding_profile", "errors", "files", "provenance", "runtime", "search", "workload"},
+    "__main__": {"cli"},
     "cli": {
         "acceptance.trace",
         "bench",

@@ -8,10 +8,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from autotune.digits import TASKS
+from autotune.drafters.star import StarSubnet
 from autotune.errors import UserError
 from autotune.files import Document, parse, read_yaml
+from autotune.workload import BUNDLED
 
-Objective = Literal["grounding", "answers", "distillation"]
+Objective = Literal["grounding", "answers", "distillation", "drafting"]
+FEATURE_DRAFTS = ("star", "dream")
 
 
 class Stage(Document):
@@ -19,7 +22,8 @@ class Stage(Document):
 
     ``grounding`` classifies the digit under every visual token, and trains the vision tower and projector alone;
     ``answers`` is next-token cross-entropy on the reference answers, plus ``grounding_weight`` times the grounding
-    loss; ``distillation`` is KL divergence from the teacher's distribution at every answer position.
+    loss; ``distillation`` is KL divergence from the teacher's distribution at every answer position; ``drafting`` is
+    that for drafts that read the target's features, and resemblance to these.
     """
 
     objective: Objective
@@ -33,6 +37,17 @@ class Stage(Document):
     """Distillation: half of the steps drop visual tokens at random, down to this share, so that pruning finds a draft
     that has seen it.
     """
+    subnets: Literal["full", "random"] = "full"
+    """Drafting: the whole network, or of ``star`` another subnet at every step (the second phase of its training)."""
+    subnet: StarSubnet | None = None
+    """Drafting: one subnet of ``star`` alone."""
+    feature_weight: float = Field(default=0.2, ge=0)
+    """Drafting: of the loss that brings the draft's states to the target's last features."""
+    distillation: Literal["none", "entropy", "entropy-and-change"] = "none"
+    """Drafting: which layer of the target the first block resembles: of least attention entropy (DREAM), or of least
+    entropy and change of it (STAR).
+    """
+    distillation_weight: float = Field(default=0.2, ge=0)
 
 
 class Recipe(Document):
@@ -40,20 +55,24 @@ class Recipe(Document):
 
     name: str
     description: str
-    model: Literal["target", "independent"]
+    model: Literal["target", "independent", "star", "dream"]
     teacher: str | None = None
-    """Folder of the teacher, relative to the recipe: required for ``independent``, which also takes its tokenizer and
-    processor.
+    """The target that a draft is for: a folder, relative to the recipe, or of drafts that read its features also a
+    Hugging Face id. The draft takes its tokenizer and processor.
     """
+    data: str = BUNDLED
+    """What to train on: ``digits``, or a JSONL file of prompts, relative to the recipe."""
+    draft: dict[str, Any] = Field(default_factory=dict)
+    """Sizes of a draft that reads the target's features: fields of its config."""
     teacher_layers: list[int] | None = None
     """Start from the teacher: its text layers of these numbers, and all that is not a text layer. The sizes must be the
     teacher's; without it a draft starts from random weights.
     """
     vocabulary_size: int | None = Field(default=None, ge=300)
     """Size of the byte-pair vocabulary trained on the workload's own text: required for ``target``."""
-    text: dict[str, Any]
+    text: dict[str, Any] = Field(default_factory=dict)
     """Overrides of transformers' LlamaConfig."""
-    vision: dict[str, Any]
+    vision: dict[str, Any] = Field(default_factory=dict)
     """Overrides of transformers' CLIPVisionConfig."""
     tasks: dict[str, float] = Field(default_factory=lambda: dict.fromkeys(TASKS, 1.0))
     """Relative frequency of each task in training."""
@@ -72,10 +91,14 @@ def load_recipe(path: Path) -> Recipe:
         raise UserError(
             f"{path}: a recipe's tasks are among {', '.join(TASKS)}; got {', '.join(sorted(unknown))}; remove or rename them"
         )
-    if recipe.model == "independent" and recipe.teacher is None:
-        raise UserError(
-            f"{path}: an independent draft is distilled from a target; add 'teacher: ../target' to the recipe"
-        )
+    if recipe.model != "target" and recipe.teacher is None:
+        raise UserError(f"{path}: a draft is distilled from a target; add 'teacher: ../target' to the recipe")
+    for stage in recipe.stages:
+        if (stage.objective == "drafting") != (recipe.model in FEATURE_DRAFTS):
+            raise UserError(
+                f"{path}: the objective of {', '.join(FEATURE_DRAFTS)} is drafting, and of no other model; "
+                f"got {stage.objective} for {recipe.model}; change one of them"
+            )
     layers = recipe.text.get("num_hidden_layers")
     if recipe.teacher_layers is not None and len(recipe.teacher_layers) != layers:
         raise UserError(
