@@ -416,7 +416,7 @@ def check(
     "-o", "--output", type=click.Path(path_type=Path), default=None, help="Folder; the recipe's own where left out."
 )
 def train(recipe: Path, output: Path | None) -> None:
-    """Train a model of the bundled pair from a recipe, going on from the last checkpoint."""
+    """Train a draft, or the bundled pair, from a recipe, going on from the last checkpoint."""
     from autotune.console import Console
     from autotune.training.trainer import train_with_progress
 

@@ -11,7 +11,6 @@ from autotune.digits import TASKS
 from autotune.drafters.star import StarSubnet
 from autotune.errors import UserError
 from autotune.files import Document, parse, read_yaml
-from autotune.workload import BUNDLED
 
 Objective = Literal["grounding", "answers", "distillation", "drafting"]
 FEATURE_DRAFTS = ("star", "dream")
@@ -60,8 +59,6 @@ class Recipe(Document):
     """The target that a draft is for: a folder, relative to the recipe, or of drafts that read its features also a
     Hugging Face id. The draft takes its tokenizer and processor.
     """
-    data: str = BUNDLED
-    """What to train on: ``digits``, or a JSONL file of prompts, relative to the recipe."""
     draft: dict[str, Any] = Field(default_factory=dict)
     """Sizes of a draft that reads the target's features: fields of its config."""
     teacher_layers: list[int] | None = None
