@@ -12,13 +12,19 @@ from autotune.drafters.checkpoint import new_network, save_draft
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.star import StarNetwork, StarSubnet
 from autotune.errors import UserError
-from autotune.models import load_model, load_processor, resolve
+from autotune.files import content_key
+from autotune.models import load_model, load_processor, reference, resolve
 from autotune.runtime.target import Target
 from autotune.training.batches import Batches
 from autotune.training.drafting import drafting_loss, sampled_subnet
-from autotune.training.lessons import DigitsExamples
+from autotune.training.lessons import DigitsExamples, Lessons, Share
 from autotune.training.recipe import Recipe, Stage
 from autotune.training.teacher import Teacher
+
+CACHE = Path(".autotune/lessons")
+FIRST_SEED = 1000  # of examples for drafts: far from those of the models that the pair is made of
+NUM_HELD_OUT = 3  # batches
+EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.0)
 
 
 class DraftTask:
@@ -29,9 +35,9 @@ class DraftTask:
     def __init__(self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator) -> None:
         self.recipe = recipe
         self.accelerator = accelerator
-        name = teacher_name(recipe, recipe_path)
-        self.processor = load_processor(name)
-        self.target = Target(load_model(name, device=str(accelerator.device)))
+        self.teacher_name = teacher_name(recipe, recipe_path)
+        self.processor = load_processor(self.teacher_name)
+        self.target = Target(load_model(self.teacher_name, device=str(accelerator.device)))
         self.teacher = Teacher(self.target)
         torch.manual_seed(recipe.seed)
         self.module = new_network(recipe.model, recipe.draft, self.target, source=str(recipe_path)).to(
@@ -41,15 +47,37 @@ class DraftTask:
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
         """Prepare a stage's examples; returns what it trains."""
+        data = self.recipe.data
         batches = Batches(
-            self.processor,
-            self.recipe.tasks,
-            split="train",
-            batch_size=stage.batch_size,
+            self.processor, self.recipe.tasks, split="train", batch_size=stage.batch_size, seed=FIRST_SEED + data.seed
+        )
+        num_batches = None if data.num_examples is None else max(1, data.num_examples // stage.batch_size)
+        examples = DigitsExamples(batches, self.target, num_batches)
+        process, num_processes = self.accelerator.process_index, self.accelerator.num_processes
+        described = {
+            "target": reference(self.teacher_name).sha256,
+            "tasks": self.recipe.tasks,
+            "data": data.model_dump(),
+            "batch_size": stage.batch_size,
+            "share": [process, num_processes],
+        }
+        self._lessons = Lessons(
+            Share(examples, process, num_processes),
+            self.teacher,
+            layers=self.module.config.injection_layers,
+            rule=stage.distillation,
+            cache=CACHE / content_key(described),
             seed=10 * self.recipe.seed + number,
         )
-        self._examples = DigitsExamples(batches, self.target)
         self._number = number
+        held_out = DigitsExamples(
+            Batches(self.processor, self.recipe.tasks, split="held-out", batch_size=stage.batch_size, seed=FIRST_SEED),
+            self.target,
+        )
+        self._held_out = [
+            self.teacher.lesson(held_out[number], layers=self.module.config.injection_layers)
+            for number in range(NUM_HELD_OUT)
+        ]
         return list(self.module.parameters())
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
@@ -57,9 +85,7 @@ class DraftTask:
         seed = (self.recipe.seed * 1000 + self._number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
         subnet, self._taking_part = self._subnet(stage, generator)
-        examples = self._examples[step][self.accelerator.process_index :: self.accelerator.num_processes]
-        lesson = self.teacher.lesson(examples, seed=seed, with_entropies=stage.distillation != "none")
-        return drafting_loss(self.module, lesson, stage, subnet, self._taking_part, generator)
+        return drafting_loss(self.module, self._lessons[step], stage, subnet, self._taking_part, generator)
 
     def _subnet(self, stage: Stage, generator: torch.Generator) -> tuple[StarSubnet, list[Tensor] | None]:
         """The subnet of a step, and the masks of its heads where there are any to mask."""
@@ -69,6 +95,18 @@ class DraftTask:
         if stage.subnets == "random":
             subnet = sampled_subnet(self.module, generator)
         return subnet, self.module.head_masks(subnet.head_shares)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the whole draft on held-out examples, means over lessons."""
+        keep = self.module.config.visual_keep
+        found = []
+        for lesson in self._held_out:
+            generator = torch.Generator().manual_seed(0)
+            found.append(
+                drafting_loss(self.module, lesson, EVALUATION, StarSubnet(visual_keep=keep), None, generator)[1]
+            )
+        return {f"held_out_{name}": sum(one[name] for one in found) / len(found) for name in found[0]}
 
     def after_backward(self) -> None:
         """Note which heads matter."""

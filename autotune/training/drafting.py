@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autotune.drafters.draft import num_kept
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.star import HEAD_SHARES, VISUAL_KEEPS, StarNetwork, StarSubnet
 from autotune.training.recipe import Stage
@@ -31,7 +32,6 @@ class DraftRows:
     features: Tensor
     """The target's, of the token before."""
     places: Tensor
-    kept: Tensor
     """Which column of the lesson each row is."""
     is_taught: Tensor
 
@@ -41,7 +41,7 @@ def rows_of(network: DreamNetwork, lesson: Lesson, *, visual_keep: float, inject
     batch = len(lesson.is_token)
     is_kept = lesson.is_token.clone()
     for row, scores in lesson.visual_scores.items():
-        number = max(1, round(visual_keep * len(scores)))
+        number = num_kept(visual_keep, len(scores))
         if number < len(scores):
             places = lesson.is_visual[row].nonzero().squeeze(1)
             is_kept[row, places] = False
@@ -57,7 +57,6 @@ def rows_of(network: DreamNetwork, lesson: Lesson, *, visual_keep: float, inject
         embeddings=lesson.embeddings.gather(1, wide),
         features=features.gather(1, wide),
         places=order,
-        kept=order,
         is_taught=lesson.is_taught.gather(1, order) & is_row,
     )
 
@@ -85,18 +84,6 @@ def sampled_subnet(network: StarNetwork, generator: torch.Generator) -> StarSubn
     )
 
 
-def distillation_layer(lesson: Lesson, rule: str) -> int:
-    """The layer (1 to the number of layers) whose output the first block should resemble: least AE (DREAM, section 3.2),
-    or least AE + |AE(l) - AE(l - 1)| (STAR, section 3.2), of all but the last, whose output is another loss's.
-    """
-    assert lesson.entropies is not None
-    entropies = lesson.entropies[:-1]
-    if rule == "entropy-and-change":
-        change = (entropies[1:] - entropies[:-1]).abs()
-        return 2 + int((entropies[1:] + change).argmin())
-    return 1 + int(entropies.argmin())
-
-
 def drafting_loss(
     network: DreamNetwork,
     lesson: Lesson,
@@ -105,19 +92,21 @@ def drafting_loss(
     head_masks: list[Tensor] | None,
     generator: torch.Generator,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one lesson for one subnet, and figures to show."""
+    """The loss of one lesson for one subnet, and figures to show: how often it says what the target says, behind true
+    features (``agreement``) and behind states of its own.
+    """
     layer = subnet.injection_layer or network.config.num_target_layers
     rows = rows_of(network, lesson, visual_keep=subnet.visual_keep, injection_layer=layer)
     factors = network.factors(rows.places)
-    taught = lesson.logits.log_softmax(-1)
     truth = lesson.hidden[network.config.num_target_layers][lesson.is_taught]
+    taught = lesson.head(truth).float().log_softmax(-1)
     early: list[Tensor] = []
+    is_own = own_stretches(rows, generator)
+    is_scored = torch.ones_like(truth[:, 0], dtype=torch.bool), is_own[rows.is_taught]
     states = network(rows.embeddings, rows.features, factors, head_masks=head_masks, early=early)
-    agreement = torch.zeros(())
-    losses = []
+    losses, figures = [], {}
     for number in range(2):
         if number == 1:
-            is_own = own_stretches(rows, generator)
             own = network.own_features(torch.cat([states[:, :1], states[:, :-1]], 1))
             features = torch.where(is_own.unsqueeze(-1), own, rows.features)
             states = network(rows.embeddings, features, factors, head_masks=head_masks)
@@ -127,12 +116,11 @@ def drafting_loss(
             functional.kl_div(logits, taught, reduction="batchmean", log_target=True)
             + stage.feature_weight * functional.smooth_l1_loss(said.float(), truth.float())
         )
-        if number == 0:
-            agreement = (logits.argmax(-1) == taught.argmax(-1)).float().mean()
+        agrees = logits.argmax(-1) == taught.argmax(-1)
+        figures["agreement" if number == 0 else "own_agreement"] = agrees[is_scored[number]].float().mean().item()
     loss = torch.stack(losses).mean()
-    figures = {"agreement": agreement.item()}
     if stage.distillation != "none":
-        source = distillation_layer(lesson, stage.distillation)
+        source = lesson.distilled_layer(stage.distillation)
         wanted = lesson.hidden[source][lesson.is_taught].float()
         loss = loss + stage.distillation_weight * functional.smooth_l1_loss(early[0][rows.is_taught].float(), wanted)
         figures["distilled_layer"] = float(source)

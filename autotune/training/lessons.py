@@ -1,23 +1,42 @@
-"""Examples for the teacher, encoded by the target: of the bundled workload, without end."""
+"""Where lessons come from: examples of the bundled workload, read by the teacher once and kept on disk where they come
+again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
 import torch
 
 from autotune.runtime.target import Target
 from autotune.training.batches import IGNORED, Batches
-from autotune.training.teacher import Example
+from autotune.training.teacher import DistillationRule, Example, Lesson, Teacher
+
+
+class Examples(Protocol):
+    """Batches of examples by number."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """How many different ones there are; None: as many as are asked for."""
+
+    def __getitem__(self, number: int) -> Sequence[Example]:
+        """The same batch for the same number."""
 
 
 class DigitsExamples:
-    """The bundled workload's batches, each example drawn once."""
+    """The bundled workload's batches, encoded by the target."""
 
-    def __init__(self, batches: Batches, target: Target) -> None:
+    def __init__(self, batches: Batches, target: Target, num_batches: int | None = None) -> None:
         self.batches = batches
         self.target = target
+        self.num_batches = num_batches
 
-    def __getitem__(self, step: int) -> list[Example]:
-        batch = self.batches[step]
+    def __getitem__(self, number: int) -> list[Example]:
+        batch = self.batches[number]
         is_labelled = batch.labels != IGNORED
         columns = torch.arange(batch.labels.shape[1])
         ends = torch.where(is_labelled, columns + 1, 0).amax(1)  # the last token read is followed by the last label
@@ -28,3 +47,69 @@ class DigitsExamples:
             prompts = self.target.encode(inputs).prompts
         firsts = is_labelled.int().argmax(1).tolist()
         return [Example(prompt, first) for prompt, first in zip(prompts, firsts, strict=True)]
+
+
+class Share:
+    """What one of several processes reads of every batch."""
+
+    def __init__(self, examples: Examples, process: int, num_processes: int) -> None:
+        self.examples = examples
+        self.process = process
+        self.num_processes = num_processes
+        self.num_batches = examples.num_batches
+
+    def __getitem__(self, number: int) -> Sequence[Example]:
+        return self.examples[number][self.process :: self.num_processes]
+
+
+class Lessons:
+    """A lesson for every step. A finite number of batches comes again in another order each epoch, and what the teacher makes of
+    them is kept in ``cache``: of an image nothing is ever computed twice.
+
+    Args:
+        layers: of the target, whose outputs are needed; the last one's always are.
+        rule: which layer is needed besides, for intermediate distillation.
+        cache: folder of these examples and this target; only used where batches come again.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        teacher: Teacher,
+        *,
+        layers: Collection[int],
+        rule: DistillationRule = "none",
+        cache: Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.examples = examples
+        self.teacher = teacher
+        self.layers = frozenset(layers)
+        self.rule = rule
+        self.cache = cache if examples.num_batches is not None else None
+        self.seed = seed
+
+    def batch_of(self, step: int) -> int:
+        """Which batch is read at a step."""
+        if self.examples.num_batches is None:
+            return step
+        epoch, within = divmod(step, self.examples.num_batches)
+        if epoch == 0:  # in the order in which neighbours are made together
+            return within
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.examples.num_batches)
+        return int(order[within])
+
+    def __getitem__(self, step: int) -> Lesson:
+        number = self.batch_of(step)
+        path = None if self.cache is None else self.cache / f"{number}.safetensors"
+        kept = self.layers
+        if path is not None and path.exists():
+            lesson = self.teacher.load(path)
+            if lesson.serves(self.layers, self.rule):
+                return lesson
+            kept = kept | lesson.hidden.keys()  # what another draft needs of it
+        lesson = self.teacher.lesson(self.examples[number], layers=kept, rule=self.rule, seed=number)
+        if path is None:
+            return lesson
+        lesson.save(path)
+        return self.teacher.load(path)  # as it will be read from now on

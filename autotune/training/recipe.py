@@ -11,6 +11,7 @@ from autotune.digits import TASKS
 from autotune.drafters.star import StarSubnet
 from autotune.errors import UserError
 from autotune.files import Document, parse, read_yaml
+from autotune.training.teacher import DistillationRule
 
 Objective = Literal["grounding", "answers", "distillation", "drafting"]
 FEATURE_DRAFTS = ("star", "dream")
@@ -42,11 +43,22 @@ class Stage(Document):
     """Drafting: one subnet of ``star`` alone."""
     feature_weight: float = Field(default=0.2, ge=0)
     """Drafting: of the loss that brings the draft's states to the target's last features."""
-    distillation: Literal["none", "entropy", "entropy-and-change"] = "none"
+    distillation: DistillationRule = "none"
     """Drafting: which layer of the target the first block resembles: of least attention entropy (DREAM), or of least
     entropy and change of it (STAR).
     """
     distillation_weight: float = Field(default=0.2, ge=0)
+
+
+class Data(Document):
+    """Which examples a draft that reads features learns from."""
+
+    num_examples: int | None = Field(default=None, ge=1)
+    """Different ones; then they come again in another order, and what the target makes of them is kept in
+    ``.autotune/lessons``. None: every example is new.
+    """
+    seed: int = 0
+    """Recipes of one seed share their examples, and what is kept of them."""
 
 
 class Recipe(Document):
@@ -73,6 +85,7 @@ class Recipe(Document):
     """Overrides of transformers' CLIPVisionConfig."""
     tasks: dict[str, float] = Field(default_factory=lambda: dict.fromkeys(TASKS, 1.0))
     """Relative frequency of each task in training."""
+    data: Data = Data()
     seed: int = 0
     stages: list[Stage] = Field(min_length=1)
 

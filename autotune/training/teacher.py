@@ -1,11 +1,14 @@
-"""The frozen target as a teacher: what it thinks along examples, computed when it is needed and never stored."""
+"""The frozen target as a teacher: what it thinks along examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,6 +27,9 @@ class Example:
     first_taught: int
 
 
+DistillationRule = Literal["none", "entropy", "entropy-and-change"]
+
+
 @dataclass(frozen=True)
 class Lesson:
     """A batch of examples, padded on the right, and what the target makes of them."""
@@ -32,20 +38,59 @@ class Lesson:
     """What the target's layers read, [batch, n, hidden]."""
     is_visual: Tensor
     """[batch, n]"""
-    is_token: Tensor
-    """False in the padding, [batch, n]."""
-    is_taught: Tensor
-    """Tokens that are followed by the answer's, [batch, n]."""
+    lengths: Tensor
+    """Tokens of each example, [batch]."""
+    first_taught: Tensor
+    """The first token of each that is followed by its answer, [batch]."""
     hidden: dict[int, Tensor]
-    """Outputs of layers, [batch, n, hidden] each; the last one behind the final norm."""
-    logits: Tensor
-    """Behind the taught tokens, [taught, vocabulary]."""
+    """Outputs of layers that were asked for, [batch, n, hidden] each; of the last layer behind the final norm."""
     visual_scores: dict[int, Tensor]
     """By row with visual tokens: their ranking for pruning (STAR, eq. 2)."""
     entropies: Tensor | None
     """Mean attention entropy of each layer (AE), where it was asked for, [layers]."""
     head: Callable[[Tensor], Tensor]
     """The target's: logits of states in place of its last features."""
+
+    @property
+    def is_token(self) -> Tensor:
+        """False in the padding, [batch, n]."""
+        return torch.arange(self.embeddings.shape[1], device=self.lengths.device) < self.lengths[:, None]
+
+    @property
+    def is_taught(self) -> Tensor:
+        """Tokens that are followed by the answer's, [batch, n]."""
+        columns = torch.arange(self.embeddings.shape[1], device=self.lengths.device)
+        return self.is_token & (columns >= self.first_taught[:, None])
+
+    def distilled_layer(self, rule: DistillationRule) -> int:
+        """The layer (1 to the number of layers) whose output the first block should resemble: least AE (DREAM, section
+        3.2), or least AE + |AE(l) - AE(l - 1)| (STAR, section 3.2), of all but the last, whose output is another loss's.
+        """
+        assert self.entropies is not None
+        entropies = self.entropies[:-1]
+        if rule == "entropy-and-change" and len(entropies) > 1:
+            change = (entropies[1:] - entropies[:-1]).abs()
+            return 2 + int((entropies[1:] + change).argmin())
+        return 1 + int(entropies.argmin())
+
+    def serves(self, layers: Collection[int], rule: DistillationRule) -> bool:
+        """Whether it holds these layers, and the one that the rule chooses."""
+        if rule == "none":
+            return self.hidden.keys() >= set(layers)
+        return self.entropies is not None and self.hidden.keys() >= {*layers, self.distilled_layer(rule)}
+
+    def save(self, path: Path) -> None:
+        """Write it, in half precision where that has room for its numbers."""
+        tensors = {"embeddings": self.embeddings, **{f"hidden.{layer}": h for layer, h in self.hidden.items()}}
+        tensors = {name: _halved(tensor) for name, tensor in tensors.items()}
+        tensors |= {"is_visual": self.is_visual, "lengths": self.lengths, "first_taught": self.first_taught}
+        tensors |= {f"visual_scores.{row}": scores for row, scores in self.visual_scores.items()}
+        if self.entropies is not None:
+            tensors["entropies"] = self.entropies
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".new")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+        temporary.replace(path)
 
 
 class Teacher:
@@ -55,16 +100,38 @@ class Teacher:
         self.target = target
         self.num_layers = len(target.text.layers)
 
+    def load(self, path: Path) -> Lesson:
+        """A lesson that was saved."""
+        target = self.target
+        tensors = load_file(path, device=str(target.device))
+
+        def numbered(kind: str) -> dict[int, Tensor]:
+            return {int(n.split(".")[1]): t for n, t in sorted(tensors.items()) if n.startswith(kind + ".")}
+
+        return Lesson(
+            embeddings=tensors["embeddings"].to(target.dtype),
+            is_visual=tensors["is_visual"],
+            lengths=tensors["lengths"],
+            first_taught=tensors["first_taught"],
+            hidden={layer: states.to(target.dtype) for layer, states in numbered("hidden").items()},
+            visual_scores=numbered("visual_scores"),
+            entropies=tensors.get("entropies"),
+            head=target.text.logits,
+        )
+
     @torch.no_grad()
-    def lesson(self, examples: Sequence[Example], *, seed: int, with_entropies: bool = False) -> Lesson:
-        """Run the target over the examples. ``seed`` chooses the tokens whose entropy is looked at."""
+    def lesson(
+        self, examples: Sequence[Example], *, layers: Collection[int], rule: DistillationRule = "none", seed: int = 0
+    ) -> Lesson:
+        """Run the target over the examples.
+
+        Args:
+            layers: whose outputs are kept, beside the last one's and the one that ``rule`` chooses.
+            seed: chooses the tokens whose attention entropy is looked at.
+        """
         prompts = [example.prompt for example in examples]
         lengths = [len(prompt) for prompt in prompts]
         longest, device = max(lengths), self.target.device
-        columns = torch.arange(longest, device=device)
-        is_token = columns < torch.tensor(lengths, device=device)[:, None]
-        first = torch.tensor([example.first_taught for example in examples], device=device)[:, None]
-        is_taught = is_token & (columns >= first)
         rng = torch.Generator().manual_seed(seed)
         asked_row = int(torch.randint(len(prompts), (), generator=rng))
         asked = torch.randint(lengths[asked_row], (ENTROPY_QUERIES,), generator=rng).to(device)
@@ -74,7 +141,7 @@ class Teacher:
 
         def watch(attention: LayerAttention) -> None:
             for place, row in enumerate(rows):
-                if with_entropies and row == asked_row:
+                if rule != "none" and row == asked_row:
                     entropies[attention.layer] = attention_entropy(attention, place, asked)
                 if attention.layer == self.num_layers - 1 and prompts[row].num_visual_tokens:
                     text_end = examples[row].first_taught + 1
@@ -89,18 +156,18 @@ class Teacher:
             for rows in groups:
                 found.append(self._hidden([prompts[row] for row in rows], [embeddings[row] for row in rows]))
         padded = [[_padded(states, longest, 1) for states in layer] for layer in zip(*found, strict=True)]
-        hidden = {layer: torch.cat(states) for layer, states in enumerate(padded)}
-        return Lesson(
+        lesson = Lesson(
             embeddings=torch.stack([_padded(one, longest) for one in embeddings]),
             is_visual=torch.stack([_padded(prompt.is_visual, longest) for prompt in prompts]),
-            is_token=is_token,
-            is_taught=is_taught,
-            hidden=hidden,
-            logits=self.target.text.logits(hidden[self.num_layers][is_taught]).float(),
+            lengths=torch.tensor(lengths, device=device),
+            first_taught=torch.tensor([example.first_taught for example in examples], device=device),
+            hidden={layer: torch.cat(states) for layer, states in enumerate(padded)},
             visual_scores=scores,
             entropies=torch.stack([entropies[layer] for layer in range(self.num_layers)]) if entropies else None,
             head=self.target.text.logits,
         )
+        kept = {*layers, self.num_layers} | ({lesson.distilled_layer(rule)} if rule != "none" else set())
+        return replace(lesson, hidden={layer: lesson.hidden[layer] for layer in sorted(kept)})
 
     def _embeddings(self, prompt: Prompt) -> Tensor:
         """[n, hidden]"""
@@ -133,3 +200,9 @@ def _padded(states: Tensor, length: int, dimension: int = 0) -> Tensor:
     """Zeros behind, up to ``length`` along a dimension."""
     behind = [0, 0] * (states.dim() - 1 - dimension) + [0, length - states.shape[dimension]]
     return functional.pad(states, behind)
+
+
+def _halved(states: Tensor) -> Tensor:
+    """In float16, or bfloat16 where numbers are too large for it."""
+    half = states.half()
+    return half if bool(half.isfinite().all()) else states.bfloat16()

@@ -42,6 +42,9 @@ class Task(Protocol):
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
         """Of one step, and figures to show."""
 
+    def evaluate(self) -> dict[str, float]:
+        """Figures on held-out examples."""
+
     def after_backward(self) -> None:
         """The gradients of the step are there."""
 
@@ -137,7 +140,9 @@ def train(recipe_path: Path, *, output: Path | None = None, progress: Progress |
     accelerator = Accelerator()
     torch.manual_seed(recipe.seed)
     task = make_task(recipe, recipe_path, accelerator)
-    checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", content_key(recipe.model_dump(mode="json")))
+    checkpoint = Checkpoint(
+        output / ".checkpoint" / "state.safetensors", content_key(recipe.model_dump(mode="json", exclude_defaults=True))
+    )
     first_stage, first_step = checkpoint.position()
     if (first_stage, first_step) != (0, 0):
         checkpoint.load_model(task.module)
@@ -152,6 +157,7 @@ def train(recipe_path: Path, *, output: Path | None = None, progress: Progress |
         if begin > 0:
             checkpoint.load_optimizer(task.module, optimizer)
         task.module.train()
+        held_out: dict[str, float] = {}
         for step in range(begin, stage.steps):
             started = time.perf_counter()
             for group in optimizer.param_groups:
@@ -166,8 +172,11 @@ def train(recipe_path: Path, *, output: Path | None = None, progress: Progress |
             optimizer.zero_grad(set_to_none=True)
             if not accelerator.is_main_process:
                 continue
+            if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == stage.steps:
+                held_out = task.evaluate()
+                figures |= held_out
             if progress is not None:
-                progress(f"{recipe.name} {stage.objective}", step + 1, stage.steps, figures)
+                progress(f"{recipe.name} {stage.objective}", step + 1, stage.steps, held_out | figures)
             if (step + 1) % 25 == 0:
                 seconds = time.perf_counter() - started
                 append_line(
