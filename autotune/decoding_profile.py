@@ -11,17 +11,10 @@ from autotune.cost.device import Fingerprint
 from autotune.errors import UserError
 from autotune.files import Document, check_schema, parse, read_json, write_document
 from autotune.provenance import ModelReference, Provenance
+from autotune.subnet import Subnet
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreePolicy, parse_policy
 from autotune.trees.verification import LosslessVerification, Verification
-
-
-class Subnet(Document):
-    """Which part of the draft decodes. Heads and injection layer are for drafts that have them."""
-
-    heads: float | tuple[float, float, float] | None = None
-    visual_keep: float = Field(default=1.0, gt=0, le=1)
-    injection_layer: int | None = None
 
 
 class DraftChoice(Document):
@@ -220,12 +213,10 @@ def load(
 
     runner = Target(load_model(checked(document.target), device=place) if target is None else target)
     if draft is None and point.draft is not None:
-        subnet = point.draft.subnet
         draft = load_draft(
             checked(ModelReference(id=point.draft.id, sha256=point.draft.sha256)),
             runner,
-            heads=subnet.heads,
-            injection_layer=subnet.injection_layer,
+            point.draft.subnet,
         )
     keep = 1.0 if point.draft is None else point.draft.subnet.visual_keep
     processor = None

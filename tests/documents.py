@@ -20,10 +20,10 @@ from autotune.decoding_profile import (
     Evidence,
     OperatingPoint,
     Predicted,
-    Subnet,
     WorkloadReference,
 )
 from autotune.provenance import ModelReference, Provenance
+from autotune.subnet import Subnet
 from autotune.trees.policy import parse_policy
 
 PROVENANCE = Provenance(autotune="0", created="2025-01-01T00:00:00+00:00", python="3", torch="2", transformers="5")
@@ -54,14 +54,14 @@ def write_workload(folder: Path, prompts: Iterable[dict[str, Any] | str], *, nam
 
 
 def header(
-    num_prompts: int, *, bounds: ForestBounds | None = None, visual_keep: float = 1.0, **fields: Any
+    num_prompts: int, *, bounds: ForestBounds | None = None, subnet: Subnet | None = None, **fields: Any
 ) -> TraceHeader:
     """A trace's header; prompts are named by number, tasks are all ``prompt`` unless given."""
     known: dict[str, Any] = {
         "provenance": PROVENANCE,
         "target": TARGET,
         "draft": DRAFT,
-        "visual_keep": visual_keep,
+        "subnet": (subnet or Subnet()).model_dump(),
         "workload": "by hand",
         "workload_sha256": "c" * 64,
         "bounds": bounds or ForestBounds(),
@@ -112,7 +112,10 @@ def random_trace(seed: int, *, visual_keep: float = 1.0, num_prompts: int = 4, n
         RecordedPrompt(random_forest(rng, num_tokens + number), 20 + number, 10 + number, 10 * (number % 2))
         for number in range(num_prompts)
     ]
-    return join(header(num_prompts, bounds=ForestBounds(depth=4, num_proposals=4), visual_keep=visual_keep), parts)
+    return join(
+        header(num_prompts, bounds=ForestBounds(depth=4, num_proposals=4), subnet=Subnet(visual_keep=visual_keep)),
+        parts,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- cost tables

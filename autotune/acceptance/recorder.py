@@ -5,7 +5,7 @@ at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
-from autotune.drafters.draft import top_proposals
-from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.checkpoint import LoadedDraft
 from autotune.files import content_key, write_bytes
 from autotune.provenance import ModelReference, stamp
 from autotune.runtime.decoder import Decoder
@@ -32,7 +30,6 @@ from autotune.workload import Workload, WorkloadPrompt
 
 ROOTS_AT_ONCE = 24  # positions whose forests grow together, at most
 NODES_AT_ONCE = 800  # and about as many nodes: every one attends to a column for each of the others
-RecordedDraft = IndependentDraft | FeatureDraft
 Report = Callable[[int, int], None]
 """Called as report(done, of)."""
 
@@ -89,7 +86,7 @@ class Recorder:
 
     def trace(
         self,
-        draft: RecordedDraft,
+        draft: LoadedDraft,
         draft_reference: ModelReference,
         workload: Workload,
         *,
@@ -100,7 +97,7 @@ class Recorder:
         """What the draft, seeing ``visual_keep`` of the visual tokens, proposes along the target's answers."""
         draft.visual_keep = visual_keep
         parts = []
-        subnet = [draft_reference.sha256 or draft_reference.id, visual_keep, *draft.reads, bounds.model_dump()]
+        subnet = [draft_reference.sha256 or draft_reference.id, draft.subnet.model_dump(), bounds.model_dump()]
         for number, (prompt, answer) in enumerate(zip(workload.prompts, self.answers(workload), strict=True)):
             path = self.folder / "forests" / content_key(subnet) / f"{self._answer_key(prompt)}.safetensors"
             part = _read_part(path)
@@ -115,8 +112,8 @@ class Recorder:
             provenance=stamp(),
             target=self.target_reference,
             draft=draft_reference,
-            visual_keep=visual_keep,
-            injection_layer=draft.reads[0] if draft.reads else None,
+            subnet=draft.subnet,
+            reads=draft.reads,
             workload=workload.name,
             workload_sha256=workload.sha256,
             bounds=bounds,
@@ -152,7 +149,7 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 
 @torch.inference_mode()
 def record_forest(
-    target: Target, draft: RecordedDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds
+    target: Target, draft: LoadedDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds
 ) -> RecordedPrompt:
     """The forest along one answer of the target, to which the draft is attached."""
     tokens = np.array(answer.tokens, np.int64)
@@ -177,20 +174,17 @@ def record_forest(
     return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, len(answer.visual_scores))
 
 
-def _answer_hidden(target: Target, tokens: Ints) -> Tensor | None:
-    """What the watched layer made of the token before each of the answer's, behind a prefill, [tokens, hidden]; None where
-    none is watched.
-    """
+def _answer_hidden(target: Target, tokens: Ints) -> dict[int, Tensor]:
+    """What each watched layer made of the token before each of the answer's, behind a prefill, [tokens, hidden]."""
     if not target.watched:
-        return None
-    (layer,) = target.watched
-    hidden = [target.hidden[layer][-1:]]
+        return {}
+    hidden = [{layer: states[-1:] for layer, states in target.hidden.items()}]
     for first in range(0, len(tokens), MAX_STEP):
         part = tokens[first : first + MAX_STEP]
         target.forward(part, np.arange(len(part)), causal_block(len(part), target.closed))
         target.cache.advance(len(part))
-        hidden.append(target.hidden[layer])
-    return torch.cat(hidden)[: len(tokens)]
+        hidden.append(target.hidden)
+    return {layer: torch.cat([one[layer] for one in hidden])[: len(tokens)] for layer in target.watched}
 
 
 class _ForestGrower:
@@ -201,12 +195,10 @@ class _ForestGrower:
     """
 
     def __init__(
-        self, draft: RecordedDraft, tokens: Ints, bounds: ForestBounds, answer_hidden: Tensor | None = None
+        self, draft: LoadedDraft, tokens: Ints, bounds: ForestBounds, answer_hidden: Mapping[int, Tensor]
     ) -> None:
         self.draft = draft
         self.answer_hidden = answer_hidden
-        self.states: Tensor | None = None
-        """The draft's own, of the answer's tokens and then of the nodes of the roots that grow, where it reads any."""
         self.tokens = tokens
         self.bounds = bounds
         self.closed = draft.closed
@@ -220,20 +212,12 @@ class _ForestGrower:
         self, tokens: Ints, places: Ints, block: NDArray[np.float32], uncommitted: int, parents: Ints | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """``parents`` are places behind the prompt; None for the answer's own tokens."""
-        draft = self.draft
-        if isinstance(draft, FeatureDraft):
-            if parents is None:
-                assert self.answer_hidden is not None
-                features = draft.target_features(self.answer_hidden[torch.from_numpy(places).to(draft.device)])
-            else:
-                assert self.states is not None
-                features = draft.own_features(self.states[torch.from_numpy(parents).to(draft.device)])
-            logits = draft.forward(tokens, places, block, num_uncommitted=uncommitted, features=features)
-            before = draft.states[:0] if self.states is None else self.states[:uncommitted]
-            self.states = torch.cat([before, draft.states])
-        else:
-            logits = draft.forward(tokens, places, block, num_uncommitted=uncommitted)
-        found, logprobs = top_proposals(logits, self.bounds.num_proposals)
+        hidden = None
+        if parents is None and self.answer_hidden:
+            rows = torch.from_numpy(places).to(self.draft.device)
+            hidden = {layer: states[rows] for layer, states in self.answer_hidden.items()}
+        logits = self.draft.forward(tokens, places, block, num_uncommitted=uncommitted, parents=parents, hidden=hidden)
+        found, logprobs = self.draft.best(logits, self.bounds.num_proposals)
         wide = found.astype(np.int64)
         self._child_token.append(wide)
         self._child_logprob.append(logprobs)

@@ -20,6 +20,7 @@ from pydantic import Field
 from autotune.errors import UserError
 from autotune.files import Document, parse, read_json, write_bytes, write_document
 from autotune.provenance import ModelReference, Provenance
+from autotune.subnet import Subnet
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.policy import Policy
 from autotune.trees.tree import CHILD, Ints, Proposals
@@ -79,9 +80,9 @@ class TraceHeader(Document):
     provenance: Provenance
     target: ModelReference
     draft: ModelReference
-    visual_keep: float
-    injection_layer: int | None = None
-    """Of the target, whose output the draft read; None of a draft that reads none."""
+    subnet: Subnet = Field(default_factory=Subnet)
+    reads: tuple[int, ...] = ()
+    """Layers of the target whose outputs the draft read."""
     workload: str
     workload_sha256: str
     bounds: ForestBounds
@@ -91,7 +92,12 @@ class TraceHeader(Document):
     @property
     def reads_anew(self) -> bool:
         """Whether the draft reads accepted nodes a second time: with the target's features."""
-        return self.injection_layer is not None
+        return bool(self.reads)
+
+    @property
+    def visual_keep(self) -> float:
+        """Share of visual tokens that the draft saw."""
+        return self.subnet.visual_keep
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ import torch
 
 from autotune.cost.device import fingerprint
 from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, Point, PrefillCost, Surface, fit_prefill
-from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError
 from autotune.provenance import ModelReference, stamp
 from autotune.runtime.decoder import Decoder
@@ -29,7 +28,6 @@ from autotune.runtime.token_rule import TokenRule
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 from autotune.workload import Workload
 
-ProfiledDraft = IndependentDraft | FeatureDraft
 Report = Callable[[int, int], None]
 
 HELD_OUT_TOKENS = (5, 11, 20, 40)
@@ -70,7 +68,7 @@ def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
 def profile(
     target: Target,
     target_reference: ModelReference,
-    drafts: list[tuple[ProfiledDraft, ModelReference]],
+    drafts: list[tuple[LoadedDraft, ModelReference]],
     processor: Any,
     workload: Workload,
     *,
@@ -144,7 +142,7 @@ def _surface(samples: dict[tuple[int, int], list[float]], settings: ProfileSetti
 class _Bench:
     """Times single steps of a decoder whose caches hold whatever numbers: latency does not depend on them."""
 
-    def __init__(self, target: Target, draft: ProfiledDraft, settings: ProfileSettings) -> None:
+    def __init__(self, target: Target, draft: LoadedDraft, settings: ProfileSettings) -> None:
         capacity = max(settings.kv_lengths) + 2 * MAX_STEP
         self.settings = settings
         self.random = random.Random(settings.seed)
@@ -229,7 +227,7 @@ def _plant_star(tree: Tree, num_children: int) -> None:
 
 
 def measure_prefills(
-    target: Target, draft: ProfiledDraft, processor: Any, workload: Workload
+    target: Target, draft: LoadedDraft, processor: Any, workload: Workload
 ) -> tuple[PrefillCost, PrefillCost]:
     """Prefill latencies of target and draft over the workload's shortest and longest prompts and some visual keep
     ratios.
@@ -262,7 +260,7 @@ def measure_prefills(
     return fit_prefill(of_target), fit_prefill(of_draft)
 
 
-def measure_overhead(target: Target, draft: ProfiledDraft, processor: Any, workload: Workload) -> Overhead:
+def measure_overhead(target: Target, draft: LoadedDraft, processor: Any, workload: Workload) -> Overhead:
     """Real decoding with shallow and deep trees: time outside the models, as so much a round and so much a draft level."""
     from scipy.optimize import nnls
 

@@ -12,35 +12,36 @@ from torch.nn import functional
 
 
 def rotation(places: Tensor, head_size: int, theta: float) -> Tensor:
-    """Rotary angles of tokens at ``places`` [..., n] as complex factors [..., n, head size / 2]."""
+    """Rotary factors of tokens at ``places`` [..., n] for their (query, key, value): complex, [..., n, 3, 1, head size / 2].
+    Values are not turned.
+    """
     frequencies = theta ** (-torch.arange(0, head_size, 2, device=places.device, dtype=torch.float32) / head_size)
     angles = places.unsqueeze(-1).float() * frequencies
+    angles = torch.stack([angles, angles, torch.zeros_like(angles)], -2).unsqueeze(-2)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def rotate(states: Tensor, factors: Tensor) -> Tensor:
-    """Turn the pairs of neighbours in the last dimension of ``states`` [..., head size] by ``factors``."""
+    """Turn the pairs of neighbours in the last dimension of ``states`` [..., 3, heads, head size] by ``factors``."""
     pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * factors).flatten(-2).to(states.dtype)
 
 
 class BlockCache:
-    """Keys and values of one block, [2, heads, capacity, head size]. A forward writes behind ``length`` tokens; nothing
-    is committed but by whoever counts.
+    """Keys and values of one block, [capacity, 2, heads, head size]. A forward writes behind ``begin`` tokens; nothing is
+    committed but by whoever counts.
     """
 
     def __init__(
         self, num_heads: int, head_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.slab = torch.zeros(2, num_heads, capacity, head_size, dtype=dtype, device=device)
+        self.slab = torch.zeros(capacity, 2, num_heads, head_size, dtype=dtype, device=device)
 
-    def write(self, keys_values: Tensor, begin: int) -> tuple[Tensor, Tensor]:
-        """Put ``keys_values`` [2, heads, n, head size] at ``begin``; returns all keys and values up to their end, each
-        [1, heads, begin + n, head size].
-        """
-        end = begin + keys_values.shape[2]
-        self.slab[:, :, begin:end] = keys_values
-        return self.slab[:1, :, :end], self.slab[1:, :, :end]
+    def write(self, keys_values: Tensor, begin: int) -> Tensor:
+        """Put ``keys_values`` [n, 2, heads, head size] at ``begin``; returns all up to their end."""
+        end = begin + len(keys_values)
+        self.slab[begin:end] = keys_values
+        return self.slab[:end]
 
 
 class DraftBlock(nn.Module):
@@ -83,28 +84,25 @@ class DraftBlock(nn.Module):
 
         Args:
             features: normed target features [batch, n, hidden] of a block that crosses.
-            factors: rotary factors [batch or 1, n, 1, 1, head size / 2].
-            mask: additive [batch or 1, 1, n, keys]; None is causal, or all where ``cache`` is given.
+            factors: rotary factors as ``rotation`` gives them, [batch or 1, n, 3, 1, head size / 2].
+            mask: additive [batch or 1, 1, n, keys]; None: each token sees those before it and itself.
             cache: keys and values of earlier tokens, a batch of one; the new ones go to ``begin``.
             head_mask: 0 silences a head, [heads].
         """
-        heads, size = self.num_heads, self.head_size
         made = self.from_stream(self.norm(stream))
-        attended, gate, up = made.split((made.shape[-1] - 2 * self.mlp_size, self.mlp_size, self.mlp_size), -1)
-        attended = attended.unflatten(-1, (-1, heads, size))
+        attended = made[..., : made.shape[-1] - 2 * self.mlp_size]
+        gate, up = made[..., -2 * self.mlp_size : -self.mlp_size], made[..., -self.mlp_size :]
         if self.from_features is not None:
             assert features is not None
-            attended = torch.cat([attended, self.from_features(features).unflatten(-1, (-1, heads, size))], 2)
-        # [batch, n, (query, key, value), heads, size]; values are not turned.
-        turned = rotate(attended[:, :, :2], factors)
-        query = turned[:, :, 0].transpose(1, 2)
-        if cache is None:
-            key, value = turned[:, :, 1].transpose(1, 2), attended[:, :, 2].transpose(1, 2)
-        else:
-            both = torch.stack([turned[0, :, 1], attended[0, :, 2]]).transpose(1, 2)
-            key, value = cache.write(both, begin)
+            attended = torch.cat([attended, self.from_features(features)], -1)
+        turned = rotate(attended.unflatten(-1, (3, self.num_heads, self.head_size)), factors)
+        keys_values = turned[:, :, 1:] if cache is None else cache.write(turned[0, :, 1:], begin)[None]
         found = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=cache is None and mask is None
+            turned[:, :, 0].transpose(1, 2),
+            keys_values[:, :, 0].transpose(1, 2),
+            keys_values[:, :, 1].transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None and begin == 0 and stream.shape[1] > 1,
         ).transpose(1, 2)
         if head_mask is not None:
             found = found * head_mask[:, None]

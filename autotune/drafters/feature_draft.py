@@ -1,8 +1,8 @@
-"""Drafts that read the target's features, at work: their cache, and rounds of ``propose`` and ``commit``."""
+"""Drafts that read the target's features, at work: their cache, and what a round needs of the target."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,15 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.drafters.blocks import BlockCache
-from autotune.drafters.draft import Proposals, kept_tokens, top_proposals
-from autotune.drafters.dream import DreamNetwork
+from autotune.drafters.cached_draft import CachedDraft
+from autotune.drafters.draft import kept_tokens
+from autotune.drafters.network import DraftNetwork, condensed
 from autotune.errors import UserError
+from autotune.runtime.kv_cache import CachedModel
 from autotune.runtime.masks import Block, MaskBuffer
 from autotune.runtime.prompt import Prompt
-from autotune.runtime.text_runner import DEFAULT_CAPACITY, causal_block
-from autotune.trees.buckets import round_up
-from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree, write_frontier_mask
+from autotune.runtime.text_runner import DEFAULT_CAPACITY
+from autotune.subnet import Subnet
+from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
 if TYPE_CHECKING:
     from autotune.runtime.target import Target
@@ -29,45 +30,55 @@ class FeatureCache:
     own features, and are read anew with the target's once they are accepted.
     """
 
-    def __init__(self, network: DreamNetwork, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, network: DraftNetwork, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.capacity = capacity
         self.length = 0
-        size = network.config.head_size
-        self.blocks = [
-            BlockCache(block.num_heads, size, capacity, dtype=dtype, device=device) for block in network.blocks
-        ]
+        self.blocks = network.new_caches(capacity, dtype=dtype, device=device)
 
     @property
     def memory_bytes(self) -> int:
         return sum(block.slab.numel() * block.slab.element_size() for block in self.blocks)
 
+    def clear(self) -> None:
+        """Forget everything; the memory is kept for the next request."""
+        self.length = 0
 
-class FeatureDraft:
-    """Drafts with a network that reads one layer of the target (see ``Draft``).
 
-    ``pending`` are committed tokens that it has not read yet, each beside the target's feature of the token before: after
-    a round these are the accepted nodes and the new root.
+class FeatureDraft(CachedDraft, CachedModel):
+    """Drafts with a network that reads layers of the target (see ``Draft``).
+
+    Each pending token waits beside the target's features of the token before: after a round these are the accepted
+    nodes and the new root.
+
+    Args:
+        network: whole, or a slice of a supernet.
+        heads: share of heads that a slice has kept, in all blocks or in each.
+        injection_layer: of the target, to read; None: the network's own choice.
     """
 
-    def __init__(self, network: DreamNetwork, *, injection_layer: int | None = None) -> None:
-        layers = network.config.injection_layers
-        layer = layers[-1] if injection_layer is None else injection_layer
-        if layer not in layers:
-            raise UserError(
-                f"{network.config.kind} reads the output of one of the target's layers {', '.join(map(str, layers))}; "
-                f"got injection_layer {layer}; choose one of them"
-            )
+    def __init__(
+        self,
+        network: DraftNetwork,
+        *,
+        heads: float | tuple[float, float, float] | None = None,
+        injection_layer: int | None = None,
+    ) -> None:
+        super().__init__()
         self.network = network
         self.kind = network.config.kind
-        self.layer = layer
-        self.reads: tuple[int, ...] = (layer,)
+        self.heads = heads
+        self.reads = network.layers_read(injection_layer)
         self.visual_keep = network.config.visual_keep
-        self.buckets: tuple[int, ...] = ()
+        self.token_ids = None if network.token_ids is None else network.token_ids.int().cpu().numpy()
         self.vocab_size = 0  # the target's, once there is one
-        self._pending: list[int] = []
-        self._pending_features: list[Tensor] = []
-        self._num_evaluated = 0
-        self._num_dropped = 0  # tokens of the prompt that never entered the cache
+        self._pending_features: list[dict[int, Tensor]] = []
+        self._num_condensed = 0  # tokens of the prompt that never entered the cache
+
+    @property
+    def subnet(self) -> Subnet:
+        """Which part of the draft this is."""
+        layer = self.reads[0] if len(self.reads) == 1 else None
+        return Subnet(heads=self.heads, visual_keep=self.visual_keep, injection_layer=layer)
 
     def attach(self, target: Target) -> None:
         """Take the target's embedding and head.
@@ -76,18 +87,21 @@ class FeatureDraft:
             UserError: a target of another size.
         """
         config, text = self.network.config, target.text
-        if (config.hidden_size, config.num_target_layers) != (text.config.hidden_size, len(text.layers)):
-            raise UserError(
-                f"this {self.kind} draft was made for a target of {config.num_target_layers} layers x {config.hidden_size}; "
-                f"this one has {len(text.layers)} x {text.config.hidden_size}; use its own target"
-            )
+        for name, ours, theirs in (
+            ("hidden_size", config.hidden_size, text.config.hidden_size),
+            ("num_hidden_layers", config.num_target_layers, len(text.layers)),
+        ):
+            if ours != theirs:
+                raise UserError(
+                    f"this {self.kind} draft was made for a target with {name} {ours}; this one has {theirs}; "
+                    "use a draft made for this target"
+                )
         self._target = target
         self.network.to(target.device, target.dtype)
         self.device, self.dtype = target.device, target.dtype
         self.vocab_size = target.vocab_size
-        self._embed = text.module.get_input_embeddings()
-        self.states = torch.zeros(1, config.hidden_size, dtype=self.dtype, device=self.device)
-        # Of the root and the nodes read this round: what their children read in place of the target's features.
+        self._embed = self.network.embedding or text.module.get_input_embeddings()
+        # Of the root and the tokens read since: what their children read in place of the target's features.
         self._own = torch.zeros(0, config.hidden_size, dtype=self.dtype, device=self.device)
         self._allocate(DEFAULT_CAPACITY)
 
@@ -95,30 +109,13 @@ class FeatureDraft:
         self.cache = FeatureCache(self.network, capacity, dtype=self.dtype, device=self.device)
         self._masks = MaskBuffer({"all": None}, capacity, dtype=self.dtype, device=self.device)
         self._factors = self.network.factors(torch.arange(2 * capacity, device=self.device))
-        if len(self._own) < capacity:
-            self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
-
-    @property
-    def length(self) -> int:
-        """Committed tokens in the cache."""
-        return self.cache.length
-
-    @property
-    def closed(self) -> float:
-        """What a mask adds where a token must not look."""
-        return self._masks.closed
+        self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
     def reserve(self, num_tokens: int) -> None:
         """Empty the cache and make sure that it holds that many tokens."""
-        if num_tokens > self.cache.capacity:
-            self._allocate(-(-num_tokens // 256) * 256)
-        self.cache.length = 0
-        self._num_dropped = 0
+        super().reserve(num_tokens)
+        self._num_condensed = 0
         self.begin_round()
-
-    def begin_round(self) -> None:
-        """Forget the nodes read in the round before."""
-        self._num_evaluated = 0
 
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt]) -> Sequence[Prompt]:
         """What the target reads."""
@@ -128,25 +125,37 @@ class FeatureDraft:
         """Read the prompt, beside the features that the target has just made of it."""
         self.reserve(max(capacity, len(prompt) + MAX_STEP))
         self._pending, self._pending_features = [], []
-        hidden = self._target.hidden[self.layer]
-        embeddings = self._embed(prompt.tokens) if prompt.embeddings is None else prompt.embeddings[0]
-        before = self.network.target_features(hidden[: len(prompt) - 1], self.layer)
-        features = torch.cat([self.network.first_feature[None], before])
+        network = self.network
+        hidden = {layer: self._target.hidden[layer][: len(prompt)] for layer in self.reads}
+        before = network.target_features({layer: states[:-1] for layer, states in hidden.items()})
+        first = before.new_zeros(1, before.shape[1]) if network.first_feature is None else network.first_feature[None]
+        features = torch.cat([first, before])
+        embeddings = self._embed(prompt.tokens)
+        if prompt.embeddings is not None:  # the tokens that stand for images have none of their own
+            is_visual = prompt.is_visual[:, None]
+            embeddings = (
+                prompt.embeddings[0]
+                if network.embedding is None
+                else torch.where(is_visual, prompt.embeddings[0], embeddings)
+            )
         places = torch.arange(len(prompt), device=self.device)
         kept = kept_tokens(prompt, visual_scores, self.visual_keep)
-        if kept is not None:
-            embeddings, features, places = embeddings[kept], features[kept], places[kept]
-        factors = self._factors[places][None]
-        count = len(places)
-        mask = torch.full((count, count), self.closed, dtype=self.dtype, device=self.device).triu(1)[None, None]
-        self.network(embeddings[None], features[None], factors, mask=mask, caches=self.cache.blocks, begin=0)
-        self.cache.length = count
-        self._num_dropped = len(prompt) - count
+        if kept is None:
+            kept = places
+        if network.first_feature is None:
+            kept = kept[kept > 0]
+        stream, is_visual = network.fuse(embeddings[kept], features[kept]), prompt.is_visual[kept]
+        stream, features, places = condensed(
+            network, stream, features[kept], kept, is_visual, hidden[self.reads[-1]][-1]
+        )
+        network(stream[None], features[None], self._factors[places][None], caches=self.cache.blocks)
+        self.cache.length = len(places)
+        self._num_condensed = len(prompt) - len(places)
 
     def append(self, token: int) -> None:
         """Tell the draft a committed token; it is read with the next root."""
         self._pending.append(token)
-        self._pending_features.append(self._target.hidden[self.layer][-1:])
+        self._pending_features.append({layer: self._target.hidden[layer][-1:] for layer in self.reads})
 
     def forward(
         self,
@@ -155,64 +164,37 @@ class FeatureDraft:
         block: Block,
         *,
         num_uncommitted: int = 0,
-        features: Tensor,
+        parents: Ints | None = None,
+        hidden: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` others of this round; ``states`` [n,
-        hidden] are then the draft's own.
-
-        Args:
-            features: as the network's ``target_features`` or ``own_features`` gave them, [n, hidden].
-        """
-        begin = self.cache.length + num_uncommitted
-        mask = None
+        """See ``CachedDraft``."""
+        network = self.network
+        if parents is not None:
+            features = network.own_features(self._own[torch.from_numpy(parents + 1).to(self.device)])
+        else:
+            assert hidden is not None
+            features = network.target_features(hidden)
+        if len(features) < len(tokens):  # a prepared size is larger
+            features = torch.nn.functional.pad(features, (0, 0, 0, len(tokens) - len(features)))
+        begin, mask = self.cache.length + num_uncommitted, None
         if block.shape[1] > 1:
             mask = self._masks.write(block, self.cache.length, places, np.zeros(block.shape[1], np.int64))
-        factors = self._factors[torch.from_numpy(places + self.cache.length + self._num_dropped).to(self.device)]
-        embeddings = self._embed(torch.from_numpy(tokens).to(self.device))
-        self.states = self.network(
-            embeddings[None], features[None], factors[None], mask=mask, caches=self.cache.blocks, begin=begin
-        )[0]
-        return self._target.text.logits(self.states)
+            assert isinstance(mask, Tensor)
+        factors = self._factors[torch.from_numpy(places + self.cache.length + self._num_condensed).to(self.device)]
+        stream = network.fuse(self._embed(torch.from_numpy(tokens).to(self.device)), features)
+        states = network(stream[None], features[None], factors[None], mask=mask, caches=self.cache.blocks, begin=begin)[
+            0
+        ]
+        self._own[1 + num_uncommitted : 1 + num_uncommitted + len(tokens)] = states
+        return network.logits(states, self._target.text.logits)
 
-    def target_features(self, hidden: Tensor) -> Tensor:
-        """Of true tokens: what the target's layer has made of the tokens before them, [n, hidden]."""
-        return self.network.target_features(hidden, self.layer)
+    def _pending_hidden(self) -> Mapping[int, Tensor]:
+        return {layer: torch.cat([one[layer] for one in self._pending_features]) for layer in self.reads}
 
-    def own_features(self, states: Tensor) -> Tensor:
-        """Of nodes: what the draft itself has made of their parents, [n, hidden]."""
-        return self.network.own_features(states)
-
-    def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
-        """The most probable children of the frontier's nodes, all of one level. The root's come first in every round."""
-        if frontier[0] == ROOT:
-            count = len(self._pending)
-            size = round_up(count, self.buckets)
-            tokens = np.zeros(size, np.int64)
-            tokens[:count] = self._pending
-            places = np.minimum(np.arange(size), count - 1)
-            hidden = torch.cat(self._pending_features)
-            features = self.target_features(_filled(hidden, size))
-            logits = self.forward(tokens, places, causal_block(size, self.closed), features=features)[count - 1 : count]
-            self._own[0] = self.states[count - 1]
-            self.cache.length += count
-            self._pending, self._pending_features = [], []
-            self.begin_round()
-        else:
-            count, begin = len(frontier), self._num_evaluated
-            size = round_up(count, self.buckets)
-            tree.slot[frontier] = np.arange(begin, begin + count)
-            block = np.empty((size, begin + size), np.float32)
-            write_frontier_mask(tree, frontier, block, begin + size, self.closed)
-            tokens = np.zeros(size, np.int64)
-            tokens[:count] = np.maximum(tree.token[frontier], 0)
-            # The prefix ends with the root, so a child of the root stands right behind it. All are of one depth.
-            places = np.full(size, tree.depth[frontier[0]] - 1)
-            parents = torch.from_numpy(tree.slot[tree.parent[frontier]] + 1).to(self.device)  # the root has no slot: -1
-            features = self.own_features(_filled(self._own[parents], size))
-            logits = self.forward(tokens, places, block, num_uncommitted=begin, features=features)[:count]
-            self._own[1 + begin : 1 + begin + count] = self.states[:count]
-            self._num_evaluated = begin + count
-        return top_proposals(logits, num_proposals)
+    def _pending_committed(self, count: int) -> None:
+        self._own[0] = self._own[count]
+        self.cache.length += count
+        self._pending_features = []
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """End the round: the accepted nodes and the target's own token after them will be read with the features that the
@@ -220,9 +202,4 @@ class FeatureDraft:
         """
         rows = torch.tensor([ROOT, *path.tolist()], device=self.device)
         self._pending = [*(int(token) for token in tree.token[path]), next_token]
-        self._pending_features = [self._target.hidden[self.layer][rows]]
-
-
-def _filled(rows: Tensor, size: int) -> Tensor:
-    """Zeros behind, where a prepared size is larger."""
-    return rows if len(rows) == size else torch.nn.functional.pad(rows, (0, 0, 0, size - len(rows)))
+        self._pending_features = [{layer: self._target.hidden[layer][rows] for layer in self.reads}]

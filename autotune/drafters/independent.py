@@ -6,7 +6,7 @@ Visual tokens that the target's last layer attended to least never enter the dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,24 +14,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.drafters.draft import Proposals, check_vocabulary, kept_tokens, top_proposals
+from autotune.drafters.cached_draft import CachedDraft
+from autotune.drafters.draft import check_vocabulary, kept_tokens
 from autotune.runtime.masks import Block
 from autotune.runtime.prompt import Prompt, placeholders_of, rows_of
 from autotune.runtime.self_check import check_tree_decoding
-from autotune.runtime.text_runner import TextRunner, causal_block
-from autotune.trees.buckets import round_up
-from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
+from autotune.runtime.text_runner import TextRunner
+from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
     from autotune.runtime.target import Target
 
 
-class IndependentDraft(TextRunner):
-    """A draft with its own KV cache. A round is: ``propose`` level by level, then ``commit``.
-
-    The cache holds the committed prefix, then the nodes evaluated this round in order of evaluation. Committed tokens
-    that the draft has not read yet (the new root; before it perhaps an accepted leaf) are ``pending`` and read
-    together, when the root's proposals are asked for.
+class IndependentDraft(CachedDraft, TextRunner):
+    """Drafts with a whole model of its own (see ``CachedDraft``). Of the accepted nodes only a leaf has not been read.
 
     It looks at images if it is of the target's family, for whose processor the pixels were made. Any other draft,
     text-only or not, reads the prompt without the tokens that stand for images.
@@ -43,18 +39,14 @@ class IndependentDraft(TextRunner):
     kind = "independent"
 
     def __init__(self, model: Any, *, visual_keep: float = 1.0, tokenizer: Any = None) -> None:
-        super().__init__(model)
+        CachedDraft.__init__(self)
+        TextRunner.__init__(self, model)
         self.tokenizer = tokenizer
         self.visual_keep = visual_keep
         self.sees = True
         """Whether it is of the target's family; a text model's draft sees what there is, nothing."""
         self._placeholders = placeholders_of(model.config)
         self._num_common = self.vocab_size  # tokens that the target has as well
-        self._pending: list[int] = []
-        self.reads: tuple[int, ...] = ()
-        self.buckets: tuple[int, ...] = ()
-        """Sizes that forwards are rounded up to; none: every size as it is."""
-        self._num_evaluated = 0
         check_tree_decoding(self)
 
     def attach(self, target: Target) -> None:
@@ -73,10 +65,6 @@ class IndependentDraft(TextRunner):
         """Empty the cache and make sure that it holds that many tokens."""
         super().reserve(num_tokens)
         self.begin_round()
-
-    def begin_round(self) -> None:
-        """Forget the nodes read in the round before."""
-        self._num_evaluated = 0
 
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt] = ()) -> Sequence[Prompt]:
         """The rows of a batch as it reads them, padding left out: through its own vision tower, or without visual
@@ -111,41 +99,26 @@ class IndependentDraft(TextRunner):
         """Tell the draft a committed token; it is read with the next root."""
         self._pending.append(token)
 
-    @property
-    def num_pending(self) -> int:
-        """Tokens that asking for the root's proposals will read."""
-        return len(self._pending)
-
-    def forward(self, tokens: NDArray[np.int64], places: Ints, block: Block, *, num_uncommitted: int = 0) -> Tensor:
-        """Logits [n, vocabulary in common with the target]."""
+    def forward(
+        self,
+        tokens: NDArray[np.int64],
+        places: Ints,
+        block: Block,
+        *,
+        num_uncommitted: int = 0,
+        parents: Ints | None = None,
+        hidden: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Logits [n, vocabulary in common with the target]; it needs to know no parents and no features."""
         tokens = np.where(tokens < self.vocab_size, tokens, 0)  # a token of the target's padding, if it ever says one
-        return super().forward(tokens, places, block, num_uncommitted=num_uncommitted)[:, : self._num_common]
+        logits = TextRunner.forward(self, tokens, places, block, num_uncommitted=num_uncommitted)
+        return logits[:, : self._num_common]
 
-    def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
-        """The most probable children of the frontier's nodes, all of one level. The root's come first in every round."""
-        if frontier[0] == ROOT:
-            count = len(self._pending)
-            size = round_up(count, self.buckets)
-            tokens = np.zeros(size, np.int64)
-            tokens[:count] = self._pending
-            places = np.minimum(np.arange(size), count - 1)
-            logits = self.forward(tokens, places, causal_block(size, self.closed))[count - 1 : count]
-            self.cache.advance(count)
-            self._pending = []
-            self.begin_round()
-        else:
-            count, begin = len(frontier), self._num_evaluated
-            size = round_up(count, self.buckets)
-            tree.slot[frontier] = np.arange(begin, begin + count)
-            block = np.empty((size, begin + size), np.float32)
-            write_frontier_mask(tree, frontier, block, begin + size, self.closed)
-            tokens = np.zeros(size, np.int64)
-            tokens[:count] = np.maximum(tree.token[frontier], 0)
-            # The prefix ends with the root, so a child of the root stands right behind it. All are of one depth.
-            places = np.full(size, tree.depth[frontier[0]] - 1)
-            logits = self.forward(tokens, places, block, num_uncommitted=begin)[:count]
-            self._num_evaluated = begin + count
-        return top_proposals(logits, num_proposals)
+    def _pending_hidden(self) -> None:
+        return None
+
+    def _pending_committed(self, count: int) -> None:
+        self.cache.advance(count)
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """End the round: the accepted nodes and the target's own token after them are committed, everything else is

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autotune.drafters.dream import DreamConfig, DreamNetwork
 from autotune.errors import UserError
-from autotune.files import Document
+from autotune.subnet import Subnet
 
 HEAD_SHARES = (0.25, 0.5, 0.75, 1.0)
 VISUAL_KEEPS = tuple(tenths / 10 for tenths in range(1, 11))
@@ -42,24 +42,10 @@ class StarConfig(DreamConfig):
         return tuple(range(first, self.num_target_layers + 1))
 
 
-class StarSubnet(Document):
-    """One draft of the supernet."""
-
-    heads: float | tuple[float, float, float] = 1.0
-    """Share of heads kept, in all blocks or in each."""
-    visual_keep: float = Field(default=1.0, gt=0, le=1)
-    injection_layer: int | None = None
-    """None: the target's last."""
-
-    @property
-    def head_shares(self) -> tuple[float, float, float]:
-        return self.heads if isinstance(self.heads, tuple) else (self.heads,) * 3
-
-
-def uniform_subnets(config: StarConfig) -> Iterator[StarSubnet]:
+def uniform_subnets(config: StarConfig) -> Iterator[Subnet]:
     """The 200 of the paper: one share of heads for all blocks."""
     for heads, keep, layer in itertools.product(HEAD_SHARES, VISUAL_KEEPS, config.injection_layers):
-        yield StarSubnet(heads=heads, visual_keep=keep, injection_layer=layer)
+        yield Subnet(heads=heads, visual_keep=keep, injection_layer=layer)
 
 
 class StarNetwork(DreamNetwork):

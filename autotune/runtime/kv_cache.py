@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from autotune.errors import UserError
-from autotune.runtime.masks import first_visible
+from autotune.runtime.masks import MaskBuffer, first_visible
 
 
 class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -132,3 +134,30 @@ class SlabCache(Cache):  # type: ignore[misc]
                 for slab in slabs:
                     slab[:, :, :, self.length : self.length + len(places)] = slab.index_select(3, source)
         self.length += len(places)
+
+
+class CachedModel(ABC):
+    """A model that keeps a cache and the masks over it; both grow when a request needs more room."""
+
+    cache: Any
+    _masks: MaskBuffer
+
+    @abstractmethod
+    def _allocate(self, capacity: int) -> None:
+        """Make a cache and masks for that many tokens."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens in the cache."""
+        return int(self.cache.length)
+
+    @property
+    def closed(self) -> float:
+        """What a mask adds where a token must not look."""
+        return self._masks.closed
+
+    def reserve(self, num_tokens: int) -> None:
+        """Empty the cache and make sure that it holds that many tokens."""
+        if num_tokens > self.cache.capacity:
+            self._allocate(-(-num_tokens // 256) * 256)
+        self.cache.clear()

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.runtime.kv_cache import SlabCache
+from autotune.runtime.kv_cache import CachedModel, SlabCache
 from autotune.runtime.masks import Block, MaskBuffer
 from autotune.runtime.prompt import Encoded, Prompt, encode
 from autotune.runtime.text_model import device_of, text_model_of
@@ -20,7 +20,7 @@ from autotune.trees.tree import Ints
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
 
 
-class TextRunner:
+class TextRunner(CachedModel):
     """Runs a Hugging Face model's text model behind its own forward, whose code merges images and text. The model's
     weights, config and classes are untouched.
 
@@ -51,21 +51,9 @@ class TextRunner:
         self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
         self._columns = np.zeros(capacity, np.int64)  # places of the uncommitted tokens
 
-    @property
-    def length(self) -> int:
-        """Committed tokens in the cache."""
-        return self.cache.length
-
-    @property
-    def closed(self) -> float:
-        """What a mask adds where a token must not look."""
-        return self._masks.closed
-
     def reserve(self, num_tokens: int) -> None:
         """Empty the cache and make sure that it holds that many tokens."""
-        if num_tokens > self.cache.capacity:
-            self._allocate(-(-num_tokens // 256) * 256)
-        self.cache.clear()
+        super().reserve(num_tokens)
         self._num_pruned, self._shift = 0, np.zeros(1, np.int64)
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:

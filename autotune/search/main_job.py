@@ -25,7 +25,6 @@ from autotune.decoding_profile import (
     OperatingPoint,
     Predicted,
     PromptEvidence,
-    Subnet,
     WorkloadReference,
     save_profile,
 )
@@ -382,13 +381,12 @@ def plain_point(summary: Summary, evaluator: Evaluator) -> OperatingPoint:
 
 
 def _point(pair: Pair, winner: Candidate, measured: Measured | None, *, estimated: bool) -> OperatingPoint:
-    reads = pair.draft.reads
     return OperatingPoint(
         draft=DraftChoice(
             kind=pair.draft.kind,
             id=pair.draft_reference.id,
             sha256=pair.draft_reference.sha256,
-            subnet=Subnet(visual_keep=winner.configuration.visual_keep, injection_layer=reads[0] if reads else None),
+            subnet=pair.draft.subnet.model_copy(update={"visual_keep": winner.configuration.visual_keep}),
         ),
         tree=parse_policy(winner.configuration.tree),
         fallback=winner.configuration.fallback,

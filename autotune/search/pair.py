@@ -45,15 +45,13 @@ class Pair:
 def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:
     """The shape of a loaded model, for the roofline. A draft that reads features shares its target's head."""
     if isinstance(runner, FeatureDraft):
-        width, network = runner.dtype.itemsize, runner.network
-        hidden = network.config.hidden_size
-        heads = sum(block.num_heads for block in network.blocks)
+        width, hidden = runner.dtype.itemsize, runner.network.config.hidden_size
         return ModelShape(
-            num_layers=len(network.blocks),
+            num_layers=len(runner.cache.blocks),
             hidden_size=hidden,
-            text_parameters=sum(p.numel() for p in network.parameters()) + hidden * runner.vocab_size,
+            text_parameters=sum(p.numel() for p in runner.network.parameters()) + hidden * runner.vocab_size,
             vision_parameters=0,
-            kv_bytes_per_token=2 * heads * network.config.head_size * width,
+            kv_bytes_per_token=runner.cache.memory_bytes // runner.cache.capacity,
             bytes_per_parameter=width,
         )
     config = runner.text.config

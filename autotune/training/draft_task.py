@@ -9,12 +9,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from autotune.drafters.checkpoint import new_network, save_draft
-from autotune.drafters.dream import DreamNetwork
-from autotune.drafters.star import StarNetwork, StarSubnet
+from autotune.drafters.network import BlocksNetwork
+from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.models import load_model, load_processor, reference, resolve
 from autotune.runtime.target import Target
+from autotune.subnet import Subnet
 from autotune.training.batches import Batches
 from autotune.training.drafting import drafting_loss, sampled_subnet
 from autotune.training.lessons import DigitsExamples, Lessons, Share
@@ -30,7 +31,7 @@ EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.
 class DraftTask:
     """Trains a draft for the recipe's teacher (see ``Task``)."""
 
-    module: DreamNetwork
+    module: BlocksNetwork
 
     def __init__(self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator) -> None:
         self.recipe = recipe
@@ -87,11 +88,11 @@ class DraftTask:
         subnet, self._taking_part = self._subnet(stage, generator)
         return drafting_loss(self.module, self._lessons[step], stage, subnet, self._taking_part, generator)
 
-    def _subnet(self, stage: Stage, generator: torch.Generator) -> tuple[StarSubnet, list[Tensor] | None]:
+    def _subnet(self, stage: Stage, generator: torch.Generator) -> tuple[Subnet, list[Tensor] | None]:
         """The subnet of a step, and the masks of its heads where there are any to mask."""
         if not isinstance(self.module, StarNetwork):
-            return StarSubnet(visual_keep=self.module.config.visual_keep), None
-        subnet = stage.subnet or StarSubnet()
+            return Subnet(visual_keep=self.module.config.visual_keep), None
+        subnet = stage.subnet or Subnet()
         if stage.subnets == "random":
             subnet = sampled_subnet(self.module, generator)
         return subnet, self.module.head_masks(subnet.head_shares)
@@ -103,9 +104,7 @@ class DraftTask:
         found = []
         for lesson in self._held_out:
             generator = torch.Generator().manual_seed(0)
-            found.append(
-                drafting_loss(self.module, lesson, EVALUATION, StarSubnet(visual_keep=keep), None, generator)[1]
-            )
+            found.append(drafting_loss(self.module, lesson, EVALUATION, Subnet(visual_keep=keep), None, generator)[1])
         return {f"held_out_{name}": sum(one[name] for one in found) / len(found) for name in found[0]}
 
     def after_backward(self) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from autotune.drafters.draft import num_kept
-from autotune.drafters.dream import DreamNetwork
-from autotune.drafters.star import HEAD_SHARES, VISUAL_KEEPS, StarNetwork, StarSubnet
+from autotune.drafters.network import BlocksNetwork, condensed
+from autotune.drafters.star import HEAD_SHARES, VISUAL_KEEPS, StarNetwork
+from autotune.subnet import Subnet
 from autotune.training.recipe import Stage
 from autotune.training.teacher import Lesson
 
@@ -24,11 +25,14 @@ STRETCH = 6  # tokens: one true feature, then the draft's own states
 
 @dataclass(frozen=True)
 class DraftRows:
-    """A lesson as a draft reads it: pruned visual tokens left out, the others at their places. [batch, n] or [batch, n,
+    """A lesson as a draft reads it: visual tokens pruned and condensed, all at their places. [batch, n] or [batch, n,
     hidden].
     """
 
     embeddings: Tensor
+    """Zeros where rows stand for condensed tokens."""
+    stream: Tensor
+    """What enters the first block."""
     features: Tensor
     """The target's, of the token before."""
     places: Tensor
@@ -36,9 +40,16 @@ class DraftRows:
     is_taught: Tensor
 
 
-def rows_of(network: DreamNetwork, lesson: Lesson, *, visual_keep: float, injection_layer: int) -> DraftRows:
-    """The rows of a lesson for one subnet."""
-    batch = len(lesson.is_token)
+def rows_of(
+    network: BlocksNetwork,
+    lesson: Lesson,
+    *,
+    visual_keep: float,
+    injection_layer: int,
+    generator: torch.Generator | None = None,
+) -> DraftRows:
+    """The rows of a lesson for one subnet. ``generator`` makes the noise of gates that are trained."""
+    batch = len(lesson.lengths)
     is_kept = lesson.is_token.clone()
     for row, scores in lesson.visual_scores.items():
         number = num_kept(visual_keep, len(scores))
@@ -46,18 +57,25 @@ def rows_of(network: DreamNetwork, lesson: Lesson, *, visual_keep: float, inject
             places = lesson.is_visual[row].nonzero().squeeze(1)
             is_kept[row, places] = False
             is_kept[row, places[scores.topk(number).indices]] = True
-    width = int(is_kept.sum(1).max())
-    # What is kept in its order, padding behind.
-    order = torch.where(is_kept, 0, 1).argsort(dim=1, stable=True)[:, :width]
-    is_row = is_kept.gather(1, order)
-    before = network.target_features(lesson.hidden[injection_layer][:, :-1], injection_layer)
+    before = network.target_features({injection_layer: lesson.hidden[injection_layer][:, :-1]})
     features = torch.cat([network.first_feature.expand(batch, 1, -1), before], 1)
-    wide = order.unsqueeze(-1).expand(-1, -1, lesson.embeddings.shape[2])
+    stream = network.fuse(lesson.embeddings, features)
+    found = []
+    for row in range(batch):
+        kept = is_kept[row].nonzero().squeeze(1)
+        question = lesson.hidden[injection_layer][row, lesson.first_taught[row]]
+        is_visual = lesson.is_visual[row, kept]
+        found.append(condensed(network, stream[row, kept], features[row, kept], kept, is_visual, question, generator))
+    padded = [nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*found, strict=True)]
+    stream, features, places = padded
+    is_row = torch.arange(places.shape[1]) < torch.tensor([len(one[2]) for one in found])[:, None]
+    wide = places.unsqueeze(-1).expand(-1, -1, lesson.embeddings.shape[2])
     return DraftRows(
         embeddings=lesson.embeddings.gather(1, wide),
-        features=features.gather(1, wide),
-        places=order,
-        is_taught=lesson.is_taught.gather(1, order) & is_row,
+        stream=stream,
+        features=features,
+        places=places,
+        is_taught=lesson.is_taught.gather(1, places) & is_row.to(places.device),
     )
 
 
@@ -71,13 +89,13 @@ def own_stretches(rows: DraftRows, generator: torch.Generator) -> Tensor:
     return follows & ((rows.places + offset) % STRETCH != 0)
 
 
-def sampled_subnet(network: StarNetwork, generator: torch.Generator) -> StarSubnet:
+def sampled_subnet(network: StarNetwork, generator: torch.Generator) -> Subnet:
     """A subnet at random, each block's heads by themselves (STAR, algorithm 1)."""
 
     def one_of(number: int) -> int:
         return int(torch.randint(number, (), generator=generator))
 
-    return StarSubnet(
+    return Subnet(
         heads=tuple(HEAD_SHARES[one_of(len(HEAD_SHARES))] for _ in range(3)),  # type: ignore[arg-type]
         visual_keep=VISUAL_KEEPS[one_of(len(VISUAL_KEEPS))],
         injection_layer=network.config.injection_layers[one_of(len(network.config.injection_layers))],
@@ -85,10 +103,10 @@ def sampled_subnet(network: StarNetwork, generator: torch.Generator) -> StarSubn
 
 
 def drafting_loss(
-    network: DreamNetwork,
+    network: BlocksNetwork,
     lesson: Lesson,
     stage: Stage,
-    subnet: StarSubnet,
+    subnet: Subnet,
     head_masks: list[Tensor] | None,
     generator: torch.Generator,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -96,24 +114,26 @@ def drafting_loss(
     features (``agreement``) and behind states of its own.
     """
     layer = subnet.injection_layer or network.config.num_target_layers
-    rows = rows_of(network, lesson, visual_keep=subnet.visual_keep, injection_layer=layer)
+    noise = generator if network.training else None
+    rows = rows_of(network, lesson, visual_keep=subnet.visual_keep, injection_layer=layer, generator=noise)
     factors = network.factors(rows.places)
     truth = lesson.hidden[network.config.num_target_layers][lesson.is_taught]
     taught = lesson.head(truth).float().log_softmax(-1)
     early: list[Tensor] = []
     is_own = own_stretches(rows, generator)
     is_scored = torch.ones_like(truth[:, 0], dtype=torch.bool), is_own[rows.is_taught]
-    states = network(rows.embeddings, rows.features, factors, head_masks=head_masks, early=early)
+    states = network(rows.stream, rows.features, factors, head_masks=head_masks, early=early)
     losses, figures = [], {}
     for number in range(2):
         if number == 1:
             own = network.own_features(torch.cat([states[:, :1], states[:, :-1]], 1))
             features = torch.where(is_own.unsqueeze(-1), own, rows.features)
-            states = network(rows.embeddings, features, factors, head_masks=head_masks)
+            stream = torch.where(is_own.unsqueeze(-1), network.fuse(rows.embeddings, own), rows.stream)
+            states = network(stream, features, factors, head_masks=head_masks)
         said = states[rows.is_taught]
         logits = lesson.head(said).float().log_softmax(-1)
         losses.append(
-            functional.kl_div(logits, taught, reduction="batchmean", log_target=True)
+            stage.logit_weight * functional.kl_div(logits, taught, reduction="batchmean", log_target=True)
             + stage.feature_weight * functional.smooth_l1_loss(said.float(), truth.float())
         )
         agrees = logits.argmax(-1) == taught.argmax(-1)

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from autotune.digits import TASKS
-from autotune.drafters.star import StarSubnet
 from autotune.errors import UserError
 from autotune.files import Document, parse, read_yaml
+from autotune.subnet import Subnet
 from autotune.training.teacher import DistillationRule
 
 Objective = Literal["grounding", "answers", "distillation", "drafting"]
-FEATURE_DRAFTS = ("star", "dream")
+FEATURE_DRAFTS = ("star", "dream", "specvlm")
 
 
 class Stage(Document):
@@ -39,8 +39,10 @@ class Stage(Document):
     """
     subnets: Literal["full", "random"] = "full"
     """Drafting: the whole network, or of ``star`` another subnet at every step (the second phase of its training)."""
-    subnet: StarSubnet | None = None
+    subnet: Subnet | None = None
     """Drafting: one subnet of ``star`` alone."""
+    logit_weight: float = Field(default=1.0, ge=0)
+    """Drafting: of the divergence from the target's distributions."""
     feature_weight: float = Field(default=0.2, ge=0)
     """Drafting: of the loss that brings the draft's states to the target's last features."""
     distillation: DistillationRule = "none"
@@ -66,7 +68,7 @@ class Recipe(Document):
 
     name: str
     description: str
-    model: Literal["target", "independent", "star", "dream"]
+    model: Literal["target", "independent", "star", "dream", "specvlm"]
     teacher: str | None = None
     """The target that a draft is for: a folder, relative to the recipe, or of drafts that read its features also a
     Hugging Face id. The draft takes its tokenizer and processor.

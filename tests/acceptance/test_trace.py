@@ -77,7 +77,8 @@ def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
     save_trace(path, two_prompts())
     content = json.loads(path.read_text())
     for change, message in (
-        ({"visual_kep": 1.0}, "unknown key 'visual_kep'; did you mean 'visual_keep'"),
+        ({"subnt": {}}, "unknown key 'subnt'; did you mean 'subnet'"),
+        ({"subnet": {"visual_keep": 0.0}}, "subnet.visual_keep"),
         ({"schema": "autotune.trace/2"}, "newer than this program reads"),
         ({"schema": "autotune.cost-table/1"}, "schema must be 'autotune.trace/1'"),
         ({"bounds": {"depth": 99}}, "bounds.depth"),

@@ -14,9 +14,11 @@ from torch import Tensor
 from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
-from autotune.drafters.checkpoint import load_network, new_network, save_draft
+from autotune.drafters.checkpoint import load_draft, load_network, new_network, save_draft
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.network import condensed
+from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork, uniform_subnets
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
@@ -28,7 +30,7 @@ from tests.documents import free_prices, header
 from tests.obvious import assert_same_logits, tokens_to
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 48}
-KINDS = ("dream", "star")
+KINDS = ("dream", "star", "specvlm")
 TREES = (
     {"policy": "chain", "depth": 3},
     {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10},
@@ -57,6 +59,10 @@ def agreeing_draft(kind: str, target: Target, *, injection_layer: int) -> Featur
     draft = new_draft(kind, target, injection_layer=injection_layer)
     for block in draft.network.blocks:
         block.to_stream.weight *= 0.3
+    if isinstance(draft.network, SpecVlmNetwork):
+        fusion = draft.network.fusion.weight
+        fusion *= 0.1
+        fusion[:, : len(fusion)] += torch.eye(len(fusion))
     return draft
 
 
@@ -66,30 +72,47 @@ class Stock:
     def __init__(self, target: Target, draft: FeatureDraft, inputs: Inputs, kept: Tensor) -> None:
         self.target, self.draft, self.inputs, self.kept = target, draft, inputs, kept
 
+    @property
+    def prompt_length(self) -> int:
+        """Rows that the draft keeps of the prompt: with half of the images' tokens or all, ``prune`` leaves one."""
+        num_text = int((self.inputs["input_ids"] != self.target.model.config.image_token_id).sum())
+        is_condensed = self.draft.kind == "specvlm" and num_text < self.inputs["input_ids"].shape[1]
+        return num_text + 1 if is_condensed else len(self.kept)
+
     def logits_after(self, committed: list[int], path: list[int]) -> Tensor:
         """Behind the last token of prompt, committed tokens and a path of nodes, of which only the features of the
         committed ones are the target's.
         """
-        network, layer = self.draft.network, self.draft.layer
+        network, (layer,) = self.draft.network, self.draft.reads
         ids = torch.cat([self.inputs["input_ids"], torch.tensor([committed], dtype=torch.long)], 1)
         extra = {n: v for n, v in self.inputs.items() if n not in ("input_ids", "attention_mask")}
         model = self.target.model
         hidden = model(input_ids=ids, **extra, output_hidden_states=True).hidden_states
         more = model.get_input_embeddings()(torch.tensor([path], dtype=torch.long))
-        embeddings = torch.cat([hidden[0], more], 1)
-        true = network.target_features(hidden[layer][:, :-1], layer)
-        features = torch.cat([network.first_feature[None, None], true], 1)
-        number = ids.shape[1]
-        kept = torch.cat([self.kept, torch.arange(self.inputs["input_ids"].shape[1], number)])
+        embeddings = torch.cat([hidden[0], more], 1)[0]
+        true = network.target_features({layer: hidden[layer][0, :-1]})
+        features = torch.cat([network.first_feature[None], true])
+        number, length = ids.shape[1], self.inputs["input_ids"].shape[1]
+        kept = torch.cat([self.kept, torch.arange(length, number)])
+        is_visual = ids[0, kept] == model.config.image_token_id
+        stream = network.fuse(embeddings[kept], features[kept])
+        question = hidden[layer][0, length - 1]
+        prompt_stream, prompt_features, places = condensed(network, stream, features[kept], kept, is_visual, question)
         for depth in range(len(path) + 1):
-            rows = torch.cat([kept, torch.arange(number, number + depth)])
-            states = network(embeddings[:, rows], features[:, : number + depth][:, rows], network.factors(rows)[None])
-            features = torch.cat([features, network.own_features(states[:, -1:])], 1)
+            rows = torch.cat([places, torch.arange(number, number + depth)])
+            behind = features[number : number + depth]
+            stream = torch.cat([prompt_stream, network.fuse(embeddings[number : number + depth], behind)])
+            read = torch.cat([prompt_features, behind])
+            states = network(stream[None], read[None], network.factors(rows)[None])
+            features = torch.cat([features, network.own_features(states[0, -1:])])
         return model.lm_head(states[0, -1])
 
 
 @pytest.mark.parametrize("prompt", ["text", "long"])
-@pytest.mark.parametrize(("kind", "keep", "layer"), [("dream", 0.75, 4), ("star", 1.0, 4), ("star", 0.3, 2)])
+@pytest.mark.parametrize(
+    ("kind", "keep", "layer"),
+    [("dream", 0.75, 4), ("star", 1.0, 4), ("star", 0.3, 2), ("specvlm", 1.0, 4), ("specvlm", 0.5, 4)],
+)
 @torch.inference_mode()
 def test_proposals_equal_whole_forwards(
     pair: Pair,
@@ -127,7 +150,7 @@ def test_proposals_equal_whole_forwards(
         return tokens, logprobs
 
     monkeypatch.setattr(draft, "propose", propose)
-    prompt_length = len(stock.kept)
+    prompt_length = stock.prompt_length
     out = decoder.generate(**inputs, max_new_tokens=16)
     num_checked = 0
     for num_committed, paths, tokens, logprobs in seen:
@@ -167,12 +190,12 @@ def test_two_requests_in_turn_do_not_mix(pair: Pair, prompts: dict[str, Inputs])
     assert target.watched == (), "plain decoding pays for nobody's features"
 
 
-@pytest.mark.parametrize(("kind", "layer"), [("dream", 4), ("star", 2)])
+@pytest.mark.parametrize(("kind", "layer"), [("dream", 4), ("star", 2), ("specvlm", 4)])
 def test_replay_counts_the_rounds_of_decoding(pair: Pair, prompts: dict[str, Inputs], kind: str, layer: int) -> None:
     """A trace holds what the draft says with its own features below every root, and the target's up to it."""
     target = Target(pair.target)
     draft = agreeing_draft(kind, target, injection_layer=layer)
-    bounds = ForestBounds(depth=5, num_proposals=16, width=96, floor=1e-6, beam=24)
+    bounds = ForestBounds(depth=5, num_proposals=16, width=128, floor=1e-9, beam=24)
     num_accepted = 0
     for name, inputs in prompts.items():
         plain = Decoder(target).generate(**inputs, max_new_tokens=24)
@@ -184,7 +207,7 @@ def test_replay_counts_the_rounds_of_decoding(pair: Pair, prompts: dict[str, Inp
         answer = Answer(tokens, len(read), [] if scores is None else scores.tolist())
         draft.visual_keep = 0.5
         part = record_forest(target, draft, inputs, answer, bounds)
-        trace = join(header(1, bounds=bounds, visual_keep=0.5, injection_layer=layer), [part])
+        trace = join(header(1, bounds=bounds, subnet=draft.subnet, reads=draft.reads), [part])
         for tree in TREES:
             stats = Decoder(target, draft, tree=tree, visual_keep=0.5).generate(**inputs, max_new_tokens=24).stats
             replayed = replay(trace, parse_policy(tree), free_prices())
@@ -273,7 +296,7 @@ def test_a_draft_comes_back_as_it_was_saved(pair: Pair, tmp_path: Any) -> None:
     target = Target(pair.target)
     network = new_draft("star", target).network
     save_draft(network, tmp_path)
-    loaded = load_network(tmp_path, target)
+    loaded = load_network(tmp_path)
     assert loaded.config == network.config and isinstance(loaded, StarNetwork)
     for name, tensor in loaded.state_dict().items():
         torch.testing.assert_close(tensor, network.state_dict()[name].to(torch.bfloat16).float())
@@ -284,7 +307,7 @@ def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Any) -> None
     network = new_draft("dream", target).network
     save_draft(DreamNetwork(network.config.model_copy(update={"hidden_size": 64})), tmp_path)
     with pytest.raises(UserError, match="made for a target with hidden_size 64; this one has 32"):
-        load_network(tmp_path, target)
+        load_draft(str(tmp_path), target)
 
 
 def test_a_layer_that_is_not_injected_is_refused(pair: Pair) -> None:

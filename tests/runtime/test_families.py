@@ -25,6 +25,7 @@ from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.divergence import first_divergence
 from autotune.runtime.target import Target
+from autotune.subnet import Subnet
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
 from tests.documents import free_prices, header
@@ -305,7 +306,7 @@ class TestEveryFamily:
         rng = np.random.default_rng(14)
         target = Target(member.target)
         sizes, num_levels = {"num_heads": 4, "head_size": 8, "mlp_size": 32}, 0
-        for kind in ("dream", "star"):
+        for kind in ("dream", "star", "specvlm"):
             torch.manual_seed(0)
             draft = FeatureDraft(new_network(kind, sizes, target, source="test").eval())
             for sight in member.sights:
@@ -333,7 +334,7 @@ class TestEveryFamily:
             recorded = Answer(answer(plain.sequences, inputs), len(prompt), [] if scores is None else scores.tolist())
             draft.visual_keep = keep
             part = record_forest(target, draft, inputs, recorded, bounds)
-            trace = join(header(1, bounds=bounds, visual_keep=keep), [part])
+            trace = join(header(1, bounds=bounds, subnet=Subnet(visual_keep=keep)), [part])
             for tree in TREES[:6]:
                 decoder.configure(tree, visual_keep=keep)
                 replayed = replay(trace, parse_policy(tree), free_prices())

@@ -1,0 +1,115 @@
+"""Drafts with a KV cache: rounds of ``propose``, level by level, over the committed prefix and the nodes behind it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from autotune.drafters.draft import Proposals, top_proposals
+from autotune.runtime.kv_cache import CachedModel
+from autotune.runtime.masks import Block
+from autotune.runtime.text_runner import causal_block
+from autotune.subnet import Subnet
+from autotune.trees.buckets import round_up
+from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
+
+
+class CachedDraft(CachedModel):
+    """The cache holds the committed prefix, then the nodes evaluated this round in order of evaluation: a node's *slot*.
+
+    Committed tokens that have not been read yet are ``pending``: the new root, and before it the accepted tokens whose
+    nodes were not read, or not with all that is known of them now. They are read together, when the root's proposals
+    are asked for.
+    """
+
+    visual_keep: float = 1.0
+    reads: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
+    """Sizes that forwards are rounded up to; none: every size as it is."""
+    token_ids: NDArray[np.int32] | None = None
+    """The target's name of each token of a smaller vocabulary."""
+
+    def __init__(self) -> None:
+        self._pending: list[int] = []
+        self._num_evaluated = 0
+
+    @abstractmethod
+    def forward(
+        self,
+        tokens: NDArray[np.int64],
+        places: Ints,
+        block: Block,
+        *,
+        num_uncommitted: int = 0,
+        parents: Ints | None = None,
+        hidden: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` tokens read since.
+
+        Args:
+            places: of the tokens behind the prefix.
+            block: additive mask [n, num_uncommitted + n] behind the prefix.
+            parents: of nodes: which of the uncommitted tokens each follows; -1: the last of the prefix. None for tokens
+                that the target has said.
+            hidden: of tokens that the target has said: what each of the layers in ``reads`` had made of the token before
+                them, [n, hidden].
+        """
+
+    @abstractmethod
+    def _pending_hidden(self) -> Mapping[int, Tensor] | None:
+        """``hidden`` of the pending tokens."""
+
+    @abstractmethod
+    def _pending_committed(self, count: int) -> None:
+        """The pending tokens, read just now, belong to the prefix."""
+
+    @property
+    def subnet(self) -> Subnet:
+        """Which part of the draft this is."""
+        return Subnet(visual_keep=self.visual_keep)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that asking for the root's proposals will read."""
+        return len(self._pending)
+
+    def begin_round(self) -> None:
+        """Forget the nodes read in the round before."""
+        self._num_evaluated = 0
+
+    def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
+        """The most probable children of the frontier's nodes, all of one level. The root's come first in every round."""
+        if frontier[0] == ROOT:
+            count = len(self._pending)
+            size = round_up(count, self.buckets)
+            tokens = np.zeros(size, np.int64)
+            tokens[:count] = self._pending
+            places = np.minimum(np.arange(size), count - 1)
+            block, hidden = causal_block(size, self.closed), self._pending_hidden()
+            logits = self.forward(tokens, places, block, hidden=hidden)[count - 1 : count]
+            self._pending_committed(count)
+            self._pending = []
+            self.begin_round()
+        else:
+            count, begin = len(frontier), self._num_evaluated
+            size = round_up(count, self.buckets)
+            tree.slot[frontier] = np.arange(begin, begin + count)
+            block = np.empty((size, begin + size), np.float32)
+            write_frontier_mask(tree, frontier, block, begin + size, self.closed)
+            tokens = np.zeros(size, np.int64)
+            tokens[:count] = np.maximum(tree.token[frontier], 0)
+            # The prefix ends with the root, so a child of the root stands right behind it. All are of one depth.
+            places = np.full(size, tree.depth[frontier[0]] - 1)
+            parents = tree.slot[tree.parent[frontier]]  # the root has no slot: -1
+            logits = self.forward(tokens, places, block, num_uncommitted=begin, parents=parents)[:count]
+            self._num_evaluated = begin + count
+        return self.best(logits, num_proposals)
+
+    def best(self, logits: Tensor, num_proposals: int) -> Proposals:
+        """The best tokens of each row, as the target calls them, and their log-probabilities in float32."""
+        tokens, logprobs = top_proposals(logits, num_proposals)
+        return tokens if self.token_ids is None else self.token_ids[tokens], logprobs

@@ -1,0 +1,120 @@
+"""The elastic compressor of visual tokens: few rows in place of many, by native operators (SpecVLM, section 3.4).
+
+Operators differ in what they keep: ``prune`` some tokens as they are, ``pool`` the mean of neighbours, ``convolve`` a
+learned mix of neighbours, ``resample`` what learned queries find by one cross-attention, ``text_only`` nothing. A gate
+that reads the question weighs operators of one ratio, or selects one of different ratios; or all are concatenated.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autotune.files import Document
+
+GateMode = Literal["select", "weigh", "concatenate", "none"]
+WEIGHED = ("prune", "pool", "convolve")
+CONCATENATED = ("prune", "pool", "convolve", "resample")
+SELECTED = (*CONCATENATED, "text_only")
+
+
+class CompressionConfig(Document):
+    """The paper's ratios (section 3.4)."""
+
+    gate: GateMode = "select"
+    """``none``: visual tokens stay as they are (the paper's EagleVLM)."""
+    prune_ratio: int = Field(default=20, ge=1)
+    pool_ratio: int = Field(default=20, ge=1)
+    convolve_ratio: int = Field(default=3, ge=1)
+    num_queries: int = Field(default=2, ge=1)
+    weigh_ratio: int = Field(default=3, ge=1)
+    """Of all operators, where they are weighed: their rows must fit together."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the Gumbel-softmax in training."""
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Those that the gate has to do with."""
+        return {"select": SELECTED, "weigh": WEIGHED, "concatenate": CONCATENATED, "none": ()}[self.gate]
+
+
+class Compressor(nn.Module):
+    """Condenses the rows of one prompt's visual tokens."""
+
+    def __init__(self, config: CompressionConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.ratios = {"prune": config.prune_ratio, "pool": config.pool_ratio, "convolve": config.convolve_ratio}
+        if config.gate == "weigh":
+            self.ratios = dict.fromkeys(self.ratios, config.weigh_ratio)
+        ratio = self.ratios["convolve"]
+        operators = config.operators
+        self.convolution = nn.Conv1d(hidden_size, hidden_size, ratio, stride=ratio) if "convolve" in operators else None
+        self.queries = nn.Parameter(torch.randn(config.num_queries, hidden_size)) if "resample" in operators else None
+        self.keys_values = nn.Linear(hidden_size, 2 * hidden_size, bias=False) if "resample" in operators else None
+        self.gate = nn.Linear(hidden_size, len(operators)) if config.gate in ("select", "weigh") else None
+
+    def forward(
+        self, rows: Tensor, places: Tensor, question: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Condensed rows [m, hidden] of ``rows`` [n, hidden] and the places where they stand, ascending.
+
+        Args:
+            question: normed feature of the prompt's last token, [hidden].
+            generator: of the Gumbel noise and of the tokens pruned, in training. None: the gate's best operator, and
+                tokens at even distances.
+        """
+        config = self.config
+        if config.gate == "none":
+            return rows, places
+        if self.gate is None:
+            parts = [self.operate(name, rows, places, generator) for name in config.operators]
+            stream, at = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            order = at.argsort(stable=True)
+            return stream[order], at[order]
+        scores = self.gate(question).float()
+        if config.gate == "weigh":
+            parts = [self.operate(name, rows, places, generator) for name in config.operators]
+            weights = scores.softmax(-1).to(rows.dtype)
+            return torch.stack([part[0] for part in parts], -1) @ weights, parts[1][1]
+        if generator is not None:
+            noise = -torch.empty(scores.shape).exponential_(generator=generator).log().to(scores.device)
+            shares = ((scores + noise) / config.temperature).softmax(-1)
+            chosen = int(shares.argmax())
+            stream, at = self.operate(config.operators[chosen], rows, places, generator)
+            # Straight through: one in the forward pass, the share's gradient in the backward pass.
+            return stream * (1 + shares[chosen] - shares[chosen].detach()).to(stream.dtype), at
+        return self.operate(config.operators[int(scores.argmax())], rows, places, None)
+
+    def operate(
+        self, name: str, rows: Tensor, places: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """What one operator makes of all rows; a group's row stands where the group's last token stood."""
+        count = len(rows)
+        if name == "text_only":
+            return rows[:0], places[:0]
+        if name == "resample":
+            assert self.queries is not None and self.keys_values is not None
+            keys, values = self.keys_values(rows).chunk(2, -1)
+            found = functional.scaled_dot_product_attention(self.queries[None], keys[None], values[None])[0]
+            return found, places[-1:].expand(len(found))
+        ratio = min(self.ratios[name], count)
+        groups = -(-count // ratio)
+        last = (torch.arange(1, groups + 1, device=rows.device) * ratio - 1).clamp(max=count - 1)
+        if name == "prune":
+            if generator is None:
+                chosen = last
+            else:
+                chosen = torch.randperm(count, generator=generator)[:groups].sort().values.to(rows.device)
+            return rows[chosen], places[chosen]
+        filled = torch.cat([rows, rows[-1:].expand(groups * ratio - count, -1)])  # the last group by its last token
+        if name == "pool":
+            return filled.unflatten(0, (groups, ratio)).mean(1), places[last]
+        assert self.convolution is not None
+        if ratio < self.ratios[name]:  # fewer tokens than the kernel is wide
+            filled = torch.cat([filled, filled[-1:].expand(self.ratios[name] - ratio, -1)])
+        return self.convolution(filled.t()[None])[0].t(), places[last]

@@ -1,0 +1,24 @@
+"""Which part of a draft decodes."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from autotune.files import Document
+
+
+class Subnet(Document):
+    """One configuration of a draft. Heads are chosen in a supernet (``star``), the injection layer in drafts that read the
+    target's features, visual tokens in every draft.
+    """
+
+    heads: float | tuple[float, float, float] | None = None
+    """Share of heads kept, in all blocks or in each; None: all."""
+    visual_keep: float = Field(default=1.0, gt=0, le=1)
+    injection_layer: int | None = None
+    """Of the target; None: the draft's own choice, its last."""
+
+    @property
+    def head_shares(self) -> tuple[float, float, float]:
+        """Of each block."""
+        return self.heads if isinstance(self.heads, tuple) else (self.heads or 1.0,) * 3
