@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import cached_file
 
 from autotune.drafters.dream import DreamConfig, DreamNetwork
+from autotune.drafters.eagle3 import is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
-from autotune.drafters.network import BlocksConfig, BlocksNetwork
+from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork
 from autotune.drafters.specvlm import SpecVlmConfig, SpecVlmNetwork
 from autotune.drafters.star import StarConfig, StarNetwork
 from autotune.errors import UserError
@@ -53,14 +55,28 @@ def save_draft(network: BlocksNetwork, folder: Path) -> None:
     write_document(folder / CONFIG, "draft", network.config)
 
 
-def is_draft(folder: Path) -> bool:
-    """Whether a folder holds a draft of ours, and not a Hugging Face model."""
-    path = folder / CONFIG
-    return path.exists() and str(read_json(path).get("schema", "")).startswith("autotune.draft/")
+def draft_folder(name: str) -> Path | None:
+    """The folder of a draft that reads features, ours or an EAGLE-3 head; None: a Hugging Face model, which drafts
+    independently.
+
+    Raises:
+        UserError: no such model.
+    """
+    folder = Path(resolve(name))
+    if not folder.is_dir():  # an id: only a head's config tells it from a model
+        try:
+            folder = Path(cached_file(name, CONFIG)).parent
+        except OSError:  # for whoever loads models to complain about
+            return None
+        if is_eagle3(read_json(folder / CONFIG)):
+            cached_file(name, WEIGHTS)
+    content = read_json(folder / CONFIG)
+    is_ours = str(content.get("schema", "")).startswith("autotune.draft/")
+    return folder if is_ours or is_eagle3(content) else None
 
 
 def load_network(folder: Path) -> BlocksNetwork:
-    """The network of a draft.
+    """The network of a draft of ours.
 
     Raises:
         UserError: a draft of an unknown kind.
@@ -74,19 +90,25 @@ def load_network(folder: Path) -> BlocksNetwork:
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> LoadedDraft:
-    """A draft by name: a folder of ours, or any Hugging Face model, which then drafts independently. Of ``subnet`` the heads
+    """A draft by name: a folder of ours, an EAGLE-3 head, or any Hugging Face model, which then drafts independently. Of ``subnet`` the heads
     and the injection layer are taken; visual tokens are chosen prompt by prompt.
 
     Raises:
         UserError: no such draft, one for another target, or a subnet that it does not have.
     """
     subnet = subnet or Subnet()
-    folder = Path(resolve(name))
-    if not is_draft(folder):
+    folder = draft_folder(name)
+    if folder is None:
         if subnet.heads is not None or subnet.injection_layer is not None:
             raise UserError(f"{name}: an independent draft has no subnets; leave heads and injection_layer out")
         return IndependentDraft(load_model(name, device=str(target.device)), tokenizer=load_tokenizer(name))
-    network = load_network(folder)
+    content = read_json(folder / CONFIG)
+    network: DraftNetwork
+    if is_eagle3(content):
+        text = target.text
+        network = load_eagle3(folder, content, hidden_size=text.config.hidden_size, num_layers=len(text.layers))
+    else:
+        network = load_network(folder)
     if subnet.head_shares != (1.0, 1.0, 1.0):
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")

@@ -96,13 +96,21 @@ class FeatureDraft(CachedDraft, CachedModel):
                     f"this {self.kind} draft was made for a target with {name} {ours}; this one has {theirs}; "
                     "use a draft made for this target"
                 )
+        embedding = self.network.embedding
+        highest = -1 if self.token_ids is None else int(self.token_ids.max())
+        if highest >= target.vocab_size or (embedding is not None and embedding.num_embeddings < target.vocab_size):
+            own = highest + 1 if embedding is None else max(highest + 1, embedding.num_embeddings)
+            raise UserError(
+                f"target and draft must share one vocabulary; the target has {target.vocab_size} tokens, this {self.kind} "
+                f"draft knows {own}; use a draft made for this target"
+            )
         self._target = target
         self.network.to(target.device, target.dtype)
         self.device, self.dtype = target.device, target.dtype
         self.vocab_size = target.vocab_size
-        self._embed = self.network.embedding or text.module.get_input_embeddings()
+        self._embed = embedding or text.module.get_input_embeddings()
         # Of the root and the tokens read since: what their children read in place of the target's features.
-        self._own = torch.zeros(0, config.hidden_size, dtype=self.dtype, device=self.device)
+        self._own = torch.zeros(0, config.width, dtype=self.dtype, device=self.device)
         self._allocate(DEFAULT_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
@@ -148,7 +156,8 @@ class FeatureDraft(CachedDraft, CachedModel):
         stream, features, places = condensed(
             network, stream, features[kept], kept, is_visual, hidden[self.reads[-1]][-1]
         )
-        network(stream[None], features[None], self._factors[places][None], caches=self.cache.blocks)
+        if len(places) > 0:
+            network(stream[None], features[None], self._factors[places][None], caches=self.cache.blocks)
         self.cache.length = len(places)
         self._num_condensed = len(prompt) - len(places)
 

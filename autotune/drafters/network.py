@@ -27,6 +27,11 @@ class NetworkConfig(Document):
     """Share of visual tokens that it was made for."""
 
     @property
+    def width(self) -> int:
+        """Of its states."""
+        return self.hidden_size
+
+    @property
     def injection_layers(self) -> tuple[int, ...]:
         """Layers of the target whose outputs it can read: of 12 layers, 12 is the last one's, behind the final norm."""
         return (self.num_target_layers,)

@@ -1,0 +1,261 @@
+"""``eagle3``: public EAGLE-3 heads, as their authors publish them and in the format of ``speculators``.
+
+One decoder layer whose attention reads embedding and feature side by side. The feature of a true token is made of three
+layers of the target by ``fc``; that of a drafted token is the layer's own output. The vocabulary is a part of the
+target's: token i of it is the target's token ``i + d2t[i]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from autotune.drafters.blocks import BlockCache
+from autotune.drafters.network import DraftNetwork, NetworkConfig
+from autotune.errors import UserError
+
+WEIGHTS = "model.safetensors"
+LAYER_PREFIXES = ("midlayer.", "layers.0.")  # EAGLE's name of the layer, and that of speculators
+
+
+class Eagle3Config(NetworkConfig):
+    """What an EAGLE-3 checkpoint's config says beside its layer's own sizes."""
+
+    kind: str = "eagle3"
+    state_size: int = Field(ge=1)
+    layers: tuple[int, ...]
+    """Of the target, read together; layer i is what enters the target's layer i, counted from 0."""
+    draft_vocabulary_size: int = Field(ge=1)
+    norm_before_residual: bool = False
+    """Whether the residual stream starts from the normed feature, as some speculators heads want."""
+
+    @property
+    def width(self) -> int:
+        """Of its states."""
+        return self.state_size
+
+
+class Eagle3Network(DraftNetwork):
+    """The head, under the names of its checkpoint, with ``layer`` for the one layer."""
+
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config, layer: LlamaConfig, *, has_embedding: bool, fc_bias: bool) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.state_size
+        self.fc = nn.Linear(len(config.layers) * config.hidden_size, hidden, bias=fc_bias)
+        self.layer = Eagle3Layer(layer, norm_before_residual=config.norm_before_residual)
+        self.norm = LlamaRMSNorm(hidden, eps=layer.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocabulary_size, bias=False)
+        self.layer_config = layer
+        self.embed_tokens = nn.Embedding(layer.vocab_size, hidden) if has_embedding else None
+        self.d2t = nn.Buffer(torch.zeros(config.draft_vocabulary_size, dtype=torch.long))
+        self.first_feature = None  # trained on sequences without their first token
+
+    @property
+    def embedding(self) -> nn.Embedding | None:  # type: ignore[override]
+        """Its own where the checkpoint has one."""
+        return self.embed_tokens
+
+    @property
+    def token_ids(self) -> Tensor:  # type: ignore[override]
+        """The target's name of each token."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
+        """All its layers together (see ``DraftNetwork``)."""
+        if injection_layer is not None:
+            raise UserError(
+                f"an eagle3 head reads the layers {', '.join(map(str, self.config.layers))} together; "
+                f"got injection_layer {injection_layer}; leave it out"
+            )
+        return self.config.layers
+
+    def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
+        """Room for the keys and values of that many tokens."""
+        attention = self.layer.self_attn
+        return [BlockCache(attention.num_kv_heads, attention.head_size, capacity, dtype=dtype, device=device)]
+
+    def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """The three layers brought to the head's width."""
+        return self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1))  # type: ignore[no-any-return]
+
+    def own_features(self, states: Tensor) -> Tensor:
+        """States as they are."""
+        return states
+
+    def factors(self, places: Tensor) -> Tensor:
+        """Cosines and sines, [..., n, 2, head size]. The angles are float32 in every precision, so no buffer holds them."""
+        rotary = LlamaRotaryEmbedding(self.layer_config).to(places.device)
+        cos, sin = rotary(self.norm.weight, places.reshape(1, -1))
+        return torch.stack([cos, sin], -2).reshape(*places.shape, 2, -1)
+
+    def forward(
+        self,
+        stream: Tensor,
+        features: Tensor,
+        factors: Tensor,
+        *,
+        mask: Tensor | None = None,
+        caches: Sequence[BlockCache] | None = None,
+        begin: int = 0,
+    ) -> Tensor:
+        """The layer's output [batch, n, state size] for embeddings ``stream`` beside ``features``."""
+        return self.layer(  # type: ignore[no-any-return]
+            stream, features, factors, mask=mask, cache=None if caches is None else caches[0], begin=begin
+        )
+
+    def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Over its own vocabulary, through its own head."""
+        return self.lm_head(self.norm(states))  # type: ignore[no-any-return]
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama layer whose attention reads embedding and feature side by side, each normed."""
+
+    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Eagle3Attention(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        factors: Tensor,
+        *,
+        mask: Tensor | None,
+        cache: BlockCache | None,
+        begin: int,
+    ) -> Tensor:
+        normed = self.hidden_norm(features)
+        residual = normed if self.norm_before_residual else features
+        side_by_side = torch.cat([self.input_layernorm(embeddings), normed], -1)
+        stream = residual + self.self_attn(side_by_side, factors, mask=mask, cache=cache, begin=begin)
+        return stream + self.mlp(self.post_attention_layernorm(stream))  # type: ignore[no-any-return]
+
+
+class Eagle3Attention(nn.Module):
+    """Grouped-query attention over rows of twice the width."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width, kv_width, bias = (
+            self.num_heads * self.head_size,
+            self.num_kv_heads * self.head_size,
+            config.attention_bias,
+        )
+        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=bias)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
+
+    def forward(
+        self, rows: Tensor, factors: Tensor, *, mask: Tensor | None, cache: BlockCache | None, begin: int
+    ) -> Tensor:
+        query, key, value = (
+            project(rows).unflatten(-1, (-1, self.head_size)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, factors[..., 0, :], factors[..., 1, :], unsqueeze_dim=2)
+        if cache is not None:
+            key, value = cache.write(torch.stack([key[0], value[0]], 1), begin)[None].unbind(2)
+        found = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None and begin == 0 and rows.shape[1] > 1,
+            enable_gqa=True,
+        )
+        return self.o_proj(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is of an EAGLE-3 head, in either format."""
+    if "speculators_model_type" in config:
+        return config["speculators_model_type"] == "eagle3"
+    return "draft_vocab_size" in config
+
+
+def load_eagle3(folder: Path, content: Mapping[str, Any], *, hidden_size: int, num_layers: int) -> Eagle3Network:
+    """The head in a folder, for a target of this width and number of layers.
+
+    Raises:
+        UserError: no safetensors file, or tensors that are not those of an EAGLE-3 head.
+    """
+    if not (folder / WEIGHTS).exists():
+        pickled = " (pytorch_model.bin is a pickle, which is never opened)" if any(folder.glob("*.bin")) else ""
+        raise UserError(
+            f"{folder}: an EAGLE-3 head is read from {WEIGHTS}; there is none{pickled}; save it as safetensors"
+        )
+    tensors = {_layer_name(name): tensor for name, tensor in load_file(folder / WEIGHTS).items() if name != "t2d"}
+    layer = LlamaConfig(**content.get("transformer_layer_config", content))
+    if missing := {"fc.weight", "lm_head.weight", "norm.weight"} - tensors.keys():
+        raise UserError(
+            f"{folder / WEIGHTS}: an EAGLE-3 head has the tensor {sorted(missing)[0]}; this file has "
+            f"{', '.join(sorted(tensors)[:4])}, ...; give the head's own folder"
+        )
+    default = (2, num_layers // 2, num_layers - 3)
+    layers = tuple(content.get("eagle_aux_hidden_state_layer_ids") or default)
+    num_features = tensors["fc.weight"].shape[1]
+    if num_features != len(layers) * hidden_size or not all(0 <= number <= num_layers for number in layers):
+        raise UserError(
+            f"{folder}: made for a target of which it reads {num_features} numbers a token; the layers "
+            f"{', '.join(map(str, layers))} of this one have {len(layers)} x {hidden_size}; use a head made for this target"
+        )
+    network = Eagle3Network(
+        Eagle3Config(
+            hidden_size=hidden_size,
+            num_target_layers=num_layers,
+            state_size=layer.hidden_size,
+            layers=layers,
+            draft_vocabulary_size=len(tensors["lm_head.weight"]),
+            norm_before_residual=bool(content.get("norm_before_residual", False)),
+        ),
+        layer,
+        has_embedding="embed_tokens.weight" in tensors,
+        fc_bias="fc.bias" in tensors,
+    )
+    if "d2t" not in tensors:  # the whole vocabulary
+        tensors["d2t"] = network.d2t
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(
+            f"{folder / WEIGHTS}: not the tensors of the EAGLE-3 head that config.json describes "
+            f"({' '.join(str(error).split())[:200]}); give both files of one head"
+        ) from None
+    if network.embed_tokens is None and layer.hidden_size != hidden_size:
+        raise UserError(
+            f"{folder}: a head of width {layer.hidden_size} for a target of width {hidden_size} needs embed_tokens; "
+            "give a checkpoint that has them"
+        )
+    return network.eval().requires_grad_(False)
+
+
+def _layer_name(name: str) -> str:
+    for prefix in LAYER_PREFIXES:
+        if name.startswith(prefix):
+            return "layer." + name[len(prefix) :]
+    return name
