@@ -13,7 +13,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -51,6 +51,9 @@ class Prompt(Document):
             "top_p": self.top_p,
             "seed": self.seed,
         }
+
+
+P = TypeVar("P", bound=Prompt)
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def load_workload(name: str, split: WorkloadSplit, *, num_prompts: int | None = 
     if name == BUNDLED:
         return Workload(name, split, tuple(_digits(split, num_prompts or 8 * len(TASKS))))
     path = Path(name)
-    prompts = _read_jsonl(path)
+    prompts = [load_prompt(path, number, settings) for number, settings in read_jsonl(path, Prompt)]
     chosen = [p for i, p in enumerate(prompts) if (p.settings.split or ("evaluate" if i % 2 else "tune")) == split]
     if not chosen:
         raise UserError(
@@ -148,26 +151,39 @@ def _digits(split: WorkloadSplit, num_prompts: int) -> list[WorkloadPrompt]:
     return prompts
 
 
-def _read_jsonl(path: Path) -> list[WorkloadPrompt]:
-    prompts = []
+def read_jsonl(path: Path, kind_of: type[P]) -> list[tuple[int, P]]:
+    """The lines of a file, with their numbers; their images are not looked at yet.
+
+    Raises:
+        UserError: no such file, none but empty lines, a line that is no JSON or has unknown keys.
+    """
+    found = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
             json.loads(line)
-            settings = Prompt.model_validate_json(line)
+            found.append((number, kind_of.model_validate_json(line)))
         except ValidationError as error:
-            raise UserError(f"{where}: {describe(error, Prompt)}") from None
+            raise UserError(f"{where}: {describe(error, kind_of)}") from None
         except ValueError as error:
-            raise UserError(f"{where}: a workload has one JSON object a line ({error}); mend that line") from None
-        pixels = tuple(load_image(path.parent / image) for image in settings.images)
-        prompts.append(WorkloadPrompt(f"{path.name}:{number}", settings, pixels))
-    if not prompts:
+            raise UserError(f"{where}: the file has one JSON object a line ({error}); mend that line") from None
+    if not found:
         raise UserError(
-            f'{path}: the workload is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'
+            f'{path}: the file is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'
         )
-    return prompts
+    return found
+
+
+def load_prompt(path: Path, number: int, settings: Prompt) -> WorkloadPrompt:
+    """A line of a file with its images.
+
+    Raises:
+        UserError: an image that is none.
+    """
+    pixels = tuple(load_image(path.parent / image) for image in settings.images)
+    return WorkloadPrompt(f"{path.name}:{number}", settings, pixels)
 
 
 def load_image(path: Path) -> Image:

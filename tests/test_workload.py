@@ -129,7 +129,7 @@ def test_a_line_ends_at_a_newline_alone(separator: str, tmp_path: Path) -> None:
 def test_an_empty_workload_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "workload.jsonl"
     path.write_text(content)
-    with pytest.raises(UserError, match="the workload is empty; add a line such as"):
+    with pytest.raises(UserError, match="the file is empty; add a line such as"):
         load_workload(str(path), "tune")
 
 
