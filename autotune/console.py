@@ -11,6 +11,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+QUIET_S = 600  # where nobody watches, a line at least so often
 Update = Callable[[int, int, str], None]
 """Called as update(done, of, note)."""
 
@@ -54,7 +55,7 @@ class Console:
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}"),
             )
-            with Progress(*columns, console=self._rich, transient=True) as progress:
+            with Progress(*columns, console=self._rich, transient=True, speed_estimate_period=300) as progress:
                 bar = progress.add_task(name, total=None, note="")
 
                 def update(done: int, of: int, note: str = "") -> None:
@@ -62,13 +63,18 @@ class Console:
 
                 yield update
         else:
-            said = 0  # quarters
+            said, said_at = 0, started  # quarters
+            first: tuple[int, float] | None = None  # what was done before us, or at once
 
             def update(done: int, of: int, note: str = "") -> None:
-                nonlocal said
-                if 4 * done // of > said and done < of:
-                    said = 4 * done // of
-                    self.say(f"  {name}: {done}/{of} {note}".rstrip())
+                nonlocal said, said_at, first
+                now = time.monotonic()
+                first = first or (done, now)
+                if done < of and (4 * done // of > said or now - said_at > QUIET_S):
+                    said, said_at = 4 * done // of, now
+                    seconds = (now - first[1]) / max(1, done - first[0]) * (of - done)
+                    left = f" ({seconds / 60:.0f} min left)" if seconds >= 60 else ""
+                    self.say(f"  {name}: {done}/{of}{left} {note}".rstrip())
 
             yield update
         self.say(f"{name}: done in {time.monotonic() - started:.1f} s")
