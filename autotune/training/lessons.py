@@ -1,18 +1,19 @@
-"""Where lessons come from: examples of the bundled workload, read by the teacher once and kept on disk where they come
-again.
-"""
+"""Where lessons come from: batches of examples, read by the teacher once and kept on disk where they come again."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from autotune.runtime.target import Target
-from autotune.training.batches import IGNORED, Batches
+from autotune.training.batches import IGNORED, POOL_BATCHES, Batches
+from autotune.training.memory import BatchShape
 from autotune.training.teacher import DistillationRule, Example, Lesson, Teacher
 
 
@@ -22,6 +23,10 @@ class Examples(Protocol):
     @property
     def num_batches(self) -> int | None:
         """How many different ones there are; None: as many as are asked for."""
+
+    @property
+    def shapes(self) -> Sequence[BatchShape]:
+        """Of all batches, or of the first few where they do not end."""
 
     def __getitem__(self, number: int) -> Sequence[Example]:
         """The same batch for the same number."""
@@ -34,6 +39,16 @@ class DigitsExamples:
         self.batches = batches
         self.target = target
         self.num_batches = num_batches
+
+    @property
+    def shapes(self) -> list[BatchShape]:
+        """Of one pool: every length is in it."""
+        made = [self.batches[number] for number in range(POOL_BATCHES)]
+        shapes = []
+        for batch in made:
+            num_rows, length = batch.labels.shape
+            shapes.append(BatchShape(num_rows, length, int((batch.labels != IGNORED).sum())))
+        return shapes
 
     def __getitem__(self, number: int) -> list[Example]:
         batch = self.batches[number]
@@ -57,6 +72,15 @@ class Share:
         self.process = process
         self.num_processes = num_processes
         self.num_batches = examples.num_batches
+
+    @property
+    def shapes(self) -> list[BatchShape]:
+        """Of its own part."""
+        number = self.num_processes
+        return [
+            replace(s, num_rows=-(-s.num_rows // number), num_taught=-(-s.num_taught // number))
+            for s in self.examples.shapes
+        ]
 
     def __getitem__(self, number: int) -> Sequence[Example]:
         return self.examples[number][self.process :: self.num_processes]
@@ -102,14 +126,21 @@ class Lessons:
     def __getitem__(self, step: int) -> Lesson:
         number = self.batch_of(step)
         path = None if self.cache is None else self.cache / f"{number}.safetensors"
-        kept = self.layers
-        if path is not None and path.exists():
-            lesson = self.teacher.load(path)
-            if lesson.serves(self.layers, self.rule):
-                return lesson
-            kept = kept | lesson.hidden.keys()  # what another draft needs of it
-        lesson = self.teacher.lesson(self.examples[number], layers=kept, rule=self.rule, seed=number)
+        kept, rule = self.layers, self.rule
+        if path is not None and (found := self._found(path)) is not None:
+            if found.serves(self.layers, self.rule):
+                return found
+            kept = kept | found.hidden.keys()  # what another draft needs of it
+            rule = "entropy" if rule == "none" and found.entropies is not None else rule
+        lesson = self.teacher.lesson(self.examples[number], layers=kept, rule=rule, seed=number)
         if path is None:
             return lesson
         lesson.save(path)
         return self.teacher.load(path)  # as it will be read from now on
+
+    def _found(self, path: Path) -> Lesson | None:
+        """A lesson that is on disk whole."""
+        try:
+            return self.teacher.load(path)
+        except (OSError, SafetensorError, KeyError):
+            return None

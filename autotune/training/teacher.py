@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,7 @@ class Lesson:
         if self.entropies is not None:
             tensors["entropies"] = self.entropies
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".new")
+        temporary = path.with_suffix(f".{os.getpid()}.new")  # another run may be at the same lesson
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
         temporary.replace(path)
 
@@ -148,26 +149,31 @@ class Teacher:
                     scores[row] = visual_scores(attention, place, prompts[row].is_visual, text_end)
 
         embeddings = [self._embeddings(prompt) for prompt in prompts]
-        # Masks and further inputs of some families are made for one prompt.
-        is_plain = all(prompt.mask is None and not prompt.extra for prompt in prompts)
+        # Masks and further inputs of some families are made for one prompt, positions perhaps only where there is an image.
+        axes = {None if prompt.positions is None else prompt.positions.shape[:-1] for prompt in prompts}
+        is_plain = len(axes) == 1 and all(prompt.mask is None and not prompt.extra for prompt in prompts)
         groups = [range(len(prompts))] if is_plain else [range(row, row + 1) for row in range(len(prompts))]
         found: list[tuple[Tensor, ...]] = []
         with watched_attention(self.target.text, watch):
             for rows in groups:
                 found.append(self._hidden([prompts[row] for row in rows], [embeddings[row] for row in rows]))
-        padded = [[_padded(states, longest, 1) for states in layer] for layer in zip(*found, strict=True)]
         lesson = Lesson(
             embeddings=torch.stack([_padded(one, longest) for one in embeddings]),
             is_visual=torch.stack([_padded(prompt.is_visual, longest) for prompt in prompts]),
             lengths=torch.tensor(lengths, device=device),
             first_taught=torch.tensor([example.first_taught for example in examples], device=device),
-            hidden={layer: torch.cat(states) for layer, states in enumerate(padded)},
+            hidden={},
             visual_scores=scores,
             entropies=torch.stack([entropies[layer] for layer in range(self.num_layers)]) if entropies else None,
             head=self.target.text.logits,
         )
         kept = {*layers, self.num_layers} | ({lesson.distilled_layer(rule)} if rule != "none" else set())
-        return replace(lesson, hidden={layer: lesson.hidden[layer] for layer in sorted(kept)})
+        return replace(
+            lesson,
+            hidden={
+                layer: torch.cat([_padded(states[layer], longest, 1) for states in found]) for layer in sorted(kept)
+            },
+        )
 
     def _embeddings(self, prompt: Prompt) -> Tensor:
         """[n, hidden]"""
