@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from autotune.acceptance.recorder import Recorder
 from autotune.drafters.checkpoint import new_network, save_draft
 from autotune.drafters.network import BlocksNetwork
 from autotune.drafters.star import StarNetwork
@@ -18,11 +20,13 @@ from autotune.runtime.target import Target
 from autotune.subnet import Subnet
 from autotune.training.batches import Batches
 from autotune.training.drafting import drafting_loss, sampled_subnet
-from autotune.training.lessons import DigitsExamples, Lessons, Share
+from autotune.training.examples import JsonlExamples, JsonlFile, Report
+from autotune.training.lessons import DigitsExamples, Examples, Lessons, Share
+from autotune.training.memory import BatchShape, check_needs, lesson_bytes, memory_needs
 from autotune.training.recipe import Recipe, Stage
 from autotune.training.teacher import Teacher
 
-CACHE = Path(".autotune/lessons")
+CACHE = Path(".autotune")  # as of searches: they find each other's answers
 FIRST_SEED = 1000  # of examples for drafts: far from those of the models that the pair is made of
 NUM_HELD_OUT = 3  # batches
 EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.0)
@@ -33,53 +37,136 @@ class DraftTask:
 
     module: BlocksNetwork
 
-    def __init__(self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator) -> None:
+    def __init__(
+        self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator, *, report: Report | None = None
+    ) -> None:
         self.recipe = recipe
+        self.recipe_path = recipe_path
         self.accelerator = accelerator
+        self.share = (accelerator.process_index, accelerator.num_processes)
+        smallest, largest = (find(stage.batch_size for stage in recipe.stages) for find in (min, max))
+        if smallest < self.share[1]:
+            raise UserError(
+                f"{recipe_path}: every process reads an example of a batch; got batch_size {smallest} for {self.share[1]} "
+                "processes; raise it, or start fewer"
+            )
+        data = recipe.data
+        file = None
+        if data.file is not None:
+            file = JsonlFile(
+                recipe_path.parent / data.file,
+                batch_size=largest,
+                num_examples=data.num_examples,
+                num_held_out=NUM_HELD_OUT * largest,
+            )
         self.teacher_name = teacher_name(recipe, recipe_path)
         self.processor = load_processor(self.teacher_name)
         self.target = Target(load_model(self.teacher_name, device=str(accelerator.device)))
+        self.target_reference = reference(self.teacher_name)
         self.teacher = Teacher(self.target)
         torch.manual_seed(recipe.seed)
         self.module = new_network(recipe.model, recipe.draft, self.target, source=str(recipe_path)).to(
             accelerator.device
         )
         self._taking_part: list[Tensor] | None = None
+        self._lines = None
+        if file is not None:
+            recorder = Recorder(self.target, self.target_reference, self.processor, CACHE)
+            self._lines = file.read(recorder, accelerator, report)
+
+    def _examples(self, stage: Stage) -> tuple[Examples, Path]:
+        """What this process trains on in a stage, and where the lessons of it are kept."""
+        data = self.recipe.data
+        described: dict[str, Any] = {
+            "target": self.target_reference.sha256 or self.target_reference.id,
+            "data": data.model_dump(exclude={"file"}),
+            "batch_size": stage.batch_size,
+            "share": list(self.share),
+        }
+        examples: Examples
+        if self._lines is not None:
+            examples = JsonlExamples(
+                self._lines[0],
+                self.target,
+                self.processor,
+                batch_size=stage.batch_size,
+                seed=data.seed,
+                share=self.share,
+            )
+            described["lines"] = examples.key
+        else:
+            batches = Batches(
+                self.processor,
+                self.recipe.tasks,
+                split="train",
+                batch_size=stage.batch_size,
+                seed=FIRST_SEED + data.seed,
+            )
+            num_batches = None if data.num_examples is None else max(1, data.num_examples // stage.batch_size)
+            examples = Share(DigitsExamples(batches, self.target, num_batches), *self.share)
+            described["tasks"] = self.recipe.tasks
+        return examples, CACHE / "lessons" / content_key(described)
+
+    def _held_out_examples(self, stage: Stage) -> Examples:
+        """In batches of the size that a process trains on."""
+        batch_size = -(-stage.batch_size // self.share[1])
+        if self._lines is not None:
+            return JsonlExamples(self._lines[1], self.target, self.processor, batch_size=batch_size)
+        batches = Batches(self.processor, self.recipe.tasks, split="held-out", batch_size=batch_size, seed=FIRST_SEED)
+        return DigitsExamples(batches, self.target)
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
         """Prepare a stage's examples; returns what it trains."""
-        data = self.recipe.data
-        batches = Batches(
-            self.processor, self.recipe.tasks, split="train", batch_size=stage.batch_size, seed=FIRST_SEED + data.seed
-        )
-        num_batches = None if data.num_examples is None else max(1, data.num_examples // stage.batch_size)
-        examples = DigitsExamples(batches, self.target, num_batches)
-        process, num_processes = self.accelerator.process_index, self.accelerator.num_processes
-        described = {
-            "target": reference(self.teacher_name).sha256,
-            "tasks": self.recipe.tasks,
-            "data": data.model_dump(),
-            "batch_size": stage.batch_size,
-            "share": [process, num_processes],
-        }
+        examples, cache = self._examples(stage)
+        layers = self.module.config.injection_layers
         self._lessons = Lessons(
-            Share(examples, process, num_processes),
+            examples,
             self.teacher,
-            layers=self.module.config.injection_layers,
+            layers=layers,
             rule=stage.distillation,
-            cache=CACHE / content_key(described),
+            cache=cache,
             seed=10 * self.recipe.seed + number,
         )
         self._number = number
-        held_out = DigitsExamples(
-            Batches(self.processor, self.recipe.tasks, split="held-out", batch_size=stage.batch_size, seed=FIRST_SEED),
-            self.target,
-        )
-        self._held_out = [
-            self.teacher.lesson(held_out[number], layers=self.module.config.injection_layers)
-            for number in range(NUM_HELD_OUT)
-        ]
+        self._held_out = []
+        if self.accelerator.is_main_process:  # which evaluates
+            held_out = self._held_out_examples(stage)
+            num_batches = min(NUM_HELD_OUT, held_out.num_batches or NUM_HELD_OUT)
+            self._held_out = [self.teacher.lesson(held_out[number], layers=layers) for number in range(num_batches)]
         return list(self.module.parameters())
+
+    def check_needs(self, *, in_half: bool) -> str:
+        """What the stages need of memory and disk, as one line.
+
+        Raises:
+            UserError: more than is there.
+        """
+        read = {*self.module.config.injection_layers, self.teacher.num_layers}
+        most_kept = 0
+        shapes: list[BatchShape] = []
+        caches: dict[Path, int] = {}  # bytes
+        for stage in self.recipe.stages:
+            num_kept = min(len(read) + (stage.distillation != "none"), self.teacher.num_layers)
+            examples, cache = self._examples(stage)
+            most_kept = max(most_kept, num_kept)
+            shapes += examples.shapes
+            if examples.num_batches is not None:
+                of_batch = [lesson_bytes(s, self.target.text.config.hidden_size, num_kept) for s in examples.shapes]
+                needed = sum(of_batch) * examples.num_batches // len(of_batch)
+                caches[cache] = max(needed, caches.get(cache, 0))
+        there = {cache: sum(file.stat().st_size for file in cache.glob("*.safetensors")) for cache in caches}
+        needs = memory_needs(
+            self.target,
+            self.module,
+            shapes,
+            num_kept=most_kept,
+            num_held_out=NUM_HELD_OUT,
+            disk_bytes=sum(max(0, needed - there[cache]) for cache, needed in caches.items()),
+            in_half=in_half,
+        )
+        return check_needs(
+            needs, self.accelerator.device, CACHE / "lessons", num_processes=self.share[1], source=self.recipe_path
+        )
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
         """Of one step, and figures to show."""
@@ -102,9 +189,11 @@ class DraftTask:
         """Figures of the whole draft on held-out examples, means over lessons."""
         keep = self.module.config.visual_keep
         found = []
+        self.module.eval()
         for lesson in self._held_out:
             generator = torch.Generator().manual_seed(0)
             found.append(drafting_loss(self.module, lesson, EVALUATION, Subnet(visual_keep=keep), None, generator)[1])
+        self.module.train()
         return {f"held_out_{name}": sum(one[name] for one in found) / len(found) for name in found[0]}
 
     def after_backward(self) -> None:

@@ -128,6 +128,10 @@ class ModelTask:
         )
         return found
 
+    def check_needs(self, *, in_half: bool) -> str | None:
+        """Not estimated."""
+        return None
+
     def evaluate(self) -> dict[str, float]:
         """Nothing beside the figures of the steps."""
         return {}

@@ -53,18 +53,20 @@ class Stage(Document):
 
 
 class Data(Document):
-    """Which examples a draft that reads features learns from."""
+    """Which examples a draft that reads features learns from: lines of a file, or those of the bundled workload."""
 
+    file: str | None = None
+    """JSONL, relative to the recipe: see ``AnsweredPrompt``. None: the bundled workload."""
     num_examples: int | None = Field(default=None, ge=1)
     """Different ones; then they come again in another order, and what the target makes of them is kept in
-    ``.autotune/lessons``. None: every example is new.
+    ``.autotune/lessons``. None: all of the file; of the bundled workload every example is new.
     """
     seed: int = 0
     """Recipes of one seed share their examples, and what is kept of them."""
 
 
 class Recipe(Document):
-    """A model to train on the bundled workload."""
+    """A model to train."""
 
     name: str
     description: str
@@ -86,7 +88,7 @@ class Recipe(Document):
     vision: dict[str, Any] = Field(default_factory=dict)
     """Overrides of transformers' CLIPVisionConfig."""
     tasks: dict[str, float] = Field(default_factory=lambda: dict.fromkeys(TASKS, 1.0))
-    """Relative frequency of each task in training."""
+    """Relative frequency of each task of the bundled workload in training."""
     data: Data = Data()
     seed: int = 0
     stages: list[Stage] = Field(min_length=1)
@@ -111,6 +113,14 @@ def load_recipe(path: Path) -> Recipe:
                 f"{path}: the objective of {', '.join(FEATURE_DRAFTS)} is drafting, and of no other model; "
                 f"got {stage.objective} for {recipe.model}; change one of them"
             )
+    if recipe.data.file is not None and recipe.model not in FEATURE_DRAFTS:
+        raise UserError(
+            f"{path}: a file of examples is for {', '.join(FEATURE_DRAFTS)}; got data.file for {recipe.model}; drop it"
+        )
+    if recipe.data.file is not None and "tasks" in recipe.model_fields_set:
+        raise UserError(
+            f"{path}: tasks are those of the bundled workload; got data.file {recipe.data.file!r} as well; drop one"
+        )
     layers = recipe.text.get("num_hidden_layers")
     if recipe.teacher_layers is not None and len(recipe.teacher_layers) != layers:
         raise UserError(

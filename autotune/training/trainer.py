@@ -8,23 +8,28 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from autotune.console import Console
 from autotune.errors import UserError
-from autotune.files import append_line, content_key
+from autotune.files import append_line, content_key, sha256_of
+from autotune.training.curve import draw_curve
 from autotune.training.draft_task import DraftTask
 from autotune.training.model_task import ModelTask
 from autotune.training.recipe import FEATURE_DRAFTS, Recipe, Stage, load_recipe
 
 CHECKPOINT_EVERY = 100  # steps
+LOG_EVERY = 25  # steps
+SHOWN = ("loss", "token_accuracy", "digit_accuracy", "agreement", "held_out_agreement")  # beside the progress bar
 Progress = Callable[[str, int, int, dict[str, float]], None]
 """Called as progress(stage name, step, steps, figures)."""
 
@@ -41,6 +46,13 @@ class Task(Protocol):
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
         """Of one step, and figures to show."""
+
+    def check_needs(self, *, in_half: bool) -> str | None:
+        """What the stages need of memory and disk, as one line, where that can be said.
+
+        Raises:
+            UserError: more than is there.
+        """
 
     def evaluate(self) -> dict[str, float]:
         """Figures on held-out examples."""
@@ -88,7 +100,8 @@ class Checkpoint:
             metadata = file.metadata()
         if metadata["recipe"] != self.recipe_key:
             raise UserError(
-                f"{self.path}: the recipe has changed since this checkpoint; delete the checkpoint to start over, or restore the recipe"
+                f"{self.path}: the recipe or its file of examples has changed since this checkpoint; delete the checkpoint to "
+                "start over, or restore them"
             )
         return int(metadata["stage"]), int(metadata["step"])
 
@@ -128,26 +141,35 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if capable.get("avx512_bf16") or capable.get("amx_bf16") else None
 
 
-def train(recipe_path: Path, *, output: Path | None = None, progress: Progress | None = None) -> Path:
-    """Train what the recipe says, going on from the last checkpoint; returns the folder with weights, processor and
-    training log.
+def train(
+    recipe_path: Path,
+    *,
+    output: Path | None = None,
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Path:
+    """Train what the recipe says, going on from the last checkpoint; returns the folder with weights, training log and
+    its curve. Of several processes one writes, and calls ``progress`` and ``say``.
 
     Raises:
-        UserError: the recipe, its teacher, or a checkpoint of another recipe.
+        UserError: the recipe, its teacher or its examples, too little memory, or a checkpoint of another recipe.
     """
     recipe = load_recipe(recipe_path)
     output = output or recipe_path.parent
-    accelerator = Accelerator()
+    # Processes wait for each other while the target writes answers, and while one of them evaluates.
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
+    if not accelerator.is_main_process:
+        progress = say = None
     torch.manual_seed(recipe.seed)
-    task = make_task(recipe, recipe_path, accelerator)
-    checkpoint = Checkpoint(
-        output / ".checkpoint" / "state.safetensors", content_key(recipe.model_dump(mode="json", exclude_defaults=True))
-    )
+    task = make_task(recipe, recipe_path, accelerator, progress)
+    checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", checkpoint_key(recipe, recipe_path))
     first_stage, first_step = checkpoint.position()
     if (first_stage, first_step) != (0, 0):
         checkpoint.load_model(task.module)
     log = output / "training.jsonl"
     dtype = autocast_dtype(accelerator.device)
+    if (needs := task.check_needs(in_half=dtype is not None)) is not None and say is not None:
+        say(needs)
     for number, stage in enumerate(recipe.stages):
         if number < first_stage:
             continue
@@ -176,8 +198,9 @@ def train(recipe_path: Path, *, output: Path | None = None, progress: Progress |
                 held_out = task.evaluate()
                 figures |= held_out
             if progress is not None:
-                progress(f"{recipe.name} {stage.objective}", step + 1, stage.steps, held_out | figures)
-            if (step + 1) % 25 == 0:
+                name = f"{recipe.name} {stage.objective} {number + 1}/{len(recipe.stages)}"
+                progress(name, step + 1, stage.steps, held_out | figures)
+            if (step + 1) % LOG_EVERY == 0 or step + 1 == stage.steps:
                 seconds = time.perf_counter() - started
                 append_line(
                     log,
@@ -190,14 +213,26 @@ def train(recipe_path: Path, *, output: Path | None = None, progress: Progress |
     task.module.eval()
     if accelerator.is_main_process:
         task.save(output)
+        draw_curve(log, output / "training.png")
+        if say is not None:
+            say(f"weights, training log and its curve written to {output}")
     return output
 
 
-def make_task(recipe: Recipe, recipe_path: Path, accelerator: Accelerator) -> Task:
+def make_task(recipe: Recipe, recipe_path: Path, accelerator: Accelerator, progress: Progress | None) -> Task:
     """What the recipe's model asks for."""
-    if recipe.model in FEATURE_DRAFTS:
-        return DraftTask(recipe, recipe_path, accelerator)
-    return ModelTask(recipe, recipe_path)
+    if recipe.model not in FEATURE_DRAFTS:
+        return ModelTask(recipe, recipe_path)
+    report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
+    return DraftTask(recipe, recipe_path, accelerator, report=report)
+
+
+def checkpoint_key(recipe: Recipe, recipe_path: Path) -> str:
+    """Of what a run must not change when it goes on: the recipe, and the file that it learns from."""
+    content = recipe.model_dump(mode="json", exclude_defaults=True)
+    if recipe.data.file is None:
+        return content_key(content)
+    return content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:
@@ -209,7 +244,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerat
 
 
 def train_with_progress(recipe_path: Path, output: Path | None, console: Console) -> None:
-    """``autotune train``: the loop with a progress bar for people, ending with where the weights are."""
+    """``autotune train``: the loop with a progress bar for people: what it needs, how it does, where the weights are."""
     shown: dict[str, Any] = {}
 
     with contextlib.ExitStack() as stack:
@@ -218,7 +253,11 @@ def train_with_progress(recipe_path: Path, output: Path | None, console: Console
             if shown.get("stage") != stage:
                 stack.close()
                 shown.update(stage=stage, update=stack.enter_context(console.stage(stage)))
-            shown["update"](step, steps, " ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+            note = (f"{name.replace('_', ' ')} {figures[name]:.3f}" for name in SHOWN if name in figures)
+            shown["update"](step, steps, ", ".join(note))
 
-        folder = train(recipe_path, output=output, progress=progress)
-    console.say(f"weights, processor and training log written to {folder}")
+        def say(text: str) -> None:
+            stack.close()  # what was under way is done
+            console.say(text)
+
+        train(recipe_path, output=output, progress=progress, say=say)
