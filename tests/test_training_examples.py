@@ -13,17 +13,18 @@ import torch
 from accelerate import Accelerator
 
 from autotune.acceptance.recorder import Recorder
+from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.models import reference
 from autotune.runtime.target import Target
 from autotune.training.examples import JsonlExamples, JsonlFile, Line
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import FEATURE_DRAFTS, load_recipe
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
 from autotune.workload import load_workload
 from tests.conftest import Pair
 from tests.families import FAMILIES, Family, load, load_processor, random_picture, save
-from tests.test_training import write_recipe
+from tests.test_training import write_examples, write_recipe
 
 
 def write(folder: Path, lines: list[dict[str, Any]]) -> Path:
@@ -305,6 +306,22 @@ def test_the_readmes_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pyt
     assert {"model.safetensors", "config.json", "training.jsonl", "training.png"} <= {
         p.name for p in tmp_path.iterdir()
     }
+
+
+@pytest.mark.parametrize("model", FEATURE_DRAFTS)
+def test_every_kind_of_draft_trains_on_a_file(
+    model: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without images and answers; the draft then loads for its target."""
+    monkeypatch.chdir(tmp_path)
+    write_examples(tmp_path / "examples.jsonl")
+    stage = {"objective": "drafting", "steps": 2, "batch_size": 2, "learning_rate": 1e-3}
+    changes = {"model": model, "stages": [stage], "data": {"file": "examples.jsonl"}}
+    folder = train(
+        write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder), **changes, drop=("tasks",)),
+        output=tmp_path / "draft",
+    )
+    assert load_draft(str(folder), Target(pair.target)).kind == model
 
 
 def test_a_checkpoint_of_another_file(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
