@@ -92,6 +92,22 @@ _buckets_option = click.option(
     default=(),
     help="Sizes that forwards are rounded up to, for devices that prepare them: 4,8,16,32,64. Every size as it is where left out.",
 )
+_injection_option = click.option(
+    "--injection-layer", type=int, default=None, help="Layer of the target whose output the draft reads: star has five."
+)
+
+
+def _heads_option(*, multiple: bool = False) -> Any:
+    repeated = "; may be repeated, to measure several" if multiple else ""
+    return click.option(
+        "--heads",
+        type=float,
+        multiple=multiple,
+        default=None,
+        help=f"Share of heads kept: star has quarters{repeated}.",
+    )
+
+
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 _device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
 
@@ -150,26 +166,40 @@ def devices(as_json: bool) -> None:
 
 @main.command()
 @_model_options
+@_heads_option(multiple=True)
+@_injection_option
 @_workload_option
 @_device_option
 @_buckets_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("pair.cost.json"), show_default=True)
 @_json_option
 def profile(
-    target: str, draft: str, workload: str, device: str, buckets: tuple[int, ...], output: Path, as_json: bool
+    target: str,
+    draft: str,
+    heads: tuple[float, ...],
+    injection_layer: int | None,
+    workload: str,
+    device: str,
+    buckets: tuple[int, ...],
+    output: Path,
+    as_json: bool,
 ) -> None:
     """Measure a cost table: what a step of target and draft costs on a device."""
     from autotune.console import Console
     from autotune.cost.device import choose_device
+    from autotune.drafters.checkpoint import load_draft
     from autotune.files import dump_document, require_writable, write_document
     from autotune.search.documents import measure_table, print_table
     from autotune.search.pair import Pair
+    from autotune.subnet import Subnet
     from autotune.workload import load_workload
 
     require_writable(output)
     console = Console()
     prompts = load_workload(workload, "tune")
-    table = measure_table(Pair(target, draft, choose_device(device), buckets), prompts, console)
+    first, *others = [Subnet(heads=share, injection_layer=injection_layer) for share in heads or (None,)]
+    pair = Pair(target, draft, choose_device(device), buckets, first)
+    table = measure_table(pair, prompts, console, [load_draft(draft, pair.target, subnet) for subnet in others])
     write_document(output, "cost-table", table)
     print_table(table, console)
     console.say(f"cost table written to {output}")
@@ -179,6 +209,8 @@ def profile(
 
 @main.command()
 @_model_options
+@_heads_option()
+@_injection_option
 @_workload_option
 @_device_option
 @click.option(
@@ -199,6 +231,8 @@ def profile(
 def record(
     target: str,
     draft: str,
+    heads: float | None,
+    injection_layer: int | None,
     workload: str,
     device: str,
     visual_keep: tuple[float, ...],
@@ -213,6 +247,7 @@ def record(
     from autotune.files import require_writable
     from autotune.search.documents import print_agreement, record_traces
     from autotune.search.pair import Pair
+    from autotune.subnet import Subnet
     from autotune.workload import load_workload
 
     require_writable(output / "keep-1.trace.json")
@@ -221,7 +256,8 @@ def record(
             raise UserError(f"--visual-keep must be above 0 and at most 1; got {keep:g}; 1 keeps every visual token")
     console = Console()
     prompts = load_workload(workload, "tune", num_prompts=num_prompts)
-    traces = record_traces(Pair(target, draft, choose_device(device)), prompts, list(visual_keep), output, console)
+    pair = Pair(target, draft, choose_device(device), subnet=Subnet(heads=heads, injection_layer=injection_layer))
+    traces = record_traces(pair, prompts, list(visual_keep), output, console)
     for trace in traces:
         print_agreement(trace, console)
     if as_json:
@@ -236,6 +272,8 @@ def record(
     help="auto (the local accelerator, or the CPU), a local device, or the name of another one.",
 )
 @_model_options
+@_heads_option()
+@_injection_option
 @_workload_option
 @click.option("--space", default="quick", show_default=True, help="Search space: a shipped name or a YAML file.")
 @click.option("--budget", type=_Duration(), default="5m", show_default=True, help="Time to aim for, as 90s, 10m or 1h.")
@@ -256,6 +294,8 @@ def search(
     gpu: str,
     target: str,
     draft: str,
+    heads: float | None,
+    injection_layer: int | None,
     workload: str,
     space: str,
     budget: float,
@@ -274,10 +314,12 @@ def search(
     from autotune.files import dump_document
     from autotune.search.main_job import SearchSettings, check_settings
     from autotune.search.main_job import search as run_search
+    from autotune.subnet import Subnet
 
     settings = SearchSettings(
         target=target,
         draft=draft,
+        subnet=Subnet(heads=heads, injection_layer=injection_layer),
         workload=workload,
         space=space,
         gpu=gpu,

@@ -29,6 +29,8 @@ from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree
 from autotune.workload import Workload
 
 Report = Callable[[int, int], None]
+Samples = dict[tuple[int, int], list[float]]
+"""Milliseconds by (tokens, KV length)."""
 
 HELD_OUT_TOKENS = (5, 11, 20, 40)
 WARM_UPS = 3
@@ -92,23 +94,29 @@ def profile(
         if report is not None:
             report(min(done, steps), steps)
 
-    verify: dict[tuple[int, int], list[float]] = {}
-    decode: dict[tuple[int, int], list[float]] = {}
-    costs = []
-    prefill = None
-    for draft, draft_reference in drafts:
-        bench = _Bench(target, draft, settings)
-        commit: dict[tuple[int, int], list[float]] = {}
-        propose: dict[tuple[int, int], list[float]] = {}
-        for _ in range(settings.repeats):
+    verify: Samples = {}
+    decode: Samples = {}
+    benches = [_Bench(target, draft, settings) for draft, _ in drafts]
+    commits: list[Samples] = [{} for _ in drafts]
+    proposes: list[Samples] = [{} for _ in drafts]
+    for _ in range(settings.repeats):
+        for bench, commit, propose in zip(
+            benches, commits, proposes, strict=True
+        ):  # drafts are compared: they take turns
             bench.sweep(commit, propose, verify, decode)
             advance()
+    costs = []
+    prefill = None
+    for (draft, draft_reference), commit, propose in zip(drafts, commits, proposes, strict=True):
         target_prefill, draft_prefill = measure_prefills(target, draft, processor, workload)
         prefill = prefill or target_prefill
         advance()
         costs.append(
             DraftCosts(
                 draft=draft_reference,
+                heads=draft.subnet.heads,
+                num_parameters=draft.num_parameters,
+                cache_bytes_per_token=draft.cache_bytes_per_token,
                 commit=_surface(commit, settings),
                 propose=_surface(propose, settings),
                 prefill=draft_prefill,
@@ -131,7 +139,7 @@ def profile(
     )
 
 
-def _surface(samples: dict[tuple[int, int], list[float]], settings: ProfileSettings) -> Surface:
+def _surface(samples: Samples, settings: ProfileSettings) -> Surface:
     points = [Point(tokens=n, kv_length=m, samples_ms=ms) for (n, m), ms in sorted(samples.items())]
     return Surface(
         points=[point for point in points if point.kv_length in settings.kv_lengths],
@@ -152,7 +160,6 @@ class _Bench:
             draft.reserve(capacity)
             self.draft = draft
             self.decoder = Decoder(target, draft, buckets=settings.buckets)
-            target.watched = draft.reads
             draft.buckets = settings.buckets
             self.tree = self.decoder._grower.tree = new_tree(MAX_STEP)
             for _ in range(WARM_UPS):
@@ -173,25 +180,25 @@ class _Bench:
     @torch.inference_mode()
     def sweep(
         self,
-        commit: dict[tuple[int, int], list[float]],
-        propose: dict[tuple[int, int], list[float]],
-        verify: dict[tuple[int, int], list[float]],
-        decode: dict[tuple[int, int], list[float]],
+        commit: Samples,
+        propose: Samples,
+        verify: Samples,
+        decode: Samples,
     ) -> None:
         """Samples of every size, in the order of rounds: a verification, the draft's first forward behind it, two draft
         levels behind that; then plain steps in a row, as in plain decoding.
         """
+        target = self.decoder.target
+        target.watched = self.draft.reads
         for verified, first, *levels in zip(*(self._points() for _ in range(4)), strict=True):
             verify.setdefault(verified, []).append(self._time_verify(*verified))
             commit.setdefault(first, []).append(self._time_propose(*first))
             for level in levels:
                 propose.setdefault(level, []).append(self._time_propose(*level))
-        target, watched = self.decoder.target, self.decoder.target.watched
         target.watched = ()  # plain decoding needs nobody's features
         for m in (*self.settings.kv_lengths, self.settings.held_out_kv_length):
             samples = [self._time_decode(m + i) for i in range(4)]
             decode.setdefault((1, m), []).extend(samples[1:])
-        target.watched = watched
 
     def _time_propose(self, n: int, m: int) -> float:
         draft, tree = self.draft, self.tree

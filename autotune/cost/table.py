@@ -13,6 +13,7 @@ from autotune.cost.device import Fingerprint
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.provenance import ModelReference, Provenance
+from autotune.subnet import Subnet
 from autotune.trees.buckets import round_up
 from autotune.trees.tree import Floats
 
@@ -123,9 +124,16 @@ class Overhead(Document):
 
 
 class DraftCosts(Document):
-    """What one draft costs."""
+    """What one draft costs, or one subnet of it. Visual tokens and the injection layer do not change a step: a KV length
+    is a point of its surfaces.
+    """
 
     draft: ModelReference
+    heads: float | tuple[float, float, float] | None = None
+    """Share of heads kept, in all blocks or in each; None: all."""
+    num_parameters: int | None = None
+    """Of its own: what it shares with the target is left out."""
+    cache_bytes_per_token: int | None = None
     commit: Surface
     """The first draft forward of a round, which reads the committed tokens and proposes the root's children: it comes
     behind a verification, which has pushed the draft's weights out of the caches.
@@ -154,23 +162,30 @@ class CostTable(Document):
     prefill: PrefillCost
     drafts: list[DraftCosts]
 
-    def costs_of(self, draft: ModelReference) -> DraftCosts:
-        """The part of one draft.
+    def costs_of(self, draft: ModelReference, subnet: Subnet | None = None) -> DraftCosts:
+        """The part of one draft, with the heads that a subnet keeps.
 
         Raises:
             UserError: the table does not hold it.
         """
+        shares = (subnet or Subnet()).head_shares
         for costs in self.drafts:
-            if costs.draft.sha256 == draft.sha256 and (draft.sha256 or costs.draft.id == draft.id):
+            is_draft = costs.draft.sha256 == draft.sha256 and (draft.sha256 or costs.draft.id == draft.id)
+            if is_draft and Subnet(heads=costs.heads).head_shares == shares:
                 return costs
-        known = ", ".join(costs.draft.id for costs in self.drafts)
+        known = ", ".join(
+            costs.draft.id + ("" if costs.heads is None else f" (heads {costs.heads})") for costs in self.drafts
+        )
+        heads = "" if shares == (1.0, 1.0, 1.0) else f" and heads {subnet.heads if subnet else None}"
         raise UserError(
-            f"the cost table has no draft {draft.id!r} with these weights; it has: {known}; profile that draft first"
+            f"the cost table has no draft {draft.id!r} with these weights{heads}; it has: {known}; profile that draft first"
         )
 
-    def prices(self, draft: ModelReference, *, max_tokens: int, max_kv_length: int) -> DensePrices:
+    def prices(
+        self, draft: ModelReference, *, max_tokens: int, max_kv_length: int, subnet: Subnet | None = None
+    ) -> DensePrices:
         """The prices that replay looks up, for steps up to ``max_tokens`` and caches up to ``max_kv_length``."""
-        costs = self.costs_of(draft)
+        costs = self.costs_of(draft, subnet)
         tokens = np.array([round_up(size, self.buckets) for size in range(1, max_tokens + 1)], np.float64)
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
         free = np.zeros((1, len(lengths)))

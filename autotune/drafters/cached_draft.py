@@ -73,6 +73,16 @@ class CachedDraft(CachedModel):
         return Subnet(visual_keep=self.visual_keep)
 
     @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Of its own: what it shares with the target is left out."""
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """What a token takes in the cache, once something has been read."""
+        return int(self.cache.memory_bytes // self.cache.capacity)
+
+    @property
     def num_pending(self) -> int:
         """Tokens that asking for the root's proposals will read."""
         return len(self._pending)

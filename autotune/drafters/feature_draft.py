@@ -80,6 +80,11 @@ class FeatureDraft(CachedDraft, CachedModel):
         layer = self.reads[0] if len(self.reads) == 1 else None
         return Subnet(heads=self.heads, visual_keep=self.visual_keep, injection_layer=layer)
 
+    @property
+    def num_parameters(self) -> int:
+        """Of its own: embedding and head are the target's."""
+        return sum(parameter.numel() for parameter in self.network.parameters())
+
     def attach(self, target: Target) -> None:
         """Take the target's embedding and head.
 

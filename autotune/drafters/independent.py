@@ -49,6 +49,11 @@ class IndependentDraft(CachedDraft, TextRunner):
         self._num_common = self.vocab_size  # tokens that the target has as well
         check_tree_decoding(self)
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def attach(self, target: Target) -> None:
         """Learn whether pixels made for this target fit.
 

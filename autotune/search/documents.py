@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from autotune.cost.device import choose_device, fingerprint, local_devices, ship
 from autotune.cost.profiler import ProfileSettings, kv_lengths_for, profile
 from autotune.cost.roofline import datasheets, estimate_table
 from autotune.cost.table import CostTable
+from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError, nearest
 from autotune.files import content_key, parse, read_json, write_document
 from autotune.search.pair import Pair, shape_of
+from autotune.subnet import Subnet
 from autotune.workload import Workload
 
 
@@ -83,8 +86,10 @@ def local_table(pair: Pair, workload: Workload, folder: Path, console: Console) 
     return table
 
 
-def measure_table(pair: Pair, workload: Workload, console: Console) -> CostTable:
-    """Measure the pair at the KV lengths that the workload's prompts and answers reach."""
+def measure_table(pair: Pair, workload: Workload, console: Console, further: Sequence[LoadedDraft] = ()) -> CostTable:
+    """Measure the pair at the KV lengths that the workload's prompts and answers reach, and ``further`` subnets of its
+    draft beside it.
+    """
     lengths = [prompt.inputs(pair.processor)["input_ids"].shape[1] for prompt in workload.prompts]
     longest = max(
         length + prompt.settings.max_new_tokens for length, prompt in zip(lengths, workload.prompts, strict=True)
@@ -94,7 +99,7 @@ def measure_table(pair: Pair, workload: Workload, console: Console) -> CostTable
         return profile(
             pair.target,
             pair.target_reference,
-            [(pair.draft, pair.draft_reference)],
+            [(draft, pair.draft_reference) for draft in (pair.draft, *further)],
             pair.processor,
             workload,
             settings=ProfileSettings(kv_lengths=kv_lengths, held_out_kv_length=between, buckets=pair.decoder.buckets),
@@ -126,7 +131,7 @@ def record_traces(
             trace = recorder.trace(
                 pair.draft, pair.draft_reference, workload, visual_keep=keep, bounds=bounds, report=report
             )
-            save_trace(folder / "traces" / f"keep-{keep:g}.trace.json", trace)
+            save_trace(folder / "traces" / f"{trace.header.subnet.name}.trace.json", trace)
             traces.append(trace)
     return traces
 
@@ -136,9 +141,13 @@ def print_table(table: CostTable, console: Console) -> None:
     sizes = (1, 4, 8, 16, 32, 64)
     middle = sorted({point.kv_length for point in table.verify.points})[1:2] or [table.verify.points[0].kv_length]
     shown = {"target, plain step": (table.decode, (1,)), "target, verification": (table.verify, sizes)}
-    for costs in table.drafts:
-        shown[f"draft {costs.draft.id}, first"] = costs.commit, sizes
-        shown[f"draft {costs.draft.id}, a level"] = costs.propose, sizes
+    names = [
+        costs.draft.id + ("" if costs.heads is None else f" {Subnet(heads=costs.heads).name.removesuffix('-keep-1')}")
+        for costs in table.drafts
+    ]
+    for name, costs in zip(names, table.drafts, strict=True):
+        shown[f"draft {name}, first"] = costs.commit, sizes
+        shown[f"draft {name}, a level"] = costs.propose, sizes
     rows = []
     for name, (surface, tokens) in shown.items():
         latencies = surface.latency_ms(np.array(tokens, np.float64), np.array(middle, np.float64))[:, 0]
@@ -152,10 +161,12 @@ def print_table(table: CostTable, console: Console) -> None:
         columns,
         rows,
     )
-    for costs in table.drafts:
-        overhead = costs.overhead
+    for name, costs in zip(names, table.drafts, strict=True):
+        overhead, size = costs.overhead, ""
+        if costs.num_parameters is not None and costs.cache_bytes_per_token is not None:
+            size = f"{costs.num_parameters / 1e6:.3g}M parameters of its own, {costs.cache_bytes_per_token} bytes of cache a token; "
         console.say(
-            f"outside the models: {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft level"
+            f"draft {name}: {size}outside the models {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft level"
         )
 
 

@@ -6,7 +6,7 @@ Each stage leaves documents that the next run finds again.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,7 @@ from autotune.search.finalists import AR, Arm, Run, Runner, Summary, bootstrap_r
 from autotune.search.pair import Pair
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, SearchSpace, largest_policies, load_space
 from autotune.search.study import Candidate, Evaluator, choose_finalists, search_trees
+from autotune.subnet import Subnet
 from autotune.trees.buckets import check_buckets
 from autotune.trees.policy import parse_policy
 from autotune.workload import Workload, load_workload
@@ -58,6 +59,8 @@ class SearchSettings:
     target: str
     draft: str
     workload: str
+    subnet: Subnet = field(default_factory=Subnet)
+    """Heads and injection layer of the draft."""
     space: str = "quick"
     gpu: str = "auto"
     budget_s: float = 300.0
@@ -123,7 +126,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
     evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
     device = device_for(settings.gpu)
-    pair = Pair(settings.target, settings.draft, device or "cpu", settings.buckets)
+    pair = Pair(settings.target, settings.draft, device or "cpu", settings.buckets, settings.subnet)
     folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{pair.key}")
     console.say(f"target {settings.target}, draft {settings.draft}, workload {settings.workload}; study in {folder}")
 

@@ -15,17 +15,25 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
 from autotune.runtime.text_runner import TextRunner
 from autotune.runtime.vision import vision_parts
+from autotune.subnet import Subnet
 
 
 class Pair:
-    """Target and draft, loaded, with what documents call them."""
+    """Target and draft, loaded, with what documents call them. Of ``subnet`` heads and injection layer are taken."""
 
-    def __init__(self, target: str, draft: str, device: str, buckets: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        target: str,
+        draft: str,
+        device: str,
+        buckets: Sequence[int] = (),
+        subnet: Subnet | None = None,
+    ) -> None:
         self.target_reference = reference(target)
         self.draft_reference = reference(draft)
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
-        self.draft = load_draft(draft, self.target)
+        self.draft = load_draft(draft, self.target, subnet)
         self.decoder = Decoder(
             self.target, self.draft, buckets=buckets, processor=self.processor
         )  # checks that their vocabularies are of one size
@@ -39,7 +47,9 @@ class Pair:
             self.draft_reference.sha256 or self.draft_reference.id,
         ]
         sizes = [list(self.decoder.buckets)] if self.decoder.buckets else []
-        return content_key([*models, self.device.key, version_of("torch"), version_of("transformers"), *sizes])
+        versions = [version_of("torch"), version_of("transformers")]
+        subnet = self.draft.subnet.model_dump(exclude={"visual_keep"}, exclude_none=True)
+        return content_key([*models, self.device.key, *versions, *sizes, *([subnet] if subnet else [])])
 
 
 def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:
@@ -49,9 +59,9 @@ def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:
         return ModelShape(
             num_layers=len(runner.cache.blocks),
             hidden_size=hidden,
-            text_parameters=sum(p.numel() for p in runner.network.parameters()) + hidden * runner.vocab_size,
+            text_parameters=runner.num_parameters + hidden * runner.vocab_size,
             vision_parameters=0,
-            kv_bytes_per_token=runner.cache.memory_bytes // runner.cache.capacity,
+            kv_bytes_per_token=runner.cache_bytes_per_token,
             bytes_per_parameter=width,
         )
     config = runner.text.config

@@ -57,9 +57,10 @@ class Evaluator:
     def __init__(self, traces: Iterable[Trace], table: CostTable, draft: ModelReference) -> None:
         self.traces = {trace.header.visual_keep: trace for trace in traces}
         longest = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
-        max_tokens = min(MAX_STEP, table.verify.max_tokens, table.costs_of(draft).propose.max_tokens)
-        self.prices: DensePrices = table.prices(draft, max_tokens=max_tokens, max_kv_length=longest)
         any_trace = next(iter(self.traces.values()))
+        subnet = any_trace.header.subnet
+        max_tokens = min(MAX_STEP, table.verify.max_tokens, table.costs_of(draft, subnet).propose.max_tokens)
+        self.prices: DensePrices = table.prices(draft, max_tokens=max_tokens, max_kv_length=longest, subnet=subnet)
         if any_trace.num_tokens == 0:
             raise UserError(
                 "every recorded answer has one token, so there is nothing to speed up; raise max_new_tokens"

@@ -11,14 +11,16 @@ import pytest
 from autotune.cost.device import fingerprint
 from autotune.cost.profiler import HELD_OUT_TOKENS, ProfileSettings, kv_lengths_for, measure_overhead, profile
 from autotune.cost.table import TOKENS, CostTable, Overhead, Surface
+from autotune.drafters.checkpoint import load_draft, new_network, save_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.files import dump_document
 from autotune.models import reference
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
+from autotune.subnet import Subnet
 from autotune.workload import Workload, load_workload
-from tests.conftest import Pair
+from tests.conftest import NUM_VISUAL_TOKENS, Pair
 from tests.documents import write_image, write_workload
 
 SETTINGS = ProfileSettings(repeats=2, kv_lengths=(32, 64, 128), held_out_kv_length=48)
@@ -165,3 +167,27 @@ def test_prepared_sizes_are_the_sizes_measured(
     assert table.buckets == (4, 9) and sizes == {1, 4, 9}, "1 is the plain step"
     for surface in (table.verify, table.drafts[0].commit, table.drafts[0].propose):
         assert {point.tokens for point in surface.points} == {4, 9} and surface.held_out == []
+
+
+def test_slicing_shows_in_the_rows(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
+    """Half of the heads: fewer parameters, half the cache. A tenth of the visual tokens: fewer tokens in it."""
+    target = Target(pair.target)
+    save_draft(new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test"), tmp_path)
+    whole, half = (load_draft(str(tmp_path), target, Subnet(heads=heads)) for heads in (None, 0.5))
+    references = reference(str(pair.target_folder)), reference(str(tmp_path))
+    drafts = [(draft, references[1]) for draft in (whole, half)]
+    table = profile(target, references[0], drafts, processor, workload, settings=replace(SETTINGS, repeats=1))
+    rows = [table.costs_of(references[1], subnet) for subnet in (Subnet(), Subnet(heads=0.5))]
+    assert [row.heads for row in rows] == [None, 0.5]
+    # Three blocks of 4 or 2 heads of 8 numbers, keys and values, 4 bytes each.
+    assert [row.cache_bytes_per_token for row in rows] == [3 * 2 * 4 * 8 * 4, 3 * 2 * 2 * 8 * 4]
+    assert rows[0].num_parameters - rows[1].num_parameters == 3 * 4 * 2 * 8 * 32
+    assert sizes(rows[0].propose) == sizes(rows[1].propose) == {(n, m) for n in TOKENS for m in SETTINGS.kv_lengths}
+    seen = next(prompt for prompt in workload.prompts if prompt.pixels).inputs(processor)
+    lengths = []
+    for keep in (1.0, 0.1):
+        Decoder(target, whole, tree={"policy": "chain", "depth": 1}, visual_keep=keep).generate(
+            **seen, max_new_tokens=2
+        )
+        lengths.append(whole.length)
+    assert lengths[0] - lengths[1] == NUM_VISUAL_TOKENS - 2

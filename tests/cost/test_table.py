@@ -13,6 +13,7 @@ from autotune.cost.table import KV_STEP, CostTable, Point, Surface, fit_prefill
 from autotune.errors import UserError
 from autotune.files import parse, read_json, write_document
 from autotune.provenance import ModelReference
+from autotune.subnet import Subnet
 from tests.documents import DRAFT, cost_table, surface
 
 # Latencies typed in: rows are 1, 2 and 8 tokens, columns KV lengths of 100 and 300.
@@ -171,6 +172,21 @@ def test_a_draft_is_known_by_its_weights() -> None:
     table = cost_table()
     table = table.model_copy(update={"drafts": [table.drafts[0].model_copy(update={"draft": d}) for d in unhashed]})
     assert table.costs_of(unhashed[1]).draft.id == "hub/two"
+
+
+def test_subnets_are_told_apart_by_their_heads() -> None:
+    """Visual tokens and the injection layer do not change what a step costs."""
+    table = cost_table()
+    (whole,) = table.drafts
+    half = whole.model_copy(update={"heads": 0.5})
+    table = table.model_copy(update={"drafts": [whole, half]})
+    assert table.costs_of(whole.draft) == table.costs_of(whole.draft, Subnet(heads=1.0, visual_keep=0.1)) == whole
+    assert table.costs_of(whole.draft, Subnet(heads=0.5, injection_layer=9)) == half
+    assert table.costs_of(whole.draft, Subnet(heads=(0.5, 0.5, 0.5))) == half
+    with pytest.raises(
+        UserError, match=r"with these weights and heads 0\.25; it has: .*, .* \(heads 0\.5\); profile that"
+    ):
+        table.costs_of(whole.draft, Subnet(heads=0.25))
 
 
 def test_a_table_survives_the_disk(tmp_path: Path) -> None:
