@@ -28,20 +28,23 @@ def rotate(states: Tensor, factors: Tensor) -> Tensor:
 
 
 class BlockCache:
-    """Keys and values of one block, [capacity, 2, heads, head size]. A forward writes behind ``begin`` tokens; nothing is
+    """Keys and values of one block, [heads, 2, capacity, head size]. A forward writes behind ``begin`` tokens; nothing is
     committed but by whoever counts.
     """
 
     def __init__(
         self, num_heads: int, head_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.slab = torch.zeros(capacity, 2, num_heads, head_size, dtype=dtype, device=device)
+        self.slab = torch.zeros(num_heads, 2, capacity, head_size, dtype=dtype, device=device)
 
-    def write(self, keys_values: Tensor, begin: int) -> Tensor:
-        """Put ``keys_values`` [n, 2, heads, head size] at ``begin``; returns all up to their end."""
-        end = begin + len(keys_values)
-        self.slab[begin:end] = keys_values
-        return self.slab[:end]
+    def write(self, keys_values: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+        """Put ``keys_values`` [heads, 2, n, head size] at ``begin``; returns keys and values up to their end, each [1, heads,
+        begin + n, head size].
+        """
+        count = keys_values.shape[2]
+        self.slab.narrow(2, begin, count).copy_(keys_values)
+        keys, values = self.slab.narrow(2, 0, begin + count).unsqueeze(0).unbind(2)
+        return keys, values
 
 
 class DraftBlock(nn.Module):
@@ -89,24 +92,28 @@ class DraftBlock(nn.Module):
             cache: keys and values of earlier tokens, a batch of one; the new ones go to ``begin``.
             head_mask: 0 silences a head, [heads].
         """
-        made = self.from_stream(self.norm(stream))
-        attended = made[..., : made.shape[-1] - 2 * self.mlp_size]
-        gate, up = made[..., -2 * self.mlp_size : -self.mlp_size], made[..., -self.mlp_size :]
+        # Calls of functions and plain views: a module's call costs as much as a small kernel.
+        heads, size, mlp = self.num_heads, self.head_size, self.mlp_size
+        normed = functional.layer_norm(stream, self.norm.normalized_shape, self.norm.weight)
+        made = functional.linear(normed, self.from_stream.weight)
+        attended, gate, up = made.split((made.shape[-1] - 2 * mlp, mlp, mlp), -1)
         if self.from_features is not None:
             assert features is not None
-            attended = torch.cat([attended, self.from_features(features)], -1)
-        turned = rotate(attended.unflatten(-1, (3, self.num_heads, self.head_size)), factors)
-        keys_values = turned[:, :, 1:] if cache is None else cache.write(turned[0, :, 1:], begin)[None]
+            attended = torch.cat([attended, functional.linear(features, self.from_features.weight)], -1)
+        turned = rotate(attended.unflatten(-1, (3, heads, size)), factors).transpose(1, 3)
+        # [batch, heads, (query, key, value), n, head size]
+        if cache is None:
+            query, key, value = turned.unbind(2)
+        else:
+            query = turned[:, :, 0]
+            key, value = cache.write(turned[0, :, 1:], begin)
         found = functional.scaled_dot_product_attention(
-            turned[:, :, 0].transpose(1, 2),
-            keys_values[:, :, 0].transpose(1, 2),
-            keys_values[:, :, 1].transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None and begin == 0 and stream.shape[1] > 1,
+            query, key, value, attn_mask=mask, is_causal=mask is None and begin == 0 and stream.shape[1] > 1
         ).transpose(1, 2)
         if head_mask is not None:
             found = found * head_mask[:, None]
-        return stream + self.to_stream(torch.cat([found.flatten(2), functional.silu(gate) * up], -1))
+        both = torch.cat([found.flatten(2), functional.silu(gate) * up], -1)
+        return stream + functional.linear(both, self.to_stream.weight)
 
     def head_importance(self) -> Tensor:
         """|gradient x weight| summed over the queries, keys and values of each head, [heads] (STAR, eq. 1)."""

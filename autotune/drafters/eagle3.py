@@ -178,12 +178,13 @@ class Eagle3Attention(nn.Module):
             project(rows).unflatten(-1, (-1, self.head_size)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, factors[..., 0, :], factors[..., 1, :], unsqueeze_dim=2)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
-            key, value = cache.write(torch.stack([key[0], value[0]], 1), begin)[None].unbind(2)
+            key, value = cache.write(torch.stack([key[0], value[0]], 1), begin)
         found = functional.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            query,
+            key,
+            value,
             attn_mask=mask,
             is_causal=mask is None and begin == 0 and rows.shape[1] > 1,
             enable_gqa=True,

@@ -191,7 +191,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         if len(features) < len(tokens):  # a prepared size is larger
             features = torch.nn.functional.pad(features, (0, 0, 0, len(tokens) - len(features)))
         begin, mask = self.cache.length + num_uncommitted, None
-        if block.shape[1] > 1:
+        if len(tokens) > 1 or block.any():  # a chain's node sees all before it
             mask = self._masks.write(block, self.cache.length, places, np.zeros(block.shape[1], np.int64))
             assert isinstance(mask, Tensor)
         factors = self._factors[torch.from_numpy(places + self.cache.length + self._num_condensed).to(self.device)]

@@ -1,0 +1,181 @@
+"""The cards of trained drafts: what each gets accepted on held-out prompts, measured by decoding, and what it is.
+
+    python benchmarks/draft_cards.py measure drafts/digits/star [--heads 0.5] [--injection-layer 9] [--visual-keep 0.1]
+    python benchmarks/draft_cards.py measure WITHOUT_IT --card drafts/digits/dream --label "without cross-attention"
+    python benchmarks/draft_cards.py write drafts/digits/star
+
+``measure`` adds rows to the card's ``acceptance.json``: options may be repeated, each value is a row of its own, and a row
+that is there already for the same weights is not measured again. ``write`` makes ``README.md`` of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from autotune.acceptance.recorder import Recorder
+from autotune.drafters.checkpoint import load_draft
+from autotune.files import append_line, read_json, read_lines, read_yaml, sha256_of
+from autotune.models import BUNDLED_TARGET, load_model, load_processor, reference
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.target import Target
+from autotune.subnet import Subnet
+from autotune.workload import load_workload
+
+TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
+ROWS = "acceptance.jsonl"
+
+
+def measured(decoder: Decoder, recorder: Recorder, num_prompts: int) -> dict[str, Any]:
+    """Rounds of held-out prompts, pooled, by task and by depth; outputs are compared with plain decoding's."""
+    workload = load_workload("digits", "evaluate", num_prompts=num_prompts)
+    answers = recorder.answers(workload)
+    tokens: Counter[str] = Counter()
+    rounds: Counter[str] = Counter()
+    reached: Counter[int] = Counter()
+    num_identical = 0
+    for prompt, answer in zip(workload.prompts, answers, strict=True):
+        inputs = prompt.inputs(recorder.processor)
+        out = decoder.generate(**inputs, **prompt.settings.generation)
+        num_identical += out.sequences[0, answer.prompt_length :].tolist() == answer.tokens
+        task, lengths = prompt.settings.task, out.stats.accepted_lengths
+        tokens[task] += sum(lengths) + len(lengths)
+        rounds[task] += len(lengths)
+        for length in lengths:
+            reached.update(range(length + 1))
+    return {
+        "prompts": num_prompts,
+        "identical": num_identical,
+        "tokens_per_round": tokens.total() / rounds.total(),
+        "by_task": {task: tokens[task] / rounds[task] for task in tokens},
+        "by_depth": [reached[depth] / max(reached[depth - 1], 1) for depth in range(1, TREE["depth"] + 1)],
+    }
+
+
+@click.group()
+def main() -> None:
+    """Cards of trained drafts."""
+
+
+@main.command()
+@click.argument("draft", type=click.Path(path_type=Path, exists=True))
+@click.option("--card", type=click.Path(path_type=Path), help="Folder of the card; the draft's own where left out.")
+@click.option("--label", default="", help="What the row is called.")
+@click.option("--heads", type=float, multiple=True)
+@click.option("--injection-layer", type=int, multiple=True)
+@click.option("--visual-keep", type=float, multiple=True)
+@click.option("--prompts", default=48, show_default=True)
+def measure(
+    draft: Path,
+    card: Path | None,
+    label: str,
+    heads: tuple[float, ...],
+    injection_layer: tuple[int, ...],
+    visual_keep: tuple[float, ...],
+    prompts: int,
+) -> None:
+    """Decode held-out prompts with a draft, and with subnets of it."""
+    target, processor = Target(load_model(BUNDLED_TARGET)), load_processor(BUNDLED_TARGET)
+    recorder = Recorder(target, reference(BUNDLED_TARGET), processor, Path(".autotune"))
+    own_keep = load_draft(str(draft), target).visual_keep
+    subnets = [Subnet(heads=share, visual_keep=own_keep) for share in heads]
+    subnets += [Subnet(injection_layer=layer, visual_keep=own_keep) for layer in injection_layer]
+    subnets += [Subnet(visual_keep=keep) for keep in visual_keep]
+    path = (card or draft) / ROWS
+    known = [
+        (row["sha256"], Subnet(**row["subnet"]), row["prompts"]) for row in (read_lines(path) if path.exists() else [])
+    ]
+    sha256 = sha256_of(draft / "model.safetensors")
+    for subnet in subnets or [Subnet(visual_keep=own_keep)]:
+        if (sha256, subnet, prompts) in known:
+            continue
+        loaded = load_draft(str(draft), target, subnet)
+        decoder = Decoder(target, loaded, tree=TREE, visual_keep=subnet.visual_keep, processor=processor)
+        row = {"label": label, "sha256": sha256, "subnet": subnet.model_dump(exclude_none=True)}
+        row |= {"parameters": loaded.num_parameters, **measured(decoder, recorder, prompts)}
+        append_line(path, row)
+        click.echo(f"{label} {subnet.name}: M {row['tokens_per_round']:.2f}, {row['identical']}/{prompts} identical")
+
+
+def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
+    """Markdown, a line for each row."""
+    tasks = list(rows[0]["by_task"])
+    lines = [f"| | M | {' | '.join(tasks)} |", "|---" * (2 + len(tasks)) + "|"]
+    for name, row in zip(names, rows, strict=True):
+        cells = " | ".join(f"{row['by_task'][task]:.2f}" for task in tasks)
+        lines.append(f"| {name} | **{row['tokens_per_round']:.2f}** | {cells} |")
+    return lines
+
+
+@main.command()
+@click.argument("draft", type=click.Path(path_type=Path, exists=True))
+def write(draft: Path) -> None:
+    """Make the card of what was measured. Notes below a line "## Notes" in it are kept."""
+    config, recipe, rows = read_json(draft / "config.json"), read_yaml(draft / "recipe.yaml"), read_lines(draft / ROWS)
+    sha256 = sha256_of(draft / "model.safetensors")
+    own = [row for row in rows if row["sha256"] == sha256 and row["subnet"].keys() == {"visual_keep"}]
+    whole = next(row for row in own if row["subnet"]["visual_keep"] == config.get("visual_keep", 1.0))
+    steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
+    path = draft / "README.md"
+    notes = path.read_text().partition("\n## Notes\n")[2] if path.exists() else ""
+    lines = [
+        "---",
+        "license: apache-2.0",
+        "tags: [speculative-decoding, autotune]",
+        "---",
+        f"# `{draft.parent.name}/{draft.name}`",
+        "",
+        " ".join(recipe["description"].split()),
+        "",
+        "| | |",
+        "|---|---|",
+        f"| kind | `{config['kind']}` |",
+        f"| target | [`{draft.parent.name}/target`](../target) |",
+        f"| made by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
+        f"| data | the training split of the bundled digits, {recipe['data']['num_examples']:,} examples; the target's distributions and features along the reference answers |",
+        f"| parameters of its own | {whole['parameters']:,}; embedding and head are the target's |",
+        "| licence | Apache-2.0 |",
+        f"| sha256 of `model.safetensors` | `{sha256}` |",
+        "",
+        f"## Acceptance on {whole['prompts']} held-out prompts",
+        "",
+        f"Tokens per round M with an EAGLE-2 tree (k 4, depth 6, 32 nodes); {whole['identical']} of {whole['prompts']} outputs equal plain decoding's.",
+        "",
+        *table([whole], ["whole"]),
+        "",
+        "Of the rounds in which the draft was right up to the depth before, it was right at this one as well:",
+        "",
+        "| depth | " + " | ".join(map(str, range(1, len(whole["by_depth"]) + 1))) + " |",
+        "|---" * (1 + len(whole["by_depth"])) + "|",
+        "| accepted | " + " | ".join(f"{100 * share:.1f} %" for share in whole["by_depth"]) + " |",
+        "",
+        "![Loss and agreement in training](training.png)",
+    ]
+    named = {
+        "Share of heads kept": [("heads", row) for row in rows if "heads" in row["subnet"] and row["sha256"] == sha256],
+        "Injected layer of the target": [
+            ("injection_layer", row) for row in rows if "injection_layer" in row["subnet"] and row["sha256"] == sha256
+        ],
+        "Share of visual tokens": [("visual_keep", row) for row in own] if len(own) > 1 else [],
+    }
+    for title, found in named.items():
+        if found:
+            found.sort(key=lambda one: -one[1]["subnet"][one[0]])
+            names = [f"{row['subnet'][key]:g}" for key, row in found]
+            lines += ["", f"## {title}", "", *table([row for _, row in found], names)]
+    others = [row for row in rows if row["sha256"] != sha256 or row["label"]]
+    if others:
+        lines += ["", "## Trained otherwise", "", *table(others, [row["label"] for row in others])]
+    if notes:
+        lines += ["", "## Notes", notes.rstrip()]
+    path.write_text("\n".join(lines) + "\n")
+    click.echo(f"{path} written")
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
