@@ -7,7 +7,7 @@ asked for are computed, never the full matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,25 +99,6 @@ def visual_scores(attention: LayerAttention, row: int, is_visual: Tensor, num_to
     first = min(int(places[-1]) + 1, num_tokens - 1)  # an image that ends the prompt: ask its last token
     queries = torch.arange(first, num_tokens, device=attention.query.device)
     return attention.weights(row, queries).mean((0, 1))[places.to(attention.query.device)]
-
-
-@contextmanager
-def capture_visual_attention(
-    text: TextModel, is_visual: Sequence[Tensor], num_tokens: Sequence[int]
-) -> Iterator[dict[int, Tensor]]:
-    """Inside, a forward of whole prompts (one for each item, padded on the right) fills the yielded dict: for each row
-    with visual tokens, what the last layer's attention says of them (``visual_scores``).
-    """
-    captured: dict[int, Tensor] = {}
-
-    def watch(attention: LayerAttention) -> None:
-        if attention.layer == len(text.layers) - 1:
-            for row, (visual, number) in enumerate(zip(is_visual, num_tokens, strict=True)):
-                if bool(visual[:number].any()):
-                    captured[row] = visual_scores(attention, row, visual, number)
-
-    with watched_attention(text, watch):
-        yield captured
 
 
 def attention_entropy(attention: LayerAttention, row: int, queries: Tensor) -> Tensor:

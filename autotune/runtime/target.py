@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from autotune.runtime.attention import capture_visual_attention
+from autotune.runtime.attention import LayerAttention, visual_scores, watched_attention
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.self_check import check_tree_decoding
 from autotune.runtime.text_runner import TextRunner
@@ -43,10 +43,16 @@ class Target(TextRunner):
         """Run a prompt through all layers into the empty cache."""
         if not (rank_visual_tokens and prompt.num_visual_tokens):
             return Prefilled(prompt, self.read(prompt), None)
-        with capture_visual_attention(self.text, [prompt.is_visual], [len(prompt)]) as captured:
+        scores: list[Tensor] = []
+
+        def watch(attention: LayerAttention) -> None:
+            if attention.layer == len(self.text.layers) - 1:
+                scores.append(visual_scores(attention, 0, prompt.is_visual, len(prompt)))
+
+        with watched_attention(self.text, watch):
             logits = self.read(prompt)
-        assert 0 in captured, "the last layer did not go through the attention interface"
-        return Prefilled(prompt, logits, captured[0])
+        assert scores, "the last layer did not go through the attention interface"
+        return Prefilled(prompt, logits, scores[0])
 
     def step(self, token: int) -> Tensor:
         """Append one token (plain decoding); returns the logits after it, [vocabulary]."""

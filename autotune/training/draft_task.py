@@ -15,7 +15,7 @@ from autotune.drafters.network import BlocksNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.files import content_key
-from autotune.models import load_model, load_processor, reference, resolve
+from autotune.models import load_model, load_processor, reference
 from autotune.runtime.target import Target
 from autotune.subnet import Subnet
 from autotune.training.batches import Batches
@@ -23,7 +23,7 @@ from autotune.training.drafting import drafting_loss, sampled_subnet
 from autotune.training.examples import JsonlExamples, JsonlFile, Report
 from autotune.training.lessons import DigitsExamples, Examples, Lessons, Share
 from autotune.training.memory import BatchShape, check_needs, lesson_bytes, memory_needs
-from autotune.training.recipe import Recipe, Stage
+from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher
 
 CACHE = Path(".autotune")  # as of searches: they find each other's answers
@@ -204,21 +204,3 @@ class DraftTask:
     def save(self, folder: Path) -> None:
         """The draft's config and weights."""
         save_draft(self.module, folder)
-
-
-def teacher_name(recipe: Recipe, recipe_path: Path) -> str:
-    """What the teacher is loaded by: a folder beside the recipe, or a name that ``load_model`` knows.
-
-    Raises:
-        UserError: neither.
-    """
-    assert recipe.teacher is not None
-    folder = (recipe_path.parent / recipe.teacher).resolve()
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise UserError(
-                f"{recipe_path}: its teacher {folder} has no weights; train it first: autotune train {folder / 'recipe.yaml'}"
-            )
-        return str(folder)
-    resolve(recipe.teacher)
-    return recipe.teacher

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from autotune.errors import UserError
+from autotune.models import load_model, load_processor
 from autotune.training.batches import IGNORED, Batch, Batches
 from autotune.training.build import build_model, build_processor, train_tokenizer
-from autotune.training.recipe import Recipe, Stage
+from autotune.training.recipe import Recipe, Stage, teacher_name
 
 NUM_DIGIT_CLASSES = 11  # ten digits, and blank
 
@@ -155,13 +155,8 @@ def _models(recipe: Recipe, recipe_path: Path) -> tuple[Any | None, Any, Trainee
         assert recipe.vocabulary_size is not None
         processor = build_processor(train_tokenizer(recipe.vocabulary_size), recipe.vision["patch_size"])
         return None, processor, Trainee(build_model(recipe, processor.tokenizer))
-    folder = (recipe_path.parent / recipe.teacher).resolve()
-    if not (folder / "model.safetensors").exists():
-        raise UserError(
-            f"{recipe_path}: its teacher {folder} has no weights; train it first: autotune train {folder / 'recipe.yaml'}"
-        )
-    processor = AutoProcessor.from_pretrained(folder)
-    teacher = AutoModelForImageTextToText.from_pretrained(folder).eval().requires_grad_(False)
+    name = teacher_name(recipe, recipe_path)
+    processor, teacher = load_processor(name), load_model(name)
     draft = build_model(recipe, processor.tokenizer)
     if recipe.teacher_layers is not None:
         start_from(draft, teacher, recipe.teacher_layers, recipe_path)

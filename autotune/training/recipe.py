@@ -8,13 +8,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from autotune.digits import TASKS
+from autotune.drafters.checkpoint import NETWORKS
 from autotune.errors import UserError
 from autotune.files import Document, parse, read_yaml
+from autotune.models import resolve
 from autotune.subnet import Subnet
 from autotune.training.teacher import DistillationRule
 
 Objective = Literal["grounding", "answers", "distillation", "drafting"]
-FEATURE_DRAFTS = ("star", "dream", "specvlm")
+FEATURE_DRAFTS = tuple(NETWORKS)
 
 
 class Stage(Document):
@@ -129,3 +131,21 @@ def load_recipe(path: Path) -> Recipe:
     if recipe.model == "target" and recipe.vocabulary_size is None:
         raise UserError(f"{path}: a target trains its own tokenizer; add 'vocabulary_size: 2048' to the recipe")
     return recipe
+
+
+def teacher_name(recipe: Recipe, recipe_path: Path) -> str:
+    """What the teacher is loaded by: a folder beside the recipe, or a name that ``load_model`` knows.
+
+    Raises:
+        UserError: neither.
+    """
+    assert recipe.teacher is not None
+    folder = (recipe_path.parent / recipe.teacher).resolve()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise UserError(
+                f"{recipe_path}: its teacher {folder} has no weights; train it first: autotune train {folder / 'recipe.yaml'}"
+            )
+        return str(folder)
+    resolve(recipe.teacher)
+    return recipe.teacher

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from autotune.runtime.attention import capture_visual_attention
-from autotune.runtime.prompt import visual_tokens
+from autotune.runtime.attention import watched_attention
 from autotune.runtime.target import Prefilled, Target
 from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair
 
@@ -92,9 +91,8 @@ def test_the_config_is_restored(pair: Pair, prompts: dict[str, Inputs]) -> None:
     with torch.inference_mode():
         prefill(pair.target, prompts["image"])
     assert pair.target.config.to_dict() == before
-    is_visual = visual_tokens(pair.target.config, prompts["image"]["input_ids"][0])
     config = target.text.config
-    with pytest.raises(ZeroDivisionError), capture_visual_attention(target.text, [is_visual], [len(is_visual)]):
+    with pytest.raises(ZeroDivisionError), watched_attention(target.text, lambda attention: None):
         assert config._attn_implementation != "sdpa"
         raise ZeroDivisionError
     assert config._attn_implementation == "sdpa"
