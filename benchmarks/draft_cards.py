@@ -24,6 +24,7 @@ from autotune.models import BUNDLED_TARGET, load_model, load_processor, referenc
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
 from autotune.subnet import Subnet
+from autotune.training.curve import draw_curve
 from autotune.workload import load_workload
 
 TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
@@ -119,6 +120,8 @@ def write(draft: Path) -> None:
     sha256 = sha256_of(draft / "model.safetensors")
     own = [row for row in rows if row["sha256"] == sha256 and row["subnet"].keys() == {"visual_keep"}]
     whole = next(row for row in own if row["subnet"]["visual_keep"] == config.get("visual_keep", 1.0))
+    kind, data = config.get("kind", "independent"), recipe.get("data", {}).get("num_examples")
+    examples = f"{data:,} examples" if data else "every example once"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
     path = draft / "README.md"
     notes = path.read_text().partition("\n## Notes\n")[2] if path.exists() else ""
@@ -133,11 +136,11 @@ def write(draft: Path) -> None:
         "",
         "| | |",
         "|---|---|",
-        f"| kind | `{config['kind']}` |",
+        f"| kind | `{kind}` |",
         f"| target | [`{draft.parent.name}/target`](../target) |",
         f"| made by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
-        f"| data | the training split of the bundled digits, {recipe['data']['num_examples']:,} examples; the target's distributions and features along the reference answers |",
-        f"| parameters of its own | {whole['parameters']:,}; embedding and head are the target's |",
+        f"| data | the training split of the bundled digits, {examples}; the target's distributions along the reference answers |",
+        f"| parameters of its own | {whole['parameters']:,}{'' if kind == 'independent' else '; embedding and head belong to the target'} |",
         "| licence | Apache-2.0 |",
         f"| sha256 of `model.safetensors` | `{sha256}` |",
         "",
@@ -173,6 +176,7 @@ def write(draft: Path) -> None:
     if notes:
         lines += ["", "## Notes", notes.rstrip()]
     path.write_text("\n".join(lines) + "\n")
+    draw_curve(draft / "training.jsonl", draft / "training.png")
     click.echo(f"{path} written")
 
 

@@ -105,7 +105,5 @@ def kept_tokens(prompt: Prompt, visual_scores: Tensor | None, visual_keep: float
 
 def top_proposals(logits: Tensor, num_proposals: int) -> Proposals:
     """The best tokens of each row and their log-probabilities in float32."""
-    logits = logits.float()
-    top = logits.topk(num_proposals)
-    logprobs = top.values - logits.logsumexp(-1, keepdim=True)
-    return top.indices.int().cpu().numpy(), logprobs.cpu().numpy()
+    top = logits.float().log_softmax(-1).topk(num_proposals)
+    return top.indices.int().cpu().numpy(), top.values.cpu().numpy()

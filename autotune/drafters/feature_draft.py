@@ -184,7 +184,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         """See ``CachedDraft``."""
         network = self.network
         if parents is not None:
-            features = network.own_features(self._own[torch.from_numpy(parents + 1).to(self.device)])
+            features = network.own_features(_rows(self._own, parents + 1))
         else:
             assert hidden is not None
             features = network.target_features(hidden)
@@ -194,7 +194,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         if len(tokens) > 1 or block.any():  # a chain's node sees all before it
             mask = self._masks.write(block, self.cache.length, places, np.zeros(block.shape[1], np.int64))
             assert isinstance(mask, Tensor)
-        factors = self._factors[torch.from_numpy(places + self.cache.length + self._num_condensed).to(self.device)]
+        factors = _rows(self._factors, places + (self.cache.length + self._num_condensed))
         stream = network.fuse(self._embed(torch.from_numpy(tokens).to(self.device)), features)
         states = network(stream[None], features[None], factors[None], mask=mask, caches=self.cache.blocks, begin=begin)[
             0
@@ -217,3 +217,10 @@ class FeatureDraft(CachedDraft, CachedModel):
         rows = torch.tensor([ROOT, *path.tolist()], device=self.device)
         self._pending = [*(int(token) for token in tree.token[path]), next_token]
         self._pending_features = [{layer: self._target.hidden[layer][rows] for layer in self.reads}]
+
+
+def _rows(table: Tensor, numbers: Ints) -> Tensor:
+    """Rows of a table; a single one, as in a chain, without asking the device to gather."""
+    if len(numbers) == 1:
+        return table.narrow(0, int(numbers[0]), 1)
+    return table[torch.from_numpy(numbers).to(table.device)]
