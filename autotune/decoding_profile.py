@@ -138,6 +138,8 @@ class DecodingProfile(Document):
     precision: str
     buckets: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to; none: every size as it is."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the steps behind the prefills; None: as many as torch uses."""
     points: list[OperatingPoint] = Field(min_length=1)
     evidence: Evidence
 
@@ -230,6 +232,7 @@ def load(
         verification=point.verification,
         fallback=point.fallback,
         buckets=document.buckets,
+        threads=document.threads if here.key == document.hardware.key else None,
         processor=processor,
         profile=document,
     )

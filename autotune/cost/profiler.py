@@ -24,6 +24,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.request import Request
 from autotune.runtime.target import Target
+from autotune.runtime.threads import limited_threads
 from autotune.runtime.token_rule import TokenRule
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 from autotune.workload import Workload
@@ -34,6 +35,7 @@ Samples = dict[tuple[int, int], list[float]]
 
 HELD_OUT_TOKENS = (5, 11, 20, 40)
 WARM_UPS = 3
+THREAD_REPEATS = 15
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class ProfileSettings:
     held_out_kv_length: int = 208
     buckets: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to: where there are any, they are the sizes measured."""
+    threads: int | None = None
+    """CPU threads of steps; None: the best number is found (``choose_threads``)."""
     seed: int = 0
 
     @property
@@ -97,13 +101,15 @@ def profile(
     verify: Samples = {}
     decode: Samples = {}
     benches = [_Bench(target, draft, settings) for draft, _ in drafts]
+    threads = settings.threads or choose_threads(benches)
     commits: list[Samples] = [{} for _ in drafts]
     proposes: list[Samples] = [{} for _ in drafts]
     for _ in range(settings.repeats):
         for bench, commit, propose in zip(
             benches, commits, proposes, strict=True
         ):  # drafts are compared: they take turns
-            bench.sweep(commit, propose, verify, decode)
+            with limited_threads(threads):
+                bench.sweep(commit, propose, verify, decode)
             advance()
     costs = []
     prefill = None
@@ -120,7 +126,7 @@ def profile(
                 commit=_surface(commit, settings),
                 propose=_surface(propose, settings),
                 prefill=draft_prefill,
-                overhead=measure_overhead(target, draft, processor, workload),
+                overhead=measure_overhead(target, draft, processor, workload, threads=threads),
             )
         )
         for _ in range(3):
@@ -131,6 +137,7 @@ def profile(
         device=fingerprint(str(target.device)),
         precision=str(target.dtype).removeprefix("torch."),
         buckets=settings.buckets,
+        threads=threads,
         target=target_reference,
         decode=_surface(decode, settings),
         verify=_surface(verify, settings),
@@ -200,6 +207,18 @@ class _Bench:
             samples = [self._time_decode(m + i) for i in range(4)]
             decode.setdefault((1, m), []).extend(samples[1:])
 
+    def plain_ms(self) -> float:
+        """Of a plain step."""
+        self.decoder.target.watched = ()
+        return self._time_decode(self.settings.kv_lengths[0])
+
+    def round_ms(self) -> float:
+        """Of a round of usual size: a chain and a small tree."""
+        self.decoder.target.watched = self.draft.reads
+        m = self.settings.kv_lengths[0]
+        levels = sum(self._time_propose(n, m) for n in (1, 1, 1, 4, 4))
+        return levels + self._time_verify(6, m) + self._time_verify(12, m)
+
     def _time_propose(self, n: int, m: int) -> float:
         draft, tree = self.draft, self.tree
         draft.cache.length = m
@@ -223,6 +242,27 @@ class _Bench:
         request = self._request()
         self.decoder._plain_step(1, None, request)
         return request.stats.verify_ms
+
+
+def choose_threads(benches: list[_Bench]) -> int | None:
+    """The number of CPU threads with which steps are fastest: of those whose plain step is within 3 % of the fastest, so that
+    the baseline of every speedup is at its best, the one with the fastest rounds. None where there is no choice.
+    """
+    available = torch.get_num_threads()
+    if benches[0].decoder.target.device.type != "cpu" or available == 1:
+        return None
+    choices = sorted({1, max(1, available // 2), available})
+    plain: dict[int, list[float]] = {number: [] for number in choices}
+    rounds: dict[int, list[float]] = {number: [] for number in choices}
+    for _ in range(THREAD_REPEATS):
+        for number in choices:
+            for bench in benches:
+                with limited_threads(number), torch.inference_mode():
+                    plain[number].append(bench.plain_ms())
+                    rounds[number].append(bench.round_ms())
+    steps = {number: float(np.median(plain[number])) for number in choices}
+    fast = [number for number in choices if steps[number] <= 1.03 * min(steps.values())]
+    return min(fast, key=lambda number: float(np.median(rounds[number])))
 
 
 def _plant_star(tree: Tree, num_children: int) -> None:
@@ -267,13 +307,15 @@ def measure_prefills(
     return fit_prefill(of_target), fit_prefill(of_draft)
 
 
-def measure_overhead(target: Target, draft: LoadedDraft, processor: Any, workload: Workload) -> Overhead:
+def measure_overhead(
+    target: Target, draft: LoadedDraft, processor: Any, workload: Workload, *, threads: int | None = None
+) -> Overhead:
     """Real decoding with shallow and deep trees: time outside the models, as so much a round and so much a draft level."""
     from scipy.optimize import nnls
 
     rows, outside = [], []
     for tree in ({"policy": "chain", "depth": 1}, {"policy": "chain", "depth": 8}, {"policy": "sage"}):
-        decoder = Decoder(target, draft, tree=tree)
+        decoder = Decoder(target, draft, tree=tree, threads=threads)
         for number, prompt in enumerate((*workload.prompts[:1], *workload.prompts[:4])):  # the first twice: warm-up
             inputs = prompt.inputs(processor, target.device)
             stats = decoder.generate(**inputs, max_new_tokens=32).stats

@@ -153,6 +153,8 @@ class CostTable(Document):
     runner: str = "eager"
     buckets: tuple[int, ...] = ()
     """Sizes that the runner rounds its forwards up to; none: every size as it is."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of steps, the best number found; prefills use all. None: as many as torch uses."""
     estimated: bool = False
     target: ModelReference
     decode: Surface

@@ -27,6 +27,7 @@ from autotune.runtime.prompt import Prompt
 from autotune.runtime.request import Call, Request
 from autotune.runtime.stats import DecodingOutput, now_ms
 from autotune.runtime.target import Target
+from autotune.runtime.threads import limited_threads
 from autotune.runtime.token_rule import TokenRule
 from autotune.trees.buckets import check_buckets, round_up
 from autotune.trees.fallback import Fallback, RoundPrice
@@ -59,6 +60,7 @@ class Decoder:
         fallback: what a round costs in plain steps; where it is given, requests in which rounds do not pay go on by
             plain steps.
         buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
+        threads: CPU threads of the steps behind the prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer, kept for the caller; stop strings need it.
 
     Raises:
@@ -75,6 +77,7 @@ class Decoder:
         verification: Any = None,
         fallback: RoundPrice | None = None,
         buckets: Sequence[int] = (),
+        threads: int | None = None,
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
     ) -> None:
@@ -87,6 +90,7 @@ class Decoder:
         if self.draft is not None:
             self.draft.attach(self.target)
         self.buckets = check_buckets(buckets)
+        self.threads = threads
         self.configure(
             tree if tree is not None else {"policy": "chain"},
             visual_keep=visual_keep,
@@ -384,10 +388,11 @@ class Decoder:
                     draft.append(token)
                     self._grower.reset()
                     stats.draft_prefill_ms = clock() - started
-                if draft is None or self.fallback.is_resting:
-                    tokens = self._plain_step(token, draft, request)
-                else:
-                    tokens = self._round(token, draft, request)
+                with limited_threads(self.threads):
+                    if draft is None or self.fallback.is_resting:
+                        tokens = self._plain_step(token, draft, request)
+                    else:
+                        tokens = self._round(token, draft, request)
                 emitted = request.emit(tokens)
                 token = tokens[-1]
                 stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))

@@ -155,9 +155,10 @@ def print_table(table: CostTable, console: Console) -> None:
         cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(sizes) - len(tokens))
         rows.append([name, *cells, f"{100 * float(np.median(errors)):.1f} %" if len(errors) else "-"])
     mark = " (estimated)" if table.estimated else ""
+    threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)} a step"
     columns = ["part", *(f"{n} tok" for n in sizes), "held-out error"]
     console.table(
-        f"Cost table, ms: {table.device.model}, {table.precision}, {table.runner}, KV length {middle[0]}{mark}",
+        f"Cost table, ms: {table.device.model}{threads}, {table.precision}, {table.runner}, KV length {middle[0]}{mark}",
         columns,
         rows,
     )

@@ -219,7 +219,7 @@ class Runner:
         if arm.key not in self._decoders:
             target, c = self.decoder.target, arm.configuration
             if c is None:
-                made = Decoder(target)
+                made = Decoder(target, threads=self.decoder.threads)
             else:
                 draft = self.decoder.draft
                 if arm.drafter == PROMPT_LOOKUP:
@@ -232,6 +232,7 @@ class Runner:
                     verification=c.verification,
                     fallback=c.fallback,
                     buckets=self.decoder.buckets,
+                    threads=self.decoder.threads,
                 )
             self._decoders[arm.key] = made
         return self._decoders[arm.key]

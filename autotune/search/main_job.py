@@ -167,7 +167,8 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     if device is None:
         document = predicted_profile(pair, table, evaluator.guarded(candidates[0]), workload_reference, evaluator)
     else:
-        runner = Runner(pair.decoder, pair.processor, folder / "runs.jsonl", context=[pair.key])
+        pair.decoder.threads = table.threads
+        runner = Runner(pair.decoder, pair.processor, folder / "runs.jsonl", context=[pair.key, table.threads])
         winner = measure_finalists(
             runner,
             [evaluator.guarded(c) for c in choose_finalists(candidates, NUM_FINALISTS)],
@@ -418,6 +419,7 @@ def _profile(
         hardware=device,
         precision=table.precision,
         buckets=table.buckets,
+        threads=table.threads,
         points=points,
         evidence=evidence,
     )

@@ -160,7 +160,7 @@ def test_prepared_sizes_are_the_sizes_measured(
     monkeypatch.setattr(
         decoder.target, "forward", lambda tokens, *rest: (sizes.add(len(tokens)), forward(tokens, *rest))[1]
     )
-    monkeypatch.setattr("autotune.cost.profiler.measure_overhead", lambda *_: Overhead(round_ms=0, level_ms=0))
+    monkeypatch.setattr("autotune.cost.profiler.measure_overhead", lambda *_, **__: Overhead(round_ms=0, level_ms=0))
     settings = replace(SETTINGS, buckets=(4, 9))
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     table = profile(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)
