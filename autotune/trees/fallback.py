@@ -8,6 +8,8 @@ again. Every failed probe makes the next stretch longer.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from pydantic import Field
 
@@ -79,12 +81,24 @@ def learn(params: Floats, state: Floats, draft_forwards: int, nodes: int, accept
         state[_STRETCH] = FIRST_STRETCH
 
 
+class RequestMemory(NamedTuple):
+    """What is remembered of requests."""
+
+    num_failed: int = 0
+    """That lost time, in a row."""
+    pause: int = 0
+    """Requests to come without a draft."""
+    saved: float = 0.0
+    """Plain steps saved by requests, older ones counting less."""
+
+
 class Fallback:
-    """The same for the runtime, with a memory of requests: a draft that lost time in ``PATIENCE`` requests in a row is
-    left out, unread, for the next few, and then for four times as many.
+    """The same for the runtime, with a memory of requests: a draft that lost time in ``PATIENCE`` requests in a row, and more
+    than it gained in those before, is left out, unread, for the next few, and then for four times as many.
     """
 
     PATIENCE = 2
+    MEMORY = 0.8  # what a request's steps saved count for after the next one
     LONGEST_PAUSE = 64  # requests
 
     def __init__(self, price: RoundPrice | None) -> None:
@@ -95,27 +109,30 @@ class Fallback:
 
     def forget(self) -> None:
         """As if no request had been decoded yet."""
-        self._num_failed = 0
-        self._pause = 0
+        self.memory = RequestMemory()
 
     def begin_request(self) -> bool:
         """Whether this request speculates at all."""
         reset(self._state)
-        if self._num_failed >= self.PATIENCE:
+        if self._is_suspected:
             self._state[_SAVED] = PROBE
-        if self._pause > 0:
-            self._pause -= 1
+        if self.memory.pause > 0:
+            self.memory = self.memory._replace(pause=self.memory.pause - 1)
             return False
         return True
 
     def end_request(self) -> None:
         """Called after a request that speculated."""
-        if self.price is None or self._state[_TOTAL] >= 0.0:
-            self._num_failed = 0
-            return
-        self._num_failed += 1
-        if self._num_failed >= self.PATIENCE:
-            self._pause = min(4 ** (self._num_failed - self.PATIENCE + 1), self.LONGEST_PAUSE)
+        total = float(self._state[_TOTAL])
+        num_failed = 0 if self.price is None or total >= 0.0 else self.memory.num_failed + 1
+        self.memory = RequestMemory(num_failed, 0, self.MEMORY * self.memory.saved + total)
+        if self._is_suspected:
+            pause = min(4 ** (num_failed - self.PATIENCE + 1), self.LONGEST_PAUSE)
+            self.memory = self.memory._replace(pause=pause)
+
+    @property
+    def _is_suspected(self) -> bool:
+        return self.memory.num_failed >= self.PATIENCE and self.memory.saved < 0.0
 
     @property
     def is_resting(self) -> bool:

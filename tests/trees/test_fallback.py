@@ -159,6 +159,13 @@ def test_after_a_pause_a_request_that_gains_ends_the_suspicion() -> None:
     assert [request(fallback) for _ in range(5)] == [False] * 4 + [True], "the shortest pause again"
 
 
+def test_a_draft_that_gains_more_than_it_loses_is_never_left_out() -> None:
+    """Two hard requests among good ones are no reason: what was gained before, or is gained in between, counts."""
+    fallback = Fallback(PRICE)
+    assert all(request(fallback, *rounds) for _ in range(20) for rounds in ([GOOD] * 4, [USELESS], [USELESS]))
+    assert [request(fallback, USELESS) for _ in range(16)][-1] is False, "but it is not trusted for ever"
+
+
 def test_it_is_the_whole_request_that_gains_or_loses() -> None:
     """-3 and 5 gain 2; 5 and twice -3 lose 1; 3 accepted is neither, and no loss."""
     for rounds, loses in (
