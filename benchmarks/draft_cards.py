@@ -158,18 +158,22 @@ def write(draft: Path) -> None:
         "",
         "![Loss and agreement in training](training.png)",
     ]
-    named = {
-        "Share of heads kept": [("heads", row) for row in rows if "heads" in row["subnet"] and row["sha256"] == sha256],
-        "Injected layer of the target": [
-            ("injection_layer", row) for row in rows if "injection_layer" in row["subnet"] and row["sha256"] == sha256
-        ],
-        "Share of visual tokens": [("visual_keep", row) for row in own] if len(own) > 1 else [],
+    of_whole = {
+        "heads": 1.0,
+        "injection_layer": config.get("num_target_layers"),
+        "visual_keep": config.get("visual_keep"),
     }
-    for title, found in named.items():
+    titles = {
+        "heads": "Share of heads kept",
+        "injection_layer": "Injected layer of the target",
+        "visual_keep": "Share of visual tokens",
+    }
+    for key, title in titles.items():
+        subnets = [row for row in rows if row["sha256"] == sha256 and key in row["subnet"] and row is not whole]
+        found = [(row["subnet"][key], row) for row in subnets if key != "visual_keep" or row in own]
         if found:
-            found.sort(key=lambda one: -one[1]["subnet"][one[0]])
-            names = [f"{row['subnet'][key]:g}" for key, row in found]
-            lines += ["", f"## {title}", "", *table([row for _, row in found], names)]
+            found = sorted([*found, (of_whole[key], whole)], key=lambda one: -one[0])
+            lines += ["", f"## {title}", "", *table([row for _, row in found], [f"{value:g}" for value, _ in found])]
     others = [row for row in rows if row["sha256"] != sha256 or row["label"]]
     if others:
         lines += ["", "## Trained otherwise", "", *table(others, [row["label"] for row in others])]

@@ -1,0 +1,56 @@
+"""What is shipped: its size, and cards that speak of the very weights beside them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from autotune.files import data_root, read_lines, read_yaml, sha256_of
+from autotune.models import bundled_models
+from autotune.training.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+DRAFTS = {name: folder for name, folder in bundled_models().items() if not name.endswith("/target")}
+
+
+def test_bundled_weights_fit_their_budget() -> None:
+    files = [path for path in (data_root() / "drafts").rglob("*.safetensors") if ".checkpoint" not in path.parts]
+    assert 0 < sum(path.stat().st_size for path in files) < 32e6
+
+
+def test_the_tracked_tree_is_small_enough_to_travel() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    sizes = [(ROOT / name).stat().st_size for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+    assert 0 < sum(sizes) < 45e6
+
+
+def test_every_kind_of_draft_is_bundled() -> None:
+    assert set(DRAFTS) == {f"digits/{kind}" for kind in ("dream", "independent", "specvlm", "star")}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_has_its_card(name: str) -> None:
+    """Kind, target, recipe, data, curve, acceptance by depth, licence, and the hash of the weights beside it."""
+    folder = DRAFTS[name]
+    card = (folder / "README.md").read_text()
+    sha256 = sha256_of(folder / "model.safetensors")
+    recipe = load_recipe(folder / "recipe.yaml")
+    for fact in (
+        sha256,
+        "license: apache-2.0",
+        f"`{recipe.model}`",
+        "../target",
+        "recipe.yaml",
+        "| depth |",
+        "training.png",
+    ):
+        assert fact in card, fact
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    (whole, *_) = [row for row in read_lines(folder / "acceptance.jsonl") if row["sha256"] == sha256]
+    assert whole["identical"] == whole["prompts"] > 0, "losslessness"
+    assert f"**{whole['tokens_per_round']:.2f}**" in card
+    assert read_yaml(folder / "recipe.yaml")["name"] == name
