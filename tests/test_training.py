@@ -430,7 +430,7 @@ def test_a_recipe_of_a_draft_without_a_teacher(tmp_path: Path) -> None:
 def test_a_draft_is_trained_by_drafting(tmp_path: Path) -> None:
     stage = {"objective": "answers", "steps": 1, "batch_size": 1, "learning_rate": 1e-3}
     path = write_recipe(tmp_path / "recipe.yaml", "x", stages=[stage])
-    with pytest.raises(UserError, match=r"the objective of star, dream, specvlm is drafting.*got answers for star"):
+    with pytest.raises(UserError, match=r"the objective of dream, star, specvlm is drafting.*got answers for star"):
         load_recipe(path)
 
 

@@ -286,7 +286,7 @@ def test_keys_of_a_recipe_that_contradict_each_other(tmp_path: Path) -> None:
     changes = {"model": "independent", "stages": [stage], "data": {"file": "a.jsonl"}}
     path = write_recipe(tmp_path / "recipe.yaml", "x", **changes, drop=("tasks",))
     with pytest.raises(
-        UserError, match=r"a file of examples is for star, dream, specvlm; got data.file for independent; drop it"
+        UserError, match=r"a file of examples is for dream, star, specvlm; got data.file for independent; drop it"
     ):
         load_recipe(path)
 
