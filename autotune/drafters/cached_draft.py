@@ -87,6 +87,11 @@ class CachedDraft(CachedModel):
         """Tokens that asking for the root's proposals will read."""
         return len(self._pending)
 
+    def reserve(self, num_tokens: int) -> None:
+        """Empty the cache and make sure that it holds that many tokens."""
+        super().reserve(num_tokens)
+        self.begin_round()
+
     def begin_round(self) -> None:
         """Forget the nodes read in the round before."""
         self._num_evaluated = 0

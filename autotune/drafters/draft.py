@@ -90,16 +90,15 @@ def num_kept(visual_keep: float, num_visual_tokens: int) -> int:
     return max(1, round(visual_keep * num_visual_tokens)) if num_visual_tokens else 0
 
 
-def kept_tokens(prompt: Prompt, visual_scores: Tensor | None, visual_keep: float) -> Tensor | None:
-    """Which tokens of a prompt a draft reads, in order: all text, and the best visual tokens by ``visual_scores`` [visual
-    tokens]; None: all of them.
+def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: float) -> Tensor | None:
+    """Which tokens of a prompt a draft reads, in order: all text, and the best of those that ``is_visual`` [n] says are
+    visual, by ``visual_scores`` [visual tokens]; None: all of them.
     """
-    number = num_kept(visual_keep, prompt.num_visual_tokens)
-    if visual_scores is None or number == prompt.num_visual_tokens:
+    if visual_scores is None or (number := num_kept(visual_keep, len(visual_scores))) == len(visual_scores):
         return None
-    best = visual_scores.to(prompt.tokens.device).topk(number).indices
-    is_kept = ~prompt.is_visual
-    is_kept[prompt.is_visual.nonzero()[:, 0][best]] = True
+    best = visual_scores.to(is_visual.device).topk(number).indices
+    is_kept = ~is_visual
+    is_kept[is_visual.nonzero()[:, 0][best]] = True
     return is_kept.nonzero()[:, 0]
 
 

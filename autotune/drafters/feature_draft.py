@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import kept_tokens
-from autotune.drafters.network import DraftNetwork, condensed
+from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
 from autotune.runtime.kv_cache import CachedModel
 from autotune.runtime.masks import Block, MaskBuffer
@@ -72,6 +72,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.token_ids = None if network.token_ids is None else network.token_ids.int().cpu().numpy()
         self.vocab_size = 0  # the target's, once there is one
         self._pending_features: list[dict[int, Tensor]] = []
+        self._target: Any = None
         self._num_condensed = 0  # tokens of the prompt that never entered the cache
 
     @property
@@ -86,11 +87,13 @@ class FeatureDraft(CachedDraft, CachedModel):
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def attach(self, target: Target) -> None:
-        """Take the target's embedding and head.
+        """Take the target's embedding and head; a second time it changes nothing.
 
         Raises:
-            UserError: a target of another size.
+            UserError: a target of another size or vocabulary.
         """
+        if self._target is target:
+            return
         config, text = self.network.config, target.text
         for name, ours, theirs in (
             ("hidden_size", config.hidden_size, text.config.hidden_size),
@@ -124,12 +127,6 @@ class FeatureDraft(CachedDraft, CachedModel):
         self._factors = self.network.factors(torch.arange(2 * capacity, device=self.device))
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
-    def reserve(self, num_tokens: int) -> None:
-        """Empty the cache and make sure that it holds that many tokens."""
-        super().reserve(num_tokens)
-        self._num_condensed = 0
-        self.begin_round()
-
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt]) -> Sequence[Prompt]:
         """What the target reads."""
         return read
@@ -143,28 +140,27 @@ class FeatureDraft(CachedDraft, CachedModel):
         before = network.target_features({layer: states[:-1] for layer, states in hidden.items()})
         first = before.new_zeros(1, before.shape[1]) if network.first_feature is None else network.first_feature[None]
         features = torch.cat([first, before])
-        embeddings = self._embed(prompt.tokens)
-        if prompt.embeddings is not None:  # the tokens that stand for images have none of their own
-            is_visual = prompt.is_visual[:, None]
-            embeddings = (
-                prompt.embeddings[0]
-                if network.embedding is None
-                else torch.where(is_visual, prompt.embeddings[0], embeddings)
-            )
-        places = torch.arange(len(prompt), device=self.device)
-        kept = kept_tokens(prompt, visual_scores, self.visual_keep)
+        kept = kept_tokens(prompt.is_visual, visual_scores, self.visual_keep)
         if kept is None:
-            kept = places
+            kept = torch.arange(len(prompt), device=self.device)
         if network.first_feature is None:
             kept = kept[kept > 0]
-        stream, is_visual = network.fuse(embeddings[kept], features[kept]), prompt.is_visual[kept]
-        stream, features, places = condensed(
-            network, stream, features[kept], kept, is_visual, hidden[self.reads[-1]][-1]
-        )
+        stream, features, is_visual = self._embeddings(prompt)[kept], features[kept], prompt.is_visual[kept]
+        rows = PromptRows(network.fuse(stream, features), features, kept, is_visual)
+        stream, features, places, _ = network.condense(rows, hidden[self.reads[-1]][-1])
         if len(places) > 0:
             network(stream[None], features[None], self._factors[places][None], caches=self.cache.blocks)
         self.cache.length = len(places)
         self._num_condensed = len(prompt) - len(places)
+
+    def _embeddings(self, prompt: Prompt) -> Tensor:
+        """What the target reads, [n, hidden], its text in the draft's own words where it has any."""
+        if prompt.embeddings is None:
+            return self._embed(prompt.tokens)  # type: ignore[no-any-return]
+        if self.network.embedding is None:
+            return prompt.embeddings[0]
+        text = self._embed(prompt.tokens.masked_fill(prompt.is_visual, 0))
+        return torch.where(prompt.is_visual[:, None], prompt.embeddings[0], text)
 
     def append(self, token: int) -> None:
         """Tell the draft a committed token; it is read with the next root."""

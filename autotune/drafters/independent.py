@@ -66,11 +66,6 @@ class IndependentDraft(CachedDraft, TextRunner):
         self._placeholders = placeholders_of(theirs)
         self.sees = ours.model_type == theirs.model_type and placeholders_of(ours) == self._placeholders
 
-    def reserve(self, num_tokens: int) -> None:
-        """Empty the cache and make sure that it holds that many tokens."""
-        super().reserve(num_tokens)
-        self.begin_round()
-
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt] = ()) -> Sequence[Prompt]:
         """The rows of a batch as it reads them, padding left out: through its own vision tower, or without visual
         tokens.
@@ -94,7 +89,7 @@ class IndependentDraft(CachedDraft, TextRunner):
         """
         self.reserve(capacity)
         self._pending = []
-        kept = kept_tokens(prompt, visual_scores, self.visual_keep)
+        kept = kept_tokens(prompt.is_visual, visual_scores, self.visual_keep)
         if kept is None:
             self.read(prompt)
         else:  # dropped before the first layer, visual tokens cost nothing from now on; the others keep their positions

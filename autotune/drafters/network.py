@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
@@ -35,6 +36,19 @@ class NetworkConfig(Document):
     def injection_layers(self) -> tuple[int, ...]:
         """Layers of the target whose outputs it can read: of 12 layers, 12 is the last one's, behind the final norm."""
         return (self.num_target_layers,)
+
+
+class PromptRows(NamedTuple):
+    """What a draft reads of one prompt."""
+
+    stream: Tensor
+    """As ``fuse`` gave it, [n, hidden]."""
+    features: Tensor
+    """[n, features]"""
+    places: Tensor
+    """Of each row in the prompt, ascending, [n]."""
+    is_visual: Tensor
+    """[n]"""
 
 
 class DraftNetwork(nn.Module, ABC):
@@ -83,16 +97,14 @@ class DraftNetwork(nn.Module, ABC):
         """The stream that enters the first block, [..., hidden]."""
         return embeddings
 
-    def condense(
-        self, stream: Tensor, places: Tensor, question: Tensor, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Fewer rows in place of those of the visual tokens [n, hidden] at ``places`` [n], and their places, ascending.
+    def condense(self, rows: PromptRows, question: Tensor, generator: torch.Generator | None = None) -> PromptRows:
+        """Fewer rows in place of those of a prompt's visual tokens; all of them where nothing else is said.
 
         Args:
             question: the target's last feature of the prompt, [hidden].
             generator: of the noise in training; None chooses without.
         """
-        return stream, places
+        return rows
 
     @abstractmethod
     def forward(
@@ -110,30 +122,6 @@ class DraftNetwork(nn.Module, ABC):
     def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Of states, through the target's head; [..., vocabulary]."""
         return head(states)
-
-
-def condensed(
-    network: DraftNetwork,
-    stream: Tensor,
-    features: Tensor,
-    places: Tensor,
-    is_visual: Tensor,
-    question: Tensor,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of one prompt, [n, ...] each, with those of visual tokens condensed as the network does it: stream, features
-    (zero for condensed rows), and places.
-    """
-    rows = stream[is_visual]
-    if len(rows) == 0:
-        return stream, features, places
-    made, made_places = network.condense(rows, places[is_visual], question, generator)
-    if made is rows:
-        return stream, features, places
-    places = torch.cat([places[~is_visual], made_places])
-    order = places.argsort(stable=True)
-    features = torch.cat([features[~is_visual], features.new_zeros(len(made), features.shape[1])])
-    return torch.cat([stream[~is_visual], made])[order], features[order], places[order]
 
 
 class BlocksConfig(NetworkConfig):

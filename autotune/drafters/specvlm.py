@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autotune.drafters.blocks import DraftBlock
 from autotune.drafters.compression import CompressionConfig, Compressor
-from autotune.drafters.network import BlocksConfig, BlocksNetwork
+from autotune.drafters.network import BlocksConfig, BlocksNetwork, PromptRows
 
 
 class SpecVlmConfig(BlocksConfig):
@@ -41,9 +41,16 @@ class SpecVlmNetwork(BlocksNetwork):
         """The stream that enters the block, [..., hidden]."""
         return self.fusion(torch.cat([self.embedding_norm(embeddings), features], -1))  # type: ignore[no-any-return]
 
-    def condense(
-        self, stream: Tensor, places: Tensor, question: Tensor, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Through the compressor (see ``DraftNetwork``)."""
+    def condense(self, rows: PromptRows, question: Tensor, generator: torch.Generator | None = None) -> PromptRows:
+        """Through the compressor (see ``DraftNetwork``). Condensed rows have no feature of one token: theirs are zero."""
+        is_text = ~rows.is_visual
+        if self.config.compression.gate == "none" or bool(is_text.all()):
+            return rows
         asked = self.target_features({self.config.num_target_layers: question})
-        return self.compressor(stream, places, asked, generator)  # type: ignore[no-any-return]
+        made, at = self.compressor(rows.stream[rows.is_visual], rows.places[rows.is_visual], asked, generator)
+        places = torch.cat([rows.places[is_text], at])
+        order = places.argsort(stable=True)
+        features = torch.cat([rows.features[is_text], rows.features.new_zeros(len(made), rows.features.shape[1])])
+        is_visual = torch.arange(len(places), device=places.device) >= int(is_text.sum())
+        stream = torch.cat([rows.stream[is_text], made])
+        return PromptRows(stream[order], features[order], places[order], is_visual[order])

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.drafters.draft import num_kept
-from autotune.drafters.network import BlocksNetwork, condensed
+from autotune.drafters.draft import kept_tokens
+from autotune.drafters.network import BlocksNetwork, PromptRows
 from autotune.drafters.star import HEAD_SHARES, VISUAL_KEEPS, StarNetwork
 from autotune.subnet import Subnet
 from autotune.training.recipe import Stage
@@ -30,7 +30,7 @@ class DraftRows:
     """
 
     embeddings: Tensor
-    """Zeros where rows stand for condensed tokens."""
+    """Of the tokens at the rows' places."""
     stream: Tensor
     """What enters the first block."""
     features: Tensor
@@ -50,25 +50,21 @@ def rows_of(
 ) -> DraftRows:
     """The rows of a lesson for one subnet. ``generator`` makes the noise of gates that are trained."""
     batch = len(lesson.lengths)
-    is_kept = lesson.is_token.clone()
-    for row, scores in lesson.visual_scores.items():
-        number = num_kept(visual_keep, len(scores))
-        if number < len(scores):
-            places = lesson.is_visual[row].nonzero().squeeze(1)
-            is_kept[row, places] = False
-            is_kept[row, places[scores.topk(number).indices]] = True
     before = network.target_features({injection_layer: lesson.hidden[injection_layer][:, :-1]})
     features = torch.cat([network.first_feature.expand(batch, 1, -1), before], 1)
     stream = network.fuse(lesson.embeddings, features)
     found = []
-    for row in range(batch):
-        kept = is_kept[row].nonzero().squeeze(1)
+    for row, length in enumerate(lesson.lengths.tolist()):
+        is_visual = lesson.is_visual[row, :length]
+        kept = kept_tokens(is_visual, lesson.visual_scores.get(row), visual_keep)
+        if kept is None:
+            kept = torch.arange(length, device=is_visual.device)
+        rows = PromptRows(stream[row, kept], features[row, kept], kept, is_visual[kept])
         question = lesson.hidden[injection_layer][row, lesson.first_taught[row]]
-        is_visual = lesson.is_visual[row, kept]
-        found.append(condensed(network, stream[row, kept], features[row, kept], kept, is_visual, question, generator))
+        found.append(network.condense(rows, question, generator))
     padded = [nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*found, strict=True)]
-    stream, features, places = padded
-    is_row = torch.arange(places.shape[1]) < torch.tensor([len(one[2]) for one in found])[:, None]
+    stream, features, places, _ = padded
+    is_row = torch.arange(places.shape[1]) < torch.tensor([len(one.places) for one in found])[:, None]
     wide = places.unsqueeze(-1).expand(-1, -1, lesson.embeddings.shape[2])
     return DraftRows(
         embeddings=lesson.embeddings.gather(1, wide),

@@ -17,7 +17,7 @@ from autotune.acceptance.trace import ForestBounds, join
 from autotune.drafters.checkpoint import load_draft, load_network, new_network, save_draft
 from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.network import condensed
+from autotune.drafters.network import PromptRows
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork, uniform_subnets
 from autotune.errors import UserError
@@ -97,7 +97,9 @@ class Stock:
         is_visual = ids[0, kept] == model.config.image_token_id
         stream = network.fuse(embeddings[kept], features[kept])
         question = hidden[layer][0, length - 1]
-        prompt_stream, prompt_features, places = condensed(network, stream, features[kept], kept, is_visual, question)
+        prompt_stream, prompt_features, places, _ = network.condense(
+            PromptRows(stream, features[kept], kept, is_visual), question
+        )
         for depth in range(len(path) + 1):
             rows = torch.cat([places, torch.arange(number, number + depth)])
             behind = features[number : number + depth]
@@ -188,6 +190,20 @@ def test_two_requests_in_turn_do_not_mix(pair: Pair, prompts: dict[str, Inputs])
     assert target.watched == (4,)
     Decoder(target).generate(**prompts["image"], max_new_tokens=2)
     assert target.watched == (), "plain decoding pays for nobody's features"
+
+
+def test_another_decoder_of_the_same_draft_disturbs_nothing(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Its cache is not made anew in the middle of a request."""
+    target = Target(pair.target)
+    draft = agreeing_draft("dream", target, injection_layer=4)
+    decoder = Decoder(target, draft, tree=TREES[1])
+    alone = decoder.generate(**prompts["text"], max_new_tokens=20).stats
+    requests = decoder.stream(**prompts["text"], max_new_tokens=20)
+    next(requests), next(requests)
+    cache = draft.cache
+    Decoder(target, draft)
+    rest = list(requests)
+    assert draft.cache is cache and len(rest) == alone.new_tokens - 2
 
 
 @pytest.mark.parametrize(("kind", "layer"), [("dream", 4), ("star", 2), ("specvlm", 4)])
