@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "acceptance.replay": {"acceptance.trace", "cost.table", "errors", "trees"},
     "cost.device": {"errors", "files"},
     "cost.table": {"cost.device", "errors", "files", "provenance", "subnet", "trees"},
-    "cost.roofline": {"cost.device", "cost.table", "files", "provenance"},
+    "cost.roofline": {"cost.device", "cost.table", "files", "provenance", "subnet"},
     # Models at work.
     "runtime": {"drafters", "errors", "trees"},
     "drafters": {"errors", "files", "runtime", "subnet", "trees"},

@@ -15,6 +15,7 @@ from autotune.cost.device import Fingerprint
 from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, Point, PrefillCost, Surface
 from autotune.files import Document, data_root, parse, read_yaml
 from autotune.provenance import ModelReference, stamp
+from autotune.subnet import Subnet
 
 KV_LENGTHS = (64, 512, 4096)
 
@@ -91,8 +92,9 @@ def estimate_table(
     draft: ModelReference,
     draft_shape: ModelShape,
     precision: str,
+    subnet: Subnet | None = None,
 ) -> CostTable:
-    """The cost table that the datasheet of device ``name`` suggests for a pair."""
+    """The cost table that the datasheet of device ``name`` suggests for a pair. ``subnet``: what ``draft_shape`` is of."""
     limits = load_limits(name)
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
     memory = int(limits.memory_gb * 1e9)
@@ -108,6 +110,7 @@ def estimate_table(
         drafts=[
             DraftCosts(
                 draft=draft,
+                heads=None if subnet is None else subnet.heads,
                 commit=_surface(draft_shape, limits, TOKENS),
                 propose=_surface(draft_shape, limits, TOKENS),
                 prefill=_prefill(draft_shape, limits),

@@ -143,6 +143,11 @@ class DraftCosts(Document):
     prefill: PrefillCost
     overhead: Overhead
 
+    def speaks_of(self, draft: ModelReference, subnet: Subnet) -> bool:
+        """Whether these are the weights, and the heads that a subnet keeps. Without a hash the name decides."""
+        is_draft = self.draft.sha256 == draft.sha256 and (draft.sha256 or self.draft.id == draft.id)
+        return bool(is_draft) and Subnet(heads=self.heads).head_shares == subnet.head_shares
+
 
 class CostTable(Document):
     """Measured latencies of a target and its drafts on one device, through the runner that decodes."""
@@ -164,21 +169,24 @@ class CostTable(Document):
     prefill: PrefillCost
     drafts: list[DraftCosts]
 
+    def holds(self, draft: ModelReference, subnet: Subnet) -> bool:
+        """Whether it prices a draft with the heads that a subnet keeps."""
+        return any(costs.speaks_of(draft, subnet) for costs in self.drafts)
+
     def costs_of(self, draft: ModelReference, subnet: Subnet | None = None) -> DraftCosts:
         """The part of one draft, with the heads that a subnet keeps.
 
         Raises:
             UserError: the table does not hold it.
         """
-        shares = (subnet or Subnet()).head_shares
+        subnet = subnet or Subnet()
         for costs in self.drafts:
-            is_draft = costs.draft.sha256 == draft.sha256 and (draft.sha256 or costs.draft.id == draft.id)
-            if is_draft and Subnet(heads=costs.heads).head_shares == shares:
+            if costs.speaks_of(draft, subnet):
                 return costs
         known = ", ".join(
             costs.draft.id + ("" if costs.heads is None else f" (heads {costs.heads})") for costs in self.drafts
         )
-        heads = "" if shares == (1.0, 1.0, 1.0) else f" and heads {subnet.heads if subnet else None}"
+        heads = "" if subnet.heads is None else f" and heads {subnet.heads}"
         raise UserError(
             f"the cost table has no draft {draft.id!r} with these weights{heads}; it has: {known}; profile that draft first"
         )

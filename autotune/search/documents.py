@@ -55,9 +55,7 @@ def foreign_table(gpu: str, pair: Pair) -> CostTable:
     """
     for path in shipped_tables().get(gpu, []):
         table = load_table(path)
-        if table.target.sha256 == pair.target_reference.sha256 and any(
-            c.draft.sha256 == pair.draft_reference.sha256 for c in table.drafts
-        ):
+        if table.target.sha256 == pair.target_reference.sha256 and table.holds(pair.draft_reference, pair.draft.subnet):
             return table
     if gpu not in datasheets():
         raise UserError(
@@ -70,6 +68,7 @@ def foreign_table(gpu: str, pair: Pair) -> CostTable:
         draft=pair.draft_reference,
         draft_shape=shape_of(pair.draft),
         precision=str(pair.target.dtype).removeprefix("torch."),
+        subnet=pair.draft.subnet,
     )
     return table.model_copy(update={"buckets": pair.decoder.buckets})
 

@@ -8,6 +8,7 @@ import pytest
 from autotune.cost.device import short_name
 from autotune.cost.roofline import DeviceLimits, ModelShape, datasheets, estimate_table, load_limits, step_ms
 from autotune.files import dump_document
+from autotune.subnet import Subnet
 from tests.documents import DRAFT, TARGET
 
 # One layer of a billion parameters in two bytes, a kilobyte of keys and values for a token.
@@ -63,3 +64,13 @@ def test_every_shipped_datasheet_makes_a_table(name: str) -> None:
     for priced in (prices.verify_ms, prices.draft_ms):
         assert (np.diff(priced[1:], axis=0) >= 0).all() and (np.diff(priced[1:], axis=1) >= 0).all()
     assert (prices.draft_ms[1:] < prices.verify_ms[1:]).all()
+
+
+def test_an_estimate_is_of_the_subnet_that_was_asked_for() -> None:
+    """Else a search for another device would find no price of a slice."""
+    half = Subnet(heads=0.5, injection_layer=3)
+    table = estimate_table(
+        "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=SHAPE, precision="bfloat16", subnet=half
+    )
+    assert table.costs_of(DRAFT, half).heads == 0.5 and table.holds(DRAFT, half)
+    assert not table.holds(DRAFT, Subnet())
