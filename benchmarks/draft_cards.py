@@ -4,7 +4,7 @@
     python benchmarks/draft_cards.py measure WITHOUT_IT --card drafts/digits/dream --label "without cross-attention"
     python benchmarks/draft_cards.py write drafts/digits/star
 
-``measure`` adds rows to the card's ``acceptance.json``: options may be repeated, each value is a row of its own, and a row
+``measure`` adds rows to the card's ``acceptance.jsonl``: options may be repeated, each value is a row of its own, and a row
 that is there already for the same weights is not measured again. ``write`` makes ``README.md`` of it.
 """
 

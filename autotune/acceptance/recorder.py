@@ -5,7 +5,7 @@ at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from autotune.drafters.checkpoint import LoadedDraft
 from autotune.files import content_key, write_bytes
 from autotune.provenance import ModelReference, stamp
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.prompt import Prompt
 from autotune.runtime.target import Target
 from autotune.runtime.text_runner import causal_block
 from autotune.trees.tree import MAX_STEP, Floats, Ints
@@ -157,9 +158,10 @@ def record_forest(
     widest = bounds.width + bounds.beam + bounds.nucleus_width + 2  # the best path and the answer
     capacity = answer.prompt_length + len(tokens) + ROOTS_AT_ONCE * widest * (bounds.depth - 1) + MAX_STEP
     scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
-    read = target.encode(inputs).prompts
+    read: Sequence[Prompt] = ()
     target.watched = draft.reads
     if draft.reads:
+        read = target.encode(inputs).prompts
         target.reserve(answer.prompt_length + len(tokens))
         target.prefill(read[0])
     (prompt,) = draft.prompts(inputs, read)

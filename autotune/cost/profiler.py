@@ -48,8 +48,6 @@ class ProfileSettings:
     held_out_kv_length: int = 208
     buckets: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to: where there are any, they are the sizes measured."""
-    threads: int | None = None
-    """CPU threads of steps; None: the best number is found (``choose_threads``)."""
     seed: int = 0
 
     @property
@@ -101,7 +99,7 @@ def profile(
     verify: Samples = {}
     decode: Samples = {}
     benches = [_Bench(target, draft, settings) for draft, _ in drafts]
-    threads = settings.threads or choose_threads(benches)
+    threads = choose_threads(benches)
     commits: list[Samples] = [{} for _ in drafts]
     proposes: list[Samples] = [{} for _ in drafts]
     for _ in range(settings.repeats):
