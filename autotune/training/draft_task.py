@@ -180,7 +180,8 @@ class DraftTask:
         if not isinstance(self.module, StarNetwork):
             return Subnet(visual_keep=self.module.config.visual_keep), None
         subnet = stage.subnet or Subnet()
-        if stage.subnets == "random":
+        is_whole = stage.whole_share > 0 and float(torch.rand((), generator=generator)) < stage.whole_share
+        if stage.subnets == "random" and not is_whole:
             subnet = sampled_subnet(self.module, generator)
         return subnet, self.module.head_masks(subnet.head_shares)
 

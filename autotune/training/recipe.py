@@ -41,6 +41,8 @@ class Stage(Document):
     """
     subnets: Literal["full", "random"] = "full"
     """Drafting: the whole network, or of ``star`` another subnet at every step (the second phase of its training)."""
+    whole_share: float = Field(default=0.0, ge=0, le=1)
+    """Drafting with random subnets: of the steps, those that train the whole network instead."""
     subnet: Subnet | None = None
     """Drafting: one subnet of ``star`` alone."""
     logit_weight: float = Field(default=1.0, ge=0)
