@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
+from autotune.condition import Condition, first_match
 from autotune.cost.device import Fingerprint
 from autotune.errors import UserError
 from autotune.files import Document, check_schema, parse, read_json, write_document
@@ -24,6 +26,11 @@ class DraftChoice(Document):
     id: str
     sha256: str
     subnet: Subnet = Field(default_factory=Subnet)
+
+    @property
+    def network(self) -> tuple[Any, ...]:
+        """What is loaded for it: points that differ in visual tokens alone share it."""
+        return self.id, self.sha256, self.subnet.head_shares, self.subnet.injection_layer
 
 
 class Predicted(Document):
@@ -56,7 +63,7 @@ class Measured(Document):
 class OperatingPoint(Document):
     """One way to decode, and when. ``draft`` and ``tree`` are null for plain autoregressive decoding."""
 
-    when: dict[str, Any] = Field(default_factory=dict)
+    when: Condition = Field(default_factory=Condition)
     draft: DraftChoice | None
     tree: TreePolicy | None
     verification: Verification = Field(default_factory=LosslessVerification)
@@ -76,16 +83,9 @@ class OperatingPoint(Document):
             )
         return self
 
-    @field_validator("when")
-    @classmethod
-    def _no_conditions_yet(cls, when: dict[str, Any]) -> dict[str, Any]:
-        if when:
-            raise ValueError("this version knows no conditions, and applies the first point always; leave 'when' empty")
-        return when
-
 
 class PromptEvidence(Document):
-    """The counts of one evaluation prompt under the first point: exact, so a change shows without timing."""
+    """The counts of one evaluation prompt under the point that it gets: exact, so a change shows without timing."""
 
     name: str
     sha256: str
@@ -141,12 +141,34 @@ class DecodingProfile(Document):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the steps behind the prefills; None: as many as torch uses."""
     points: list[OperatingPoint] = Field(min_length=1)
+    """A request is decoded by the first one whose condition it meets."""
     evidence: Evidence
+
+    @field_validator("points")
+    @classmethod
+    def _each_is_reached(cls, points: list[OperatingPoint]) -> list[OperatingPoint]:
+        for number, point in enumerate(points):
+            for before, earlier in enumerate(points[:number]):
+                if earlier.when.covers(point.when):
+                    raise ValueError(
+                        f"point {number} is never reached: point {before} comes first and matches every request that it does; put it behind, or drop one of them"
+                    )
+        if not points[-1].when.covers(Condition()):
+            raise ValueError(
+                "the last point must match every request; leave its 'when' empty, or add a point (draft and tree null: plain decoding)"
+            )
+        return points
 
     @property
     def point(self) -> OperatingPoint:
-        """The point in force: the first that matches."""
-        return self.points[0]
+        """The last point, for requests that meet no other's condition."""
+        return self.points[-1]
+
+    def point_for(self, temperature: float, prompt_tokens: int, workload: str | None = None) -> OperatingPoint:
+        """The point of a request: the first whose condition it meets."""
+        conditions = (point.when for point in self.points)
+        number = first_match(conditions, temperature=temperature, prompt_tokens=prompt_tokens, workload=workload)
+        return self.points[number]
 
 
 def save_profile(path: Path, profile: DecodingProfile) -> None:
@@ -180,11 +202,13 @@ def load(
     """A decoder that obeys a profile.
 
     Loads the target and draft that the profile names, or takes loaded models. On another device than the profile was
-    made for it says so in a warning and decodes anyway, for that is lossless all the same.
+    made for it says so in a warning and decodes anyway, for that is lossless all the same. What the points need is loaded
+    here, each draft once, so that the decoder switches between them at no cost.
 
     Raises:
         UserError: the profile or its models cannot be read; a model's weights are not those of the profile (models
-            given by the caller are not hashed); with ``strict``, another device.
+            given by the caller are not hashed); a draft given for points that name several; with ``strict``, another
+            device.
     """
     import warnings
 
@@ -193,10 +217,15 @@ def load(
     from autotune.models import load_model, load_processor, reference
     from autotune.runtime.decoder import Decoder
     from autotune.runtime.target import Target
+    from autotune.runtime.way import Way, as_draft
 
     source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
     document = profile if isinstance(profile, DecodingProfile) else load_profile(Path(profile))
-    point = document.point
+    networks = {point.draft.network: point.draft for point in document.points if point.draft is not None}
+    if draft is not None and len(networks) > 1:
+        raise UserError(
+            f"{source}: its points name {len(networks)} drafts; leave draft= out, and they are loaded by name"
+        )
     place = choose_device(device) if target is None else str(target.device)
     here = fingerprint(place)
     if here.key != document.hardware.key:
@@ -205,6 +234,7 @@ def load(
             raise UserError(f"{message}; run autotune search here, or load without strict=True")
         warnings.warn(f"{message}; output is the same, the speedup may differ", stacklevel=2)
 
+    @functools.cache
     def checked(reference_in_profile: ModelReference) -> str:
         found = reference(reference_in_profile.id)
         if reference_in_profile.sha256 and found.sha256 and found.sha256 != reference_in_profile.sha256:
@@ -214,23 +244,28 @@ def load(
         return reference_in_profile.id
 
     runner = Target(load_model(checked(document.target), device=place) if target is None else target)
-    if draft is None and point.draft is not None:
-        draft = load_draft(
-            checked(ModelReference(id=point.draft.id, sha256=point.draft.sha256)),
-            runner,
-            point.draft.subnet,
-        )
-    keep = 1.0 if point.draft is None else point.draft.subnet.visual_keep
+    drafts = {
+        network: load_draft(checked(ModelReference(id=choice.id, sha256=choice.sha256)), runner, choice.subnet)
+        if draft is None
+        else as_draft(draft)
+        for network, choice in networks.items()
+    }
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
     return Decoder(
         runner,
-        draft if point.draft is not None else None,
-        tree=point.tree,
-        visual_keep=keep,
-        verification=point.verification,
-        fallback=point.fallback,
+        ways=[
+            Way(
+                None if point.draft is None else drafts[point.draft.network],
+                tree=point.tree,
+                visual_keep=1.0 if point.draft is None else point.draft.subnet.visual_keep,
+                verification=point.verification,
+                fallback=point.fallback,
+                when=point.when,
+            )
+            for point in document.points
+        ],
         buckets=document.buckets,
         threads=document.threads if here.key == document.hardware.key else None,
         processor=processor,

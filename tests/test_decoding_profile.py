@@ -75,8 +75,8 @@ def test_a_profile_without_a_draft_is_one(tmp_path: Path) -> None:
 
 def test_the_decoder_obeys_the_profile(path: Path, profile: DecodingProfile, pair: Pair, prompts: Any) -> None:
     decoder = autotune.load(str(path))
-    assert decoder.policy == SagePolicy(d_max=6, n_max=20)
-    assert (decoder.visual_keep, decoder.profile) == (0.5, profile)
+    assert decoder.way.policy == SagePolicy(d_max=6, n_max=20)
+    assert (decoder.way.visual_keep, decoder.profile) == (0.5, profile)
     assert isinstance(decoder.draft, IndependentDraft) and decoder.processor is not None
     assert_decodes_as_plainly(decoder, pair, prompts["image"])
 
@@ -168,7 +168,19 @@ TREE = (*POINT, "tree")
         (POINT, {"verification": {"kind": "typical"}}, "verification: .*'lossless', 'wetap'"),
         (POINT, {"verification": {"kind": "wetap", "threshold": 2.0}, "lossless": False}, "threshold: .*got 2.0"),
         (POINT, {"fallback": {"round_steps": 0, "level_steps": 0.2, "node_steps": 0}}, "round_steps: .*got 0"),
-        (POINT, {"when": {"batch": 1}}, "knows no conditions"),
+        (
+            POINT,
+            {"when": {"batch": 1}},
+            "unknown key .points.0.when.batch.; known: prompt_tokens, temperature, workload",
+        ),
+        (POINT, {"when": {"workload": "read"}}, "points: .*the last point must match every request; leave its 'when'"),
+        (
+            POINT,
+            {"when": {"prompt_tokens": {"min": 9, "max": 8}}},
+            "points.0.when.prompt_tokens: .*at most max, which is 8",
+        ),
+        (POINT, {"when": {"temperature": {"mim": 1}}}, "'points.0.when.temperature.mim'; did you mean 'min'"),
+        (POINT, {"when": {"workload": 5}}, "points.0.when.workload: .*valid string.*; got 5"),
         (POINT, {"tree": None}, "tree"),
         (POINT, {"draft": None}, "draft"),
         (POINT, {"lossless": False}, "lossless"),
@@ -187,6 +199,41 @@ def test_a_mistake_is_one_line_that_names_it(
     with pytest.raises(UserError, match=message) as refused:
         load_profile(path)
     assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("whens", "message"), [
+    ([{}, {}], "point 1 is never reached: point 0 comes first and matches every request that it does; put it behind"),
+    ([{}, {"workload": "read"}, {}], "point 1 is never reached: point 0"),
+    ([{"workload": "read"}, {}, {"temperature": {"max": 0}}, {}], "point 2 is never reached: point 1"),
+    ([{"workload": "read"}, {"workload": "read"}, {}], "point 1 is never reached: point 0"),
+    ([{"prompt_tokens": {"max": 9}}, {"prompt_tokens": {"min": 3, "max": 8}, "workload": "x"}, {}], "point 1 is never"),
+    ([{"workload": "read"}, {"temperature": {"max": 0}}], "the last point must match every request"),
+    ([{"prompt_tokens": {"max": 9}}, {"prompt_tokens": {"min": 10}}], "the last point must match every request"),
+])  # fmt: skip
+def test_every_point_is_reached_and_every_request_has_one(whens: list[Any], message: str, path: Path) -> None:
+    content = json.loads(path.read_text())
+    change(path, points=[{**content["points"][0], "when": when} for when in whens])
+    with pytest.raises(UserError, match=message) as refused:
+        load_profile(path)
+    assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_points_of_other_requests_are_no_mistake(path: Path) -> None:
+    """Ranges that overlap in part, and one kind of request inside another that comes later."""
+    whens: list[Any] = [
+        {"prompt_tokens": {"max": 9}, "workload": "read"},
+        {"prompt_tokens": {"max": 9}},
+        {"prompt_tokens": {"min": 5, "max": 20}},
+        {"workload": "read"},
+        {},
+    ]
+    content = json.loads(path.read_text())
+    change(path, points=[{**content["points"][0], "when": when} for when in whens])
+    found = load_profile(path)
+    numbers = [
+        found.points.index(found.point_for(0.0, *of)) for of in ((4, "read"), (7,), (12, "x"), (99, "read"), (99,))
+    ]
+    assert numbers == [0, 1, 2, 3, 4] and found.point is found.points[4]
 
 
 def test_a_newer_profile_is_said_to_be_newer(path: Path) -> None:

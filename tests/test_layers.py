@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": {"errors"},
     "provenance": {"files"},
     "subnet": {"files"},
+    "condition": {"files"},
     "workload": {"digits", "errors", "files"},
     "models": {"errors", "files", "provenance"},
     "trees": {"errors", "files"},
@@ -29,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost.table": {"cost.device", "errors", "files", "provenance", "subnet", "trees"},
     "cost.roofline": {"cost.device", "cost.table", "files", "provenance", "subnet"},
     # Models at work.
-    "runtime": {"drafters", "errors", "trees"},
+    "runtime": {"condition", "drafters", "errors", "trees"},
     "drafters": {"errors", "files", "runtime", "subnet", "trees"},
     "drafters.checkpoint": {"drafters", "errors", "files", "models", "runtime", "subnet"},
     # The two places where the stages that make documents drive the runtime.
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost.profiler": {"cost.device", "cost.table", "drafters", "errors", "provenance", "runtime", "trees", "workload"},
     # ``load`` makes a decoder of a profile: inside the function, so that searching over documents loads no torch.
     "decoding_profile": {
+        "condition",
         "cost.device",
         "drafters",
         "errors",
@@ -146,6 +148,7 @@ DECIDING = (
     "acceptance.replay",
     "acceptance.trace",
     "cli",
+    "condition",
     "cost.device",
     "cost.roofline",
     "cost.table",

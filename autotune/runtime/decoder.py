@@ -11,36 +11,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from autotune.condition import first_match
 from autotune.drafters.draft import Draft
-from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
-from autotune.runtime.hf_call import (
-    COUNTED_STOPS,
-    MADE_BY_GENERATE,
-    check_call,
-    check_names,
-    generation_settings,
-    hf_call,
-    processors_of_row,
-)
+from autotune.runtime.hf_call import check_names, generation_settings, hf_call, prepared_call, processors_of_row
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.request import Call, Request
-from autotune.runtime.stats import DecodingOutput, now_ms
+from autotune.runtime.stats import DecodingOutput, DecodingStats, now_ms
 from autotune.runtime.target import Target
 from autotune.runtime.threads import limited_threads
 from autotune.runtime.token_rule import TokenRule
+from autotune.runtime.way import Way
 from autotune.trees.buckets import check_buckets, round_up
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.health import NEAR_IMAGE_TOKENS
-from autotune.trees.policy import TreeGrower, parse_policy
+from autotune.trees.policy import TreeGrower
 from autotune.trees.tree import MAX_STEP, ROOT, write_tree_mask
-from autotune.trees.verification import (
-    WetapVerification,
-    accept_by_ratio,
-    accept_path,
-    find_child,
-    parse_verification,
-)
+from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
 
 if TYPE_CHECKING:
     from autotune.decoding_profile import DecodingProfile
@@ -59,6 +46,8 @@ class Decoder:
             not.
         fallback: what a round costs in plain steps; where it is given, requests in which rounds do not pay go on by
             plain steps.
+        ways: in place of all of these: several ways to decode, each with its condition. A request is decoded by the first
+            whose condition it meets; every request must meet the last one's.
         buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
         threads: CPU threads of the steps behind the prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer, kept for the caller; stop strings need it.
@@ -76,27 +65,27 @@ class Decoder:
         visual_keep: float = 1.0,
         verification: Any = None,
         fallback: RoundPrice | None = None,
+        ways: Sequence[Way] = (),
         buckets: Sequence[int] = (),
         threads: int | None = None,
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
-        self.draft: Draft | None = draft if draft is None or hasattr(draft, "propose") else IndependentDraft(draft)
         self.processor = processor
         self.profile = profile
         if processor is not None:
             self.target.tokenizer = getattr(processor, "tokenizer", processor)
-        if self.draft is not None:
-            self.draft.attach(self.target)
+        self.ways = tuple(ways) or (
+            Way(draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback),
+        )
+        self.way = self.ways[-1]
+        """That of the latest request."""
+        for way in self.ways:
+            if way.draft is not None:
+                way.draft.attach(self.target)
         self.buckets = check_buckets(buckets)
         self.threads = threads
-        self.configure(
-            tree if tree is not None else {"policy": "chain"},
-            visual_keep=visual_keep,
-            verification=verification,
-            fallback=fallback,
-        )
         self._path = np.zeros(MAX_STEP, np.int64)
         self._block = np.zeros((MAX_STEP, MAX_STEP), np.float32)
 
@@ -108,23 +97,32 @@ class Decoder:
         verification: Any = None,
         fallback: RoundPrice | None = None,
     ) -> None:
-        """Switch to another way to decode: free between requests.
+        """Switch to another way to decode, for every request: free between requests.
 
         Raises:
             UserError: an unknown tree policy, hyperparameter or verification, a share out of range.
         """
-        if not 0.0 < visual_keep <= 1.0:
-            raise UserError(f"visual_keep must be above 0 and at most 1; got {visual_keep}; 1 keeps every visual token")
-        self.policy = parse_policy(tree)
-        self.verification = parse_verification(verification)
-        self.fallback = Fallback(fallback)
-        self._grower = TreeGrower(self.policy)
-        self.visual_keep = visual_keep
+        way = Way(self.draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback)
+        self.ways, self.way = (way,), way
 
     @property
     def target_model(self) -> Any:
         """The Hugging Face model that is decoded."""
         return self.target.model
+
+    @property
+    def draft(self) -> Draft | None:
+        """The draft; of several ways that of the last one that has any."""
+        return next((way.draft for way in reversed(self.ways) if way.draft is not None), None)
+
+    @property
+    def fallback(self) -> Fallback:
+        """Of the way of the latest request."""
+        return self.way.fallback
+
+    @property
+    def _grower(self) -> TreeGrower:
+        return self.way.grower
 
     # ---------------------------------------------------------------------------------------------------------- public
 
@@ -136,6 +134,7 @@ class Decoder:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        workload: str | None = None,
         streamer: Any = None,
         **inputs: Any,
     ) -> DecodingOutput:
@@ -152,12 +151,13 @@ class Decoder:
             top_k: 0 keeps every token.
             top_p: 1 keeps every token.
             seed: of the noise; row r is decoded with ``seed + r``.
+            workload: what kind of request it is, for profiles that have a point for some kinds.
             streamer: gets the prompt, then the tokens of each round.
 
         Raises:
             UserError: inputs that cannot be decoded, or settings out of range.
         """
-        call = self._prepared(inputs, max_new_tokens, temperature, top_k, top_p, seed)
+        call = self._prepared(inputs, max_new_tokens, temperature, top_k, top_p, seed, workload)
         return self._run(call, streamer)
 
     def stream(
@@ -168,10 +168,11 @@ class Decoder:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        workload: str | None = None,
         **inputs: Any,
     ) -> Iterator[int]:
         """The tokens of ``generate`` of one prompt, one by one, as soon as their round is verified."""
-        call = self._prepared(inputs, max_new_tokens, temperature, top_k, top_p, seed)
+        call = self._prepared(inputs, max_new_tokens, temperature, top_k, top_p, seed, workload)
         requests = self._requests(call)
         if len(requests) != 1:
             raise UserError(f"a stream is of one prompt; input_ids has {len(requests)} rows; stream them one by one")
@@ -187,6 +188,7 @@ class Decoder:
         generation_config: Any = None,
         streamer: Any = None,
         seed: int | None = None,
+        workload: str | None = None,
         prepare_only: bool = False,
         # What image encoders take is named so that generate hands it over as it is: encoded by the target's vision tower
         # it would be of no use to the draft, and the grids that positions are computed from would be lost.
@@ -230,26 +232,8 @@ class Decoder:
             "vision_feature_select_strategy": vision_feature_select_strategy,
             **model_kwargs,
         }
-        check_call(generation_config, given, logits_processor or (), stopping_criteria or ())
-        if not given.get("mm_encoder_outputs"):  # generate adds an empty one
-            given.pop("mm_encoder_outputs", None)
-        inputs = {name: value for name, value in given.items() if value is not None and name not in MADE_BY_GENERATE}
-        eos = generation_config.eos_token_id
-        eos_ids = [] if eos is None else eos if isinstance(eos, Sequence) else [eos]
-        pad = generation_config.pad_token_id
-        if generation_config.do_sample and seed is None:
-            seed = int(torch.randint(2**31, ()).item())
-        call = Call(
-            inputs=inputs,
-            max_new_tokens=generation_config.max_length - input_ids.shape[1],
-            eos_token_ids=frozenset(int(token) for token in eos_ids),
-            pad_token_id=int(pad if pad is not None else (eos_ids or [0])[0]),
-            do_sample=bool(generation_config.do_sample),
-            seed=seed or 0,
-            # Temperature, top-k and top-p are among the processors that generate prepared.
-            processors=logits_processor or (),
-            stops=[stop for stop in stopping_criteria or () if type(stop).__name__ not in COUNTED_STOPS],
-            returns_dict=bool(generation_config.return_dict_in_generate),
+        call = prepared_call(
+            generation_config, given, logits_processor or (), stopping_criteria or (), seed=seed, workload=workload
         )
         if prepare_only:
             return call
@@ -271,6 +255,7 @@ class Decoder:
         top_k: int | None,
         top_p: float | None,
         seed: int,
+        workload: str | None,
     ) -> Call:
         """Let Hugging Face's generate prepare a call, so that all of its settings mean here what they mean there."""
         model = self.target.model
@@ -282,7 +267,7 @@ class Decoder:
             )
         config = inputs.get("generation_config") or model.generation_config
         inputs |= generation_settings(config, inputs, max_new_tokens, temperature, top_k, top_p)
-        return hf_call(model, self, self.processor, inputs, seed)
+        return hf_call(model, self, self.processor, inputs, seed=seed, workload=workload)
 
     def _requests(self, call: Call) -> list[Request]:
         """The rows of a call, encoded by embedding and vision tower."""
@@ -310,15 +295,22 @@ class Decoder:
                 f"prompt and answer must fit the target's context of {self.target.max_context} tokens; "
                 f"got {len(prompt)} + {call.max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )
+        point = first_match(
+            (way.when for way in self.ways),
+            temperature=call.temperature,
+            prompt_tokens=len(prompt),
+            workload=call.workload,
+        )
+        way = self.ways[point]
         rule = TokenRule(
-            temperature=1.0 if call.do_sample else 0.0,
+            temperature=1.0 if call.temperature > 0 else 0.0,  # itself it is among the processors
             processors=processors_of_row(call.processors, row),
             seed=call.seed + row,
             device=self.target.device,
         )
-        if rule.needs_prefix and not self.verification.is_lossless and self.draft is not None:
+        if rule.needs_prefix and not way.verification.is_lossless and way.draft is not None:
             raise UserError(
-                f"{self.verification.kind} verification knows no logits processors; drop them, or verify losslessly"
+                f"{way.verification.kind} verification knows no logits processors; drop them, or verify losslessly"
             )
         images = prompt.is_visual.nonzero()
         return Request(
@@ -329,6 +321,7 @@ class Decoder:
             eos_token_ids=call.eos_token_ids,
             stops=call.stops,
             row=row,
+            stats=DecodingStats(point=point),
             near_image_until=int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0,
         )
 
@@ -357,17 +350,19 @@ class Decoder:
         Inference mode is left at every yield, and what the caller does there is not decoding time.
         """
         stats, clock = request.stats, self._clock
-        draft = self.draft if self.fallback.begin_request() else None
+        way = self.way = self.ways[stats.point]
+        draft = way.draft if way.fallback.begin_request() else None
         with torch.inference_mode():
             started = clock()
             self.target.owner = request
             self.target.watched = () if draft is None else draft.reads
             if draft is not None:  # which other decoders may have used
-                draft.visual_keep, draft.buckets = self.visual_keep, self.buckets
-            longest = self.policy.max_grown + 1 + max(self.buckets, default=0)
+                draft.visual_keep, draft.buckets = way.visual_keep, self.buckets
+            # Of all ways, so that caches do not grow with a change of ways.
+            longest = max(way.policy.max_grown for way in self.ways) + 1 + max(self.buckets, default=0)
             capacity = len(request.prompt) + request.max_new_tokens + longest
             self.target.reserve(capacity)
-            ranks = draft is not None and self.visual_keep < 1.0
+            ranks = draft is not None and way.visual_keep < 1.0
             prefilled = self.target.prefill(request.prompt, rank_visual_tokens=ranks)
             token = request.rule.token(prefilled.logits, len(request.prompt), request.prefix)
             emitted = request.emit([token])
@@ -382,14 +377,14 @@ class Decoder:
             with torch.inference_mode():
                 started = clock()
                 if draft is not None and stats.rounds == 0:
-                    if call.draft_prompts is None:
-                        call.draft_prompts = draft.prompts(call.inputs, call.prompts)
-                    draft.prefill(call.draft_prompts[request.row], prefilled.visual_scores, capacity=capacity)
+                    if draft not in call.draft_prompts:
+                        call.draft_prompts[draft] = draft.prompts(call.inputs, call.prompts)
+                    draft.prefill(call.draft_prompts[draft][request.row], prefilled.visual_scores, capacity=capacity)
                     draft.append(token)
-                    self._grower.reset()
+                    way.grower.reset()
                     stats.draft_prefill_ms = clock() - started
                 with limited_threads(self.threads):
-                    if draft is None or self.fallback.is_resting:
+                    if draft is None or way.fallback.is_resting:
                         tokens = self._plain_step(token, draft, request)
                     else:
                         tokens = self._round(token, draft, request)
@@ -400,7 +395,7 @@ class Decoder:
                 stats.decode_ms += clock() - started
             yield emitted
         if draft is not None and stats.rounds > 0:
-            self.fallback.end_request()
+            way.fallback.end_request()
 
     def _plain_step(self, root: int, draft: Draft | None, request: Request) -> list[int]:
         """One AR step: the baseline, and the fallback, through the same adapter, cache and token rule."""
@@ -437,7 +432,7 @@ class Decoder:
         grower.plant(root)
         while len(grower.frontier):
             started = self._clock()
-            tokens, logprobs = draft.propose(grower.tree, grower.frontier, self.policy.num_proposals)
+            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals)
             request.stats.draft_ms += self._clock() - started
             grower.grow(tokens, logprobs)
             num_levels += 1
@@ -465,9 +460,9 @@ class Decoder:
             path, token = self._accept_visiting(logits, request)
         else:
             tokens = rule.tokens(logits, self.target.length + places[:count] + 1)
-            if isinstance(self.verification, WetapVerification):
+            if isinstance(verification := self.way.verification, WetapVerification):
                 logprobs = rule.logprobs(logits, tree.parent[1:count], nodes[1:count])
-                found = accept_by_ratio(tree, logprobs, np.log(self.verification.threshold), self._path)
+                found = accept_by_ratio(tree, logprobs, np.log(verification.threshold), self._path)
             else:
                 found = accept_path(tree, tokens, self._path)
             path = self._path[:found].copy()

@@ -5,23 +5,24 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from autotune.errors import UserError, nearest
+from autotune.runtime.request import Call
 from autotune.runtime.token_rule import PREFIX_FREE, check_sampling
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
 # Prepared for its own loop; the decoding loop makes its own.
-MADE_BY_GENERATE = ("past_key_values", "use_cache", "logits_to_keep", "position_ids", "cache_position")
+_MADE_BY_GENERATE = ("past_key_values", "use_cache", "logits_to_keep", "position_ids", "cache_position")
 # Stopping criteria that the loop counts by itself.
-COUNTED_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
+_COUNTED_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
 # Those that look at every row for itself, so that rows may be shown to them one by one.
-_ROWWISE_STOPS = (*COUNTED_STOPS, "StopStringCriteria", "MaxTimeCriteria")
+_ROWWISE_STOPS = (*_COUNTED_STOPS, "StopStringCriteria", "MaxTimeCriteria")
 _ROWWISE_PROCESSORS = {
     *PREFIX_FREE,
     *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
@@ -42,7 +43,7 @@ def check_names(model: Any, given: Iterable[str]) -> None:
     known = _known_names(model.__class__)
     for name in given:
         if name not in known:
-            raise UserError(f"generate takes no {name!r}; {nearest(name, [*known, 'seed', 'streamer'])}")
+            raise UserError(f"generate takes no {name!r}; {nearest(name, [*known, 'seed', 'streamer', 'workload'])}")
 
 
 @functools.cache
@@ -82,8 +83,8 @@ def generation_settings(
     return settings
 
 
-def hf_call(model: Any, method: Callable[..., Any], processor: Any, inputs: dict[str, Any], seed: int) -> Any:
-    """What ``method`` makes of a call that ``model.generate`` has prepared, without decoding.
+def hf_call(model: Any, method: Callable[..., Any], processor: Any, inputs: dict[str, Any], **of_method: Any) -> Any:
+    """What ``method``, with arguments of its own, makes of a call that ``model.generate`` has prepared, without decoding.
 
     Raises:
         UserError: what generate itself refuses; stop strings without a tokenizer.
@@ -99,12 +100,50 @@ def hf_call(model: Any, method: Callable[..., Any], processor: Any, inputs: dict
     _check_cache(inputs.get("cache_implementation") or config.cache_implementation)
     prepare = functools.partial(method, prepare_only=True)
     try:
-        return model.generate(**inputs, custom_generate=prepare, seed=seed)
+        return model.generate(**inputs, custom_generate=prepare, **of_method)
     except ValueError as error:
         raise UserError(f"generate refuses the call: {' '.join(str(error).split())}") from None
 
 
-def check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], stops: Iterable[Any]) -> None:
+def prepared_call(
+    config: Any,
+    given: dict[str, Any],
+    processors: Sequence[Any],
+    stops: Sequence[Any],
+    *,
+    seed: int | None,
+    workload: str | None,
+) -> Call:
+    """What generate has prepared for a decoding method, as the loop takes it. Without a seed, one is drawn where tokens are.
+
+    Raises:
+        UserError: what trees cannot honour.
+    """
+    _check_call(config, given, processors, stops)
+    if not given.get("mm_encoder_outputs"):  # generate adds an empty one
+        given.pop("mm_encoder_outputs", None)
+    eos = config.eos_token_id
+    eos_ids = [] if eos is None else eos if isinstance(eos, Sequence) else [eos]
+    pad = config.pad_token_id
+    if config.do_sample and seed is None:
+        seed = int(torch.randint(2**31, ()).item())
+    sampled_at = 1.0 if config.temperature is None else float(config.temperature)
+    return Call(
+        inputs={name: value for name, value in given.items() if value is not None and name not in _MADE_BY_GENERATE},
+        max_new_tokens=config.max_length - given["input_ids"].shape[1],
+        eos_token_ids=frozenset(int(token) for token in eos_ids),
+        pad_token_id=int(pad if pad is not None else (eos_ids or [0])[0]),
+        temperature=sampled_at if config.do_sample else 0.0,
+        seed=seed or 0,
+        # Temperature, top-k and top-p are among the processors that generate prepared.
+        processors=processors,
+        stops=[stop for stop in stops if type(stop).__name__ not in _COUNTED_STOPS],
+        returns_dict=bool(config.return_dict_in_generate),
+        workload=workload,
+    )
+
+
+def _check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], stops: Iterable[Any]) -> None:
     """Refuse what trees cannot honour, rather than ignore it.
 
     Raises:

@@ -23,16 +23,19 @@ class Call:
     """Beyond the length of the padded prompts."""
     eos_token_ids: frozenset[int]
     pad_token_id: int
-    do_sample: bool
+    temperature: float
+    """0 is greedy."""
     seed: int
     """Row r is decoded with ``seed + r``, so that equal prompts give different samples."""
     processors: Sequence[Any] = ()
     stops: Sequence[Any] = ()
     returns_dict: bool = False
+    workload: str | None = None
+    """What kind of request the caller says that it is."""
     prompts: Sequence[Prompt] = ()
     """As the target reads them."""
-    draft_prompts: Sequence[Any] | None = None
-    """As the draft reads them, made when the first of them is needed."""
+    draft_prompts: dict[Any, Sequence[Any]] = field(default_factory=dict)
+    """As a draft reads them, by draft, made when the first of them is needed."""
 
 
 @dataclass

@@ -24,6 +24,8 @@ def now_ms(device: torch.device) -> float:
 class DecodingStats:
     """What one request did. Times are milliseconds of wall clock, the device synchronised where they are read."""
 
+    point: int = 0
+    """Number of the operating point that decoded, in the order of the profile."""
     prompt_tokens: int = 0
     new_tokens: int = 0
     accepted_lengths: list[int] = field(default_factory=list)

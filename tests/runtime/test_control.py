@@ -177,8 +177,8 @@ def test_a_mistake_in_the_verification(pair: Pair, verification: Any, message: s
 
 def test_a_verification_may_be_typed_in(pair: Pair) -> None:
     decoder = Decoder(pair.target, pair.draft, verification={"kind": "wetap", "threshold": 0.5})
-    assert decoder.verification == WetapVerification(threshold=0.5)
-    assert Decoder(pair.target, pair.draft, verification={"kind": "lossless"}).verification.is_lossless
+    assert decoder.way.verification == WetapVerification(threshold=0.5)
+    assert Decoder(pair.target, pair.draft, verification={"kind": "lossless"}).way.verification.is_lossless
 
 
 def test_a_threshold_reads_no_logits_processors(pair: Pair, prompts: dict[str, Inputs]) -> None:

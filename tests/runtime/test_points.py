@@ -1,0 +1,320 @@
+"""Several operating points: every request is decoded by the first whose condition it meets, to the target's own tokens, and
+a change of points makes nothing anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autotune import decoding_profile as profiles
+from autotune import models
+from autotune.condition import Condition
+from autotune.cost.device import fingerprint
+from autotune.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint, load
+from autotune.drafters import checkpoint
+from autotune.drafters.checkpoint import save_draft
+from autotune.drafters.feature_draft import FeatureDraft
+from autotune.errors import UserError
+from autotune.models import reference
+from autotune.provenance import ModelReference
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.kv_cache import CachedModel
+from autotune.runtime.target import Target
+from autotune.runtime.text_runner import TextRunner
+from autotune.runtime.way import Way
+from autotune.subnet import Subnet
+from autotune.trees import policy as policies
+from autotune.trees.policy import TreeGrower, parse_policy
+from autotune.trees.verification import WetapVerification
+from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair
+from tests.documents import decoding_profile
+from tests.drafters.test_feature_draft import agreeing_draft
+from tests.runtime.test_control import DEAR, stranger
+from tests.runtime.test_decoder import TREES
+
+NEW_TOKENS = 24
+READ, SHORT, SAMPLED, HALF, OTHERS = range(5)
+# What each is decoded with: tag, temperature, prompt, and the point that it gets.
+REQUESTS: list[tuple[str | None, float, str, int]] = [
+    ("read", 0.0, "image", READ),
+    ("read", 1.0, "text", READ),
+    (None, 0.0, "text", SHORT),
+    ("count", 0.7, "text", SHORT),
+    ("count", 0.7, "image", SAMPLED),
+    ("half", 0.0, "long", HALF),
+    (None, 0.0, "image", OTHERS),
+    ("raed", 0.2, "long", OTHERS),
+]
+
+
+@pytest.fixture(scope="module")
+def star(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> ModelReference:
+    folder = tmp_path_factory.mktemp("star")
+    save_draft(agreeing_draft("star", Target(pair.target), injection_layer=4).network, folder)  # type: ignore[arg-type]
+    return reference(str(folder))
+
+
+def point(when: dict[str, Any], draft: ModelReference | None, tree: Any = None, **subnet: Any) -> OperatingPoint:
+    choice = None
+    if draft is not None:
+        choice = DraftChoice(kind="?", id=draft.id, sha256=draft.sha256, subnet=Subnet(**subnet))
+    return OperatingPoint(
+        when=Condition.model_validate(when),
+        draft=choice,
+        tree=None if tree is None else parse_policy(tree),
+        predicted=None,
+        measured=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def profile(pair: Pair, star: ModelReference, prompts: dict[str, Inputs]) -> DecodingProfile:
+    """Points that differ in all that points may differ in."""
+    target, draft = (reference(str(folder)) for folder in (pair.target_folder, pair.draft_folder))
+    shortest = prompts["text"]["input_ids"].shape[1]
+    points = [
+        point({"workload": "read"}, draft, TREES["sage"], visual_keep=0.5),
+        point({"prompt_tokens": {"max": shortest}}, draft, TREES["chain"]),
+        point({"temperature": {"min": 0.5}}, star, TREES["eagle2"], visual_keep=0.3, injection_layer=2),
+        point({"workload": "half"}, star, TREES["wetap"], heads=0.5),
+        point({}, None),
+    ]
+    return decoding_profile(target, draft, hardware=fingerprint("cpu")).model_copy(update={"points": points})
+
+
+@pytest.fixture(scope="module")
+def decoder(profile: DecodingProfile, pair: Pair) -> Decoder:
+    return load(profile, target=pair.target)  # type: ignore[no-any-return]
+
+
+def settings_of(request: tuple[str | None, float, str, int], prompts: dict[str, Inputs]) -> dict[str, Any]:
+    _, temperature, prompt, number = request
+    return {**prompts[prompt], "temperature": temperature, "seed": number, "max_new_tokens": NEW_TOKENS}
+
+
+def plainly(pair: Pair, settings: dict[str, Any]) -> Tensor:
+    return Decoder(pair.target).generate(**settings).sequences
+
+
+# ------------------------------------------------------------------------------------------------------------- picking
+
+
+def test_every_request_gets_its_point_and_the_target_s_own_tokens(
+    decoder: Decoder, profile: DecodingProfile, pair: Pair, prompts: dict[str, Inputs]
+) -> None:
+    """Twice over, so that each follows others: as a decoder of that point alone decodes it, round for round."""
+    assert {expected for *_, expected in REQUESTS} == {*range(5)}
+    for request in REQUESTS + REQUESTS[::-1]:
+        tag, temperature, prompt, expected = request
+        settings = settings_of(request, prompts)
+        out = decoder.generate(**settings, workload=tag)
+        assert out.stats.point == out.stats.to_json()["point"] == expected
+        assert profile.point_for(temperature, out.stats.prompt_tokens, tag) is profile.points[expected]
+        assert torch.equal(out.sequences, plainly(pair, settings))
+        found = profile.points[expected]
+        lone = found.model_copy(update={"when": Condition()})
+        alone = load(profile.model_copy(update={"points": [lone]}), target=pair.target).generate(**settings)
+        assert out.stats.accepted_lengths == alone.stats.accepted_lengths and alone.stats.point == 0
+        assert out.stats.verified_nodes == alone.stats.verified_nodes
+        assert (out.stats.draft_forwards > 0) == (found.draft is not None) and prompt in prompts
+
+
+def test_the_points_differ_in_what_they_do(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    """All that the test above holds would hold of five equal ones."""
+    counts = {
+        expected: decoder.generate(**prompts["image"], max_new_tokens=60, **chosen).stats.verified_nodes[:5]
+        for expected, chosen in ((READ, {"workload": "read"}), (SAMPLED, {"temperature": 1.0}), (OTHERS, {}))
+    }
+    assert counts[OTHERS] == [0] * 5 and counts[READ] != counts[SAMPLED] and min(counts[READ] + counts[SAMPLED]) > 0
+
+
+def test_hugging_face_s_way_picks_alike(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """The temperature is that of the generation config; the tag is an argument of ``generate``."""
+    generate, settings = pair.target.generate, {"max_new_tokens": NEW_TOKENS, "custom_generate": decoder}
+    for given, expected in (
+        ({"do_sample": False}, OTHERS),
+        ({"do_sample": False, "workload": "read"}, READ),
+        ({"do_sample": True, "temperature": 0.7}, SAMPLED),
+        ({"do_sample": True, "temperature": 0.3}, OTHERS),
+        ({"do_sample": True}, SAMPLED),
+        ({"do_sample": False, "temperature": 1.0}, OTHERS),
+    ):
+        found = generate(**prompts["image"], **given, **settings)
+        assert decoder.last_stats.point == expected, given
+        if not given["do_sample"]:
+            assert torch.equal(found, generate(**prompts["image"], max_new_tokens=NEW_TOKENS, do_sample=False))
+
+
+def test_a_stream_picks_alike(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
+    for tag, expected in (("read", READ), (None, OTHERS), ("read", READ)):
+        found = list(decoder.stream(**prompts["image"], max_new_tokens=NEW_TOKENS, workload=tag))
+        assert decoder.way is decoder.ways[expected]
+        length = prompts["image"]["input_ids"].shape[1]
+        assert found == plainly(pair, {**prompts["image"], "max_new_tokens": NEW_TOKENS})[0, length:].tolist()
+
+
+def test_rows_of_a_batch_have_points_of_their_own(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """By their lengths without padding."""
+    rows = [prompts["text"]["input_ids"][0], torch.cat([prompts["text"]["input_ids"][0]] * 2)]
+    longest = max(len(row) for row in rows)
+    batch = {
+        "input_ids": torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows]),
+        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
+    }
+    out = decoder.generate(**batch, max_new_tokens=NEW_TOKENS)
+    assert [stats.point for stats in out.row_stats] == [SHORT, OTHERS]
+    sampled = decoder.generate(**batch, max_new_tokens=NEW_TOKENS, temperature=0.9, seed=4)
+    assert [stats.point for stats in sampled.row_stats] == [SHORT, SAMPLED]
+    assert torch.equal(out.sequences, plainly(pair, {**batch, "max_new_tokens": NEW_TOKENS}))
+    expected = plainly(pair, {**batch, "max_new_tokens": NEW_TOKENS, "temperature": 0.9, "seed": 4})
+    assert torch.equal(sampled.sequences, expected)
+
+
+def test_a_misspelt_tag_argument_is_named(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    with pytest.raises(UserError, match="generate takes no 'worklaod'; did you mean 'workload'"):
+        decoder.generate(**prompts["text"], worklaod="read")
+
+
+def test_what_a_point_cannot_honour_is_refused_where_it_is_chosen(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """A lossy point among lossless ones, and a logits processor."""
+    lossy = Way(pair.draft, verification=WetapVerification(), when=Condition(workload="fast"))
+    decoder = Decoder(pair.target, ways=[lossy, Way(pair.draft)])
+    settings = {**prompts["text"], "max_new_tokens": 5, "repetition_penalty": 1.3}
+    with pytest.raises(UserError, match="wetap verification knows no logits processors"):
+        decoder.generate(**settings, workload="fast")
+    assert torch.equal(decoder.generate(**settings).sequences, plainly(pair, settings))
+
+
+# ----------------------------------------------------------------------------------------------------------- switching
+
+
+def buffers_of(decoder: Decoder) -> list[int]:
+    """Identities of what is reserved: caches with their memory, masks, trees, drafts."""
+    found: list[Any] = [decoder.target, decoder._block]
+    for model in (decoder.target, *(way.draft for way in decoder.ways if way.draft is not None)):
+        assert isinstance(model, CachedModel)
+        slabs = model.cache.blocks if isinstance(model, FeatureDraft) else list(model.cache._slabs.values())
+        found += [model, model.cache, model._masks, *slabs]
+    for way in decoder.ways:
+        found += [way, way.draft, way.grower, way.grower.tree, *way.grower.tree, way.fallback]
+    return [id(one) for one in found]
+
+
+def test_switching_makes_nothing_anew(
+    decoder: Decoder, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft is loaded, no cache or tree reserved, nothing compiled."""
+
+    def decode_all() -> None:
+        for request in REQUESTS:
+            decoder.generate(**settings_of(request, prompts), workload=request[0])
+
+    decode_all()
+    before, compiled = buffers_of(decoder), [len(f.signatures) for f in (policies.grow, policies.prune)]
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("made anew")
+
+    for place in (TextRunner, FeatureDraft):
+        monkeypatch.setattr(place, "_allocate", refuse)
+    for place, name in (
+        (TreeGrower, "__init__"),
+        (Way, "__init__"),
+        (checkpoint, "load_draft"),
+        (models, "load_model"),
+        (profiles, "parse_policy"),
+    ):
+        monkeypatch.setattr(place, name, refuse)
+    for _ in range(2):
+        decode_all()
+    assert buffers_of(decoder) == before
+    assert [len(f.signatures) for f in (policies.grow, policies.prune)] == compiled
+
+
+def test_caches_are_reserved_for_the_largest_trees_of_all(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request by small trees leaves room for one of the same length by large ones."""
+    small, large = ({"policy": "chain", "depth": 1}, TREES["sage-wide"])
+    draft = Way(pair.draft).draft
+    decoder = Decoder(
+        pair.target, ways=[Way(draft, tree=large, when=Condition(workload="large")), Way(draft, tree=small)]
+    )
+    inputs = {"input_ids": torch.randint(4, 300, (1, 1010), generator=torch.Generator().manual_seed(0))}
+    room = decoder.target.cache.capacity - 1010 - 8
+    assert parse_policy(small).max_grown < room < parse_policy(large).max_grown, "both would fit, or neither"
+    decoder.generate(**inputs, max_new_tokens=8)
+    cache = decoder.target.cache
+    decoder.generate(**inputs, max_new_tokens=8, workload="large")
+    assert decoder.target.cache is cache and decoder.way is decoder.ways[0]
+
+
+def test_each_point_remembers_its_own_requests(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """A point whose draft never helps gives up; the other one's requests, in turn with its own, are drafted as ever."""
+    useless = Way(stranger(), fallback=DEAR, when=Condition(workload="hard"))
+    decoder = Decoder(pair.target, ways=[useless, Way(pair.target, fallback=DEAR)])
+    drafted: dict[str, list[bool]] = {"hard": [], "easy": []}
+    for _ in range(4):
+        for tag, rounds in drafted.items():
+            stats = decoder.generate(**prompts["image"], max_new_tokens=60, workload=tag).stats
+            rounds.append(stats.draft_forwards > 0)
+            assert (stats.plain_steps > 0) == (tag == "hard")
+    assert drafted == {"hard": [True, True, False, False], "easy": [True] * 4}
+    assert decoder.ways[1].fallback.memory.num_failed == 0 < useless.fallback.memory.pause
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def test_each_draft_is_loaded_once(profile: DecodingProfile, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points that differ in visual tokens alone share one; other heads or another layer make another."""
+    loaded: list[Subnet] = []
+    original = checkpoint.load_draft
+
+    def counted(name: str, target: Target, subnet: Subnet) -> Any:
+        loaded.append(subnet)
+        return original(name, target, subnet)
+
+    monkeypatch.setattr(checkpoint, "load_draft", counted)
+    decoder = load(profile, target=pair.target)
+    drafts = [way.draft for way in decoder.ways]
+    assert len(loaded) == 3 and drafts[READ] is drafts[SHORT] and drafts[OTHERS] is None
+    assert len({id(draft) for draft in drafts}) == 4
+    assert (drafts[SAMPLED].reads, drafts[HALF].reads) == ((2,), (4,))
+    assert drafts[HALF].cache.memory_bytes * 2 == drafts[SAMPLED].cache.memory_bytes
+    assert decoder.draft is drafts[HALF], "the last that there is"
+    assert [way.visual_keep for way in decoder.ways] == [0.5, 1.0, 0.3, 1.0, 1.0] and NUM_VISUAL_TOKENS > 10
+
+
+def test_a_draft_of_one_s_own_serves_points_that_name_one(profile: DecodingProfile, pair: Pair) -> None:
+    with pytest.raises(UserError, match=r"its points name 3 drafts; leave draft= out, and they are loaded by name"):
+        load(profile, target=pair.target, draft=pair.draft)
+    same = profile.model_copy(update={"points": [profile.points[n] for n in (READ, SHORT, OTHERS)]})
+    decoder = load(same, target=pair.target, draft=pair.draft)
+    assert decoder.ways[0].draft is decoder.ways[1].draft and decoder.draft.model is pair.draft
+
+
+def test_the_weights_of_every_point_are_checked(profile: DecodingProfile, pair: Pair) -> None:
+    found = profile.points[HALF].draft
+    assert found is not None
+    changed = found.model_copy(update={"sha256": "0" * 64})
+    points = [p if p.draft is not found else p.model_copy(update={"draft": changed}) for p in profile.points]
+    with pytest.raises(UserError, match="has other weights than when the profile was made"):
+        load(profile.model_copy(update={"points": points}), target=pair.target)
+
+
+def test_a_decoder_may_be_given_another_way_for_all_requests(decoder: Decoder, pair: Pair) -> None:
+    ways = [Way(pair.draft, when=Condition(workload="read")), Way(None)]
+    made = Decoder(pair.target, ways=ways)
+    made.configure(TREES["sage"], visual_keep=0.5)
+    assert len(made.ways) == 1 and made.draft is ways[0].draft and made.way.policy == parse_policy(TREES["sage"])
+
+
+def test_points_of_a_profile_on_disk(profile: DecodingProfile, tmp_path: Path, pair: Pair) -> None:
+    profiles.save_profile(tmp_path / "profile.json", profile)
+    read = profiles.load_profile(tmp_path / "profile.json")
+    assert read == profile and read.point is read.points[OTHERS]
+    assert load(tmp_path / "profile.json", target=pair.target).profile == profile
