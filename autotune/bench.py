@@ -14,6 +14,7 @@ from autotune.console import Console
 from autotune.cost.device import fingerprint
 from autotune.decoding_profile import load
 from autotune.errors import UserError, nearest
+from autotune.profile_runner import TUNED, ProfileRunner
 from autotune.provenance import stamp
 from autotune.runtime.vision import timed_vision, vision_parts
 from autotune.search.finalists import (
@@ -31,13 +32,11 @@ from autotune.search.finalists import (
     speedup,
     summarise,
 )
-from autotune.search.main_job import configuration_of
 from autotune.search.space import PUBLISHED_DEFAULTS
 from autotune.trees.health import DraftHealth
 from autotune.trees.verification import WetapVerification
 from autotune.workload import Workload, WorkloadPrompt, load_workload
 
-TUNED = "tuned"
 # WETAP as the paper has it, its own acceptance included: another output than the target's.
 LOSSY = Arm("wetap-lossy", PUBLISHED_DEFAULTS["wetap"].model_copy(update={"verification": WetapVerification()}))
 WITHOUT_DRAFT = "the profile decodes without a draft"
@@ -69,12 +68,12 @@ def run_bench(
             "this profile decodes without a draft, so trees cannot be compared with it; "
             f"bench it --against {AR},{HF},{PROMPT_LOOKUP}"
         )
-    tuned = configuration_of(decoder.profile)
-    is_lossy = LOSSY.name in (against or ()) or not decoder.profile.point.lossless
-    runner = Runner(decoder, decoder.processor, with_perplexity=is_lossy)
+    points = decoder.profile.points
+    is_lossy = LOSSY.name in (against or ()) or not all(point.lossless for point in points)
+    runner = ProfileRunner(decoder, with_perplexity=is_lossy)
     names = [name for name in known if name != LOSSY.name] if against is None else against
     chosen = choose_arms([AR, *names], runner, prompts)
-    arms = [*chosen.arms, Arm(TUNED, tuned)] if tuned is not None else chosen.arms
+    arms = [*chosen.arms, Arm(TUNED)] if decoder.draft is not None else chosen.arms
     for name, reason in chosen.unavailable.items():
         console.say(f"{name} is left out: {reason}")
     for name, note in chosen.notes.items():
@@ -86,12 +85,14 @@ def run_bench(
         console.say(
             f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the usual"
         )
+    if len(points) > 1:
+        console.say(f"{TUNED}: {runner.points_used}")
     by_task = speedups_by_task(runs, prompts)
     geomeans = {name: _geomean(found) for name, found in by_task.items()}
     print_arms(summaries, console)
     print_tasks(by_task, geomeans, console)
     health = {name: pooled_health(arm_runs) for name, arm_runs in runs.items()}
-    if tuned is not None:
+    if TUNED in health:
         print_health(TUNED, health[TUNED], console)
     return {
         "provenance": stamp().model_dump(mode="json"),
@@ -103,6 +104,7 @@ def run_bench(
         "arms": [asdict(summary) for summary in summaries],
         "unavailable": chosen.unavailable,
         "notes": chosen.notes,
+        "points": runner.point_numbers,
         "speedup_by_task": by_task,
         "speedup_geomean": geomeans,
         "draft_health": {name: found.to_json() for name, found in health.items() if not found.is_empty},

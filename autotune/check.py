@@ -10,11 +10,11 @@ from autotune.console import Console
 from autotune.decoding_profile import load
 from autotune.errors import UserError
 from autotune.files import Document
+from autotune.profile_runner import TUNED, ProfileRunner
 from autotune.provenance import Provenance, stamp
 from autotune.runtime.divergence import Divergence, first_divergence
 from autotune.runtime.token_rule import TokenRule
-from autotune.search.finalists import AR, Arm, Run, Runner, summarise
-from autotune.search.main_job import configuration_of
+from autotune.search.finalists import AR, Arm, Run, summarise
 from autotune.workload import Workload, load_workload
 
 
@@ -24,7 +24,7 @@ class CheckResult(Document):
     provenance: Provenance
     profile: str
     lossless: bool
-    """What the profile promises."""
+    """What the profile promises, of all of its points."""
     num_prompts: int
     identical_outputs: int
     divergences: list[str]
@@ -41,7 +41,7 @@ def run_check(
 ) -> CheckResult:
     """Decode with the profile and plainly, side by side, and judge.
 
-    An output that differs from plain decoding fails, unless the profile says that it is lossy, or every difference begins at a near tie in a precision
+    An output that differs from plain decoding fails, unless the profile says that the prompt's point is lossy, or every difference begins at a near tie in a precision
     below float32. So does a speedup whose whole 95 % interval lies below ``min_speedup``: noise alone fails nothing.
 
     Raises:
@@ -51,15 +51,14 @@ def run_check(
         raise UserError(f"--min-speedup must be above 0; got {min_speedup}; give for example --min-speedup 1.5")
     prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
     decoder = load(profile, device=device)
-    configuration = configuration_of(decoder.profile)
-    tuned = Arm("tuned", configuration) if configuration is not None else Arm(AR)
-    runner = Runner(decoder, decoder.processor)
+    tuned = Arm(AR if decoder.draft is None else TUNED)
+    runner = ProfileRunner(decoder)
     with console.stage("check") as update:
         runs = runner.compare([Arm(AR), tuned], prompts, seed=seed, report=lambda done, of: update(done, of, ""))
     summary = summarise(tuned.name, runs[tuned.name], runs[AR], seed=seed)
     verdict, code = "passed", 0
-    lossless = decoder.profile.point.lossless
-    found = divergences(runner, tuned, prompts, runs) if lossless else {}
+    lossless = all(point.lossless for point in decoder.profile.points)
+    found = divergences(runner, tuned, prompts, runs)
     for name, divergence in found.items():
         console.say(f"{name}: output differs at {divergence}")
     rounds_off = decoder.target.dtype != torch.float32 and all(one.is_near_tie for one in found.values())
@@ -86,12 +85,16 @@ def run_check(
     )
 
 
-def divergences(runner: Runner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]) -> dict[str, Divergence]:
-    """Where an arm's outputs part from plain decoding's, by prompt; decoding is repeated, as runs keep no tokens."""
+def divergences(
+    runner: ProfileRunner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]
+) -> dict[str, Divergence]:
+    """Where an arm's outputs part from plain decoding's though the prompt's point is lossless, by prompt; decoding is repeated,
+    as runs keep no tokens.
+    """
     found = {}
     hashes = [{run.prompt: run.tokens_sha256 for run in runs[name]} for name in (AR, arm.name)]
     for prompt in prompts.prompts:
-        if hashes[0][prompt.name] == hashes[1][prompt.name]:
+        if hashes[0][prompt.name] == hashes[1][prompt.name] or not runner.point_of(prompt).lossless:
             continue
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)

@@ -342,6 +342,7 @@ def search(
 @click.option("--prompt", default=None, help="Text; with --image the question about it.")
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Image file; may be repeated.")
 @click.option("--workload", default=None, help="Decode a workload's evaluation prompts instead of one prompt.")
+@click.option("--task", default=None, help="What kind of request it is, for profiles with a point for some kinds.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True)
 @click.option("--top-p", type=float, default=1.0, show_default=True)
@@ -353,6 +354,7 @@ def run(
     prompt: str | None,
     images: tuple[Path, ...],
     workload: str | None,
+    task: str | None,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -372,6 +374,8 @@ def run(
     if images and prompt is None:
         raise UserError("an image needs a question; add --prompt TEXT")
     settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    if task is not None:
+        settings["task"] = task
     try:
         if prompt is not None:
             one = Prompt(prompt=prompt, max_new_tokens=max_new_tokens, **settings)

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from autotune import bench
-from autotune.bench import TUNED, choose_arms, known_arms, print_arms, print_tasks, run_bench, speedups_by_task
+from autotune.bench import choose_arms, known_arms, print_arms, print_tasks, run_bench, speedups_by_task
+from autotune.condition import Condition
 from autotune.console import Console
 from autotune.cost.device import fingerprint
-from autotune.decoding_profile import save_profile
+from autotune.decoding_profile import load_profile, save_profile
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.errors import UserError
 from autotune.models import reference
+from autotune.profile_runner import TUNED
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
 from autotune.search import finalists
@@ -87,6 +89,31 @@ def test_a_profile_without_a_draft_is_compared_with_what_needs_none(
     reason = "the profile decodes without a draft"
     assert result["unavailable"] == dict.fromkeys([HF_ASSISTED, *PUBLISHED_DEFAULTS], reason)
     assert f"chain is left out: {reason}\n" in capsys.readouterr().err
+
+
+def test_every_prompt_is_decoded_by_its_point(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain decoding for one task, a tree for all others; as many rounds as with each of them alone."""
+    tree, plain = (load_profile(world / f"{name}.json") for name in ("tree", "plain"))
+    count = plain.point.model_copy(update={"when": Condition(workload="count")})
+    save_profile(world / "points.json", tree.model_copy(update={"points": [count, tree.point]}))
+    found = run_in(world, "points.json", [AR], monkeypatch)
+    assert found["points"] == {f"workload.jsonl:{line}": int(line > 1) for line in (1, 2, 3)}
+    assert "tuned: 1 by point 0 (workload count), 2 by point 1 (any request)" in capsys.readouterr().err
+    alone = run_in(world, "tree.json", [AR], monkeypatch)["runs"]
+    rounds = [run["accepted_lengths"] for run in found["runs"][TUNED]]
+    by_tree = [run["accepted_lengths"] for run in alone[TUNED]]
+    assert rounds == [[0] * found["runs"][AR][0]["rounds"], *by_tree[1:]] and rounds[0] != by_tree[0]
+
+
+def test_trees_are_compared_where_only_some_points_have_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, plain = (load_profile(world / f"{name}.json") for name in ("tree", "plain"))
+    read = tree.point.model_copy(update={"when": Condition(workload="read")})
+    save_profile(world / "points.json", tree.model_copy(update={"points": [read, plain.point]}))
+    found = run_in(world, "points.json", ["chain"], monkeypatch)
+    assert list(found["runs"]) == [AR, "chain", TUNED] and found["unavailable"] == {}
+    assert list(found["points"].values()) == [1, 0, 0]
 
 
 def test_the_arms_asked_for_come_after_ar_each_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from autotune import check as check_module
 from autotune import models
 from autotune.check import CheckResult, run_check
+from autotune.condition import Condition
 from autotune.console import Console
 from autotune.cost.device import fingerprint
-from autotune.decoding_profile import save_profile
+from autotune.decoding_profile import load_profile, save_profile
 from autotune.errors import UserError
 from autotune.models import reference
-from autotune.search.finalists import Runner
+from autotune.profile_runner import TUNED, ProfileRunner
 from autotune.trees.verification import WetapVerification
 from tests.conftest import Pair
 from tests.documents import decoding_profile, write_workload
@@ -47,13 +47,13 @@ def test_equal_outputs_pass(world: Path) -> None:
 def test_another_output_fails_a_profile_that_promises_the_target_s(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = Runner.decode
+    decode = ProfileRunner.decode
 
-    def wrong(self: Runner, arm: Any, inputs: Any, prompt: Any) -> Any:
+    def wrong(self: ProfileRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
         tokens, stats = decode(self, arm, inputs, prompt)
-        return (tokens if arm.configuration is None else [*tokens[:-1], 0]), stats
+        return (tokens if arm.name != TUNED else [*tokens[:-1], 0]), stats
 
-    monkeypatch.setattr(check_module.Runner, "decode", wrong)
+    monkeypatch.setattr(ProfileRunner, "decode", wrong)
     found = check("lossless.json")
     assert found.exit_code == 1 and found.verdict == "failed: the output is not that of plain decoding"
 
@@ -73,13 +73,13 @@ def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
     assert (found.verdict, found.exit_code) == ("passed", 0)
     assert "output differs at token" in capsys.readouterr().err
 
-    decode = Runner.decode
+    decode = ProfileRunner.decode
 
-    def wrong(self: Runner, arm: Any, inputs: Any, prompt: Any) -> Any:
+    def wrong(self: ProfileRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
         tokens, stats = decode(self, arm, inputs, prompt)
-        return (tokens if arm.configuration is None else [*tokens[:3], 5, *tokens[4:]]), stats
+        return (tokens if arm.name != TUNED else [*tokens[:3], 5, *tokens[4:]]), stats
 
-    monkeypatch.setattr(check_module.Runner, "decode", wrong)
+    monkeypatch.setattr(ProfileRunner, "decode", wrong)
     found = run_check(Path("lossless.json"), "workload.jsonl", None, 6, 0, "cpu", Console())
     assert found.exit_code == 1 and any(": not a tie" in divergence for divergence in found.divergences)
 
@@ -98,3 +98,48 @@ def test_a_speedup_that_cannot_be_reached_fails(world: Path) -> None:
 def test_a_minimum_of_nothing_is_refused(world: Path) -> None:
     with pytest.raises(UserError, match="--min-speedup must be above 0; got -1"):
         check("lossless.json", min_speedup=-1.0)
+
+
+# --------------------------------------------------------------------------------------------------- operating points
+
+
+def write_points(world: Path, *tasks: str) -> None:
+    """Prompts of these tasks, and a profile with a lossy point for the task ``loose``."""
+    lossless, lossy = (load_profile(world / f"{name}.json") for name in ("lossless", "lossy"))
+    loose = lossy.point.model_copy(update={"when": Condition(workload="loose")})
+    save_profile(world / "points.json", lossless.model_copy(update={"points": [loose, lossless.point]}))
+    prompts = [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 20, "task": task} for task in tasks]
+    write_workload(world, prompts)
+
+
+def test_only_outputs_of_lossless_points_must_be_the_target_s(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompt by both: one may differ and does."""
+    write_points(world, "loose", "strict")
+    found = check("points.json")
+    assert (found.exit_code, found.identical_outputs, found.lossless, found.divergences) == (0, 1, False, [])
+    decode = ProfileRunner.decode
+
+    def wrong(self: ProfileRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
+        tokens, stats = decode(self, arm, inputs, prompt)
+        return (tokens if arm.name != TUNED else [*tokens[:-1], 0]), stats
+
+    monkeypatch.setattr(ProfileRunner, "decode", wrong)
+    found = check("points.json")
+    assert found.exit_code == 1 and [one.split(": ")[0] for one in found.divergences] == ["workload.jsonl:2"]
+
+
+def test_a_check_counts_by_the_point_of_each_prompt(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lossy point accepts whatever is drafted, and takes fewer rounds than the lossless one on the same prompt."""
+    write_points(world, "strict", "loose")
+    runs: dict[str, Any] = {}
+    run = ProfileRunner.run
+
+    def noted(self: ProfileRunner, arm: Any, prompt: Any) -> Any:
+        found = run(self, arm, prompt)
+        if arm.name == TUNED:
+            runs[prompt.settings.task] = found
+        return found
+
+    monkeypatch.setattr(ProfileRunner, "run", noted)
+    check("points.json")
+    assert runs["loose"].rounds < runs["strict"].rounds == len(runs["strict"].accepted_lengths)

@@ -1,0 +1,70 @@
+"""Runs a profile's own decoder beside other arms: every prompt by the point that a request like it gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from autotune.decoding_profile import OperatingPoint
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.stats import DecodingStats
+from autotune.search.finalists import Arm, Run, Runner
+from autotune.trees.fallback import RequestMemory
+from autotune.workload import WorkloadPrompt
+
+TUNED = "tuned"
+
+
+class ProfileRunner(Runner):
+    """Runs the arm ``tuned`` with the decoder itself, as it was loaded from a profile; a prompt's task is its tag."""
+
+    def __init__(self, decoder: Decoder, *, with_perplexity: bool = False) -> None:
+        super().__init__(decoder, decoder.processor, with_perplexity=with_perplexity)
+        self.point_numbers: dict[str, int] = {}
+        """Which points have decoded the prompts, by name."""
+        self._warm_points: set[int] = set()
+        self._memories: list[RequestMemory] = []  # of all points, before the run
+
+    def point_of(self, prompt: WorkloadPrompt) -> OperatingPoint:
+        """The point that has decoded a prompt."""
+        assert self.decoder.profile is not None
+        return self.decoder.profile.points[self.point_numbers[prompt.name]]
+
+    @property
+    def points_used(self) -> str:
+        """For people: how many prompts each point has decoded."""
+        assert self.decoder.profile is not None
+        counts, points = Counter(self.point_numbers.values()), self.decoder.profile.points
+        return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(points))
+
+    def decoder_of(self, arm: Arm) -> Decoder:
+        """An arm's own decoder, or the profile's."""
+        return self.decoder if arm.name == TUNED else super().decoder_of(arm)
+
+    def compare(self, *args: Any, **options: Any) -> dict[str, list[Run]]:
+        """Every arm on the same prompts, as in ``Runner``."""
+        for way in self.decoder.ways:
+            way.fallback.forget()
+        return super().compare(*args, **options)
+
+    def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
+        """One arm on one prompt, as in ``Runner``."""
+        self._memories = [way.fallback.memory for way in self.decoder.ways]
+        return super().run(arm, prompt)
+
+    def decode(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:
+        """The arm's new tokens for a prompt, and what it did. A point's first prompt is decoded twice: its warm-up, of which
+        nothing is learnt.
+        """
+        if arm.name != TUNED:
+            return super().decode(arm, inputs, prompt)
+        is_warm = False
+        while not is_warm:
+            for way, memory in zip(self.decoder.ways, self._memories, strict=False):
+                way.fallback.memory = memory
+            output = self.decoder.generate(**inputs, **prompt.settings.generation, workload=prompt.settings.task)
+            number = output.stats.point
+            is_warm = number in self._warm_points
+            self._warm_points.add(number)
+        self.point_numbers[prompt.name] = number
+        return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats

@@ -1,0 +1,73 @@
+"""A profile's own decoder as an arm: warmed up point by point, and what its fallbacks learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.condition import Condition
+from autotune.decoding_profile import DecodingProfile
+from autotune.profile_runner import TUNED, ProfileRunner
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.way import Way
+from autotune.search.finalists import Arm
+from autotune.trees.fallback import RequestMemory
+from autotune.workload import Prompt, Workload, WorkloadPrompt
+from tests.conftest import Pair
+from tests.documents import decoding_profile
+from tests.runtime.test_control import DEAR, stranger
+
+PROMPTS = Workload(
+    "by hand",
+    "evaluate",
+    tuple(
+        WorkloadPrompt(f"{number}", Prompt(prompt=f"Go on with {number}.", task=task, max_new_tokens=30), ())
+        for number, task in enumerate(["hard", "easy", "hard", "easy", "hard", "hard"])
+    ),
+)
+
+
+@pytest.fixture
+def runner(pair: Pair, processor: Any) -> ProfileRunner:
+    """Two points: a draft that never helps, and one that always does."""
+    when = Condition(workload="hard")
+    ways = [Way(stranger(), fallback=DEAR, when=when), Way(pair.target, fallback=DEAR)]
+    point = decoding_profile().point
+    profile: DecodingProfile = decoding_profile().model_copy(
+        update={"points": [point.model_copy(update={"when": when}), point]}
+    )
+    return ProfileRunner(Decoder(pair.target, ways=ways, processor=processor, profile=profile))
+
+
+def test_every_point_is_warmed_up_once_and_learns_nothing_of_it(
+    runner: ProfileRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The useless draft loses time in two requests and is then left alone: had the warm-ups counted, after the first."""
+    calls: list[tuple[int, bool]] = []
+    generate = runner.decoder.generate
+
+    def noted(**settings: Any) -> Any:
+        out = generate(**settings)
+        calls.append((out.stats.point, out.stats.draft_forwards > 0))
+        return out
+
+    monkeypatch.setattr(runner.decoder, "generate", noted)
+    runs = runner.compare([Arm(TUNED)], PROMPTS)[TUNED]
+    assert [run.draft_forwards > 0 for run in runs] == [True, True, True, True, False, False]
+    assert [point for point, _ in calls].count(1) == 3, "two prompts, and one warm-up"
+    assert runner.point_numbers == {f"{number}": int(task == "easy") for number, task in enumerate(tasks_of(PROMPTS))}
+    assert runner.point_of(PROMPTS.prompts[0]).when.workload == "hard"
+    assert runner.points_used == "4 by point 0 (workload hard), 2 by point 1 (any request)"
+    assert runner.decoder.ways[1].fallback.memory.num_failed == 0
+
+
+def tasks_of(workload: Workload) -> list[str]:
+    return [prompt.settings.task for prompt in workload.prompts]
+
+
+def test_a_comparison_begins_with_nothing_learnt(runner: ProfileRunner) -> None:
+    first = runner.compare([Arm(TUNED)], PROMPTS)[TUNED]
+    assert runner.decoder.ways[0].fallback.memory != RequestMemory()
+    again = runner.compare([Arm(TUNED)], PROMPTS)[TUNED]
+    assert [run.draft_forwards for run in again] == [run.draft_forwards for run in first]
