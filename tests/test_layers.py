@@ -75,6 +75,7 @@ ALLOWED: dict[str, set[str]] = {
         "trees",
     },
     "search.sequoia": {"acceptance.trace", "trees"},
+    "search.points": {"condition"},
     "search.pair": {
         "cost.device",
         "cost.roofline",
@@ -168,6 +169,7 @@ DECIDING = (
     "errors",
     "files",
     "models",
+    "search.points",
     "search.sequoia",
     "search.space",
     "search.study",
