@@ -18,7 +18,7 @@ from autotune.errors import UserError, nearest
 
 # Version of each document kind that this program writes; it reads no newer one.
 SCHEMA_VERSIONS = {
-    "cost-table": 2,
+    "cost-table": 3,
     "trace": 1,
     "decoding-profile": 1,
     "check-result": 1,

@@ -13,7 +13,8 @@ from PIL import Image
 
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.cost.device import Fingerprint
-from autotune.cost.table import CostTable, DensePrices, DraftCosts, Overhead, Point, PrefillCost, Surface
+from autotune.cost.surface import Point, Surface
+from autotune.cost.table import CostTable, DensePrices, DraftCosts, Overhead, PrefillCost
 from autotune.decoding_profile import (
     DecodingProfile,
     DraftChoice,

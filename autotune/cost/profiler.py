@@ -1,22 +1,18 @@
-"""Measures a cost table through the very code that decodes: ``Decoder`` steps and draft proposals, at chosen sizes.
-
-Sizes are visited in random order, over and over, draft and target taking turns as they do in a round, so that neither a
-warm cache nor a drifting clock favours one size. The overhead outside the models is what real decoding showed beyond
-them.
+"""Measures a cost table through the very code that decodes: ``Decoder`` steps and draft proposals, at the sizes that
+``Sampler`` asks for. The overhead outside the models is what real decoding showed beyond them.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from autotune.cost.device import fingerprint
-from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, Point, PrefillCost, Surface, fit_prefill
+from autotune.cost.sampling import ProfileSettings, Sampler
+from autotune.cost.table import CostTable, DraftCosts, Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError
 from autotune.provenance import ModelReference, stamp
@@ -30,35 +26,11 @@ from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree
 from autotune.workload import Workload
 
 Report = Callable[[int, int], None]
-Samples = dict[tuple[int, int], list[float]]
-"""Milliseconds by (tokens, KV length)."""
 
-HELD_OUT_TOKENS = (5, 11, 20, 40)
 WARM_UPS = 3
 THREAD_REPEATS = 15
-
-
-@dataclass(frozen=True)
-class ProfileSettings:
-    """How much to measure."""
-
-    repeats: int = 12
-    """Samples of every size."""
-    kv_lengths: tuple[int, ...] = (160, 256, 400)
-    held_out_kv_length: int = 208
-    buckets: tuple[int, ...] = ()
-    """Sizes that forwards are rounded up to: where there are any, they are the sizes measured."""
-    seed: int = 0
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Sizes of the steps measured."""
-        return self.buckets or TOKENS
-
-    @property
-    def held_out_tokens(self) -> tuple[int, ...]:
-        """Sizes between those that test the interpolation; prepared sizes need none."""
-        return () if self.buckets else HELD_OUT_TOKENS
+PREFILL_REPEATS = 3
+PREFILLS = (6, 12)  # prompts, at least and at most: two of every task between them
 
 
 def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
@@ -87,68 +59,50 @@ def profile(
     if not drafts:
         raise UserError("a cost table needs a draft; name one with --draft")
     settings = settings or ProfileSettings()
-    steps = settings.repeats * len(drafts) + 4 * len(drafts)
-    done = 0
+    references = [draft_reference for _, draft_reference in drafts]
+    loaded = [draft for draft, _ in drafts]
 
-    def advance() -> None:
-        nonlocal done
-        done += 1
+    def tell(done: float) -> None:
         if report is not None:
-            report(min(done, steps), steps)
+            report(round(done), 100)
 
-    verify: Samples = {}
-    decode: Samples = {}
-    benches = [_Bench(target, draft, settings) for draft, _ in drafts]
+    benches = [_Bench(target, draft, settings) for draft in loaded]
     threads = choose_threads(benches)
-    commits: list[Samples] = [{} for _ in drafts]
-    proposes: list[Samples] = [{} for _ in drafts]
-    for _ in range(settings.repeats):
-        for bench, commit, propose in zip(
-            benches, commits, proposes, strict=True
-        ):  # drafts are compared: they take turns
-            with limited_threads(threads):
-                bench.sweep(commit, propose, verify, decode)
-            advance()
+    sampler = Sampler(benches, settings)
+    with limited_threads(threads), torch.inference_mode():
+        sampler.run(lambda share: tell(60 * share))
+    prefill, draft_prefills = measure_prefills(target, loaded, processor, workload)
     costs = []
-    prefill = None
-    for (draft, draft_reference), commit, propose in zip(drafts, commits, proposes, strict=True):
-        target_prefill, draft_prefill = measure_prefills(target, draft, processor, workload)
-        prefill = prefill or target_prefill
-        advance()
+    for number, (draft, draft_reference, draft_prefill) in enumerate(
+        zip(loaded, references, draft_prefills, strict=True)
+    ):
+        tell(70 + 30 * number / len(loaded))
         costs.append(
             DraftCosts(
                 draft=draft_reference,
                 heads=draft.subnet.heads,
                 num_parameters=draft.num_parameters,
                 cache_bytes_per_token=draft.cache_bytes_per_token,
-                commit=_surface(commit, settings),
-                propose=_surface(propose, settings),
+                commit=sampler.commits[number].surface(),
+                propose=sampler.proposes[number].surface(),
                 prefill=draft_prefill,
                 overhead=measure_overhead(target, draft, processor, workload, threads=threads),
             )
         )
-        for _ in range(3):
-            advance()
-    assert prefill is not None
+    tell(100)
     return CostTable(
         provenance=stamp(),
         device=fingerprint(str(target.device)),
         precision=str(target.dtype).removeprefix("torch."),
         buckets=settings.buckets,
         threads=threads,
+        remeasured_samples=sampler.remeasured_samples,
+        drifted_samples=sampler.drifted_samples,
         target=target_reference,
-        decode=_surface(decode, settings),
-        verify=_surface(verify, settings),
+        decode=sampler.decode.surface(),
+        verify=sampler.verify.surface(),
         prefill=prefill,
         drafts=costs,
-    )
-
-
-def _surface(samples: Samples, settings: ProfileSettings) -> Surface:
-    points = [Point(tokens=n, kv_length=m, samples_ms=ms) for (n, m), ms in sorted(samples.items())]
-    return Surface(
-        points=[point for point in points if point.kv_length in settings.kv_lengths],
-        held_out=[point for point in points if point.kv_length not in settings.kv_lengths],
     )
 
 
@@ -157,8 +111,7 @@ class _Bench:
 
     def __init__(self, target: Target, draft: LoadedDraft, settings: ProfileSettings) -> None:
         capacity = max(settings.kv_lengths) + 2 * MAX_STEP
-        self.settings = settings
-        self.random = random.Random(settings.seed)
+        self.kv_length, self.max_tokens = settings.kv_lengths[0], max(settings.tokens)
         self.rule = TokenRule(device=target.device)
         with torch.inference_mode():
             target.reserve(capacity)
@@ -168,78 +121,56 @@ class _Bench:
             draft.buckets = settings.buckets
             self.tree = self.decoder._grower.tree = new_tree(MAX_STEP)
             for _ in range(WARM_UPS):
-                self.sweep({}, {}, {}, {})
+                self.plain_ms()
+                self.round_ms()
 
     def _request(self) -> Request:
         """Of nobody: the caches hold no prompt."""
         tokens = torch.zeros(1, dtype=torch.long)
         return Request(self.rule, Prompt(tokens, tokens.bool()), tokens[None], 1, frozenset())
 
-    def _points(self) -> Iterator[tuple[int, int]]:
-        """All sizes of a sweep in random order, the held-out ones among them."""
-        points = [(n, m) for n in self.settings.tokens for m in self.settings.kv_lengths]
-        points += [(n, self.settings.held_out_kv_length) for n in self.settings.held_out_tokens]
-        self.random.shuffle(points)
-        return iter(points)
-
-    @torch.inference_mode()
-    def sweep(
-        self,
-        commit: Samples,
-        propose: Samples,
-        verify: Samples,
-        decode: Samples,
-    ) -> None:
-        """Samples of every size, in the order of rounds: a verification, the draft's first forward behind it, two draft
-        levels behind that; then plain steps in a row, as in plain decoding.
-        """
-        target = self.decoder.target
-        target.watched = self.draft.reads
-        for verified, first, *levels in zip(*(self._points() for _ in range(4)), strict=True):
-            verify.setdefault(verified, []).append(self._time_verify(*verified))
-            commit.setdefault(first, []).append(self._time_propose(*first))
-            for level in levels:
-                propose.setdefault(level, []).append(self._time_propose(*level))
-        target.watched = ()  # plain decoding needs nobody's features
-        for m in (*self.settings.kv_lengths, self.settings.held_out_kv_length):
-            samples = [self._time_decode(m + i) for i in range(4)]
-            decode.setdefault((1, m), []).extend(samples[1:])
-
     def plain_ms(self) -> float:
         """Of a plain step."""
-        self.decoder.target.watched = ()
-        return self._time_decode(self.settings.kv_lengths[0])
+        return self.decode_ms(self.kv_length)
 
     def round_ms(self) -> float:
-        """Of a round of usual size: a chain and a small tree."""
-        self.decoder.target.watched = self.draft.reads
-        m = self.settings.kv_lengths[0]
-        levels = sum(self._time_propose(n, m) for n in (1, 1, 1, 4, 4))
-        return levels + self._time_verify(6, m) + self._time_verify(12, m)
+        """Of two rounds of usual size, a chain and a small tree, as far as sizes are prepared."""
+        m, largest = self.kv_length, self.max_tokens
+        levels = sum(self.propose_ms(min(n, largest), m) for n in (1, 1, 1, 4, 4))
+        return levels + self.verify_ms(min(6, largest), m) + self.verify_ms(min(12, largest), m)
 
-    def _time_propose(self, n: int, m: int) -> float:
+    def decode_ms(self, kv_length: int) -> float:
+        """Of a plain step."""
+        self.decoder.target.watched = ()  # plain decoding needs nobody's features
+        self.decoder.target.cache.length = kv_length
+        request = self._request()
+        self.decoder._plain_step(1, None, request)
+        return request.stats.verify_ms
+
+    def verify_ms(self, tokens: int, kv_length: int) -> float:
+        """Of a verification of so many tokens, the root among them."""
+        self.decoder.target.watched = self.draft.reads
+        self.decoder.target.cache.length = kv_length
+        _plant_star(self.tree, tokens - 1)
+        request = self._request()
+        self.decoder._verify(request)
+        return request.stats.verify_ms
+
+    def commit_ms(self, tokens: int, kv_length: int) -> float:
+        """Of the draft's first forward of a round, which reads as many committed tokens: a level of that size."""
+        return self.propose_ms(tokens, kv_length)
+
+    def propose_ms(self, tokens: int, kv_length: int) -> float:
+        """Of a draft level."""
         draft, tree = self.draft, self.tree
-        draft.cache.length = m
-        _plant_star(tree, n)
-        frontier = np.arange(1, n + 1)
+        draft.cache.length = kv_length
+        _plant_star(tree, tokens)
+        frontier = np.arange(1, tokens + 1)
         draft.begin_round()
         clock = self.decoder._clock
         started = clock()
         draft.propose(tree, frontier, 10)
         return clock() - started
-
-    def _time_verify(self, n: int, m: int) -> float:
-        self.decoder.target.cache.length = m
-        _plant_star(self.tree, n - 1)
-        request = self._request()
-        self.decoder._verify(request)
-        return request.stats.verify_ms
-
-    def _time_decode(self, m: int) -> float:
-        self.decoder.target.cache.length = m
-        request = self._request()
-        self.decoder._plain_step(1, None, request)
-        return request.stats.verify_ms
 
 
 def choose_threads(benches: list[_Bench]) -> int | None:
@@ -250,9 +181,10 @@ def choose_threads(benches: list[_Bench]) -> int | None:
     if benches[0].decoder.target.device.type != "cpu" or available == 1:
         return None
     choices = sorted({1, max(1, available // 2), available})
+    repeats = max(4, THREAD_REPEATS // len(benches))
     plain: dict[int, list[float]] = {number: [] for number in choices}
     rounds: dict[int, list[float]] = {number: [] for number in choices}
-    for _ in range(THREAD_REPEATS):
+    for _ in range(repeats):
         for number in choices:
             for bench in benches:
                 with limited_threads(number), torch.inference_mode():
@@ -272,19 +204,20 @@ def _plant_star(tree: Tree, num_children: int) -> None:
 
 
 def measure_prefills(
-    target: Target, draft: LoadedDraft, processor: Any, workload: Workload
-) -> tuple[PrefillCost, PrefillCost]:
-    """Prefill latencies of target and draft over the workload's shortest and longest prompts and some visual keep
-    ratios.
+    target: Target, drafts: Sequence[LoadedDraft], processor: Any, workload: Workload
+) -> tuple[PrefillCost, list[PrefillCost]]:
+    """Prefill latencies of the target and of every draft over some of the workload's prompts and some visual keep ratios.
+    The target reads a prompt once for all drafts.
     """
     clock = Decoder(target)._clock
     of_target: list[tuple[int, int, float]] = []
-    of_draft: list[tuple[int, int, float]] = []
-    kept = draft.visual_keep
-    target.watched = draft.reads
+    of_drafts: list[list[tuple[int, int, float]]] = [[] for _ in drafts]
+    kept = [draft.visual_keep for draft in drafts]
+    target.watched = tuple(sorted({layer for draft in drafts for layer in draft.reads}))
+    prompts = workload.prompts[: min(max(PREFILLS[0], 2 * len(workload.tasks)), PREFILLS[1])]
     with torch.inference_mode():
-        for attempt in range(3):
-            for prompt in workload.prompts[: 2 * len(workload.tasks)]:
+        for attempt in range(1 + PREFILL_REPEATS):
+            for prompt in prompts:
                 inputs = prompt.inputs(processor, target.device)
                 length = inputs["input_ids"].shape[1]
                 target.reserve(length)
@@ -292,33 +225,30 @@ def measure_prefills(
                 read = target.encode(inputs).prompts
                 scores = target.prefill(read[0], rank_visual_tokens=True).visual_scores
                 sees = read[0].num_visual_tokens > 0
-                of_target.append((length, int(sees), clock() - started))
-                for draft.visual_keep in (1.0, 0.5, 0.1) if sees else (1.0,):
-                    started = clock()
-                    (read_by_draft,) = draft.prompts(inputs, read)
-                    draft.prefill(read_by_draft, scores, capacity=length + MAX_STEP)
-                    of_draft.append((draft.length, int(sees), clock() - started))
-            if attempt == 0:  # warm-up
-                of_target.clear()
-                of_draft.clear()
-    draft.visual_keep = kept
-    return fit_prefill(of_target), fit_prefill(of_draft)
+                took = [(of_target, length, clock() - started)]
+                for draft, of_draft in zip(drafts, of_drafts, strict=True):
+                    for draft.visual_keep in (1.0, 0.5, 0.1) if sees else (1.0,):
+                        started = clock()
+                        (read_by_draft,) = draft.prompts(inputs, read)
+                        draft.prefill(read_by_draft, scores, capacity=length + MAX_STEP)
+                        took.append((of_draft, draft.length, clock() - started))
+                for samples, num_tokens, ms in took if attempt > 0 else ():  # the first is a warm-up
+                    samples.append((num_tokens, int(sees), ms))
+    for draft, keep in zip(drafts, kept, strict=True):
+        draft.visual_keep = keep
+    return fit_prefill(of_target), [fit_prefill(samples) for samples in of_drafts]
 
 
 def measure_overhead(
     target: Target, draft: LoadedDraft, processor: Any, workload: Workload, *, threads: int | None = None
 ) -> Overhead:
     """Real decoding with shallow and deep trees: time outside the models, as so much a round and so much a draft level."""
-    from scipy.optimize import nnls
-
-    rows, outside = [], []
+    samples = []
     for tree in ({"policy": "chain", "depth": 1}, {"policy": "chain", "depth": 8}, {"policy": "sage"}):
         decoder = Decoder(target, draft, tree=tree, threads=threads)
         for number, prompt in enumerate((*workload.prompts[:1], *workload.prompts[:4])):  # the first twice: warm-up
             inputs = prompt.inputs(processor, target.device)
-            stats = decoder.generate(**inputs, max_new_tokens=32).stats
+            stats = decoder.generate(**inputs, max_new_tokens=4 if number == 0 else 24).stats
             if number > 0 and stats.rounds > 0:
-                rows.append((stats.rounds, stats.draft_forwards))
-                outside.append(stats.overhead_ms)
-    per_round, per_level = nnls(np.array(rows, np.float64), np.array(outside))[0]
-    return Overhead(round_ms=float(per_round), level_ms=float(per_level))
+                samples.append((stats.rounds, stats.draft_forwards, stats.overhead_ms))
+    return fit_overhead(samples)

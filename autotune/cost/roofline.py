@@ -12,7 +12,8 @@ import numpy as np
 from pydantic import Field
 
 from autotune.cost.device import Fingerprint
-from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, Point, PrefillCost, Surface
+from autotune.cost.surface import Point, Surface
+from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, PrefillCost
 from autotune.files import Document, data_root, parse, read_yaml
 from autotune.provenance import ModelReference, stamp
 from autotune.subnet import Subnet

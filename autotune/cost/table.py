@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from autotune.cost.device import Fingerprint
+from autotune.cost.surface import Surface
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.provenance import ModelReference, Provenance
@@ -21,72 +22,6 @@ KV_STEP = 16  # tokens: the prices of one KV length serve up to this many more
 # Sizes of a table's steps: every small one, because matrix kernels go by blocks and the ninth token may cost more than the
 # eight before it; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
 TOKENS = (*range(1, 11), 12, 16, 17, 24, 32, 33, 48, 65, 129)
-REACH = 1.5  # how far beyond the longest KV length measured a price may be extended
-
-
-class Point(Document):
-    """Samples of one step: ``tokens`` read behind ``kv_length`` cached ones."""
-
-    tokens: int = Field(ge=1)
-    kv_length: int = Field(ge=0)
-    samples_ms: list[float] = Field(min_length=1)
-
-    @property
-    def latency_ms(self) -> float:
-        """The median: a shared machine's interruptions only ever add."""
-        return float(np.median(self.samples_ms))
-
-
-class Surface(Document):
-    """Latency over (tokens, KV length): a full grid, linear between its points, and points off the grid that test it."""
-
-    points: list[Point] = Field(min_length=1)
-    held_out: list[Point] = Field(default_factory=list)
-
-    def _grid(self) -> tuple[Floats, Floats, Floats]:
-        tokens = sorted({point.tokens for point in self.points})
-        lengths = sorted({point.kv_length for point in self.points})
-        known = {(point.tokens, point.kv_length): point.latency_ms for point in self.points}
-        if len(known) != len(tokens) * len(lengths):
-            raise UserError(
-                f"a cost surface is a full grid; {len(known)} points do not fill {len(tokens)} x {len(lengths)}; profile again"
-            )
-        latency = np.array([[known[n, m] for m in lengths] for n in tokens])
-        return np.array(tokens, np.float64), np.array(lengths, np.float64), latency
-
-    @property
-    def max_tokens(self) -> int:
-        return max(point.tokens for point in self.points)
-
-    def latency_ms(self, tokens: Floats, kv_length: Floats) -> Floats:
-        """Latencies [tokens, kv lengths], linear between grid points; shorter KV than measured costs what the shortest
-        does.
-
-        Raises:
-            UserError: more tokens, or a much longer KV cache, than were measured.
-        """
-        grid_tokens, grid_lengths, latency = self._grid()
-        if tokens.max() > grid_tokens[-1] or kv_length.max() > REACH * grid_lengths[-1]:
-            raise UserError(
-                f"the cost table was measured up to {grid_tokens[-1]:.0f} tokens and a KV length of {grid_lengths[-1]:.0f}; "
-                f"{tokens.max():.0f} tokens at {kv_length.max():.0f} are asked for; profile a larger grid"
-            )
-        by_tokens = np.array([np.interp(tokens, grid_tokens, column) for column in latency.T])  # [grid lengths, tokens]
-        priced = np.array([np.interp(kv_length, grid_lengths, row) for row in by_tokens.T])
-        if len(grid_lengths) > 1:
-            slope = (by_tokens[-1] - by_tokens[-2]) / (grid_lengths[-1] - grid_lengths[-2])
-            priced += np.maximum(slope, 0.0)[:, None] * np.maximum(kv_length - grid_lengths[-1], 0.0)[None]
-        return priced
-
-    @property
-    def held_out_errors(self) -> Floats:
-        """Relative errors at the held-out points."""
-        return np.array(
-            [
-                self.latency_ms(np.array([p.tokens]), np.array([p.kv_length]))[0, 0] / p.latency_ms - 1.0
-                for p in self.held_out
-            ]
-        )
 
 
 class PrefillCost(Document):
@@ -97,6 +32,8 @@ class PrefillCost(Document):
     image_ms: float
     samples: list[tuple[int, int, float]]
     """(tokens, images, ms) as measured."""
+    held_out_error: float | None = None
+    """The median relative error at sizes left out of the fit, one after the other; None where there are too few."""
 
     def ms(self, tokens: np.ndarray, has_image: np.ndarray) -> Floats:
         priced: Floats = self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image
@@ -104,12 +41,32 @@ class PrefillCost(Document):
 
 
 def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
-    """Least squares over (tokens, images, ms)."""
-    tokens, images, ms = (np.array(column, np.float64) for column in zip(*samples, strict=True))
-    design = np.stack([np.ones_like(tokens), tokens, images], axis=1)
-    intercept, per_token, image = np.linalg.lstsq(design, ms, rcond=None)[0]
+    """Non-negative least squares of relative errors over the medians of (tokens, images, ms)."""
+    from scipy.optimize import nnls
+
+    by_size: dict[tuple[int, int], list[float]] = {}
+    for num_tokens, num_images, sample in samples:
+        by_size.setdefault((num_tokens, num_images), []).append(sample)
+    sizes = np.array([(1, *size) for size in by_size], np.float64)
+    ms = np.array([np.median(found) for found in by_size.values()])
+
+    def fit(chosen: np.ndarray) -> Floats:
+        found: Floats = nnls(sizes[chosen] / ms[chosen, None], np.ones(chosen.sum()))[0]
+        return found
+
+    errors = []
+    for number in range(len(ms)):
+        others = np.arange(len(ms)) != number
+        # A size that alone tells of something, the only prompt without an image say, cannot be predicted by the others.
+        if np.linalg.matrix_rank(sizes[others]) == np.linalg.matrix_rank(sizes):
+            errors.append(abs(float(sizes[number] @ fit(others)) / ms[number] - 1))
+    intercept, per_token, image = fit(np.ones(len(ms), bool))
     return PrefillCost(
-        intercept_ms=float(intercept), per_token_ms=float(per_token), image_ms=float(image), samples=samples
+        intercept_ms=float(intercept),
+        per_token_ms=float(per_token),
+        image_ms=float(image),
+        samples=samples,
+        held_out_error=float(np.median(errors)) if errors else None,
     )
 
 
@@ -121,6 +78,36 @@ class Overhead(Document):
     round_ms: float = Field(ge=0)
     level_ms: float = Field(ge=0)
     """For every draft forward."""
+    samples: list[tuple[int, int, float]] = Field(default_factory=list)
+    """(rounds, draft forwards, ms) of each run."""
+    held_out_error: float | None = None
+    """The median relative error of runs left out of the fit, one after the other; None where there is but one."""
+
+
+def fit_overhead(samples: list[tuple[int, int, float]]) -> Overhead:
+    """Non-negative least squares of relative errors over (rounds, draft forwards, ms)."""
+    from scipy.optimize import nnls
+
+    if not samples:  # every answer ended with its first token
+        return Overhead(round_ms=0.0, level_ms=0.0)
+    counts = np.array([row[:2] for row in samples], np.float64)
+    ms = np.maximum([row[2] for row in samples], 1e-6)
+
+    def fit(chosen: np.ndarray) -> Floats:
+        found: Floats = nnls(counts[chosen] / ms[chosen, None], np.ones(chosen.sum()))[0]
+        return found
+
+    errors = []
+    for number in range(len(ms) if len(ms) > 1 else 0):
+        predicted = counts[number] @ fit(np.arange(len(ms)) != number)
+        errors.append(abs(float(predicted) / ms[number] - 1))
+    per_round, per_level = fit(np.ones(len(ms), bool))
+    return Overhead(
+        round_ms=float(per_round),
+        level_ms=float(per_level),
+        samples=samples,
+        held_out_error=float(np.median(errors)) if errors else None,
+    )
 
 
 class DraftCosts(Document):
@@ -143,6 +130,12 @@ class DraftCosts(Document):
     prefill: PrefillCost
     overhead: Overhead
 
+    @property
+    def name(self) -> str:
+        """For people: ``digits/star heads-0.5``."""
+        heads = "" if self.heads is None else f" {Subnet(heads=self.heads).name.removesuffix('-keep-1')}"
+        return self.draft.id + heads
+
     def speaks_of(self, draft: ModelReference, subnet: Subnet) -> bool:
         """Whether these are the weights, and the heads that a subnet keeps. Without a hash the name decides."""
         is_draft = self.draft.sha256 == draft.sha256 and (draft.sha256 or self.draft.id == draft.id)
@@ -150,7 +143,9 @@ class DraftCosts(Document):
 
 
 class CostTable(Document):
-    """Measured latencies of a target and its drafts on one device, through the runner that decodes."""
+    """Measured latencies of a target and its drafts on one device, through the runner that decodes: over (tokens, KV length,
+    subnet of the draft). Steps are of batch 1, for rows of a batch are decoded one after the other.
+    """
 
     provenance: Provenance
     device: Fingerprint
@@ -161,6 +156,10 @@ class CostTable(Document):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of steps, the best number found; prefills use all. None: as many as torch uses."""
     estimated: bool = False
+    remeasured_samples: int = Field(default=0, ge=0)
+    """Thrown away because the device ran at another speed than usual around them, and measured again."""
+    drifted_samples: int = Field(default=0, ge=0)
+    """Kept although it did so, because time or patience had run out."""
     target: ModelReference
     decode: Surface
     """One token at a time: plain decoding."""
@@ -168,6 +167,25 @@ class CostTable(Document):
     """Root and tree in one forward."""
     prefill: PrefillCost
     drafts: list[DraftCosts]
+
+    @property
+    def held_out_errors(self) -> dict[str, float]:
+        """The median relative error of every part that has one, by name: ``verify``, ``digits/star heads-0.5: commit``."""
+        parts: dict[str, Surface | PrefillCost | Overhead] = {
+            "decode": self.decode,
+            "verify": self.verify,
+            "prefill": self.prefill,
+        }
+        for costs in self.drafts:
+            for name in ("commit", "propose", "prefill", "overhead"):
+                parts[f"{costs.name}: {name}"] = getattr(costs, name)
+        return {name: part.held_out_error for name, part in parts.items() if part.held_out_error is not None}
+
+    @property
+    def num_samples(self) -> int:
+        """Of steps."""
+        surfaces = [self.decode, self.verify, *(s for costs in self.drafts for s in (costs.commit, costs.propose))]
+        return sum(surface.num_samples for surface in surfaces)
 
     def holds(self, draft: ModelReference, subnet: Subnet) -> bool:
         """Whether it prices a draft with the heads that a subnet keeps."""

@@ -11,14 +11,14 @@ from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import ForestBounds, Trace, agreement, save_trace
 from autotune.console import Console
 from autotune.cost.device import choose_device, fingerprint, local_devices, shipped_tables
-from autotune.cost.profiler import ProfileSettings, kv_lengths_for, profile
+from autotune.cost.profiler import kv_lengths_for, profile
 from autotune.cost.roofline import datasheets, estimate_table
+from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import CostTable
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError, nearest
-from autotune.files import content_key, parse, read_json, write_document
+from autotune.files import SCHEMA_VERSIONS, content_key, parse, read_json, write_document
 from autotune.search.pair import Pair, shape_of
-from autotune.subnet import Subnet
 from autotune.workload import Workload
 
 
@@ -75,7 +75,8 @@ def foreign_table(gpu: str, pair: Pair) -> CostTable:
 
 def local_table(pair: Pair, workload: Workload, folder: Path, console: Console) -> CostTable:
     """This device's table: from the study's folder if it was measured for this pair, else measured now."""
-    path = folder / f"{content_key([pair.key, workload.sha256])}.cost.json"
+    key = content_key([pair.key, workload.sha256, SCHEMA_VERSIONS["cost-table"]])  # older ones hold no errors
+    path = folder / f"{key}.cost.json"
     if path.exists():
         table = load_table(path)
         console.say(f"cost table of {table.provenance.created} reused: {path}")
@@ -136,38 +137,59 @@ def record_traces(
 
 
 def print_table(table: CostTable, console: Console) -> None:
-    """The cost table's summary: latency by size, and how well it predicts sizes that it was not fitted to."""
+    """The cost table's summary: latency by size, and how well every part predicts what it was not fitted to."""
     sizes = (1, 4, 8, 16, 32, 64)
-    middle = sorted({point.kv_length for point in table.verify.points})[1:2] or [table.verify.points[0].kv_length]
+    lengths = [point.kv_length for point in table.verify.points]
+    middle = (min(lengths) + max(lengths)) // 2
     shown = {"target, plain step": (table.decode, (1,)), "target, verification": (table.verify, sizes)}
-    names = [
-        costs.draft.id + ("" if costs.heads is None else f" {Subnet(heads=costs.heads).name.removesuffix('-keep-1')}")
-        for costs in table.drafts
-    ]
-    for name, costs in zip(names, table.drafts, strict=True):
-        shown[f"draft {name}, first"] = costs.commit, sizes
-        shown[f"draft {name}, a level"] = costs.propose, sizes
+    for costs in table.drafts:
+        shown[f"draft {costs.name}, first"] = costs.commit, sizes
+        shown[f"draft {costs.name}, a level"] = costs.propose, sizes
     rows = []
     for name, (surface, tokens) in shown.items():
-        latencies = surface.latency_ms(np.array(tokens, np.float64), np.array(middle, np.float64))[:, 0]
-        errors = np.abs(surface.held_out_errors)
+        latencies = surface.latency_ms(np.array(tokens, np.float64), np.array([middle], np.float64))[:, 0]
         cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(sizes) - len(tokens))
-        rows.append([name, *cells, f"{100 * float(np.median(errors)):.1f} %" if len(errors) else "-"])
+        rows.append([name, *cells, surface.model, _percent(surface.held_out_error)])
     mark = " (estimated)" if table.estimated else ""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)} a step"
-    columns = ["part", *(f"{n} tok" for n in sizes), "held-out error"]
+    columns = ["part", *(f"{n} tok" for n in sizes), "model", "held-out error"]
     console.table(
-        f"Cost table, ms: {table.device.model}{threads}, {table.precision}, {table.runner}, KV length {middle[0]}{mark}",
+        f"Cost table, ms: {table.device.model}{threads}, {table.precision}, {table.runner}, KV length {middle}{mark}",
         columns,
         rows,
     )
-    for name, costs in zip(names, table.drafts, strict=True):
+    for name, prefill in {
+        "target": table.prefill,
+        **{f"draft {costs.name}": costs.prefill for costs in table.drafts},
+    }.items():
+        console.say(
+            f"{name}: a prefill {prefill.intercept_ms:.1f} ms + {prefill.per_token_ms:.3f} ms a token + {prefill.image_ms:.1f} ms "
+            f"for images (held-out error {_percent(prefill.held_out_error)})"
+        )
+    for costs in table.drafts:
         overhead, size = costs.overhead, ""
         if costs.num_parameters is not None and costs.cache_bytes_per_token is not None:
             size = f"{costs.num_parameters / 1e6:.3g}M parameters of its own, {costs.cache_bytes_per_token} bytes of cache a token; "
         console.say(
-            f"draft {name}: {size}outside the models {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft level"
+            f"draft {costs.name}: {size}outside the models {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft "
+            f"level (held-out error {_percent(overhead.held_out_error)})"
         )
+    if errors := table.held_out_errors:
+        worst = max(errors, key=lambda part: errors[part])
+        console.say(
+            f"held-out error: median {_percent(float(np.median([*errors.values()])))} over {len(errors)} parts, "
+            f"largest {_percent(errors[worst])} ({worst})"
+        )
+    if not table.estimated:
+        console.say(
+            f"{table.num_samples} steps timed; {table.remeasured_samples} more were thrown away because the device ran at "
+            f"another speed around them"
+            + (f", {table.drifted_samples} such were kept" if table.drifted_samples else "")
+        )
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:.1f} %"
 
 
 def print_agreement(trace: Trace, console: Console) -> None:

@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autotune.cost.device import fingerprint
-from autotune.cost.profiler import HELD_OUT_TOKENS, ProfileSettings, kv_lengths_for, measure_overhead, profile
-from autotune.cost.table import TOKENS, CostTable, Overhead, Surface
+from autotune.cost.profiler import kv_lengths_for, measure_overhead, profile
+from autotune.cost.sampling import ProfileSettings
+from autotune.cost.surface import Surface
+from autotune.cost.table import TOKENS, CostTable, Overhead
 from autotune.drafters.checkpoint import load_draft, new_network, save_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
@@ -23,7 +26,9 @@ from autotune.workload import Workload, load_workload
 from tests.conftest import NUM_VISUAL_TOKENS, Pair
 from tests.documents import write_image, write_workload
 
-SETTINGS = ProfileSettings(repeats=2, kv_lengths=(32, 64, 128), held_out_kv_length=48)
+SETTINGS = ProfileSettings(
+    kv_lengths=(32, 64, 128), held_out_kv_length=48, min_samples=2, max_samples=2, retries=0, time_limit_s=5
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
     images = [write_image(folder / "0.png", 0)]
     lines = [
         {"prompt": text, "images": images[: number % 2], "split": "tune", "max_new_tokens": 8}
-        for number, text in enumerate(["Count.", "Read the digits row by row.", "Go on.", "Describe the picture."])
+        for number, text in enumerate(["Count.", "Read the digits row by row.", "Go on, please.", "Describe the picture."])
     ]
     return load_workload(str(write_workload(folder, lines)), "tune")
 
@@ -71,32 +76,34 @@ def sizes(surface: Surface) -> set[tuple[int, int]]:
     return {(point.tokens, point.kv_length) for point in surface.points}
 
 
-def test_every_size_is_measured(table: CostTable) -> None:
-    grid = {(n, m) for n in TOKENS for m in SETTINGS.kv_lengths}
-    assert sizes(table.verify) == sizes(table.drafts[0].commit) == sizes(table.drafts[0].propose) == grid
-    assert sizes(table.decode) == {(1, m) for m in SETTINGS.kv_lengths}
+def test_every_surface_is_a_grid_with_points_held_out(table: CostTable) -> None:
+    """Of the sizes that every grid has, at least, and of all those that test it."""
+    coarse = {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)}
     for surface in (table.verify, table.drafts[0].commit, table.drafts[0].propose):
-        assert {(p.tokens, p.kv_length) for p in surface.held_out} == {
-            (n, SETTINGS.held_out_kv_length) for n in HELD_OUT_TOKENS
-        }
-        assert len(surface.held_out_errors) == len(HELD_OUT_TOKENS)
-    assert [p.kv_length for p in table.decode.held_out] == [SETTINGS.held_out_kv_length]
+        assert coarse <= sizes(surface) <= {(n, m) for n in TOKENS for m in SETTINGS.kv_lengths}
+        assert {(p.tokens, p.kv_length) for p in surface.held_out} == set(SETTINGS.held_out)
+        surface.latency_ms(np.array([1.0, TOKENS[-1]]), np.array([16.0, 128.0]), model="linear")  # a full grid
+    assert {(1, 32), (1, 128)} <= sizes(table.decode) <= {(1, m) for m in SETTINGS.kv_lengths}
+    assert [(p.tokens, p.kv_length) for p in table.decode.held_out] == [(1, 48), (1, 112)]
+
+
+def test_every_part_has_a_held_out_error(table: CostTable, pair: Pair) -> None:
+    of_draft = [f"{pair.draft_folder}: {part}" for part in ("commit", "propose", "prefill", "overhead")]
+    assert list(table.held_out_errors) == ["decode", "verify", "prefill", *of_draft]
+    for surface in (table.decode, table.verify, table.drafts[0].commit, table.drafts[0].propose):
+        assert set(surface.errors) == {"linear", "steps"}
+        assert surface.held_out_error == min(surface.errors.values())
 
 
 def test_every_sample_is_kept_and_takes_time(table: CostTable) -> None:
-    """Two draft steps to a verification, as rounds have them; three plain steps in a row."""
-    repeats = SETTINGS.repeats
-    for surface, count in (
-        (table.verify, repeats),
-        (table.drafts[0].commit, repeats),
-        (table.drafts[0].propose, 2 * repeats),
-        (table.decode, 3 * repeats),
-    ):
-        for point in [*surface.points, *surface.held_out]:
-            assert len(point.samples_ms) == count and min(point.samples_ms) > 0
-    overhead = table.drafts[0].overhead
+    costs = table.drafts[0]
+    for surface in (table.verify, costs.commit, costs.propose, table.decode):
+        for point in [*surface.points, *surface.examined, *surface.held_out]:
+            assert len(point.samples_ms) >= SETTINGS.min_samples and min(point.samples_ms) > 0
+    overhead = costs.overhead
     assert overhead.round_ms >= 0 and overhead.level_ms >= 0
-    for prefill in (table.prefill, table.drafts[0].prefill):
+    assert len(overhead.samples) == 3 * 4, "three kinds of trees, four prompts"
+    for prefill in (table.prefill, costs.prefill):
         assert {images for _, images, _ in prefill.samples} == {0, 1}
         assert all(tokens > 0 and ms > 0 for tokens, _, ms in prefill.samples)
 
@@ -166,7 +173,7 @@ def test_prepared_sizes_are_the_sizes_measured(
     table = profile(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)
     assert table.buckets == (4, 9) and sizes == {1, 4, 9}, "1 is the plain step"
     for surface in (table.verify, table.drafts[0].commit, table.drafts[0].propose):
-        assert {point.tokens for point in surface.points} == {4, 9} and surface.held_out == []
+        assert {p.tokens for p in (*surface.points, *surface.examined, *surface.held_out)} == {4, 9}
 
 
 def test_slicing_shows_in_the_rows(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
@@ -176,13 +183,13 @@ def test_slicing_shows_in_the_rows(pair: Pair, workload: Workload, processor: An
     whole, half = (load_draft(str(tmp_path), target, Subnet(heads=heads)) for heads in (None, 0.5))
     references = reference(str(pair.target_folder)), reference(str(tmp_path))
     drafts = [(draft, references[1]) for draft in (whole, half)]
-    table = profile(target, references[0], drafts, processor, workload, settings=replace(SETTINGS, repeats=1))
+    table = profile(target, references[0], drafts, processor, workload, settings=replace(SETTINGS, min_samples=1))
     rows = [table.costs_of(references[1], subnet) for subnet in (Subnet(), Subnet(heads=0.5))]
     assert [row.heads for row in rows] == [None, 0.5]
     # Three blocks of 4 or 2 heads of 8 numbers, keys and values, 4 bytes each.
     assert [row.cache_bytes_per_token for row in rows] == [3 * 2 * 4 * 8 * 4, 3 * 2 * 2 * 8 * 4]
     assert rows[0].num_parameters - rows[1].num_parameters == 3 * 4 * 2 * 8 * 32
-    assert sizes(rows[0].propose) == sizes(rows[1].propose) == {(n, m) for n in TOKENS for m in SETTINGS.kv_lengths}
+    assert all((129, 128) in sizes(row.propose) for row in rows)
     seen = next(prompt for prompt in workload.prompts if prompt.pixels).inputs(processor)
     lengths = []
     for keep in (1.0, 0.1):

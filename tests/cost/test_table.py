@@ -1,95 +1,19 @@
-"""Prices are the measured latencies, linear between them, and refused where nothing was measured."""
+"""Prices are read off the surfaces; every part knows its error."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from autotune.cost.table import KV_STEP, CostTable, Point, Surface, fit_prefill
+from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill
 from autotune.errors import UserError
 from autotune.files import parse, read_json, write_document
 from autotune.provenance import ModelReference
 from autotune.subnet import Subnet
 from tests.documents import DRAFT, cost_table, surface
-
-# Latencies typed in: rows are 1, 2 and 8 tokens, columns KV lengths of 100 and 300.
-GRID = {(1, 100): 1.0, (1, 300): 3.0, (2, 100): 2.0, (2, 300): 6.0, (8, 100): 5.0, (8, 300): 18.0}
-
-
-def typed_in(**fields: Any) -> Surface:
-    points = [Point(tokens=n, kv_length=m, samples_ms=[ms]) for (n, m), ms in GRID.items()]
-    return Surface(points=points, **fields)
-
-
-def latency(of: Surface, tokens: float, kv_length: float) -> float:
-    return float(of.latency_ms(np.array([tokens]), np.array([kv_length]))[0, 0])
-
-
-def test_grid_points_cost_what_was_measured() -> None:
-    for (n, m), ms in GRID.items():
-        assert latency(typed_in(), n, m) == ms
-
-
-@pytest.mark.parametrize(
-    ("tokens", "kv_length", "expected"),
-    [
-        (1, 200, 2.0),  # halfway along the KV length
-        (5, 100, 3.5),  # halfway along the tokens
-        (5, 200, (3.5 + 12.0) / 2),  # both
-        (3, 150, 0.75 * 2.5 + 0.25 * 8.0),  # a sixth, and a quarter
-        (1, 7, 1.0),  # shorter than measured: as the shortest
-    ],
-)
-def test_between_grid_points_it_is_linear(tokens: float, kv_length: float, expected: float) -> None:
-    assert latency(typed_in(), tokens, kv_length) == pytest.approx(expected)
-
-
-def test_a_longer_cache_goes_on_with_the_last_slope() -> None:
-    """8 tokens rise by 13 ms over 200 cached tokens; they go on so to one and a half times the longest length."""
-    assert latency(typed_in(), 8, 400) == pytest.approx(18 + 13 / 2)
-    assert latency(typed_in(), 8, 450) == pytest.approx(18 + 13 * 0.75)
-
-
-def test_a_falling_slope_is_noise() -> None:
-    """A longer cache is never cheaper, so a price does not fall below the last one measured."""
-    falling = surface(lambda n, m: 10 - 0.01 * m, tokens=(1,), kv_lengths=(100, 200))
-    assert latency(falling, 1, 150) == pytest.approx(8.5)
-    assert latency(falling, 1, 300) == pytest.approx(8.0)
-
-
-def test_one_kv_length_serves_all_within_reach() -> None:
-    flat = surface(lambda n, m: 2.0 * n, tokens=(1, 4), kv_lengths=(100,))
-    assert latency(flat, 2, 50) == latency(flat, 2, 150) == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize(("tokens", "kv_length"), [(9, 100), (1, 451), (9, 451)])
-def test_beyond_what_was_measured_it_refuses(tokens: float, kv_length: float) -> None:
-    with pytest.raises(UserError) as refused:
-        latency(typed_in(), tokens, kv_length)
-    assert "measured up to 8 tokens and a KV length of 300" in str(refused.value)
-    assert f"{tokens:.0f} tokens at {kv_length:.0f} are asked for; profile a larger grid" in str(refused.value)
-
-
-def test_a_grid_with_holes_is_refused() -> None:
-    holed = Surface(points=typed_in().points[:-1])
-    with pytest.raises(UserError, match=r"full grid; 5 points do not fill 3 x 2; profile again"):
-        latency(holed, 1, 100)
-
-
-def test_samples_count_by_their_median() -> None:
-    """A reading that was interrupted does not move the price."""
-    assert Point(tokens=1, kv_length=0, samples_ms=[1.0, 50.0, 1.2]).latency_ms == 1.2
-
-
-def test_held_out_errors_by_hand() -> None:
-    """Predicted 2.0 where 2.5 was measured, 3.5 where 2.8 was."""
-    held_out = [Point(tokens=1, kv_length=200, samples_ms=[2.5]), Point(tokens=5, kv_length=100, samples_ms=[2.8])]
-    np.testing.assert_allclose(typed_in(held_out=held_out).held_out_errors, [-0.2, 0.25])
-    assert typed_in().held_out_errors.tolist() == []
 
 
 def test_prefill_coefficients_are_recovered() -> None:
@@ -105,9 +29,51 @@ def test_prefill_coefficients_are_recovered() -> None:
 
 
 def test_a_prefill_is_never_paid_back() -> None:
-    """A line fitted to noise may cross zero."""
+    """A free line through these two would begin at -1 ms."""
     fitted = fit_prefill([(100, 0, 1.0), (200, 0, 3.0)])
-    assert fitted.ms(np.array([1, 150]), np.array([0, 0])).tolist() == [0.0, pytest.approx(2.0)]
+    assert min(fitted.intercept_ms, fitted.per_token_ms, fitted.image_ms) >= 0
+    assert (fitted.ms(np.array([1, 100, 150]), np.array([0, 0, 0])) > 0).all()
+
+
+def test_one_interrupted_prefill_moves_nothing() -> None:
+    """Sizes count by their medians."""
+    samples = [(n, 0, 3.0 + 0.05 * n) for n in (50, 100, 150, 200) for _ in range(3)]
+    fitted = fit_prefill([(50, 0, 5000.0), *samples[1:]])
+    assert (fitted.intercept_ms, fitted.per_token_ms) == pytest.approx((3.0, 0.05))
+
+
+def test_prefills_are_tested_by_sizes_left_out() -> None:
+    """Nothing of a size helps to predict it: what lies on one line does so exactly, what lies off it does not."""
+    line = [(n, 0, 3.0 + 0.05 * n) for n in (50, 100, 150, 200)]
+    assert fit_prefill(line).held_out_error == pytest.approx(0.0, abs=1e-9)
+    bent = fit_prefill([(50, 0, 5.5), (100, 0, 16.0), (150, 0, 10.5), (200, 0, 26.0)])
+    assert bent.held_out_error is not None and bent.held_out_error > 0.2
+    assert fit_prefill(line[:1]).held_out_error is None
+
+
+def test_the_only_prompt_with_an_image_is_not_predicted_without_it() -> None:
+    """The others say nothing of images, which is no error of theirs."""
+    fitted = fit_prefill([*((n, 0, 3.0 + 0.05 * n) for n in (50, 100, 150)), (200, 1, 20.0)])
+    assert fitted.image_ms == pytest.approx(7.0)
+    assert fitted.held_out_error == pytest.approx(0.0, abs=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------------ overhead
+
+
+def test_overhead_coefficients_are_recovered() -> None:
+    counts = [(rounds, rounds * depth) for rounds in (5, 12, 20) for depth in (1, 8)]
+    fitted = fit_overhead([(r, d, 0.3 * r + 0.05 * d) for r, d in counts])
+    assert (fitted.round_ms, fitted.level_ms, fitted.held_out_error) == pytest.approx((0.3, 0.05, 0.0), abs=1e-9)
+    assert len(fitted.samples) == 6
+
+
+def test_overheads_are_tested_by_runs_left_out() -> None:
+    """One run of two is predicted by the other: 2 ms a round by 1, and 1 by 2."""
+    fitted = fit_overhead([(10, 0, 10.0), (10, 0, 20.0)])
+    assert fitted.held_out_error == pytest.approx((1.0 + 0.5) / 2)
+    assert fit_overhead([(10, 0, 10.0)]).held_out_error is None
+    assert fit_overhead([]) == Overhead(round_ms=0, level_ms=0)
 
 
 # --------------------------------------------------------------------------------------------------------------- prices
@@ -189,6 +155,32 @@ def test_subnets_are_told_apart_by_their_heads() -> None:
         table.costs_of(whole.draft, Subnet(heads=0.25))
 
 
+# ---------------------------------------------------------------------------------------------------- held-out errors
+
+
+def test_every_part_has_its_error_under_its_name() -> None:
+    """Those that were tested; heads tell subnets apart."""
+    tested = surface(lambda n, m: 1.0 + n, held_out=[(5, 100)]).with_best_model()
+    (costs,) = cost_table().drafts
+    half = costs.model_copy(update={"heads": 0.5, "commit": tested, "propose": tested})
+    half = half.model_copy(update={"overhead": Overhead(round_ms=1, level_ms=0, held_out_error=0.25)})
+    table = cost_table(verify=tested, drafts=[costs, half])
+    assert list(table.held_out_errors) == [
+        "verify",
+        *(f"tests/draft heads-0.5: {part}" for part in ("commit", "propose", "overhead")),
+    ]
+    assert table.held_out_errors["tests/draft heads-0.5: overhead"] == 0.25
+    assert cost_table().held_out_errors == {}
+
+
+def test_samples_of_steps_are_counted() -> None:
+    """4 sizes x 3 KV lengths: verifications, first forwards, levels; 3 plain steps."""
+    assert cost_table().num_samples == 3 * 12 + 3
+
+
+# -------------------------------------------------------------------------------------------------------------- on disk
+
+
 def test_a_table_survives_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "pair.cost.json"
     table = cost_table()
@@ -198,3 +190,20 @@ def test_a_table_survives_the_disk(tmp_path: Path) -> None:
     content["verify"]["points"][0]["samples_ms"] = []
     with pytest.raises(UserError, match=r"verify\.points\.0\.samples_ms"):
         parse(CostTable, "cost-table", content, source=path)
+
+
+def test_tables_of_the_version_before_are_still_read(tmp_path: Path) -> None:
+    """They hold no errors, and price as they did."""
+    path = tmp_path / "pair.cost.json"
+    write_document(path, "cost-table", cost_table())
+    content = json.loads(path.read_text())
+    content["schema"] = "autotune.cost-table/2"
+    for part in ("remeasured_samples", "drifted_samples"):
+        del content[part]
+    (costs,) = content["drafts"]
+    del costs["overhead"]["samples"], costs["overhead"]["held_out_error"]
+    for prefill in (content["prefill"], costs["prefill"]):
+        del prefill["held_out_error"]
+    for part in (content["decode"], content["verify"], costs["commit"], costs["propose"]):
+        del part["examined"], part["model"], part["errors"]
+    assert parse(CostTable, "cost-table", content, source=path) == cost_table()
