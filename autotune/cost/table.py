@@ -187,6 +187,29 @@ class CostTable(Document):
         surfaces = [self.decode, self.verify, *(s for costs in self.drafts for s in (costs.commit, costs.propose))]
         return sum(surface.num_samples for surface in surfaces)
 
+    def check_speaks_of(self, target: ModelReference, device: Fingerprint, precision: str, *, source: str) -> None:
+        """Refuse a table of something else. Without a hash the target's name decides. ``source``: what to call the table.
+
+        Raises:
+            UserError: another target, another device, or another precision.
+        """
+        profile = "delete that table, or run autotune profile for what is here"
+        is_target = self.target.sha256 == target.sha256 and (target.sha256 or self.target.id == target.id)
+        if not is_target:
+            raise UserError(
+                f"{source}: a cost table prices the model that it was measured with; this one speaks of {self.target.id!r} "
+                f"({self.target.sha256[:8] or 'no hash'}), not of {target.id!r} ({target.sha256[:8] or 'no hash'}); {profile}"
+            )
+        if self.device.key != device.key:
+            raise UserError(
+                f"{source}: a cost table prices the device that it was measured on; this one speaks of {self.device.key!r}, "
+                f"not of {device.key!r}; {profile}"
+            )
+        if self.precision != precision:
+            raise UserError(
+                f"{source}: a cost table prices one precision; this one speaks of {self.precision}, not of {precision}; {profile}"
+            )
+
     def holds(self, draft: ModelReference, subnet: Subnet) -> bool:
         """Whether it prices a draft with the heads that a subnet keeps."""
         return any(costs.speaks_of(draft, subnet) for costs in self.drafts)

@@ -74,11 +74,17 @@ def foreign_table(gpu: str, pair: Pair) -> CostTable:
 
 
 def local_table(pair: Pair, workload: Workload, folder: Path, console: Console) -> CostTable:
-    """This device's table: from the study's folder if it was measured for this pair, else measured now."""
+    """This device's table: from the study's folder if it was measured for this pair, else measured now.
+
+    Raises:
+        UserError: a table of another target, device or precision was put in its place.
+    """
     key = content_key([pair.key, workload.sha256, SCHEMA_VERSIONS["cost-table"]])  # older ones hold no errors
     path = folder / f"{key}.cost.json"
     if path.exists():
         table = load_table(path)
+        precision = str(pair.target.dtype).removeprefix("torch.")
+        table.check_speaks_of(pair.target_reference, pair.device, precision, source=str(path))
         console.say(f"cost table of {table.provenance.created} reused: {path}")
         return table
     table = measure_table(pair, workload, console)

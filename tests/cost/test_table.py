@@ -1,4 +1,4 @@
-"""Prices are read off the surfaces; every part knows its error."""
+"""Prices are read off the surfaces; every part knows its error; a table of something else is refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autotune.cost.device import Fingerprint
 from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill
 from autotune.errors import UserError
 from autotune.files import parse, read_json, write_document
 from autotune.provenance import ModelReference
 from autotune.subnet import Subnet
-from tests.documents import DRAFT, cost_table, surface
+from tests.documents import DEVICE, DRAFT, TARGET, cost_table, surface
 
 
 def test_prefill_coefficients_are_recovered() -> None:
@@ -176,6 +177,54 @@ def test_every_part_has_its_error_under_its_name() -> None:
 def test_samples_of_steps_are_counted() -> None:
     """4 sizes x 3 KV lengths: verifications, first forwards, levels; 3 plain steps."""
     assert cost_table().num_samples == 3 * 12 + 3
+
+
+# ------------------------------------------------------------------------------------------------- tables of other things
+
+
+def test_a_table_of_this_target_device_and_precision_is_accepted() -> None:
+    """Under whatever name the target lies here."""
+    cost_table().check_speaks_of(TARGET, DEVICE, "float32", source="x")
+    moved = ModelReference(id="elsewhere", sha256=TARGET.sha256)
+    cost_table().check_speaks_of(moved, DEVICE, "float32", source="x")
+    unhashed = ModelReference(id="hub/model", sha256="")
+    cost_table(target=unhashed).check_speaks_of(unhashed, DEVICE, "float32", source="x")
+
+
+@pytest.mark.parametrize(
+    ("target", "device", "precision", "message"),
+    [
+        (
+            ModelReference(id="tests/other", sha256="e" * 64),
+            DEVICE,
+            "float32",
+            r"prices the model that it was measured with; this one speaks of 'tests/target' \(aaaaaaaa\), not of "
+            r"'tests/other' \(eeeeeeee\)",
+        ),
+        (
+            ModelReference(id=TARGET.id, sha256=""),
+            DEVICE,
+            "float32",
+            r"'tests/target' \(aaaaaaaa\), not of 'tests/target' \(no hash\)",
+        ),
+        (
+            TARGET,
+            DEVICE.model_copy(update={"num_cores": 8}),
+            "float32",
+            r"prices the device that it was measured on; this one speaks of 'cpu/An abacus/1', not of 'cpu/An abacus/8'",
+        ),
+        (TARGET, DEVICE, "bfloat16", r"prices one precision; this one speaks of float32, not of bfloat16"),
+    ],
+)
+def test_a_table_of_something_else_is_refused(
+    target: ModelReference, device: Fingerprint, precision: str, message: str
+) -> None:
+    """In one line that names the file, the rule, both values and what to do."""
+    with pytest.raises(UserError, match=message) as refused:
+        cost_table().check_speaks_of(target, device, precision, source="some/file.cost.json")
+    said = str(refused.value)
+    assert said.startswith("some/file.cost.json: a cost table prices") and "\n" not in said
+    assert said.endswith("; delete that table, or run autotune profile for what is here")
 
 
 # -------------------------------------------------------------------------------------------------------------- on disk
