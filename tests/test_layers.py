@@ -107,7 +107,6 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "files",
         "search.pair",
-        "subnet",
         "workload",
     },
     "search.finalists": {"drafters", "errors", "files", "runtime", "search.space", "workload"},

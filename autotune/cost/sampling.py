@@ -253,6 +253,7 @@ class Sampler:
         self.proposes = [grid() for _ in benches]
         self.remeasured_samples = 0
         self.drifted_samples = 0
+        self._deadline = 0.0
         self._warm: set[tuple[int, Size]] = set()
         self._references: list[float] = []
 
@@ -263,16 +264,17 @@ class Sampler:
     def run(self, report: Callable[[float], None] = lambda share: None) -> None:
         """Measure until the surfaces are good enough or the time is over. ``report`` is given the share done, 0 to 1."""
         started, limit = self._clock(), self.settings.time_limit_s
+        self._deadline = started + limit
 
         def tell() -> None:
             report(min(1.0, (self._clock() - started) / limit))
 
         while True:
             # No stage may take all of the time: a coarse grid, however well measured, is coarse.
-            self._measure(min(started + limit, self._clock() + limit / 4), tell)
-            if self._clock() >= started + limit or not any([grid.refine() for grid in self.grids]):
+            self._measure(min(self._deadline, self._clock() + limit / 4), tell)
+            if self._clock() >= self._deadline or not any([grid.refine() for grid in self.grids]):
                 break
-        self._measure(started + limit, tell)
+        self._measure(self._deadline, tell)
         report(1.0)
 
     def _measure(self, until: float, tell: Callable[[], None]) -> None:
@@ -287,7 +289,7 @@ class Sampler:
             if not drifted:
                 return
             count = sum(len(block.samples) for block in drifted)
-            if attempt == self.settings.retries or self._clock() >= until:
+            if attempt == self.settings.retries or self._clock() >= self._deadline:
                 self.drifted_samples += count
                 return
             self.remeasured_samples += count

@@ -37,7 +37,9 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
     images = [write_image(folder / "0.png", 0)]
     lines = [
         {"prompt": text, "images": images[: number % 2], "split": "tune", "max_new_tokens": 8}
-        for number, text in enumerate(["Count.", "Read the digits row by row.", "Go on, please.", "Describe the picture."])
+        for number, text in enumerate(
+            ["Count.", "Read the digits row by row.", "Go on, please.", "Describe the picture."]
+        )
     ]
     return load_workload(str(write_workload(folder, lines)), "tune")
 

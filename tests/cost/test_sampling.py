@@ -295,6 +295,16 @@ def test_throttled_samples_are_measured_again() -> None:
     assert sampler.remeasured_samples > 50 and sampler.drifted_samples == 0
 
 
+def test_a_stage_out_of_time_still_measures_throttled_samples_again() -> None:
+    """What is short is the time for more samples, not for right ones."""
+    rng = np.random.default_rng(0)
+    bench = Bench(speed=throttled(1.0, 2.0, 1.5), noise=lambda: 0.03 * rng.standard_normal())
+    sampler = measured(bench, settled=0.0, max_samples=10**6, time_limit_s=20.0)
+    assert sampler.remeasured_samples > 20
+    for (n, m), samples in sampler.verify.samples.items():
+        assert max(samples) < 1.3 * straight(n, m), (n, m)
+
+
 def test_a_cold_start_is_measured_again() -> None:
     """Faster than usual is another speed as well."""
     sampler = measured(Bench(speed=throttled(-1.0, 0.5, 0.6)))
