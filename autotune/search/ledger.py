@@ -1,0 +1,213 @@
+"""The ledger of a study: records under content hashes, each made once, by whichever worker claims it first.
+
+A record is there as a whole or not at all. A worker that is killed leaves at most a claim, which lapses: what it had
+begun is done anew, what it had finished never is. Any number of processes share a ledger; hosts share one in a database
+that they all reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sql
+
+from autotune.errors import UserError
+
+Record = dict[str, Any]
+Report = Callable[[int, int], None]
+"""Called as report(done, of)."""
+
+LEASE_S = 60.0  # a claim lapses so long after its worker was last heard of
+POLL_S = 0.2
+NOW = {"sqlite": "(julianday('now') - 2440587.5) * 86400.0", "postgresql": "extract(epoch from clock_timestamp())"}
+
+
+def storage_url(storage: str | Path) -> str:
+    """A file as SQLite, a database by its URL; PostgreSQL through psycopg unless the URL names another driver.
+
+    Raises:
+        UserError: a database of another kind.
+    """
+    if isinstance(storage, Path):
+        storage.parent.mkdir(parents=True, exist_ok=True)
+        return f"sqlite:///{storage}"
+    url = storage.replace("postgresql://", "postgresql+psycopg://", 1)
+    if url.split(":")[0].split("+")[0] not in NOW:
+        raise UserError(
+            f"--storage {storage}: a study is shared through PostgreSQL or a SQLite file; give postgresql://USER@HOST/DATABASE"
+        )
+    return url
+
+
+class Ledger:
+    """Records of one study, in a SQLite file or a database."""
+
+    def __init__(self, storage: str | Path, *, lease_s: float = LEASE_S) -> None:
+        """Raises:
+        UserError: the storage does not answer, or its driver is missing.
+        """
+        self.storage = storage
+        self.lease_s = lease_s
+        self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._table = sql.Table(
+            "autotune_ledger",
+            sql.MetaData(),
+            sql.Column("key", sql.String(64), primary_key=True),
+            sql.Column("stage", sql.String(32), nullable=False),
+            sql.Column("owner", sql.String(255), nullable=False),
+            sql.Column("lapses", sql.Double, nullable=False),
+            sql.Column("record", sql.Text, nullable=True),
+        )
+        try:
+            url = storage_url(storage)
+            wait = {"timeout": 60} if url.startswith("sqlite") else {"connect_timeout": 10}
+            self._engine = sql.create_engine(url, connect_args=wait, pool_pre_ping=True)
+            self._now: sql.ColumnElement[float] = sql.literal_column(NOW[self._engine.dialect.name])
+            with self._engine.begin() as connection:
+                self._table.create(connection, checkfirst=True)
+        except (sql.exc.SQLAlchemyError, ImportError) as error:
+            # Two workers that begin at the same moment both find no table.
+            if not (isinstance(error, sql.exc.SQLAlchemyError) and self._has_table()):
+                raise UserError(
+                    f"--storage {storage}: the storage does not answer ({_first_line(error)}); check the URL and its driver"
+                ) from None
+
+    def _has_table(self) -> bool:
+        try:
+            return sql.inspect(self._engine).has_table(self._table.name)
+        except (AttributeError, sql.exc.SQLAlchemyError):
+            return False
+
+    def get(self, key: str) -> Record | None:
+        """A record, if it was made."""
+        return self.records([key]).get(key)
+
+    def records(self, keys: list[str]) -> dict[str, Record]:
+        """Those of the records that were made, in the order of ``keys``."""
+        table = self._table
+        found: dict[str, str] = {}
+        with self._engine.connect() as connection:
+            for begin in range(0, len(keys), 500):
+                chosen = table.c.key.in_(keys[begin : begin + 500]) & table.c.record.is_not(None)
+                found.update(connection.execute(sql.select(table.c.key, table.c.record).where(chosen)).tuples().all())
+        return {key: json.loads(found[key]) for key in keys if key in found}
+
+    def missing(self, keys: list[str]) -> list[str]:
+        """Those of ``keys`` that have no record."""
+        table = self._table
+        made: set[str] = set()
+        with self._engine.connect() as connection:
+            for begin in range(0, len(keys), 500):
+                chosen = table.c.key.in_(keys[begin : begin + 500]) & table.c.record.is_not(None)
+                made.update(connection.execute(sql.select(table.c.key).where(chosen)).scalars())
+        return [key for key in keys if key not in made]
+
+    def claim(self, key: str, stage: str) -> bool:
+        """Whether this worker is now the one to make a record: nobody has made it, and nobody alive is at it."""
+        from sqlalchemy.dialects import postgresql, sqlite
+
+        table = self._table
+        insert = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
+        mine = {"owner": self.owner, "lapses": self._now + self.lease_s}
+        with self._engine.begin() as connection:
+            seen = connection.execute(sql.select(table.c.owner).where(table.c.key == key)).scalar()
+            is_free = table.c.lapses < self._now
+            if seen is not None and _is_dead(seen):
+                is_free = is_free | (table.c.owner == seen)
+            statement = insert(table).values(key=key, stage=stage, record=None, **mine)
+            statement = statement.on_conflict_do_update(
+                index_elements=["key"], set_=mine, where=table.c.record.is_(None) & is_free
+            )
+            return connection.execute(statement.returning(table.c.key)).first() is not None
+
+    def put(self, key: str, record: Record) -> None:
+        """Write a record that this worker has claimed. The first one counts."""
+        table = self._table
+        text = json.dumps(record, allow_nan=False)
+        with self._engine.begin() as connection:
+            chosen = (table.c.key == key) & table.c.record.is_(None)
+            connection.execute(table.update().where(chosen).values(record=text, owner=self.owner))
+
+    def release(self, key: str) -> None:
+        """Give up a claim."""
+        table = self._table
+        with self._engine.begin() as connection:
+            chosen = (table.c.key == key) & table.c.record.is_(None) & (table.c.owner == self.owner)
+            connection.execute(table.delete().where(chosen))
+
+    def work(
+        self,
+        stage: str,
+        units: Mapping[str, Callable[[], Record]],
+        *,
+        deadline: float | None = None,
+        report: Report | None = None,
+    ) -> dict[str, Record]:
+        """Make what is missing of ``units`` together with all other workers of the study, and return the records, in the
+        order of ``units``: all of them, unless the deadline (of ``time.monotonic``) has passed.
+        """
+        keys = list(units)
+        while len(waiting := self.missing(keys)) > 0:
+            if report is not None:
+                report(len(keys) - len(waiting), len(keys))
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            mine = next((key for key in waiting if self.claim(key, stage)), None)
+            if mine is None:  # others are at the rest
+                time.sleep(POLL_S)
+                continue
+            with self._held(mine):
+                self.put(mine, units[mine]())
+        if report is not None:
+            report(len(keys) - len(waiting), len(keys))
+        return self.records(keys)
+
+    @contextlib.contextmanager
+    def _held(self, key: str) -> Iterator[None]:
+        """The claim is renewed until the block ends, and given up if it fails."""
+        over = threading.Event()
+        table = self._table
+
+        def renew() -> None:
+            while not over.wait(self.lease_s / 3):
+                with contextlib.suppress(sql.exc.SQLAlchemyError), self._engine.begin() as connection:
+                    chosen = (table.c.key == key) & (table.c.owner == self.owner)
+                    connection.execute(table.update().where(chosen).values(lapses=self._now + self.lease_s))
+
+        renewing = threading.Thread(target=renew, daemon=True)
+        renewing.start()
+        try:
+            yield
+        except BaseException:
+            self.release(key)
+            raise
+        finally:
+            over.set()
+            renewing.join()
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether a worker of this host is no more: its claims need not lapse."""
+    host, pid, _ = owner.rsplit(":", 2)
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
