@@ -94,7 +94,9 @@ def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: fl
     """Which tokens of a prompt a draft reads, in order: all text, and the best of those that ``is_visual`` [n] says are
     visual, by ``visual_scores`` [visual tokens]; None: all of them.
     """
-    if visual_scores is None or (number := num_kept(visual_keep, len(visual_scores))) == len(visual_scores):
+    if visual_scores is None or not is_visual.any():  # an image that a draft without sight is not shown
+        return None
+    if (number := num_kept(visual_keep, len(visual_scores))) == len(visual_scores):
         return None
     best = visual_scores.to(is_visual.device).topk(number).indices
     is_kept = ~is_visual
