@@ -73,7 +73,12 @@ class _Verbs(click.Group):
 
 def _model_options(command: Callable[..., None]) -> Callable[..., None]:
     command = click.option(
-        "--draft", default=BUNDLED_DRAFT, show_default=True, help="Draft: a bundled name, a path or a Hugging Face id."
+        "--draft",
+        "drafts",
+        multiple=True,
+        default=(BUNDLED_DRAFT,),
+        show_default=True,
+        help="Draft: a bundled name, a path or a Hugging Face id; may be repeated.",
     )(command)
     return click.option(
         "--target",
@@ -175,7 +180,7 @@ def devices(as_json: bool) -> None:
 @_json_option
 def profile(
     target: str,
-    draft: str,
+    drafts: tuple[str, ...],
     heads: tuple[float, ...],
     injection_layer: int | None,
     workload: str,
@@ -184,22 +189,22 @@ def profile(
     output: Path,
     as_json: bool,
 ) -> None:
-    """Measure a cost table: what a step of target and draft costs on a device."""
+    """Measure a cost table: what a step of target and drafts costs on a device."""
     from autotune.console import Console
     from autotune.cost.device import choose_device
-    from autotune.drafters.checkpoint import load_draft
     from autotune.files import dump_document, require_writable, write_document
+    from autotune.search.contenders import Contenders
     from autotune.search.documents import measure_table, print_table
-    from autotune.search.pair import Pair
     from autotune.subnet import Subnet
     from autotune.workload import load_workload
 
     require_writable(output)
     console = Console()
     prompts = load_workload(workload, "tune")
-    first, *others = [Subnet(heads=share, injection_layer=injection_layer) for share in heads or (None,)]
-    pair = Pair(target, draft, choose_device(device), buckets, first)
-    table = measure_table(pair, prompts, console, [load_draft(draft, pair.target, subnet) for subnet in others])
+    contenders = Contenders(target, drafts, choose_device(device), buckets)
+    subnets = [Subnet(heads=share, injection_layer=injection_layer) for share in heads or (None,)]
+    places = [(draft, subnet) for draft in contenders.references for subnet in subnets]
+    table = measure_table(contenders, places, prompts, console)
     write_document(output, "cost-table", table)
     print_table(table, console)
     console.say(f"cost table written to {output}")
@@ -230,7 +235,7 @@ def profile(
 @_json_option
 def record(
     target: str,
-    draft: str,
+    drafts: tuple[str, ...],
     heads: float | None,
     injection_layer: int | None,
     workload: str,
@@ -245,8 +250,8 @@ def record(
     from autotune.console import Console
     from autotune.cost.device import choose_device
     from autotune.files import require_writable
+    from autotune.search.contenders import Contenders
     from autotune.search.documents import print_agreement, record_traces
-    from autotune.search.pair import Pair
     from autotune.subnet import Subnet
     from autotune.workload import load_workload
 
@@ -256,12 +261,25 @@ def record(
             raise UserError(f"--visual-keep must be above 0 and at most 1; got {keep:g}; 1 keeps every visual token")
     console = Console()
     prompts = load_workload(workload, "tune", num_prompts=num_prompts)
-    pair = Pair(target, draft, choose_device(device), subnet=Subnet(heads=heads, injection_layer=injection_layer))
-    traces = record_traces(pair, prompts, list(visual_keep), output, console)
-    for trace in traces:
-        print_agreement(trace, console)
+    contenders = Contenders(target, drafts, choose_device(device))
+    places = [
+        (draft, Subnet(heads=heads, visual_keep=keep, injection_layer=injection_layer))
+        for draft in contenders.references
+        for keep in visual_keep
+    ]
+    traces = record_traces(contenders, places, prompts, output, console)
+    print_agreement(traces, console)
     if as_json:
-        _print_json([{"visual_keep": trace.header.visual_keep, "agreement": agreement(trace)} for trace in traces])
+        _print_json(
+            [
+                {
+                    "draft": trace.header.draft.id,
+                    "visual_keep": trace.header.visual_keep,
+                    "agreement": agreement(trace),
+                }
+                for trace in traces
+            ]
+        )
 
 
 @main.command()
@@ -284,8 +302,26 @@ def record(
     show_default=True,
     help="Sampled configurations; small policies are enumerated beside them.",
 )
-@click.option("--storage", default=None, help="Optuna RDB URL; a journal file in the study's folder where left out.")
+@click.option(
+    "--storage",
+    default=None,
+    help="postgresql://... that several workers share; a file in the study's folder where left out.",
+)
 @click.option("--study", default=None, help="Name of the study's folder in .autotune/, to go on with or keep apart.")
+@click.option(
+    "--measure",
+    type=click.Choice(["finalists", "all"]),
+    default="finalists",
+    show_default=True,
+    help="What is run for real: finalists, or every subnet before its trees are searched as well.",
+)
+@click.option("--max-round-ms", type=click.FloatRange(min=0), default=None, help="Longest latency of a round allowed.")
+@click.option(
+    "--max-draft-mib", type=click.FloatRange(min=0), default=None, help="Most memory of a draft and its cache allowed."
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=None, help="Replays at once; one for each core if left out."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @_buckets_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("profile.json"), show_default=True)
@@ -293,7 +329,7 @@ def record(
 def search(
     gpu: str,
     target: str,
-    draft: str,
+    drafts: tuple[str, ...],
     heads: float | None,
     injection_layer: int | None,
     workload: str,
@@ -302,6 +338,10 @@ def search(
     trials: int,
     storage: str | None,
     study: str | None,
+    measure: str,
+    max_round_ms: float | None,
+    max_draft_mib: float | None,
+    jobs: int | None,
     seed: int,
     buckets: tuple[int, ...],
     output: Path,
@@ -314,12 +354,13 @@ def search(
     from autotune.files import dump_document
     from autotune.search.main_job import SearchSettings, check_settings
     from autotune.search.main_job import search as run_search
-    from autotune.subnet import Subnet
+    from autotune.search.study import Constraints
 
     settings = SearchSettings(
         target=target,
-        draft=draft,
-        subnet=Subnet(heads=heads, injection_layer=injection_layer),
+        drafts=drafts,
+        heads=heads,
+        injection_layer=injection_layer,
         workload=workload,
         space=space,
         gpu=gpu,
@@ -327,6 +368,9 @@ def search(
         num_trials=trials,
         storage=storage,
         study=study,
+        measure_all=measure == "all",
+        constraints=Constraints(max_round_ms, max_draft_mib),
+        jobs=jobs,
         seed=seed,
         buckets=buckets,
         output=output,

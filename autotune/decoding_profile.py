@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +216,8 @@ def load(
     from autotune.cost.device import choose_device, fingerprint
     from autotune.drafters.checkpoint import load_draft
     from autotune.models import load_model, load_processor, reference
-    from autotune.runtime.decoder import Decoder
     from autotune.runtime.target import Target
-    from autotune.runtime.way import Way, as_draft
+    from autotune.runtime.way import as_draft
 
     source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
     document = profile if isinstance(profile, DecodingProfile) else load_profile(Path(profile))
@@ -253,21 +253,42 @@ def load(
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
-    return Decoder(
+    return decoder_for(
+        document,
         runner,
+        lambda choice: drafts[choice.network],
+        processor=processor,
+        threads=document.threads if here.key == document.hardware.key else None,
+    )
+
+
+def decoder_for(
+    profile: DecodingProfile,
+    target: Any,
+    draft_of: Callable[[DraftChoice], Any],
+    *,
+    processor: Any = None,
+    threads: int | None = None,
+) -> Any:
+    """A decoder that obeys a profile, of loaded models."""
+    from autotune.runtime.decoder import Decoder
+    from autotune.runtime.way import Way
+
+    return Decoder(
+        target,
         ways=[
             Way(
-                None if point.draft is None else drafts[point.draft.network],
+                None if point.draft is None else draft_of(point.draft),
                 tree=point.tree,
                 visual_keep=1.0 if point.draft is None else point.draft.subnet.visual_keep,
                 verification=point.verification,
                 fallback=point.fallback,
                 when=point.when,
             )
-            for point in document.points
+            for point in profile.points
         ],
-        buckets=document.buckets,
-        threads=document.threads if here.key == document.hardware.key else None,
+        buckets=profile.buckets,
+        threads=threads,
         processor=processor,
-        profile=document,
+        profile=profile,
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from autotune.condition import first_match
 from autotune.decoding_profile import OperatingPoint
+from autotune.drafters.checkpoint import LoadedDraft
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search.finalists import Arm, Run, Runner
+from autotune.search.space import Configuration
 from autotune.trees.fallback import RequestMemory
 from autotune.workload import WorkloadPrompt
 
@@ -18,12 +23,33 @@ TUNED = "tuned"
 class ProfileRunner(Runner):
     """Runs the arm ``tuned`` with the decoder itself, as it was loaded from a profile; a prompt's task is its tag."""
 
-    def __init__(self, decoder: Decoder, *, with_perplexity: bool = False) -> None:
-        super().__init__(decoder, decoder.processor, with_perplexity=with_perplexity)
+    def __init__(
+        self,
+        decoder: Decoder,
+        ledger: Path | None = None,
+        *,
+        context: object = None,
+        with_perplexity: bool = False,
+        draft_of: Callable[[Configuration], LoadedDraft] | None = None,
+    ) -> None:
+        super().__init__(
+            decoder, decoder.processor, ledger, context=context, with_perplexity=with_perplexity, draft_of=draft_of
+        )
         self.point_numbers: dict[str, int] = {}
         """Which points have decoded the prompts, by name."""
         self._warm_points: set[int] = set()
         self._memories: list[RequestMemory] = []  # of all points, before the run
+
+    def number_of(self, prompt: WorkloadPrompt) -> int:
+        """Of the point that decodes a prompt."""
+        assert self.decoder.profile is not None
+        inputs = prompt.inputs(self.processor)
+        return first_match(
+            [point.when for point in self.decoder.profile.points],
+            temperature=prompt.settings.temperature or 0.0,
+            prompt_tokens=inputs["input_ids"].shape[1],
+            workload=prompt.settings.task,
+        )
 
     def point_of(self, prompt: WorkloadPrompt) -> OperatingPoint:
         """The point that has decoded a prompt."""
@@ -43,7 +69,7 @@ class ProfileRunner(Runner):
 
     def compare(self, *args: Any, **options: Any) -> dict[str, list[Run]]:
         """Every arm on the same prompts, as in ``Runner``."""
-        for way in self.decoder.ways:
+        for way in self.decoder.ways if not options.get("goes_on") else ():
             way.fallback.forget()
         return super().compare(*args, **options)
 

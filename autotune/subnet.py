@@ -26,7 +26,12 @@ class Subnet(Document):
     @property
     def name(self) -> str:
         """Names files of it: ``heads-0.5-layer-9-keep-0.1``; what is left to the draft is left out."""
+        return self.label.replace("=", "-").replace(" ", "-").replace("/", "-")
+
+    @property
+    def label(self) -> str:
+        """For people: ``heads=0.5 layer=9 keep=0.1``; what is left to the draft is left out."""
         shares = self.heads if isinstance(self.heads, tuple) else () if self.heads is None else (self.heads,)
-        heads = ["heads", *(f"{share:g}" for share in shares)] if shares else []
-        layer = [] if self.injection_layer is None else [f"layer-{self.injection_layer}"]
-        return "-".join([*heads, *layer, f"keep-{self.visual_keep:g}"])
+        heads = ["heads=" + "/".join(f"{share:g}" for share in shares)] if shares else []
+        layer = [] if self.injection_layer is None else [f"layer={self.injection_layer}"]
+        return " ".join([*heads, *layer, f"keep={self.visual_keep:g}"])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import numpy as np
+from autotune.search.pair import Pair
 
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import Trace, bounds_for, load_trace
@@ -23,7 +24,6 @@ from autotune.cost.table import DensePrices, PrefillCost
 from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.search.documents import record_traces
 from autotune.search.finalists import Arm, Runner
-from autotune.search.pair import Pair
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import Configuration, load_space
 from autotune.trees.policy import Policy, parse_policy
@@ -81,7 +81,7 @@ def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
     console.say(f"{trace.num_prompts} prompts, {trace.num_tokens} tokens, {len(trace.forest.child_token)} forest nodes")
 
     few = Workload(workload.name, workload.split, workload.prompts[:decoded])
-    arms = [Arm(name, Configuration(tree=tree, visual_keep=1.0)) for name, tree in DEFAULTS.items()]
+    arms = [Arm(name, Configuration(tree=tree)) for name, tree in DEFAULTS.items()]
     runs = Runner(pair.decoder, pair.processor).compare(arms, few)
     rng, at, rows = random.Random(0), prices(), []
     for name, tree in DEFAULTS.items():

@@ -29,8 +29,9 @@ from autotune.runtime.text_runner import causal_block
 from autotune.trees.tree import MAX_STEP, Floats, Ints
 from autotune.workload import Workload, WorkloadPrompt
 
-ROOTS_AT_ONCE = 24  # positions whose forests grow together, at most
-NODES_AT_ONCE = 800  # and about as many nodes: every one attends to a column for each of the others
+ROOTS_AT_ONCE = 24  # positions whose forests grow together, at most; of small forests...
+NODES_AT_ONCE = 800  # ...as many as have so many nodes: every one attends to a column for each of the others
+MAX_KEPT_BYTES = 2 << 30  # of what the target made of prompts
 Report = Callable[[int, int], None]
 """Called as report(done, of)."""
 
@@ -46,8 +47,23 @@ class Answer:
     visual_scores: list[float]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the target makes of a prompt and of its own answer, for drafts that read its features."""
+
+    prompts: Sequence[Prompt]
+    prompt_hidden: dict[int, Tensor]
+    """Of the layers asked for, [prompt tokens, hidden]."""
+    answer_hidden: dict[int, Tensor]
+    """The same of the token before each of the answer's, [answer tokens, hidden]."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(h.nbytes for part in (self.prompt_hidden, self.answer_hidden) for h in part.values())
+
+
 class Recorder:
-    """Records with one loaded pair. Every answer and every forest is a file of its own under ``folder`` as soon as it
+    """Records with one loaded target. Every answer and every forest is a file of its own under ``folder`` as soon as it
     is known, named by what it depends on: after a crash the same calls find them again and do only what is missing.
     """
 
@@ -56,6 +72,9 @@ class Recorder:
         self.target_reference = target_reference
         self.processor = processor
         self.folder = folder
+        self.layers: tuple[int, ...] = ()
+        """Of the target: what it makes of prompts is kept for these, where many drafts that read them are recorded."""
+        self._readings: dict[str, Reading] = {}
         self._plain = Decoder(target)
 
     def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
@@ -104,7 +123,8 @@ class Recorder:
             part = _read_part(path)
             if part is None:
                 inputs = prompt.inputs(self.processor, draft.device)
-                part = record_forest(self.target, draft, inputs, answer, bounds)
+                reading = self._reading(prompt, inputs, answer, draft.reads)
+                part = record_forest(self.target, draft, inputs, answer, bounds, reading)
                 _write_part(path, part)
             parts.append(part)
             if report is not None:
@@ -122,6 +142,21 @@ class Recorder:
             tasks=[prompt.settings.task for prompt in workload.prompts],
         )
         return join(header, parts)
+
+    def _reading(
+        self, prompt: WorkloadPrompt, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]
+    ) -> Reading | None:
+        """What a draft that reads these layers is told; None where it reads none."""
+        if not layers:
+            return None
+        if not set(layers) <= set(self.layers):
+            return read_target(self.target, inputs, answer, layers)
+        if prompt.sha256 not in self._readings:
+            found = read_target(self.target, inputs, answer, self.layers)
+            if found.num_bytes + sum(kept.num_bytes for kept in self._readings.values()) > MAX_KEPT_BYTES:
+                return found
+            self._readings[prompt.sha256] = found
+        return self._readings[prompt.sha256]
 
 
 def _read_answer(path: Path) -> Answer | None:
@@ -149,44 +184,60 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 
 
 @torch.inference_mode()
-def record_forest(
-    target: Target, draft: LoadedDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds
-) -> RecordedPrompt:
-    """The forest along one answer of the target, to which the draft is attached."""
-    tokens = np.array(answer.tokens, np.int64)
-    num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
-    widest = bounds.width + bounds.beam + bounds.nucleus_width + 2  # the best path and the answer
-    capacity = answer.prompt_length + len(tokens) + ROOTS_AT_ONCE * widest * (bounds.depth - 1) + MAX_STEP
-    scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
-    read: Sequence[Prompt] = ()
-    target.watched = draft.reads
-    if draft.reads:
-        read = target.encode(inputs).prompts
-        target.reserve(answer.prompt_length + len(tokens))
-        target.prefill(read[0])
-    (prompt,) = draft.prompts(inputs, read)
-    draft.prefill(prompt, scores, capacity=capacity)
-    grower = _ForestGrower(draft, tokens, bounds, _answer_hidden(target, tokens[:num_roots]))
-    grower.read_answer(num_roots)
-    first, at_once = 0, ROOTS_AT_ONCE
-    while first < num_roots:
-        end = min(first + at_once, num_roots)
-        nodes_per_root = grower.grow(first, end) / (end - first)
-        first, at_once = end, max(1, min(ROOTS_AT_ONCE, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
-    return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, len(answer.visual_scores))
-
-
-def _answer_hidden(target: Target, tokens: Ints) -> dict[int, Tensor]:
-    """What each watched layer made of the token before each of the answer's, behind a prefill, [tokens, hidden]."""
-    if not target.watched:
-        return {}
-    hidden = [{layer: states[-1:] for layer, states in target.hidden.items()}]
+def read_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> Reading:
+    """The target reads a prompt and its own answer again."""
+    tokens = np.array(answer.tokens[:-1], np.int64)  # nothing follows the last token
+    target.watched = tuple(layers)
+    read = target.encode(inputs).prompts
+    target.reserve(answer.prompt_length + len(answer.tokens))
+    target.prefill(read[0])
+    of_prompt = dict(target.hidden)
+    of_answer = [{layer: states[-1:] for layer, states in of_prompt.items()}]
     for first in range(0, len(tokens), MAX_STEP):
         part = tokens[first : first + MAX_STEP]
         target.forward(part, np.arange(len(part)), causal_block(len(part), target.closed))
         target.cache.advance(len(part))
-        hidden.append(target.hidden)
-    return {layer: torch.cat([one[layer] for one in hidden])[: len(tokens)] for layer in target.watched}
+        of_answer.append(target.hidden)
+    return Reading(
+        read,
+        of_prompt,
+        {layer: torch.cat([one[layer] for one in of_answer])[: len(tokens)] for layer in layers},
+    )
+
+
+@torch.inference_mode()
+def record_forest(
+    target: Target,
+    draft: LoadedDraft,
+    inputs: dict[str, Any],
+    answer: Answer,
+    bounds: ForestBounds,
+    reading: Reading | None = None,
+) -> RecordedPrompt:
+    """The forest along one answer of the target, to which the draft is attached. ``reading``: of the layers that the draft
+    reads; None: the target reads them now.
+    """
+    tokens = np.array(answer.tokens, np.int64)
+    num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
+    widest = bounds.width + bounds.beam + bounds.nucleus_width + 2  # the best path and the answer
+    largest = widest * (bounds.depth - 1)  # forest
+    most_at_once = min(MAX_STEP, max(ROOTS_AT_ONCE, NODES_AT_ONCE // max(1, largest)))
+    capacity = answer.prompt_length + len(tokens) + most_at_once * largest + MAX_STEP
+    scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
+    if reading is None and draft.reads:
+        reading = read_target(target, inputs, answer, draft.reads)
+    if reading is not None:
+        target.hidden = reading.prompt_hidden
+    (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
+    draft.prefill(prompt, scores, capacity=capacity)
+    grower = _ForestGrower(draft, tokens, bounds, {} if reading is None else reading.answer_hidden)
+    grower.read_answer(num_roots)
+    first, at_once = 0, most_at_once
+    while first < num_roots:
+        end = min(first + at_once, num_roots)
+        nodes_per_root = grower.grow(first, end) / (end - first)
+        first, at_once = end, max(1, min(most_at_once, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
+    return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, len(answer.visual_scores))
 
 
 class _ForestGrower:
@@ -217,7 +268,7 @@ class _ForestGrower:
         hidden = None
         if parents is None and self.answer_hidden:
             rows = torch.from_numpy(places).to(self.draft.device)
-            hidden = {layer: states[rows] for layer, states in self.answer_hidden.items()}
+            hidden = {layer: self.answer_hidden[layer][rows] for layer in self.draft.reads}
         logits = self.draft.forward(tokens, places, block, num_uncommitted=uncommitted, parents=parents, hidden=hidden)
         found, logprobs = self.draft.best(logits, self.bounds.num_proposals)
         wide = found.astype(np.int64)

@@ -12,7 +12,7 @@ from pydantic import Field
 from autotune.cost.device import Fingerprint
 from autotune.cost.surface import Surface
 from autotune.errors import UserError
-from autotune.files import Document
+from autotune.files import Document, content_key
 from autotune.provenance import ModelReference, Provenance
 from autotune.subnet import Subnet
 from autotune.trees.buckets import round_up
@@ -209,6 +209,11 @@ class CostTable(Document):
             raise UserError(
                 f"{source}: a cost table prices one precision; this one speaks of {self.precision}, not of {precision}; {profile}"
             )
+
+    @property
+    def content(self) -> str:
+        """Content hash of all that it says: equal tables have equal ones, whenever they were made."""
+        return content_key(self.model_dump(mode="json", exclude={"provenance"}))
 
     def holds(self, draft: ModelReference, subnet: Subnet) -> bool:
         """Whether it prices a draft with the heads that a subnet keeps."""

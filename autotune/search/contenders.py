@@ -1,4 +1,4 @@
-"""A target and a draft, loaded together, with what documents call them."""
+"""A target and the drafts that contend for it, with what documents call them."""
 
 from __future__ import annotations
 
@@ -6,50 +6,100 @@ from collections.abc import Sequence
 
 from autotune.cost.device import fingerprint
 from autotune.cost.roofline import ModelShape
-from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.models import load_model, load_processor, reference
-from autotune.provenance import version_of
+from autotune.provenance import ModelReference, version_of
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
 from autotune.runtime.text_runner import TextRunner
 from autotune.runtime.vision import vision_parts
+from autotune.search.space import Place, SearchSpace
 from autotune.subnet import Subnet
 
 
-class Pair:
-    """Target and draft, loaded, with what documents call them. Of ``subnet`` heads and injection layer are taken."""
+class Contenders:
+    """The target and the drafts that contend for it, loaded when first asked for."""
 
-    def __init__(
-        self,
-        target: str,
-        draft: str,
-        device: str,
-        buckets: Sequence[int] = (),
-        subnet: Subnet | None = None,
-    ) -> None:
+    def __init__(self, target: str, drafts: Sequence[str], device: str, buckets: Sequence[int] = ()) -> None:
+        """Raises:
+        UserError: a model that cannot be loaded, or no draft for this target.
+        """
         self.target_reference = reference(target)
-        self.draft_reference = reference(draft)
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
-        self.draft = load_draft(draft, self.target, subnet)
-        self.decoder = Decoder(
-            self.target, self.draft, buckets=buckets, processor=self.processor
-        )  # checks that their vocabularies are of one size
+        self.buckets = tuple(buckets)
         self.device = fingerprint(device)
+        self._loaded: dict[Place, LoadedDraft] = {}
+        self._wholes: dict[str, LoadedDraft] = {}
+        self.references: dict[str, ModelReference] = {}
+        """Of the drafts, by their ids."""
+        for name in drafts:
+            found = reference(name)
+            self.references[found.id] = found
+            whole = load_draft(name, self.target)
+            Decoder(self.target, whole, buckets=buckets, processor=self.processor)  # checks that vocabularies agree
+            self._wholes[found.id] = whole
+
+    @property
+    def precision(self) -> str:
+        return str(self.target.dtype).removeprefix("torch.")
+
+    def kind(self, draft: str) -> str:
+        """Of a draft: ``star``, ``independent``, ..."""
+        return self._wholes[draft].kind
+
+    def draft(self, draft: str, subnet: Subnet | None = None) -> LoadedDraft:
+        """A draft, sliced to the heads and reading the layer of a subnet; its visual tokens are chosen prompt by prompt.
+
+        Raises:
+            UserError: a subnet that it does not have.
+        """
+        whole = self._wholes[draft]
+        subnet = subnet or whole.subnet
+        layer = subnet.injection_layer or whole.subnet.injection_layer
+        wanted = Subnet(heads=subnet.heads, injection_layer=layer)
+        if wanted.heads is None and layer == whole.subnet.injection_layer:
+            return whole
+        if (draft, wanted) not in self._loaded:
+            self._loaded[draft, wanted] = load_draft(draft, self.target, wanted)
+        return self._loaded[draft, wanted]
+
+    def decoder(self, threads: int | None = None) -> Decoder:
+        """Of the first draft, with steps on so many CPU threads."""
+        first = next(iter(self._wholes.values()))
+        return Decoder(self.target, first, buckets=self.buckets, threads=threads, processor=self.processor)
+
+    def subnets(self, space: SearchSpace) -> list[Place]:
+        """All of a space, of every draft.
+
+        Raises:
+            UserError: the space has heads or layers to choose, and no draft has.
+        """
+        found: list[Place] = []
+        supernets = {draft for draft, whole in self._wholes.items() if whole.kind == "star"}
+        if not supernets and (space.heads != [1.0] or isinstance(space.injection_layers, list)):
+            names = ", ".join(self._wholes)
+            raise UserError(
+                f"only a star draft has heads and layers to choose; got {names}; leave heads and layers out"
+            )
+        for draft, whole in self._wholes.items():
+            readable: Sequence[int] = ()
+            if draft in supernets:
+                assert isinstance(whole, FeatureDraft)
+                readable = whole.network.config.injection_layers
+            found += [(draft, subnet) for subnet in space.subnets(draft, whole.subnet, readable)]
+        return found
 
     @property
     def key(self) -> str:
-        """Names documents that speak of this pair on this device, through these versions."""
-        models = [
-            self.target_reference.sha256 or self.target_reference.id,
-            self.draft_reference.sha256 or self.draft_reference.id,
-        ]
-        sizes = [list(self.decoder.buckets)] if self.decoder.buckets else []
+        """Names documents that speak of these models on this device, through these versions."""
+        models = [found.sha256 or found.id for found in (self.target_reference, *self.references.values())]
+        sizes = [list(self.buckets)] if self.buckets else []
         versions = [version_of("torch"), version_of("transformers")]
-        subnet = self.draft.subnet.model_dump(exclude={"visual_keep"}, exclude_none=True)
-        return content_key([*models, self.device.key, *versions, *sizes, *([subnet] if subnet else [])])
+        return content_key([*models, self.device.key, *versions, *sizes])
 
 
 def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:

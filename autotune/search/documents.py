@@ -15,10 +15,11 @@ from autotune.cost.profiler import kv_lengths_for, profile
 from autotune.cost.roofline import datasheets, estimate_table
 from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import CostTable
-from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError, nearest
 from autotune.files import SCHEMA_VERSIONS, content_key, parse, read_json, write_document
-from autotune.search.pair import Pair, shape_of
+from autotune.search.contenders import Contenders, shape_of
+from autotune.search.ledger import Ledger
+from autotune.search.space import Place
 from autotune.workload import Workload
 
 
@@ -47,97 +48,129 @@ def load_table(path: Path) -> CostTable:
     return parse(CostTable, "cost-table", read_json(path), source=path)
 
 
-def foreign_table(gpu: str, pair: Pair) -> CostTable:
-    """Another device's table for this pair: the shipped measurement, or an estimate from its datasheet.
+def foreign_table(gpu: str, contenders: Contenders, priced: Sequence[Place]) -> CostTable:
+    """Another device's table for these drafts: the shipped measurement, or an estimate from its datasheet.
 
     Raises:
         UserError: there is no datasheet, and the shipped tables speak of other models.
     """
+    target = contenders.target_reference
     for path in shipped_tables().get(gpu, []):
         table = load_table(path)
-        if table.target.sha256 == pair.target_reference.sha256 and table.holds(pair.draft_reference, pair.draft.subnet):
+        is_of_these = all(table.holds(contenders.references[draft], subnet) for draft, subnet in priced)
+        if table.target.sha256 == target.sha256 and is_of_these:
             return table
     if gpu not in datasheets():
         raise UserError(
-            f"--gpu {gpu}: its shipped tables are of other models than {pair.target_reference.id}; run autotune profile on that device"
+            f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune profile on that device"
         )
-    table = estimate_table(
-        gpu,
-        target=pair.target_reference,
-        target_shape=shape_of(pair.target),
-        draft=pair.draft_reference,
-        draft_shape=shape_of(pair.draft),
-        precision=str(pair.target.dtype).removeprefix("torch."),
-        subnet=pair.draft.subnet,
-    )
-    return table.model_copy(update={"buckets": pair.decoder.buckets})
+    tables = [
+        estimate_table(
+            gpu,
+            target=target,
+            target_shape=shape_of(contenders.target),
+            draft=contenders.references[draft],
+            draft_shape=shape_of(contenders.draft(draft, subnet)),
+            precision=contenders.precision,
+            subnet=subnet,
+        )
+        for draft, subnet in priced
+    ]
+    drafts = [costs for table in tables for costs in table.drafts]
+    return tables[0].model_copy(update={"buckets": contenders.buckets, "drafts": drafts})
 
 
-def local_table(pair: Pair, workload: Workload, folder: Path, console: Console) -> CostTable:
-    """This device's table: from the study's folder if it was measured for this pair, else measured now.
+def priced_apart(places: Sequence[Place]) -> list[Place]:
+    """One subnet for every draft and share of heads: how many visual tokens it keeps, and which layer it reads, do not
+    change what a step costs.
+    """
+    found: dict[tuple[str, tuple[float, ...]], Place] = {}
+    for draft, subnet in places:
+        found.setdefault((draft, subnet.head_shares), (draft, subnet.model_copy(update={"visual_keep": 1.0})))
+    return list(found.values())
+
+
+def local_table(
+    contenders: Contenders,
+    priced: Sequence[Place],
+    workload: Workload,
+    folder: Path,
+    ledger: Ledger,
+    console: Console,
+) -> CostTable:
+    """This device's table: the one in the study's folder or ledger if it was measured for these drafts, else measured now,
+    by one of the study's workers.
 
     Raises:
         UserError: a table of another target, device or precision was put in its place.
     """
-    key = content_key([pair.key, workload.sha256, SCHEMA_VERSIONS["cost-table"]])  # older ones hold no errors
+    described = [[draft, list(subnet.head_shares)] for draft, subnet in priced]
+    # Tables of older schemas hold no errors.
+    key = content_key([contenders.key, described, workload.sha256, SCHEMA_VERSIONS["cost-table"]])
     path = folder / f"{key}.cost.json"
-    if path.exists():
-        table = load_table(path)
-        precision = str(pair.target.dtype).removeprefix("torch.")
-        table.check_speaks_of(pair.target_reference, pair.device, precision, source=str(path))
-        console.say(f"cost table of {table.provenance.created} reused: {path}")
-        return table
-    table = measure_table(pair, workload, console)
-    write_document(path, "cost-table", table)
+    if not path.exists():
+        record = ledger.work(
+            "cost table",
+            {key: lambda: measure_table(contenders, priced, workload, console).model_dump(mode="json")},
+        )[key]
+        write_document(path, "cost-table", CostTable.model_validate(record, strict=False))
+    else:
+        console.say(f"cost table of {load_table(path).provenance.created} reused: {path}")
+    table = load_table(path)
+    table.check_speaks_of(contenders.target_reference, contenders.device, contenders.precision, source=str(path))
     return table
 
 
-def measure_table(pair: Pair, workload: Workload, console: Console, further: Sequence[LoadedDraft] = ()) -> CostTable:
-    """Measure the pair at the KV lengths that the workload's prompts and answers reach, and ``further`` subnets of its
-    draft beside it.
-    """
-    lengths = [prompt.inputs(pair.processor)["input_ids"].shape[1] for prompt in workload.prompts]
+def measure_table(contenders: Contenders, priced: Sequence[Place], workload: Workload, console: Console) -> CostTable:
+    """Measure target and drafts at the KV lengths that the workload's prompts and answers reach."""
+    lengths = [prompt.inputs(contenders.processor)["input_ids"].shape[1] for prompt in workload.prompts]
     longest = max(
         length + prompt.settings.max_new_tokens for length, prompt in zip(lengths, workload.prompts, strict=True)
     )
     kv_lengths, between = kv_lengths_for(min(lengths), longest)
     with console.stage("cost table") as update:
         return profile(
-            pair.target,
-            pair.target_reference,
-            [(draft, pair.draft_reference) for draft in (pair.draft, *further)],
-            pair.processor,
+            contenders.target,
+            contenders.target_reference,
+            [(contenders.draft(draft, subnet), contenders.references[draft]) for draft, subnet in priced],
+            contenders.processor,
             workload,
-            settings=ProfileSettings(kv_lengths=kv_lengths, held_out_kv_length=between, buckets=pair.decoder.buckets),
+            settings=ProfileSettings(kv_lengths=kv_lengths, held_out_kv_length=between, buckets=contenders.buckets),
             report=lambda done, of: update(done, of, ""),
         )
 
 
 def record_traces(
-    pair: Pair,
+    contenders: Contenders,
+    places: Sequence[Place],
     workload: Workload,
-    keeps: list[float],
     folder: Path,
     console: Console,
     *,
     bounds: ForestBounds | None = None,
 ) -> list[Trace]:
-    """The target's answers, then a trace of the draft for each visual keep ratio, saved under ``folder``."""
+    """The target's answers, then a trace of every draft and subnet, saved under ``folder``."""
     bounds = bounds or ForestBounds()
-    recorder = Recorder(pair.target, pair.target_reference, pair.processor, folder)
+    recorder = Recorder(contenders.target, contenders.target_reference, contenders.processor, folder)
     with console.stage("answers of the target") as update:
         recorder.answers(workload, lambda done, of: update(done, of, ""))
     traces: list[Trace] = []
-    with console.stage("traces of the draft") as update:
-        for number, keep in enumerate(keeps):
+    with console.stage("traces of the draft" if len(contenders.references) == 1 else "traces of drafts") as update:
+        for number, (draft, subnet) in enumerate(places):
 
             def report(done: int, of: int, first: int = number) -> None:
-                update(first * of + done, len(keeps) * of, "")
+                update(first * of + done, len(places) * of, "")
 
             trace = recorder.trace(
-                pair.draft, pair.draft_reference, workload, visual_keep=keep, bounds=bounds, report=report
+                contenders.draft(draft, subnet),
+                contenders.references[draft],
+                workload,
+                visual_keep=subnet.visual_keep,
+                bounds=bounds,
+                report=report,
             )
-            save_trace(folder / "traces" / f"{trace.header.subnet.name}.trace.json", trace)
+            path = folder / "traces" / draft.replace("/", "-") / f"{trace.header.subnet.name}.trace.json"
+            save_trace(path, trace)
             traces.append(trace)
     return traces
 
@@ -198,8 +231,13 @@ def _percent(error: float | None) -> str:
     return "-" if error is None else f"{100 * error:.1f} %"
 
 
-def print_agreement(trace: Trace, console: Console) -> None:
-    """How often the draft names the target's next token, by task."""
-    shares = agreement(trace)
-    rows = [[task, f"{100 * found[1]:.1f} %", f"{100 * found[4]:.1f} %"] for task, found in shares.items()]
-    console.table("Draft's agreement with the target", ["task", "top-1", "top-4"], rows)
+def print_agreement(traces: Sequence[Trace], console: Console) -> None:
+    """How often each draft, at its best subnet recorded, names the target's next token, by task."""
+    of_draft: dict[str, Trace] = {}
+    for trace in traces:
+        of_draft.setdefault(trace.header.draft.id, trace)
+    shares = {draft: agreement(trace) for draft, trace in of_draft.items()}
+    tasks = list(next(iter(shares.values())))
+    rows = [[task, *(f"{100 * found[task][n]:.1f} %" for found in shares.values() for n in (1, 4))] for task in tasks]
+    heads = ["top-1", "top-4"] if len(shares) == 1 else [f"{draft} top-{n}" for draft in shares for n in (1, 4)]
+    console.table("Agreement with the target", ["task", *heads], rows)

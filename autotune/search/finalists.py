@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.errors import UserError
@@ -28,6 +29,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.hf_generate import hf_generate
 from autotune.runtime.perplexity import perplexity
 from autotune.runtime.stats import DecodingStats
+from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.space import Configuration
 from autotune.workload import Workload, WorkloadPrompt
 
@@ -84,13 +86,13 @@ class Arm:
 
 
 # The free baseline: no model drafts. As many tokens at once as the other published chain.
-PROMPT_LOOKUP_ARM = Arm(
-    PROMPT_LOOKUP, Configuration(tree={"policy": "chain", "depth": 5}, visual_keep=1.0), drafter=PROMPT_LOOKUP
-)
+PROMPT_LOOKUP_ARM = Arm(PROMPT_LOOKUP, Configuration(tree={"policy": "chain", "depth": 5}), drafter=PROMPT_LOOKUP)
 
 
 class Runner:
-    """Runs arms on prompts with one loaded target and draft."""
+    """Runs arms on prompts with one loaded target. ``draft_of`` finds the drafts of configurations; without it the
+    decoder's own decodes all of them.
+    """
 
     def __init__(
         self,
@@ -100,8 +102,10 @@ class Runner:
         *,
         context: object = None,
         with_perplexity: bool = False,
+        draft_of: Callable[[Configuration], LoadedDraft] | None = None,
     ) -> None:
         self.decoder = decoder
+        self.draft_of = draft_of
         self.with_perplexity = with_perplexity
         self.num_disturbed = 0
         """Runs measured again because the machine was busy with something else."""
@@ -120,17 +124,20 @@ class Runner:
         seed: int = 0,
         deadline: float | None = None,
         min_prompts: int = 8,
+        repeat: int = 0,
+        goes_on: bool = False,
         report: Report | None = None,
     ) -> dict[str, list[Run]]:
         """Every arm on the same prompts, by arm name. Past the deadline it ends after a whole prompt, once
-        ``min_prompts`` are done.
+        ``min_prompts`` are done. ``repeat`` tells apart comparisons of the same arms; one that ``goes_on`` remembers what
+        earlier ones have taught.
         """
         order = random.Random(seed)
         arms = list({arm.name: arm for arm in arms}.values())
         runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
-        comparison = content_key([self.context, sorted(arm.key for arm in arms)])
+        comparison = content_key([self.context, sorted(arm.key for arm in arms), *([repeat] if repeat else [])])
         known = self._known_runs(comparison)
-        for arm in arms:  # what an earlier comparison has taught would depend on its prompts
+        for arm in arms if not goes_on else ():  # what an earlier comparison has taught would depend on its prompts
             self.decoder_of(arm).fallback.forget()
         for number, prompt in enumerate(workload.prompts):
             if number >= min_prompts and deadline is not None and time.monotonic() > deadline:
@@ -229,6 +236,8 @@ class Runner:
                 draft = self.decoder.draft
                 if arm.drafter == PROMPT_LOOKUP:
                     draft = PromptLookupDraft(target.vocab_size)
+                elif self.draft_of is not None:
+                    draft = self.draft_of(c)
                 made = Decoder(
                     target,
                     draft,
@@ -246,6 +255,67 @@ class Runner:
     def assistant(self) -> Any | None:
         """The draft as Hugging Face's generate takes it: a whole model, or None where the draft is none."""
         return self.decoder.draft.model if isinstance(self.decoder.draft, IndependentDraft) else None
+
+
+# ---------------------------------------------------------------------------------------------------------- elimination
+
+BLOCK = 8  # prompts between two looks
+MAX_PASSES = 4  # over the prompts
+LOOK_LEVEL = 0.99  # of the interval at each look: there are many
+
+
+@dataclass(frozen=True)
+class Elimination:
+    """Finalists after they ran against each other."""
+
+    runs: dict[str, list[Run]]
+    """By arm; an eliminated one has fewer. Plain decoding ran on all."""
+    standing: list[str]
+    """Arms that are not surely slower than the fastest; that one first."""
+
+
+def eliminate(
+    runner: Runner,
+    arms: Sequence[Arm],
+    workload: Workload,
+    *,
+    seed: int = 0,
+    deadline: float | None = None,
+    report: Report | None = None,
+) -> Elimination:
+    """Arms decode the prompts block by block, beside plain decoding and each other; after each block those leave whose
+    paired interval against the fastest lies above it. It ends when one is left, the prompts were read ``MAX_PASSES``
+    times, or, past the deadline, behind a block.
+    """
+    standing = [arm.name for arm in arms]
+    runs: dict[str, list[Run]] = {name: [] for name in (AR, *standing)}
+    blocks = [workload.prompts[begin : begin + BLOCK] for begin in range(0, len(workload.prompts), BLOCK)]
+    total = len(workload.prompts) * MAX_PASSES
+    for number in range(MAX_PASSES * len(blocks)):
+        prompts = blocks[number % len(blocks)]
+        if number > 0 and (len(standing) == 1 or (deadline is not None and time.monotonic() > deadline)):
+            break
+        found = runner.compare(
+            [Arm(AR), *(arm for arm in arms if arm.name in standing)],
+            Workload(workload.name, workload.split, prompts),
+            seed=seed + number,
+            min_prompts=len(prompts),
+            repeat=number // len(blocks),
+            goes_on=number > 0,
+        )
+        for name, block_runs in found.items():
+            runs[name] += block_runs
+        if report is not None:
+            report(min(total, len(runs[AR])), total)
+        times = {name: np.array([run.decode_ms for run in runs[name]]) for name in standing}
+        standing.sort(key=lambda name: float(times[name].sum()))
+        fastest = times[standing[0]]
+        standing = [
+            name
+            for name in standing
+            if name == standing[0] or bootstrap_ratio(times[name], fastest, level=LOOK_LEVEL)[0] <= 1.0
+        ]
+    return Elimination(runs, standing)
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -350,23 +420,3 @@ def _columns(pairs: Sequence[tuple[Run, Run]]) -> NDArray[np.float64]:
     """Decoding times and decoded tokens of the runs, and of their baseline: [4, pairs]."""
     rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in pairs]
     return np.array(rows, np.float64).T
-
-
-def bootstrap_ratio(
-    above: NDArray[np.float64],
-    below: NDArray[np.float64],
-    *,
-    above_units: NDArray[np.float64] | None = None,
-    below_units: NDArray[np.float64] | None = None,
-    num_resamples: int = 2000,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """95 % interval of ``sum(above) / sum(below)``, resampling the pairs; where units are given, of the ratio of both
-    sums per unit.
-    """
-    draws = np.random.default_rng(seed).integers(len(above), size=(num_resamples, len(above)))
-    ratios = above[draws].sum(1) / below[draws].sum(1)
-    if above_units is not None and below_units is not None:
-        ratios *= below_units[draws].sum(1) / above_units[draws].sum(1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)

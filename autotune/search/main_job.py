@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.acceptance.trace import ForestBounds, bounds_for
+from autotune.condition import Condition
 from autotune.console import Console
 from autotune.cost.device import Fingerprint
 from autotune.cost.table import TOKENS, CostTable
@@ -26,30 +26,39 @@ from autotune.decoding_profile import (
     Predicted,
     PromptEvidence,
     WorkloadReference,
+    decoder_for,
     save_profile,
 )
 from autotune.errors import UserError
-from autotune.files import require_writable
+from autotune.files import content_key, require_writable
+from autotune.profile_runner import TUNED, ProfileRunner
 from autotune.provenance import stamp
+from autotune.search.bootstrap import bootstrap_ratio
+from autotune.search.contenders import Contenders
 from autotune.search.documents import (
     device_for,
     foreign_table,
     local_table,
+    priced_apart,
     print_agreement,
     print_table,
     record_traces,
 )
-from autotune.search.finalists import AR, Arm, Run, Runner, Summary, bootstrap_ratio, summarise
-from autotune.search.pair import Pair
+from autotune.search.finalists import AR, Arm, Run, Runner, Summary, eliminate, summarise
+from autotune.search.ledger import Ledger
+from autotune.search.points import by_prompt_tokens, by_workload, choose_points
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, SearchSpace, largest_policies, load_space
-from autotune.search.study import Candidate, Evaluator, choose_finalists, search_trees
-from autotune.subnet import Subnet
+from autotune.search.study import Candidate, Constraints, Evaluator, choose_finalists, search_trees
+from autotune.search.subnets import measure, print_screened, screen, survivors
 from autotune.trees.buckets import check_buckets
 from autotune.trees.policy import parse_policy
-from autotune.workload import Workload, load_workload
+from autotune.workload import Workload, WorkloadPrompt, load_workload
 
-NUM_FINALISTS = 4
+NUM_FINALISTS = 6
 FINALIST_PROMPTS = 16
+NUM_POINT_CANDIDATES = 400  # configurations among which points of their own are looked for
+OF_KIND = {"star": "star", "dream": "dream"}
+"""Published defaults that a paper names for a draft of its own kind."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +66,27 @@ class SearchSettings:
     """What the user asked of a search."""
 
     target: str
-    draft: str
+    drafts: tuple[str, ...]
     workload: str
-    subnet: Subnet = field(default_factory=Subnet)
-    """Heads and injection layer of the draft."""
+    heads: float | None = None
+    """In place of the space's."""
+    injection_layer: int | None = None
+    """In place of the space's."""
     space: str = "quick"
     gpu: str = "auto"
     budget_s: float = 300.0
     num_trials: int = 200
     storage: str | None = None
+    """A database that several workers share; None: a file in the study's folder."""
     study: str | None = None
     seed: int = 0
     buckets: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to; none: every size as it is."""
+    measure_all: bool = False
+    """Run every subnet for real before its trees are searched."""
+    constraints: Constraints = field(default_factory=Constraints)
+    jobs: int | None = None
+    """Replays at once; None: one for each core."""
     num_tune_prompts: int = 48
     num_evaluate_prompts: int = 64
     output: Path = Path("profile.json")
@@ -81,7 +98,7 @@ def check_settings(settings: SearchSettings) -> None:
     """Refuse what cannot work before anything is loaded.
 
     Raises:
-        UserError: no time, no trials, or an output that cannot be written.
+        UserError: no time, no trials, no draft, or an output that cannot be written.
     """
     if settings.budget_s <= 0:
         raise UserError(
@@ -89,8 +106,20 @@ def check_settings(settings: SearchSettings) -> None:
         )
     if settings.num_trials < 1:
         raise UserError(f"--trials must be at least 1; got {settings.num_trials}; the default is 200")
+    if not settings.drafts:
+        raise UserError("a search needs a draft; name one with --draft")
     check_buckets(settings.buckets)
     require_writable(settings.output)
+
+
+def space_of(settings: SearchSettings) -> SearchSpace:
+    """The space searched, its heads and layers narrowed to what was asked for."""
+    space = load_space(settings.space)
+    if settings.heads is not None:
+        space = space.model_copy(update={"heads": [settings.heads]})
+    if settings.injection_layer is not None:
+        space = space.model_copy(update={"injection_layers": [settings.injection_layer]})
+    return space
 
 
 def bounds_of(space: SearchSpace, largest: int = TOKENS[-1]) -> ForestBounds:
@@ -111,201 +140,383 @@ def bounds_of(space: SearchSpace, largest: int = TOKENS[-1]) -> ForestBounds:
 
 
 def search(settings: SearchSettings, console: Console) -> DecodingProfile:
-    """The main job. Interrupted at any moment, the same call goes on from what is on disk.
+    """The main job. Interrupted at any moment, the same call goes on from what is on disk; several of them with one
+    ``storage`` share the work.
 
     Raises:
         UserError: anything the user can mend, before long work where possible.
     """
     check_settings(settings)
     deadline = time.monotonic() + settings.budget_s
-    space = load_space(settings.space)
-    keeps = space.visual_keep.values
-    if keeps is None:
-        raise UserError(f"space {space.name}: visual_keep must list its choices, for each is recorded; give choices")
+    space = space_of(settings)
     bounds = bounds_of(space, max(settings.buckets, default=TOKENS[-1]))
     tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
     evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
     device = device_for(settings.gpu)
-    pair = Pair(settings.target, settings.draft, device or "cpu", settings.buckets, settings.subnet)
-    folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{pair.key}")
-    console.say(f"target {settings.target}, draft {settings.draft}, workload {settings.workload}; study in {folder}")
+    contenders = Contenders(settings.target, settings.drafts, device or "cpu", settings.buckets)
+    places = contenders.subnets(space)
+    folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{contenders.key}")
+    ledger = Ledger(settings.storage or folder / "ledger.sqlite")
+    console.say(
+        f"target {settings.target}, draft{'s' * (len(settings.drafts) > 1)} {', '.join(settings.drafts)}, "
+        f"workload {settings.workload}; study in {folder}"
+    )
+    clock = _StageClock()
 
-    table = local_table(pair, tune, folder, console) if device is not None else foreign_table(settings.gpu, pair)
+    priced = priced_apart(places)
+    if device is None:
+        table = foreign_table(settings.gpu, contenders, priced)
+    else:
+        table = local_table(contenders, priced, tune, folder, ledger, console)
+    clock.ended("cost table")
     print_table(table, console)
-    traces = record_traces(pair, tune, sorted(keeps, reverse=True), folder, console, bounds=bounds)
-    print_agreement(traces[0], console)
+    runner = Runner(
+        contenders.decoder(table.threads),
+        contenders.processor,
+        folder / "runs.jsonl",
+        context=[contenders.key, table.threads],
+        draft_of=lambda c: contenders.draft(c.draft or next(iter(contenders.references)), c.subnet),
+    )
+    if len(places) > space.survivors:
+        screened = screen(contenders, places, table, tune, folder, ledger, console)
+        if settings.measure_all and device is not None:
+            screened = measure(contenders, screened, runner, tune, ledger, console)
+        places = survivors(screened, space.survivors)
+        print_screened(screened, places, console)
+        clock.ended("subnets")
+    traces = record_traces(contenders, places, tune, folder, console, bounds=bounds)
+    print_agreement(traces, console)
+    clock.ended("traces")
 
-    evaluator = Evaluator(traces, table, pair.draft_reference)
-    documents = [pair.key, tune.sha256, table.provenance.model_dump(mode="json"), bounds.model_dump()]
+    evaluator = Evaluator(traces, table, constraints=settings.constraints, jobs=settings.jobs)
     with console.stage("trees by replay") as update:
         candidates = search_trees(
             evaluator,
             space,
+            ledger,
             num_trials=settings.num_trials,
-            storage=settings.storage or folder / "optuna.journal",
-            documents=documents,
+            documents=[contenders.key, tune.sha256, table.content, bounds.model_dump()],
             seed=settings.seed,
             deadline=time.monotonic() + max(5.0, 0.4 * (deadline - time.monotonic())),
             report=update,
         )
-    # Published defaults may lie outside the space; only what the space allows can win.
-    candidates = [
-        candidate
-        for candidate in candidates
-        if candidate.configuration.visual_keep in keeps and candidate.configuration.tree["policy"] in space.trees
-    ]
+    clock.ended("trees")
     console.say(
-        f"{evaluator.num_evaluated} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token"
+        f"{evaluator.num_evaluated:,} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token"
     )
-    workload_reference = WorkloadReference(
-        name=settings.workload,
-        tune_sha256=tune.sha256,
-        evaluate_sha256=evaluate.sha256,
-        num_tune_prompts=len(tune.prompts),
-        num_evaluate_prompts=len(evaluate.prompts),
-    )
+    job = _Judging(settings, contenders, table, evaluator, runner, folder, tune, evaluate, deadline, console, clock)
     if device is None:
-        document = predicted_profile(pair, table, evaluator.guarded(candidates[0]), workload_reference, evaluator)
-    else:
-        pair.decoder.threads = table.threads
-        runner = Runner(pair.decoder, pair.processor, folder / "runs.jsonl", context=[pair.key, table.threads])
-        winner = measure_finalists(
-            runner,
-            [evaluator.guarded(c) for c in choose_finalists(candidates, NUM_FINALISTS)],
-            tune,
-            evaluator,
-            settings,
-            deadline,
-            console,
+        document = job.predicted_profile(candidates)
+    elif settings.storage is None:
+        document = job.measured_profile(candidates)
+    else:  # one worker measures, for all
+        key = content_key(
+            ["profile", candidates[0].key, evaluate.sha256, settings.budget_s, settings.seed, table.content]
         )
-        document = judged_profile(
-            runner, pair, table, winner, workload_reference, evaluate, evaluator, settings, deadline, console
-        )
+        units = {key: lambda: job.measured_profile(candidates).model_dump(mode="json")}
+        document = DecodingProfile.model_validate(ledger.work("profile", units)[key], strict=False)
     save_profile(settings.output, document)
+    console.say(f"time: {clock.said}")
     console.say(f"decoding profile written to {settings.output}")
     return document
+
+
+class _StageClock:
+    """Seconds of each stage."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    def ended(self, stage: str) -> None:
+        now = time.monotonic()
+        self._seconds[stage] = now - self._last
+        self._last = now
+
+    @property
+    def said(self) -> str:
+        return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self._seconds.items())
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure_finalists(
-    runner: Runner,
-    finalists: list[Candidate],
-    tune: Workload,
-    evaluator: Evaluator,
-    settings: SearchSettings,
-    deadline: float,
-    console: Console,
-) -> Candidate:
-    """The finalists decode tuning prompts for real; the fastest wins, ties go to the smaller tree."""
-    prompts = Workload(tune.name, tune.split, tune.prompts[:FINALIST_PROMPTS])
-    arms = [Arm(f"finalist {number + 1}", candidate.configuration) for number, candidate in enumerate(finalists)]
-    with console.stage("finalists, measured") as update:
-        half = time.monotonic() + 0.4 * (deadline - time.monotonic())
-        runs = runner.compare(
-            [Arm(AR), *arms], prompts, seed=settings.seed, deadline=half, report=lambda done, of: update(done, of, "")
+@dataclass
+class _Judging:
+    """From candidates to a profile."""
+
+    settings: SearchSettings
+    contenders: Contenders
+    table: CostTable
+    evaluator: Evaluator
+    runner: Runner
+    folder: Path
+    tune: Workload
+    evaluate: Workload
+    deadline: float
+    console: Console
+    clock: _StageClock
+
+    def predicted_profile(self, candidates: list[Candidate]) -> DecodingProfile:
+        """For a device that is not here: predictions only."""
+        fastest = candidates[0]
+        points = [self._point(Condition(), None)]
+        if fastest.speedup >= 1.0:
+            points = [self._point(when, self.evaluator.guarded(one)) for when, one in self.points(candidates, fastest)]
+        return self._profile(self.table.device, points, self._evidence())
+
+    def measured_profile(self, candidates: list[Candidate]) -> DecodingProfile:
+        """The finalists decode tuning prompts, the fastest wins; then it and the points beside it are judged on prompts that
+        tuned nothing.
+        """
+        finalists = choose_finalists(candidates, self.evaluator, NUM_FINALISTS)
+        winner = self.measure_finalists([self.evaluator.guarded(c) for c in finalists])
+        found = self.confirmed(self.points(candidates, winner), winner)
+        self.clock.ended("finalists")
+        document = self.judge(
+            self._profile(self.contenders.device, [self._point(*one) for one in found], self._evidence())
         )
-    rows, totals = [], {}
-    for arm, candidate in zip(arms, finalists, strict=True):
-        summary = summarise(arm.name, runs[arm.name], runs[AR])
-        predicted_ms = float(evaluator.replay(candidate.configuration).decode_ms[: len(runs[AR])].sum())
-        measured_ms = sum(run.decode_ms for run in runs[arm.name])
-        totals[arm.name] = measured_ms
-        error = predicted_ms / measured_ms - 1
-        rows.append(
-            [
-                candidate.configuration.label,
-                f"{candidate.speedup:.2f}x",
-                f"{summary.speedup:.2f}x",
-                f"{100 * error:+.1f} %",
-            ]
-        )
-    console.table(
-        f"Finalists on {len(runs[AR])} tuning prompts",
-        ["configuration", "predicted", "measured", "predicted time against measured"],
-        rows,
-    )
-    fastest = min(arms, key=lambda arm: totals[arm.name])
-    winner = fastest
-    for arm, candidate in zip(arms, finalists, strict=True):
-        low, _ = bootstrap_ratio(_times(runs[arm.name]), _times(runs[fastest.name]))
-        is_tied = low <= 1.0 and totals[arm.name] <= 1.005 * totals[fastest.name]
-        if is_tied and candidate.nodes_per_round < finalists[arms.index(winner)].nodes_per_round:
-            winner = arm
-    return finalists[arms.index(winner)]
+        self.clock.ended("evaluation")
+        return document
 
-
-def _times(runs: list[Run]) -> NDArray[np.float64]:
-    return np.array([run.decode_ms for run in runs])
-
-
-def judged_profile(
-    runner: Runner,
-    pair: Pair,
-    table: CostTable,
-    winner: Candidate,
-    workload: WorkloadReference,
-    evaluate: Workload,
-    evaluator: Evaluator,
-    settings: SearchSettings,
-    deadline: float,
-    console: Console,
-) -> DecodingProfile:
-    """Winner, published defaults and plain decoding on prompts that tuned nothing; the profile says what came out."""
-    tuned = Arm("tuned", winner.configuration)
-    defaults = [Arm(name, configuration) for name, configuration in PUBLISHED_DEFAULTS.items()]
-    with console.stage("evaluation, measured") as update:
-        runs = runner.compare(
-            [Arm(AR), *defaults, tuned],
-            evaluate,
-            seed=settings.seed + 1,
-            deadline=deadline,
-            min_prompts=16,
-            report=lambda done, of: update(done, of, ""),
-        )
-    summaries = {name: summarise(name, arm_runs, runs[AR]) for name, arm_runs in runs.items()}
-    predicted = {
-        arm.name: evaluator.evaluate(arm.configuration)
-        for arm in [*defaults, tuned]
-        if arm.configuration is not None and evaluator.can_replay(arm.configuration)
-    }
-    labels = {arm.name: arm.configuration.label for arm in [*defaults, tuned] if arm.configuration is not None}
-    print_comparison(summaries, predicted, labels, console)
-    best = summaries["tuned"]
-    evidence = Evidence(
-        prompts=[_prompt_evidence(run, plain) for run, plain in zip(runs["tuned"], runs[AR], strict=True)],
-        compared=[
-            ComparedArm(
-                name=arm.name,
-                tree=arm.configuration.tree if arm.configuration else None,
-                visual_keep=arm.configuration.visual_keep if arm.configuration else None,
-                predicted_speedup=predicted[arm.name].speedup if arm.name in predicted else None,
-                speedup=summaries[arm.name].speedup,
-                ci95=summaries[arm.name].ci95,
-                tokens_per_round=summaries[arm.name].tokens_per_round,
-                tokens_per_second=summaries[arm.name].tokens_per_second,
+    def measure_finalists(self, finalists: list[Candidate]) -> Candidate:
+        """Real runs until one is left or the time is up; ties go to the smaller tree."""
+        prompts = Workload(self.tune.name, self.tune.split, self.tune.prompts[:FINALIST_PROMPTS])
+        arms = [Arm(f"finalist {number + 1}", one.configuration) for number, one in enumerate(finalists)]
+        of_arm = {arm.name: one for arm, one in zip(arms, finalists, strict=True)}
+        with self.console.stage("finalists, measured") as update:
+            found = eliminate(
+                self.runner,
+                arms,
+                prompts,
+                seed=self.settings.seed,
+                deadline=time.monotonic() + 0.4 * (self.deadline - time.monotonic()),
+                report=lambda done, of: update(done, of, ""),
             )
-            for arm in [Arm(AR), *defaults, tuned]
-        ],
-        configurations_replayed=evaluator.num_evaluated,
-    )
-    if best.speedup < 1.0:
-        console.say("no draft beats plain decoding here: the profile says to decode without one")
-        point = plain_point(summaries[AR], evaluator)
-    else:
-        measured = Measured(
-            speedup=best.speedup,
-            ci95=best.ci95,
-            tokens_per_round=best.tokens_per_round,
-            tokens_per_second=best.tokens_per_second,
-            ar_tokens_per_second=summaries[AR].tokens_per_second,
-            num_prompts=best.num_prompts,
-            num_tokens=best.num_tokens,
-            identical_outputs=best.identical_outputs,
+        rows = []
+        for name, one in of_arm.items():
+            runs = found.runs[name]
+            summary = summarise(name, runs, found.runs[AR][: len(runs)])
+            passes = -(-len(runs) // len(prompts.prompts))
+            predicted_ms = np.tile(self.evaluator.replay(one.configuration).decode_ms[: len(prompts.prompts)], passes)
+            error = float(predicted_ms[: len(runs)].sum()) / sum(run.decode_ms for run in runs) - 1
+            rows.append(
+                [
+                    one.configuration.label,
+                    f"{one.speedup:.2f}x",
+                    f"{summary.speedup:.2f}x",
+                    f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
+                    f"{100 * error:+.1f} %",
+                    f"{len(runs)}" + ("" if name in found.standing else ", then out"),
+                ]
+            )
+        self.console.table(
+            "Finalists on tuning prompts",
+            ["configuration", "predicted", "measured", "95 % interval", "predicted time against measured", "runs"],
+            rows,
         )
-        point = _point(pair, winner, measured, estimated=table.estimated)
-    return _profile(pair, pair.device, table, workload, [point], evidence)
+        times = {name: np.array([run.decode_ms for run in found.runs[name]]) for name in found.standing}
+        winner = fastest = found.standing[0]
+        for name in found.standing[1:]:
+            low, _ = bootstrap_ratio(times[name], times[fastest])
+            is_tied = low <= 1.0 and times[name].sum() <= 1.005 * times[fastest].sum()
+            if is_tied and of_arm[name].nodes_per_round < of_arm[winner].nodes_per_round:
+                winner = name
+        return of_arm[winner]
+
+    def points(self, candidates: list[Candidate], winner: Candidate) -> list[tuple[Condition, Candidate]]:
+        """Conditions under which another candidate is predicted to be faster than the winner, on tuning prompts that did not
+        choose it; the winner last.
+        """
+        known = candidates[:NUM_POINT_CANDIDATES]
+        if len(known) < 2:
+            return [(Condition(), winner)]
+        # The winner stands first: of what is not surely better than it nothing is chosen.
+        chosen_among = [winner, *known]
+        trace = next(iter(self.evaluator.traces.values()))
+        points = choose_points(
+            self.evaluator.prompt_ms([one.configuration for one in chosen_among]),
+            [by_workload(self.evaluator.tasks), *by_prompt_tokens(trace.prompt_length.tolist())],
+            seed=self.settings.seed,
+        )
+        return [(point.condition, chosen_among[point.configuration]) for point in points[:-1]] + [(Condition(), winner)]
+
+    def confirmed(
+        self, points: list[tuple[Condition, Candidate]], winner: Candidate
+    ) -> list[tuple[Condition, Candidate]]:
+        """Those points that are faster than the winner in real runs of the tuning prompts that meet their conditions."""
+        kept: list[tuple[Condition, Candidate]] = []
+        for condition, candidate in points[:-1]:
+            own = self.evaluator.guarded(candidate)
+            if own.key == winner.key:
+                continue
+            met = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
+            arms = [Arm("winner", winner.configuration), Arm("point", own.configuration)]
+            prompts = Workload(self.tune.name, self.tune.split, met)
+            runs = self.runner.compare([Arm(AR), *arms], prompts, seed=self.settings.seed, min_prompts=len(met))
+            ms = {name: sum(run.decode_ms for run in of_arm) for name, of_arm in runs.items()}
+            is_faster = ms["point"] < ms["winner"]
+            self.console.say(
+                f"for {condition.label}: {own.configuration.label} takes {ms['point'] / ms['winner']:.2f} of the winner's time on "
+                f"{len(met)} tuning prompts: {'a point of its own' if is_faster else 'left out'}"
+            )
+            if is_faster:
+                kept.append((condition, own))
+        return [*kept, (Condition(), winner)]
+
+    def _meets(self, condition: Condition, prompt: WorkloadPrompt) -> bool:
+        settings = prompt.settings
+        length = prompt.inputs(self.contenders.processor)["input_ids"].shape[1]
+        return condition.matches(temperature=settings.temperature or 0.0, prompt_tokens=length, workload=settings.task)
+
+    def judge(self, document: DecodingProfile) -> DecodingProfile:
+        """The profile's own decoder, published defaults and plain decoding on the evaluation prompts; returns the profile with
+        what came out.
+        """
+        contenders, evaluator = self.contenders, self.evaluator
+        decoder = decoder_for(
+            document,
+            contenders.target,
+            lambda choice: contenders.draft(choice.id, choice.subnet),
+            processor=contenders.processor,
+            threads=document.threads,
+        )
+        runner = ProfileRunner(
+            decoder,
+            ledger=self.folder / "runs.jsonl",
+            context=[contenders.key, document.threads, [point.model_dump(mode="json") for point in document.points]],
+            draft_of=self.runner.draft_of,
+        )
+        overall = configuration_of(document.point)
+        tuned = Arm(TUNED, overall)
+        defaults = [Arm(name, default) for name, default in self._defaults().items()]
+        arms = [Arm(AR), *defaults, tuned]
+        with self.console.stage("evaluation, measured") as update:
+            runs = runner.compare(
+                arms,
+                self.evaluate,
+                seed=self.settings.seed + 1,
+                deadline=self.deadline,
+                min_prompts=16,
+                report=lambda done, of: update(done, of, ""),
+            )
+        summaries = {name: summarise(name, arm_runs, runs[AR]) for name, arm_runs in runs.items()}
+        predicted = {
+            arm.name: evaluator.evaluate(arm.configuration)
+            for arm in arms
+            if arm.configuration is not None and evaluator.can_replay(arm.configuration)
+        }
+        labels = {arm.name: arm.configuration.label for arm in arms if arm.configuration is not None}
+        if len(document.points) > 1:
+            labels[TUNED] = f"{len(document.points)} points"
+            del predicted[TUNED]
+        print_comparison(summaries, predicted, labels, self.console)
+        evidence = self._evidence()
+        evidence = evidence.model_copy(
+            update={
+                "prompts": [_prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
+                "compared": [
+                    ComparedArm(
+                        name=arm.name,
+                        tree=arm.configuration.tree if arm.configuration else None,
+                        visual_keep=arm.configuration.visual_keep if arm.configuration else None,
+                        predicted_speedup=predicted[arm.name].speedup if arm.name in predicted else None,
+                        speedup=summaries[arm.name].speedup,
+                        ci95=summaries[arm.name].ci95,
+                        tokens_per_round=summaries[arm.name].tokens_per_round,
+                        tokens_per_second=summaries[arm.name].tokens_per_second,
+                    )
+                    for arm in arms
+                ],
+            }
+        )
+        if summaries[TUNED].speedup < 1.0:
+            self.console.say("no draft beats plain decoding here: the profile says to decode without one")
+            plain = self._point(Condition(), None).model_copy(
+                update={"measured": _measured(summaries[AR], summaries[AR])}
+            )
+            return document.model_copy(update={"points": [plain], "evidence": evidence})
+        points = []
+        for number, point in enumerate(document.points):
+            decoded = [
+                i
+                for i, prompt in enumerate(self.evaluate.prompts[: len(runs[AR])])
+                if runner.number_of(prompt) == number
+            ]
+            measured = None
+            if any(runs[TUNED][i].new_tokens > 1 for i in decoded):
+                tuned_runs, plain_runs = ([runs[name][i] for i in decoded] for name in (TUNED, AR))
+                own = summarise(TUNED, tuned_runs, plain_runs)
+                measured = _measured(own, summarise(AR, plain_runs, plain_runs))
+            points.append(point.model_copy(update={"measured": measured}))
+        return document.model_copy(update={"points": points, "evidence": evidence})
+
+    def _defaults(self) -> dict[str, Configuration]:
+        """What users run today, each with a draft of the paper's own kind where there is one."""
+        of_kind = {self.contenders.kind(draft): draft for draft in reversed(self.contenders.references)}
+        first = next(iter(self.contenders.references))
+        return {
+            name: default.model_copy(update={"draft": of_kind.get(OF_KIND.get(name, "independent"), first)})
+            for name, default in PUBLISHED_DEFAULTS.items()
+        }
+
+    def _evidence(self) -> Evidence:
+        return Evidence(configurations_replayed=self.evaluator.num_evaluated)
+
+    def _point(self, condition: Condition, candidate: Candidate | None) -> OperatingPoint:
+        """Not measured yet; without a candidate it is plain decoding."""
+        if candidate is None:
+            plain = Predicted(speedup=1.0, ms_per_token=self.evaluator.ar_ms_per_token, tokens_per_round=None)
+            return OperatingPoint(when=condition, draft=None, tree=None, predicted=plain, measured=None)
+        c = candidate.configuration
+        reference = self.contenders.references[c.draft or ""]
+        return OperatingPoint(
+            when=condition,
+            draft=DraftChoice(
+                kind=self.contenders.kind(reference.id), id=reference.id, sha256=reference.sha256, subnet=c.subnet
+            ),
+            tree=parse_policy(c.tree),
+            fallback=c.fallback,
+            predicted=Predicted(
+                speedup=candidate.speedup,
+                ms_per_token=candidate.ms_per_token,
+                tokens_per_round=candidate.tokens_per_round,
+                estimated=self.table.estimated,
+            ),
+            measured=None,
+        )
+
+    def _profile(self, device: Fingerprint, points: list[OperatingPoint], evidence: Evidence) -> DecodingProfile:
+        return DecodingProfile(
+            provenance=stamp(),
+            target=self.contenders.target_reference,
+            workload=WorkloadReference(
+                name=self.settings.workload,
+                tune_sha256=self.tune.sha256,
+                evaluate_sha256=self.evaluate.sha256,
+                num_tune_prompts=len(self.tune.prompts),
+                num_evaluate_prompts=len(self.evaluate.prompts),
+            ),
+            hardware=device,
+            precision=self.table.precision,
+            buckets=self.table.buckets,
+            threads=self.table.threads,
+            points=points,
+            evidence=evidence,
+        )
+
+
+def _measured(summary: Summary, plain: Summary) -> Measured:
+    return Measured(
+        speedup=summary.speedup,
+        ci95=summary.ci95,
+        tokens_per_round=None if summary is plain else summary.tokens_per_round,
+        tokens_per_second=summary.tokens_per_second,
+        ar_tokens_per_second=plain.tokens_per_second,
+        num_prompts=summary.num_prompts,
+        num_tokens=summary.num_tokens,
+        identical_outputs=summary.identical_outputs,
+    )
 
 
 def print_comparison(
@@ -349,90 +560,14 @@ def _prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- profile
-
-
-def predicted_profile(
-    pair: Pair, table: CostTable, winner: Candidate, workload: WorkloadReference, evaluator: Evaluator
-) -> DecodingProfile:
-    """A profile for a device that is not here: predictions only."""
-    if winner.speedup < 1.0:
-        points = [OperatingPoint(draft=None, tree=None, predicted=_plain_prediction(evaluator), measured=None)]
-    else:
-        points = [_point(pair, winner, None, estimated=table.estimated)]
-    return _profile(
-        pair, table.device, table, workload, points, Evidence(configurations_replayed=evaluator.num_evaluated)
-    )
-
-
-def _plain_prediction(evaluator: Evaluator) -> Predicted:
-    return Predicted(speedup=1.0, ms_per_token=evaluator.ar_ms_per_token, tokens_per_round=None)
-
-
-def plain_point(summary: Summary, evaluator: Evaluator) -> OperatingPoint:
-    """Plain decoding, measured against itself."""
-    measured = Measured(
-        speedup=1.0,
-        ci95=(1.0, 1.0),
-        tokens_per_round=None,
-        tokens_per_second=summary.tokens_per_second,
-        ar_tokens_per_second=summary.tokens_per_second,
-        num_prompts=summary.num_prompts,
-        num_tokens=summary.num_tokens,
-        identical_outputs=summary.num_prompts,
-    )
-    return OperatingPoint(draft=None, tree=None, predicted=_plain_prediction(evaluator), measured=measured)
-
-
-def _point(pair: Pair, winner: Candidate, measured: Measured | None, *, estimated: bool) -> OperatingPoint:
-    return OperatingPoint(
-        draft=DraftChoice(
-            kind=pair.draft.kind,
-            id=pair.draft_reference.id,
-            sha256=pair.draft_reference.sha256,
-            subnet=pair.draft.subnet.model_copy(update={"visual_keep": winner.configuration.visual_keep}),
-        ),
-        tree=parse_policy(winner.configuration.tree),
-        fallback=winner.configuration.fallback,
-        predicted=Predicted(
-            speedup=winner.speedup,
-            ms_per_token=winner.ms_per_token,
-            tokens_per_round=winner.tokens_per_round,
-            estimated=estimated,
-        ),
-        measured=measured,
-    )
-
-
-def _profile(
-    pair: Pair,
-    device: Fingerprint,
-    table: CostTable,
-    workload: WorkloadReference,
-    points: list[OperatingPoint],
-    evidence: Evidence,
-) -> DecodingProfile:
-    return DecodingProfile(
-        provenance=stamp(),
-        target=pair.target_reference,
-        workload=workload,
-        hardware=device,
-        precision=table.precision,
-        buckets=table.buckets,
-        threads=table.threads,
-        points=points,
-        evidence=evidence,
-    )
-
-
-def configuration_of(profile: DecodingProfile) -> Configuration | None:
-    """The profile's choice as a configuration; None for plain decoding."""
-    point = profile.point
+def configuration_of(point: OperatingPoint) -> Configuration | None:
+    """A point as a configuration; None for plain decoding."""
     if point.draft is None or point.tree is None:
         return None
     return Configuration(
         tree=point.tree.model_dump(),
-        visual_keep=point.draft.subnet.visual_keep,
+        draft=point.draft.id,
+        subnet=point.draft.subnet,
         verification=point.verification,
         fallback=point.fallback,
     )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root, parse, read_yaml
+from autotune.subnet import Subnet
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import POLICIES, Policy, parse_policy
 from autotune.trees.static import StaticPolicy
@@ -18,6 +20,11 @@ from autotune.trees.verification import LosslessVerification, Verification
 
 if TYPE_CHECKING:
     import optuna
+
+Tree = dict[str, Any]
+"""A tree policy with its hyperparameters, as documents hold it."""
+Place = tuple[str, Subnet]
+"""A draft, by its id, and the subnet of it."""
 
 MAX_ENUMERATED = 3000
 # What static trees are searched by: Sequoia's dynamic programme makes a tree of them.
@@ -76,6 +83,17 @@ class Dimension(Document):
             value = low * (high / low) ** share if self.log else low + share * (high - low)
         return int(value) if is_whole else float(value)
 
+    @property
+    def distribution(self) -> Any:
+        """In Optuna's words."""
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+        if self.choices is not None:
+            return CategoricalDistribution(self.choices)
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return IntDistribution(self.low, self.high, step=int(self.step or 1), log=self.log)
+        return FloatDistribution(self.low, self.high, step=self.step, log=self.log)
+
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
         """A value, by Optuna's sampler."""
         if self.choices is not None:
@@ -87,24 +105,28 @@ class Dimension(Document):
 
 
 class Configuration(Document):
-    """One way to decode: a tree policy with its hyperparameters, and the share of visual tokens that the draft sees."""
+    """One way to decode: a draft, the subnet of it that drafts, and a tree policy with its hyperparameters."""
 
     tree: dict[str, Any]
-    visual_keep: float
+    draft: str | None = None
+    """Its id; None: whichever is at hand."""
+    subnet: Subnet = Subnet()
     verification: Verification = Field(default_factory=LosslessVerification)
     fallback: RoundPrice | None = None
 
     @property
+    def visual_keep(self) -> float:
+        """Share of the visual tokens that the draft sees."""
+        return self.subnet.visual_keep
+
+    @property
     def key(self) -> str:
         """Content hash: equal configurations have equal keys."""
-        fallback = None if self.fallback is None else self.fallback.model_dump()
-        return content_key(
-            [parse_policy(self.tree).model_dump(), self.visual_keep, self.verification.model_dump(), fallback]
-        )
+        return content_key([parse_policy(self.tree).model_dump(), self.model_dump(mode="json", exclude={"tree"})])
 
     @property
     def label(self) -> str:
-        """For people: the policy with what differs from its defaults."""
+        """For people: the policy with what differs from its defaults, behind the draft."""
         policy = parse_policy(self.tree)
         defaults = type(policy)()
         changed = {
@@ -117,66 +139,98 @@ class Configuration(Document):
             words = [f"nodes={policy.max_nodes}", f"depth={policy.max_depth}"]
         if not self.verification.is_lossless:
             words.append("LOSSY")
-        return f"{policy.policy}({', '.join(words)}) keep={self.visual_keep:g}"
+        draft = [] if self.draft is None else [self.draft]
+        return " ".join([*draft, f"{policy.policy}({', '.join(words)})", self.subnet.label])
 
 
 class SearchSpace(Document):
-    """Which configurations a search may choose. ``static`` is searched by the budget and depth of Sequoia's trees, the
-    other policies by their hyperparameters.
+    """Which configurations a search may choose: subnets of its drafts, and trees. ``static`` is searched by the budget and
+    depth of Sequoia's trees, the other policies by their hyperparameters.
     """
 
     name: str
     description: str = ""
+    heads: list[float | tuple[float, float, float]] = Field(default=[1.0], min_length=1)
+    """Shares of heads that supernets keep: in all blocks, or in each."""
+    injection_layers: Literal["last", "all"] | list[int] = "last"
+    """Layers of the target that supernets read: of those they can, or these."""
     visual_keep: Dimension
+    survivors: int = Field(default=4, ge=1)
+    """So many subnets have their trees searched: the best of a screening by chains, if there are more."""
     trees: dict[str, dict[str, Dimension]] = Field(min_length=1)
 
-    def enumerated(self, policy: str) -> Iterator[Configuration] | None:
-        """All configurations of a policy with few of them, or None. Replaying one costs less than sampling one."""
+    def subnets(self, draft: str, own: Subnet, readable: Sequence[int]) -> list[Subnet]:
+        """All subnets of a draft. ``own`` is the whole of it; the layers of the target that a supernet can read are
+        ``readable``, none for other drafts.
+
+        Raises:
+            UserError: a layer that the draft cannot read.
+        """
+        if not readable:
+            return [own.model_copy(update={"visual_keep": keep}) for keep in self.visual_keep.values or []]
+        if isinstance(self.injection_layers, list):
+            for layer in self.injection_layers:
+                if layer not in readable:
+                    known = ", ".join(map(str, readable))
+                    raise UserError(
+                        f"space {self.name}: {draft} can read the target's layers {known}; got {layer}; name one of them, or all"
+                    )
+            layers: Sequence[int] = self.injection_layers
+        else:
+            layers = readable if self.injection_layers == "all" else readable[-1:]
+        return [
+            Subnet(
+                heads=None if Subnet(heads=share).head_shares == (1.0, 1.0, 1.0) else share,  # the whole has one name
+                visual_keep=keep,
+                injection_layer=layer,
+            )
+            for share, layer, keep in itertools.product(self.heads, layers, self.visual_keep.values or [])
+        ]
+
+    def enumerated(self, policy: str) -> list[Tree] | None:
+        """All trees of a policy with few of them, or None. Replaying one costs less than sampling one."""
         axes = [dimension.values for dimension in self.trees[policy].values()]
-        keeps = self.visual_keep.values
-        if keeps is None or any(axis is None for axis in axes):
-            return None
-        size = len(keeps)
-        for axis in axes:
-            size *= len(axis or ())
-        if size > MAX_ENUMERATED:
+        if any(axis is None for axis in axes) or math.prod(len(axis or ()) for axis in axes) > MAX_ENUMERATED:
             return None
         names = list(self.trees[policy])
-        return (
-            configuration(policy, dict(zip(names, values, strict=True)), keep)
-            for keep in keeps
+        found = [
+            ordered(policy, dict(zip(names, values, strict=True)))
             for values in itertools.product(*(axis for axis in axes if axis is not None))
-        )
+        ]
+        return list({content_key(tree): tree for tree in found}.values())
 
-    def sweep(self, policy: str, count: int, seed: int) -> Iterator[tuple[Configuration, dict[str, Any]]]:
-        """Configurations of a policy that fill the space evenly, by a scrambled Sobol sequence; each with the parameters of
-        which ``suggest`` would make it.
-        """
+    def sweep(self, policy: str, count: int, seed: int, *, first: int = 0) -> list[Tree]:
+        """Trees of a policy that fill the space evenly: those of a scrambled Sobol sequence from the ``first`` on."""
         from scipy.stats import qmc
 
         names = list(self.trees[policy])
-        dimensions = [*self.trees[policy].values(), self.visual_keep]
-        sequence = qmc.Sobol(len(dimensions), rng=seed)
-        for shares in sequence.random(count):
-            values = [dimension.at(float(share)) for dimension, share in zip(dimensions, shares, strict=True)]
-            of_tree, keep = dict(zip(names, values[:-1], strict=True)), values[-1]
-            parameters = {"policy": policy, "visual_keep": keep} | {f"{policy}.{n}": v for n, v in of_tree.items()}
-            yield configuration(policy, of_tree, keep), parameters
+        sequence = qmc.Sobol(len(names), rng=seed)
+        if first > 0:
+            sequence.fast_forward(first)
+        return [
+            ordered(policy, {n: self.trees[policy][n].at(float(share)) for n, share in zip(names, shares, strict=True)})
+            for shares in sequence.random(count)
+        ]
 
-    def suggest(self, trial: optuna.Trial, policies: list[str]) -> Configuration:
-        """A configuration of one of the policies, by Optuna's sampler."""
+    def suggest(self, trial: optuna.Trial, policies: list[str]) -> Tree:
+        """A tree of one of the policies, by Optuna's sampler."""
         policy = trial.suggest_categorical("policy", policies)
         values = {name: dimension.suggest(trial, f"{policy}.{name}") for name, dimension in self.trees[policy].items()}
-        return configuration(policy, values, self.visual_keep.suggest(trial, "visual_keep"))
+        return ordered(policy, values)
+
+    def parameters(self, tree: Tree) -> dict[str, Any]:
+        """Those of which ``suggest`` makes a tree."""
+        policy = tree["policy"]
+        return {"policy": policy} | {f"{policy}.{name}": tree[name] for name in self.trees[policy]}
 
 
-def configuration(policy: str, values: dict[str, Any], visual_keep: float) -> Configuration:
-    """A configuration with its ordered pairs put in order."""
+def ordered(policy: str, values: dict[str, Any]) -> Tree:
+    """A tree with its ordered pairs put in order."""
     values = dict(values)
     for low, high in _ORDERED:
         if values.get(low) is not None and values.get(high) is not None and values[low] > values[high]:
             values[low], values[high] = values[high], values[low]
-    return Configuration(tree={"policy": policy, **values}, visual_keep=visual_keep)
+    return {"policy": policy, **values}
 
 
 def load_space(name: str) -> SearchSpace:
@@ -190,7 +244,9 @@ def load_space(name: str) -> SearchSpace:
     if name not in shipped and not path.suffix:
         raise UserError(f"unknown search space {name!r}; {nearest(name, shipped)}")
     space = parse(SearchSpace, "search-space", read_yaml(path), source=path)
-    for keep in space.visual_keep.values or []:
+    if space.visual_keep.values is None:
+        raise UserError(f"{path}: visual_keep must list its choices, for each is recorded; give choices")
+    for keep in space.visual_keep.values:
         if not isinstance(keep, int | float) or not 0.0 < keep <= 1.0:
             raise UserError(f"{path}: visual_keep is a share above 0 and at most 1; got {keep!r}; mend its choices")
     for policy, dimensions in space.trees.items():
@@ -205,7 +261,7 @@ def load_space(name: str) -> SearchSpace:
                 raise UserError(f"{path}: {policy} has no hyperparameter {dimension!r}; {nearest(dimension, fields)}")
         for field, values in dimensions.items():
             for value in values.choices or [values.low, values.high]:
-                tree = configuration(policy, {**_widest(dimensions), field: value}, 1.0).tree
+                tree = ordered(policy, {**_widest(dimensions), field: value})
                 parse_policy(tree, source=f"{path}: {policy}")
     return space
 
@@ -235,15 +291,17 @@ def largest_policies(space: SearchSpace) -> Iterator[Policy]:
             paths = chain + [(rank,) for rank in range(1, min(10, 1 + widest["budget"] - len(chain)))]
             yield StaticPolicy(paths=tuple(paths))
         else:
-            yield parse_policy(configuration(policy, widest, 1.0).tree)
+            yield parse_policy(ordered(policy, widest))
 
 
 # What users run today (shared defaults of serving engines and papers): every search compares its winner with these.
 PUBLISHED_DEFAULTS: dict[str, Configuration] = {
-    "chain": Configuration(tree={"policy": "chain", "depth": 5}, visual_keep=1.0),
-    "star": Configuration(tree={"policy": "chain", "depth": 6}, visual_keep=1.0),
-    "eagle2": Configuration(tree={"policy": "eagle2"}, visual_keep=1.0),
-    "dream": Configuration(tree={"policy": "eagle2", "depth": 6, "k": 4, "budget": 32}, visual_keep=0.75),
-    "sage": Configuration(tree={"policy": "sage"}, visual_keep=0.2),
-    "wetap": Configuration(tree={"policy": "wetap"}, visual_keep=1.0),
+    "chain": Configuration(tree={"policy": "chain", "depth": 5}),
+    "star": Configuration(tree={"policy": "chain", "depth": 6}),
+    "eagle2": Configuration(tree={"policy": "eagle2"}),
+    "dream": Configuration(
+        tree={"policy": "eagle2", "depth": 6, "k": 4, "budget": 32}, subnet=Subnet(visual_keep=0.75)
+    ),
+    "sage": Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.2)),
+    "wetap": Configuration(tree={"policy": "wetap"}),
 }

@@ -21,6 +21,7 @@ from autotune.runtime.target import Target
 from autotune.search.space import Configuration
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
+from autotune.subnet import Subnet
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy
@@ -87,7 +88,7 @@ def random_configurations(count: int) -> list[Configuration]:
             found.append(
                 Configuration(
                     tree=random_tree_policy(name, rng),
-                    visual_keep=KEEPS[number % 3],
+                    subnet=Subnet(visual_keep=KEEPS[number % 3]),
                     fallback=price if number % 3 == 1 else None,
                 )
             )
@@ -194,7 +195,7 @@ def test_an_answer_that_ends_early(
     trace = recorder.trace(draft, draft_reference, ended, visual_keep=1.0, bounds=EVERYTHING)
     assert trace.forest.answer[: trace.answer_start[1]].tolist() == answer[: answer.index(ending) + 1]
     for tree in ({"policy": "chain", "depth": 12}, {"policy": "sage", "d_min": 8, "d_max": 12}):
-        assert_rounds_are_the_decoders(trace, Configuration(tree=tree, visual_keep=1.0), decoder, ended, processor)
+        assert_rounds_are_the_decoders(trace, Configuration(tree=tree), decoder, ended, processor)
 
 
 # ------------------------------------------------------------------------------------------------------- bounded traces

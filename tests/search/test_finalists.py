@@ -26,12 +26,13 @@ from autotune.search.finalists import (
     summarise,
 )
 from autotune.search.space import Configuration
+from autotune.subnet import Subnet
 from autotune.trees.health import DraftHealth
 from autotune.workload import Prompt, Workload, WorkloadPrompt
 from tests.conftest import Pair
 
-CHAIN = Configuration(tree={"policy": "chain", "depth": 3}, visual_keep=1.0)
-SAGE = Configuration(tree={"policy": "sage"}, visual_keep=0.5)
+CHAIN = Configuration(tree={"policy": "chain", "depth": 3})
+SAGE = Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.5))
 ARMS = [Arm(AR), Arm(HF), Arm(HF_ASSISTED), PROMPT_LOOKUP_ARM, Arm("chain", CHAIN), Arm("tuned", SAGE)]
 
 

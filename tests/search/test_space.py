@@ -19,9 +19,10 @@ from autotune.search.space import (
     Configuration,
     Dimension,
     SearchSpace,
-    configuration,
     load_space,
+    ordered,
 )
+from autotune.subnet import Subnet
 from autotune.trees.policy import parse_policy
 
 SHIPPED = sorted(path.stem for path in (data_root() / "search_spaces").glob("*.yaml"))
@@ -39,7 +40,7 @@ def write_space(folder: Path, content: dict[str, Any]) -> Path:
     return path
 
 
-def suggestions(of: SearchSpace, count: int, seed: int = 0) -> list[Configuration]:
+def suggestions(of: SearchSpace, count: int, seed: int = 0) -> list[dict[str, Any]]:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
     return [of.suggest(study.ask(), list(of.trees)) for _ in range(count)]
 
@@ -59,8 +60,7 @@ def test_every_shipped_space_holds_what_can_be_decoded(name: str) -> None:
     keeps = found.visual_keep.values
     assert keeps is not None and all(0 < keep <= 1 for keep in keeps)
     sampled = found.model_copy(update={"trees": {name: d for name, d in found.trees.items() if name != "static"}})
-    for drawn in suggestions(sampled, 100):
-        assert parse_policy(drawn.tree) and drawn.visual_keep in keeps
+    assert all(parse_policy(tree) for tree in suggestions(sampled, 100))
 
 
 def test_published_defaults_are_configurations() -> None:
@@ -139,28 +139,27 @@ def test_what_is_no_yaml_is_refused(tmp_path: Path) -> None:
 
 def test_ordered_pairs_are_put_in_order() -> None:
     """Sampled freely, so that neither end of a pair restricts the other's sampler."""
-    drawn = configuration("sage", {"d_min": 9, "d_max": 2, "w_min": 3, "w_max": 5, "lower": 4.0, "upper": 1.0}, 0.5)
-    assert drawn.tree == {
-        "policy": "sage", "d_min": 2, "d_max": 9, "w_min": 3, "w_max": 5, "lower": 1.0, "upper": 4.0
-    }  # fmt: skip
+    drawn = ordered("sage", {"d_min": 9, "d_max": 2, "w_min": 3, "w_max": 5, "lower": 4.0, "upper": 1.0})
+    assert drawn == {"policy": "sage", "d_min": 2, "d_max": 9, "w_min": 3, "w_max": 5, "lower": 1.0, "upper": 4.0}
     crossing = space({"sage": {"d_min": {"low": 1, "high": 12}, "d_max": {"low": 1, "high": 12}}})
-    drawn_pairs = {(c.tree["d_min"], c.tree["d_max"]) for c in suggestions(crossing, 100)}
+    drawn_pairs = {(tree["d_min"], tree["d_max"]) for tree in suggestions(crossing, 100)}
     assert all(low <= high for low, high in drawn_pairs) and len(drawn_pairs) > 30
 
 
 def test_small_policies_are_enumerated() -> None:
-    """All of them, once each: 3 depths, and 2 x 2 x 2, for each of two visual keeps."""
+    """All of them, once each: 3 depths, and 2 x 2 x 2; and pairs that are put in order only once."""
     found = space(
         {
             "chain": {"depth": {"low": 1, "high": 5, "step": 2}},
             "sage": {"d_max": {"choices": [4, 8]}, "confidence": {"choices": ["previous", "current"]}, "k": {"low": 3, "high": 4}},
         }
     )  # fmt: skip
-    chains, trees = list(found.enumerated("chain") or ()), list(found.enumerated("sage") or ())
-    assert [(c.tree["depth"], c.visual_keep) for c in chains] == [(d, keep) for keep in (1.0, 0.5) for d in (1, 3, 5)]
-    assert len({c.key for c in trees}) == len(trees) == 16
-    bare = list(space({"sage": {}}).enumerated("sage") or ())
-    assert [c.tree for c in bare] == [{"policy": "sage"}] * 2, "a policy without dimensions is its defaults"
+    assert [tree["depth"] for tree in found.enumerated("chain") or ()] == [1, 3, 5]
+    trees = found.enumerated("sage") or []
+    assert len({str(tree) for tree in trees}) == len(trees) == 8
+    assert space({"sage": {}}).enumerated("sage") == [{"policy": "sage"}], "without dimensions it is its defaults"
+    crossing = space({"sage": {"d_min": {"low": 1, "high": 3}, "d_max": {"low": 1, "high": 3}}})
+    assert len(crossing.enumerated("sage") or ()) == 6
 
 
 @pytest.mark.parametrize(
@@ -168,13 +167,9 @@ def test_small_policies_are_enumerated() -> None:
     [({"low": 1, "high": 20}, True), ({"low": 1, "high": 21}, False), ({"low": 1.0, "high": 2.0}, False)],
 )
 def test_only_few_are_enumerated(depths: dict[str, Any], is_few: bool) -> None:
-    """5 visual keeps times 2 times 15 times the depths; a continuous dimension never ends."""
-    assert MAX_ENUMERATED == 5 * 2 * 15 * 20
-    confidence, width = {"choices": ["previous", "current"]}, {"low": 1, "high": 15}
-    found = space(
-        {"sage": {"d_max": depths, "confidence": confidence, "w_max": width}},
-        {"choices": [1.0, 0.8, 0.6, 0.4, 0.2]},
-    )
+    """10 times 15 times the depths; a continuous dimension never ends."""
+    assert MAX_ENUMERATED == 10 * 15 * 20
+    found = space({"sage": {"d_min": depths, "w_min": {"low": 1, "high": 15}, "k": {"low": 1, "high": 10}}})
     assert (found.enumerated("sage") is not None) == is_few
 
 
@@ -190,21 +185,21 @@ def test_suggestions_stay_within_their_dimensions() -> None:
         {"sage": {"n_max": {"low": 4, "high": 64, "log": True}, "upper": {"low": 3.0, "high": 5.0, "step": 0.5}}}
     )
     drawn = suggestions(found, 60)
-    assert {c.tree["upper"] for c in drawn} == {3.0, 3.5, 4.0, 4.5, 5.0}
-    sizes = [c.tree["n_max"] for c in drawn]
+    assert {tree["upper"] for tree in drawn} == {3.0, 3.5, 4.0, 4.5, 5.0}
+    sizes = [tree["n_max"] for tree in drawn]
     assert all(isinstance(n, int) and 4 <= n <= 64 for n in sizes)
     assert sum(n <= 16 for n in sizes) > 20, "a logarithmic range gives half of its draws to its lower half"
 
 
 def test_equal_configurations_have_equal_keys() -> None:
     """However they are written: defaults left out or spelled out."""
-    short = Configuration(tree={"policy": "sage"}, visual_keep=0.5)
-    full = Configuration(tree=parse_policy(short.tree).model_dump(), visual_keep=0.5)
+    short = Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.5))
+    full = Configuration(tree=parse_policy(short.tree).model_dump(), subnet=Subnet(visual_keep=0.5))
     assert short.key == full.key
     others = [
-        Configuration(tree={"policy": "sage", "k": 9}, visual_keep=0.5),
-        Configuration(tree={"policy": "sage"}, visual_keep=0.25),
-        Configuration(tree={"policy": "chain"}, visual_keep=0.5),
+        Configuration(tree={"policy": "sage", "k": 9}, subnet=Subnet(visual_keep=0.5)),
+        Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.25)),
+        Configuration(tree={"policy": "chain"}, subnet=Subnet(visual_keep=0.5)),
     ]
     assert len({short.key, *(other.key for other in others)}) == 4
 
@@ -218,7 +213,7 @@ def test_equal_configurations_have_equal_keys() -> None:
     ],
 )
 def test_labels_say_what_is_not_default(tree: dict[str, Any], label: str) -> None:
-    assert Configuration(tree=tree, visual_keep=0.5).label == label
+    assert Configuration(tree=tree, subnet=Subnet(visual_keep=0.5)).label == label
 
 
 def test_a_sweep_fills_every_dimension_evenly() -> None:
@@ -232,11 +227,10 @@ def test_a_sweep_fills_every_dimension_evenly() -> None:
             }
         }
     )
-    pairs = list(found.sweep("sage", 1024, seed=0))
-    for drawn, parameters in pairs[:50]:
-        assert found.suggest(optuna.trial.FixedTrial(parameters), ["sage"]) == drawn
-    swept = [{**drawn.tree, "visual_keep": drawn.visual_keep} for drawn, _ in pairs]
-    counts = {name: Counter(values[name] for values in swept) for name in ("upper", "d_max", "visual_keep")}
+    swept = found.sweep("sage", 1024, seed=0)
+    for tree in swept[:50]:
+        assert found.suggest(optuna.trial.FixedTrial(found.parameters(tree)), ["sage"]) == tree
+    counts = {name: Counter(values[name] for values in swept) for name in ("upper", "d_max")}
     assert set(counts["upper"]) == {3.0, 3.5, 4.0, 4.5, 5.0} and set(counts["d_max"]) == set(range(2, 10))
     for of_dimension in counts.values():
         assert max(of_dimension.values()) - min(of_dimension.values()) <= 3
@@ -244,8 +238,42 @@ def test_a_sweep_fills_every_dimension_evenly() -> None:
     # Half of the logarithm lies below the geometric mean of 4 and 65.
     assert min(sizes) == 4 and max(sizes) == 64 and abs(np.mean(np.array(sizes) <= 16) - 0.5) < 0.03
     assert abs(np.mean([values["lower"] for values in swept]) - 1.0) < 0.01
-    assert list(found.sweep("sage", 16, seed=0)) == list(found.sweep("sage", 16, seed=0))
-    assert list(found.sweep("sage", 16, seed=0)) != list(found.sweep("sage", 16, seed=1))
+    assert found.sweep("sage", 16, seed=0) == swept[:16] != found.sweep("sage", 16, seed=1)
+    parts = [tree for first in range(0, 64, 16) for tree in found.sweep("sage", 16, seed=0, first=first)]
+    assert parts == swept[:64], "parts of a sweep are the sweep"
+
+
+# -------------------------------------------------------------------------------------------------------------- subnets
+
+
+def test_the_full_space_has_200_subnets_of_a_supernet() -> None:
+    """STAR's grid, section 3.4, and ten of every other draft."""
+    full = load_space("full")
+    found = full.subnets("star", Subnet(injection_layer=12), range(8, 13))
+    assert len({subnet.name for subnet in found}) == len(found) == 200
+    assert {subnet.injection_layer for subnet in found} == {8, 9, 10, 11, 12}
+    assert {subnet.head_shares for subnet in found} == {(s, s, s) for s in (0.25, 0.5, 0.75, 1.0)}
+    assert {subnet.visual_keep for subnet in found} == {tenths / 10 for tenths in range(1, 11)}
+    assert Subnet(injection_layer=12) in found, "the whole draft is one of them, by its own name"
+    assert len(full.subnets("other", Subnet(), ())) == 10
+
+
+def test_any_grid_can_be_named(tmp_path: Path) -> None:
+    """Shares for each block, and layers by number."""
+    content = {"heads": [[1.0, 0.5, 0.25], 0.5], "injection_layers": [9, 11]}
+    found = load_space(str(write_space(tmp_path, content))).subnets("star", Subnet(injection_layer=12), range(8, 13))
+    assert [(s.head_shares, s.injection_layer) for s in found] == [
+        ((1.0, 0.5, 0.25), 9), ((1.0, 0.5, 0.25), 11), ((0.5, 0.5, 0.5), 9), ((0.5, 0.5, 0.5), 11)
+    ]  # fmt: skip
+
+
+def test_a_layer_that_a_draft_cannot_read_is_refused(tmp_path: Path) -> None:
+    found = load_space(str(write_space(tmp_path, {"injection_layers": [3]})))
+    with pytest.raises(UserError, match="star can read the target's layers 8, 9, 10, 11, 12; got 3; name one of them"):
+        found.subnets("star", Subnet(injection_layer=12), range(8, 13))
+
+
+# --------------------------------------------------------------------------------------------------------------- static
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.cost.profiler import kv_lengths_for
 from autotune.errors import UserError
 from autotune.search import study as study_module
+from autotune.search.ledger import Ledger
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, SearchSpace
-from autotune.search.study import Candidate, Evaluator, choose_finalists, search_trees
+from autotune.search.study import Candidate, Constraints, Evaluator, choose_finalists, search_trees
+from autotune.subnet import Subnet
 from autotune.trees.policy import parse_policy
 from tests.documents import DRAFT, cost_table, random_trace, surface
 
@@ -42,15 +44,18 @@ def space(trees: dict[str, Any]) -> SearchSpace:
     return SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": list(KEEPS)}, "trees": trees})
 
 
-def evaluator() -> Evaluator:
-    return Evaluator([random_trace(int(10 * keep), visual_keep=keep) for keep in KEEPS], cost_table(), DRAFT)
+def evaluator(constraints: Constraints | None = None, jobs: int | None = None) -> Evaluator:
+    traces = [random_trace(int(10 * keep), visual_keep=keep) for keep in KEEPS]
+    return Evaluator(traces, cost_table(), constraints=constraints, jobs=jobs)
 
 
-@pytest.fixture(autouse=True)
-def defaults_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The published defaults reach deeper than the random traces."""
-    small = {"chain": Configuration(tree={"policy": "chain", "depth": 3}, visual_keep=1.0)}
-    monkeypatch.setattr(study_module, "PUBLISHED_DEFAULTS", small)
+def place(keep: float) -> tuple[str, Subnet]:
+    return DRAFT.id, Subnet(visual_keep=keep)
+
+
+def search(found: Evaluator, trees: dict[str, Any], storage: Path | str, **options: Any) -> list[Candidate]:
+    settings = {"num_trials": 30, "documents": "x", **options}
+    return search_trees(found, space(trees), Ledger(storage), **settings)
 
 
 def figures(candidates: list[Candidate]) -> list[tuple[str, float]]:
@@ -62,13 +67,14 @@ def figures(candidates: list[Candidate]) -> list[tuple[str, float]]:
 
 def test_a_candidate_is_its_replay() -> None:
     found = evaluator()
-    configuration = Configuration(tree={"policy": "sage", "k": 4, "d_max": 4}, visual_keep=0.5)
+    configuration = Configuration(tree={"policy": "sage", "k": 4, "d_max": 4}, subnet=Subnet(visual_keep=0.5))
     candidate = found.evaluate(configuration)
-    replayed = replay(found.traces[0.5], parse_policy(configuration.tree), found.prices)
+    replayed = replay(found.traces[place(0.5)], parse_policy(configuration.tree), found.prices[place(0.5)])
     assert candidate.ms_per_token == replayed.decode_ms.sum() / replayed.tokens.sum()
     assert candidate.tokens_per_round == replayed.tokens.sum() / replayed.rounds.sum()
     assert candidate.nodes_per_round == replayed.verified_nodes.sum() / replayed.rounds.sum()
-    plain = plain_decode_ms(found.traces[1.0], found.prices).sum() / found.traces[1.0].num_tokens
+    whole = found.traces[place(1.0)]
+    plain = plain_decode_ms(whole, found.prices[place(1.0)]).sum() / whole.num_tokens
     assert found.ar_ms_per_token == pytest.approx(plain)
     assert candidate.speedup == pytest.approx(plain / candidate.ms_per_token)
 
@@ -77,14 +83,16 @@ def test_a_configuration_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> No
     calls: list[Any] = []
     monkeypatch.setattr(study_module, "replay", lambda *args: calls.append(args) or replay(*args))
     found = evaluator()
-    configuration = Configuration(tree={"policy": "chain", "depth": 2}, visual_keep=1.0)
+    configuration = Configuration(tree={"policy": "chain", "depth": 2})
     assert found.evaluate(configuration) is found.evaluate(configuration)
-    assert len(calls) == found.num_evaluated == 1
+    assert len(calls) == 1
 
 
-def test_a_visual_keep_without_a_trace_is_refused() -> None:
-    with pytest.raises(UserError, match=r"no trace has visual keep 0\.3; there are 0\.5, 1; record it, or narrow"):
-        evaluator().evaluate(Configuration(tree={"policy": "chain"}, visual_keep=0.3))
+def test_a_subnet_without_a_trace_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=rf"no trace has {DRAFT.id} keep=0\.3; there are {DRAFT.id} keep=1; .*record it, or"
+    ):
+        evaluator().evaluate(Configuration(tree={"policy": "chain"}, subnet=Subnet(visual_keep=0.3)))
 
 
 def test_short_prompts_are_within_their_own_table() -> None:
@@ -93,24 +101,22 @@ def test_short_prompts_are_within_their_own_table() -> None:
     flat = surface(lambda n, m: 1.0, kv_lengths=lengths)
     table = cost_table(decode=surface(lambda n, m: 1.0, tokens=(1,), kv_lengths=lengths), verify=flat)
     costs = table.drafts[0].model_copy(update={"propose": flat})
-    Evaluator([random_trace(0)], table.model_copy(update={"drafts": [costs]}), DRAFT)
+    Evaluator([random_trace(0)], table.model_copy(update={"drafts": [costs]}))
 
 
 def test_trees_larger_than_the_table_are_refused() -> None:
     found = evaluator()
-    assert found.prices.verify_ms.shape[0] - 1 == 65
+    assert found.prices[place(1.0)].verify_ms.shape[0] - 1 == 65
     with pytest.raises(UserError, match="65"):
-        found.evaluate(Configuration(tree={"policy": "sage", "k": 4, "d_max": 4, "n_max": 128}, visual_keep=1.0))
+        found.evaluate(Configuration(tree={"policy": "sage", "k": 4, "d_max": 4, "n_max": 128}))
 
 
 def test_ties_go_to_the_smaller_tree() -> None:
-    found = evaluator()
     same = [
-        Candidate(Configuration(tree={"policy": "chain", "depth": d}, visual_keep=1.0), str(d), 1.0, 2.0, float(d), 1.0)
+        Candidate(Configuration(tree={"policy": "chain", "depth": d}), str(d), 1.0, 2.0, float(d), 1.0)
         for d in (4, 2, 3)
     ]
-    found._seen = {candidate.key: candidate for candidate in same}
-    assert [candidate.nodes_per_round for candidate in found.candidates] == [2.0, 3.0, 4.0]
+    assert [candidate.nodes_per_round for candidate in sorted(same, key=study_module._rank)] == [2.0, 3.0, 4.0]
 
 
 # --------------------------------------------------------------------------------------------------------------- search
@@ -120,6 +126,7 @@ def test_ties_go_to_the_smaller_tree() -> None:
 def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traces here are tiny; so is what their space is swept with."""
     monkeypatch.setattr(study_module, "NUM_SWEPT", 32)
+    monkeypatch.setattr(study_module, "SWEPT_AT_ONCE", 32)
 
 
 def test_many_at_once_are_what_each_is_alone() -> None:
@@ -131,46 +138,47 @@ def test_many_at_once_are_what_each_is_alone() -> None:
         {"policy": "wetap", "top_k": 3, "length": 4, "w_min": 2, "w_max": 4, "budget": 6},
         {"policy": "static", "paths": [[0], [1], [0, 0], [0, 1]]},
     ]
-    wanted = [Configuration(tree=tree, visual_keep=keep) for tree in trees for keep in KEEPS] * 2
+    wanted = [Configuration(tree=tree, subnet=Subnet(visual_keep=keep)) for tree in trees for keep in KEEPS] * 2
     together, alone = evaluator(), evaluator()
-    together.evaluate_many(wanted)
-    assert together.num_evaluated == len(trees) * len(KEEPS)
-    for one in wanted:
-        assert together.evaluate(one) == alone.evaluate(one)
-    assert together.best == alone.best == together.candidates[0]
+    assert together.evaluate_many(wanted) == [alone.evaluate(one) for one in wanted]
+    assert together.prompt_ms(wanted).sum(1) / together.prompt_tokens.sum() == pytest.approx(
+        [alone.evaluate(one).ms_per_token for one in wanted]
+    )
 
 
 def test_tpe_begins_with_the_best_of_an_even_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first trials are the sweep's best; it may find better ones, and never ends with less."""
-    drawn: list[Configuration] = []
-    suggest = SearchSpace.suggest
-    monkeypatch.setattr(SearchSpace, "suggest", lambda self, *a: (drawn.append(suggest(self, *a)), drawn[-1])[1])
+    """It may find better ones, and never ends with less."""
+    begun: list[float] = []
+    finished = study_module._finished
+    monkeypatch.setattr(
+        study_module, "_finished", lambda parameters, ms, known: begun.append(ms) or finished(parameters, ms, known)
+    )
     found = evaluator()
-    swept = [c for policy in LARGE if policy != "chain" for c, _ in space(LARGE).sweep(policy, 32, 5)]
-    best = sorted(found.evaluate(configuration).ms_per_token for configuration in swept)
-    candidates = search_trees(evaluator(), space(LARGE), num_trials=30, storage=tmp_path / "j", documents="x", seed=5)
-    first = [found.evaluate(c).ms_per_token for c in drawn[: study_module.NUM_SEEDS]]
-    assert first == pytest.approx(best[: study_module.NUM_SEEDS])
+    best = sorted(
+        found.evaluate(Configuration(tree=tree, subnet=Subnet(visual_keep=keep))).ms_per_token
+        for keep in KEEPS
+        for tree in space(LARGE).sweep("sage", 32, 5)
+    )
+    candidates = search(evaluator(), LARGE, tmp_path / "l", seed=5)
+    assert begun[: study_module.NUM_KEPT] == pytest.approx(best[: study_module.NUM_KEPT])
     assert candidates[0].ms_per_token <= best[0]
 
 
 def test_static_trees_come_from_the_dynamic_programme(tmp_path: Path) -> None:
     found = evaluator()
-    of_static = space({"static": {"budget": {"low": 1, "high": 6}, "depth": {"low": 1, "high": 3}}})
-    candidates = search_trees(found, of_static, num_trials=1, storage=tmp_path / "j", documents="x")
-    static = [c for c in candidates if c.configuration.tree["policy"] == "static"]
-    assert len(static) == found.num_evaluated - len(candidates) + len(static) > 6
-    assert {c.configuration.visual_keep for c in static} == {*KEEPS}
-    for candidate in static:
+    of_static = {"static": {"budget": {"low": 1, "high": 6}, "depth": {"low": 1, "high": 3}}}
+    candidates = search(found, of_static, tmp_path / "l", num_trials=1)
+    assert len(candidates) > 6 and {c.configuration.visual_keep for c in candidates} == {*KEEPS}
+    for candidate in candidates:
         policy = parse_policy(candidate.configuration.tree)
-        assert policy.max_nodes <= 6 and policy.max_depth <= 3
+        assert policy.policy == "static" and policy.max_nodes <= 6 and policy.max_depth <= 3
 
 
 def test_a_round_s_price_adds_up_to_what_its_rounds_cost() -> None:
     """In plain steps: rounds, draft forwards and nodes by the price are the replayed time, but for the draft's prefill."""
     found = evaluator()
     for tree in ({"policy": "chain", "depth": 3}, {"policy": "sage", "k": 4, "d_max": 4}):
-        wanted = Configuration(tree=tree, visual_keep=1.0)
+        wanted = Configuration(tree=tree)
         replayed, price = found.replay(wanted), found.round_price(wanted)
         steps = price.round_steps * replayed.rounds.sum() + price.level_steps * replayed.draft_forwards.sum()
         steps += price.node_steps * replayed.verified_nodes.sum()
@@ -181,113 +189,169 @@ def test_a_round_s_price_adds_up_to_what_its_rounds_cost() -> None:
 
 
 def test_a_tiny_space_is_searched_whole(tmp_path: Path) -> None:
-    """The same best, and the same order, as trying everything."""
+    """The same best as trying everything, and what is behind it in the same order."""
     found = evaluator()
-    candidates = search_trees(found, space(SMALL), num_trials=3, storage=tmp_path / "journal", documents="x")
+    candidates = search(found, SMALL, tmp_path / "ledger", num_trials=3)
     everything = [{"policy": "chain", "depth": depth} for depth in range(1, 5)]
     everything += [
         {"policy": "sage", "k": k, "d_min": low, "d_max": high}
         for k, low, high in itertools.product((2, 4), (1, 2), (3, 4))
     ]
-    prices = found.prices
     by_force = sorted(
-        (replay(found.traces[keep], parse_policy(tree), prices).ms_per_token, keep, str(tree))
+        (replay(found.traces[place(keep)], parse_policy(tree), found.prices[place(keep)]).ms_per_token, keep, str(tree))
         for keep in KEEPS
         for tree in everything
     )
-    assert len(candidates) == len(by_force) == 24
+    assert len(candidates) == len(by_force) == found.num_evaluated == 24
     assert [c.ms_per_token for c in candidates] == pytest.approx([ms for ms, _, _ in by_force])
     assert (candidates[0].configuration.visual_keep, str(candidates[0].configuration.tree)) == by_force[0][1:]
-    assert not (tmp_path / "journal").exists(), "nothing was sampled, so there is nothing to go on with"
 
 
-def test_sampling_is_no_worse_than_the_defaults_and_repeatable(tmp_path: Path) -> None:
+def test_sampling_is_repeatable(tmp_path: Path) -> None:
     """The same seed and documents find the same winner; another seed looks elsewhere."""
     runs = [
-        search_trees(evaluator(), space(LARGE), num_trials=70, storage=tmp_path / name, documents="x", seed=seed)
+        search(evaluator(), LARGE, tmp_path / name, num_trials=70, seed=seed)
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     ]
     assert figures(runs[0]) == figures(runs[1]) != figures(runs[2])
-    default = evaluator().evaluate(study_module.PUBLISHED_DEFAULTS["chain"])
     for candidates in runs:
-        assert candidates[0].ms_per_token <= default.ms_per_token
-        assert default.configuration.key in {c.configuration.key for c in candidates}
         assert len({c.configuration.tree["policy"] for c in candidates}) == 2
         assert [c.ms_per_token for c in candidates] == sorted(c.ms_per_token for c in candidates)
 
 
-@pytest.mark.parametrize("kind", ["journal", "database"])
-def test_a_search_goes_on_where_it_stood(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 trials, then 40: the first 20 are replayed from the study, 20 are drawn anew."""
-    storage: Any = tmp_path / "journal" if kind == "journal" else f"sqlite:///{tmp_path}/study.db"
-    drawn: list[Configuration] = []
+def test_a_search_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 trials, then 120: the first 50 come from the ledger, and 70 are drawn anew."""
+    drawn: list[dict[str, Any]] = []
     suggest = SearchSpace.suggest
-
-    def counting(self: SearchSpace, *args: Any) -> Configuration:
-        drawn.append(suggest(self, *args))
-        return drawn[-1]
-
-    monkeypatch.setattr(SearchSpace, "suggest", counting)
-    search_trees(evaluator(), space(LARGE), num_trials=20, storage=storage, documents="x")
-    first = [configuration.key for configuration in drawn]
-    assert len(first) == 20
-    candidates = search_trees(evaluator(), space(LARGE), num_trials=40, storage=storage, documents="x")
-    assert len(drawn) == 40
-    assert {*first} <= {c.configuration.key for c in candidates}
-    assert [c.key for c in drawn[20:]] != first, "a resumed sampler does not draw the same numbers again"
-    search_trees(evaluator(), space(LARGE), num_trials=40, storage=storage, documents="x")
-    assert len(drawn) == 40, "a finished search draws nothing"
-    search_trees(evaluator(), space(LARGE), num_trials=5, storage=storage, documents="other traces")
-    assert len(drawn) == 45, "other documents are another study"
+    monkeypatch.setattr(SearchSpace, "suggest", lambda self, *a: (drawn.append(suggest(self, *a)), drawn[-1])[1])
+    first = search(evaluator(), LARGE, tmp_path / "l", num_trials=50)
+    assert len(drawn) == 50
+    second = search(evaluator(), LARGE, tmp_path / "l", num_trials=120)
+    assert len(drawn) == 120 and second[0].ms_per_token <= first[0].ms_per_token
+    assert drawn[50:100] != drawn[:50], "a resumed sampler does not draw the same trees again"
+    again = search(evaluator(), LARGE, tmp_path / "l", num_trials=120)
+    assert len(drawn) == 120 and figures(again) == figures(second), "a finished search draws nothing"
+    search(evaluator(), LARGE, tmp_path / "l", num_trials=5, documents="other traces")
+    assert len(drawn) == 125, "other documents are another study"
 
 
-def test_past_the_deadline_nothing_is_sampled(tmp_path: Path) -> None:
-    """What is enumerated, and the defaults, are evaluated all the same."""
-    candidates = search_trees(
-        evaluator(), space(LARGE), num_trials=50, storage=tmp_path / "j", documents="x", deadline=time.monotonic() - 1
+def test_what_one_worker_finds_several_find(tmp_path: Path) -> None:
+    """Whoever makes a record, and in whatever order: here every second one is made by another worker beforehand."""
+    alone = search(evaluator(), LARGE, tmp_path / "alone", num_trials=60, seed=3)
+    stage = study_module._Stage(
+        evaluator(),
+        space(LARGE),
+        Ledger(tmp_path / "l"),
+        [study_module.version_of("autotune"), "x", Constraints().__dict__],
+        3,
     )
-    assert {c.configuration.tree["policy"] for c in candidates} == {"chain"} and len(candidates) == 8
+    made = dict(list(stage.sweeps().items())[1::2])
+    stage.ledger.work("trees", made)
+    calls: list[Any] = []
+    replayed = study_module.replay
+    found = evaluator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study_module, "replay", lambda *args: calls.append(args) or replayed(*args))
+        together = search(found, LARGE, tmp_path / "l", num_trials=60, seed=3)
+    assert figures(together) == figures(alone)
+    assert 0 < len(calls) < found.num_evaluated + len(together), "the other worker's trees were not replayed again"
+
+
+def test_trials_are_shown_to_optuna(tmp_path: Path) -> None:
+    """Each once, however often the same command runs."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    for _ in range(2):
+        search(evaluator(), LARGE, tmp_path / "ledger", num_trials=60)
+    storage = JournalStorage(JournalFileBackend(str(tmp_path / "ledger.optuna")))
+    (summary,) = optuna.get_all_study_summaries(storage)
+    assert summary.n_trials == 60 and summary.study_name.startswith("trees-")
+
+
+def test_past_the_deadline_nothing_is_begun(tmp_path: Path) -> None:
+    """And what there is not cannot be chosen from."""
+    with pytest.raises(UserError, match="no tree of space x was found that keeps to the budget; raise it"):
+        search(evaluator(), LARGE, tmp_path / "l", deadline=time.monotonic() - 1)
 
 
 def test_progress_is_reported(tmp_path: Path) -> None:
     said: list[tuple[int, int, str]] = []
-    search_trees(
-        evaluator(),
-        space(LARGE),
-        num_trials=12,
-        storage=tmp_path / "j",
-        documents="x",
-        report=lambda *args: said.append(args),
+    search(evaluator(), LARGE, tmp_path / "l", num_trials=60, report=lambda *args: said.append(args))
+    sweeps = len(KEEPS) * 2  # one part of each policy
+    assert [(done, of) for done, of, _ in said] == [*((n, sweeps) for n in range(sweeps + 1)), (50, 60), (60, 60)]
+    assert "best so far" in said[1][2]
+
+
+# ---------------------------------------------------------------------------------------------------------- constraints
+
+
+def test_the_longest_round_is_a_constraint(tmp_path: Path) -> None:
+    """Nothing that may exceed it is chosen, and its bound holds for every round replayed."""
+    free = evaluator()
+    limit = free.round_ms(place(1.0), parse_policy({"policy": "chain", "depth": 2}))
+    kept = search(evaluator(Constraints(max_round_ms=limit)), LARGE, tmp_path / "l")
+    assert kept and all(
+        free.round_ms(place(c.configuration.visual_keep), parse_policy(c.configuration.tree)) <= limit for c in kept
     )
-    assert [(done, of) for done, of, _ in said] == [(number, 12) for number in range(13)], "0 is the sweep"
-    assert "best so far" in said[0][2]
+    assert any(
+        free.round_ms(place(c.configuration.visual_keep), parse_policy(c.configuration.tree)) > limit
+        for c in search(evaluator(), LARGE, tmp_path / "free")
+    )
+    for candidate in kept:
+        result = free.replay(candidate.configuration)
+        mean_ms = (result.decode_ms - result.draft_prefill_ms).sum() / result.rounds.sum()
+        assert mean_ms <= limit
+
+
+def test_memory_of_the_draft_is_a_constraint(tmp_path: Path) -> None:
+    table = cost_table()
+    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "cache_bytes_per_token": 2**14})
+    table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
+    found = Evaluator([random_trace(0)], table)
+    small, large = ({"policy": "sage", "k": 4, "d_max": 4, "n_max": n} for n in (4, 64))
+    sizes = [found.draft_mib(place(1.0), parse_policy(tree)) for tree in (small, large)]
+    assert sizes[0] is not None and sizes[1] is not None and 1.0 < sizes[0] < sizes[1]
+    narrow = Evaluator([random_trace(0)], table, constraints=Constraints(max_draft_mib=(sizes[0] + sizes[1]) / 2))
+    assert narrow.is_feasible(place(1.0), small) and not narrow.is_feasible(place(1.0), large)
 
 
 @pytest.mark.parametrize(
-    "storage", ["sqlite:////nowhere/at/all/study.db", "nonsense", "postgresql+nodriver://localhost/x"]
+    ("constraints", "said"),
+    [
+        (
+            Constraints(max_round_ms=0.01),
+            r"--max-round-ms 0\.01: no tree keeps to it; a round with one drafted token takes",
+        ),
+        (Constraints(max_draft_mib=0.5), r"--max-draft-mib 0\.5: no draft keeps to it; the smallest takes 2"),
+    ],
 )
-def test_a_storage_that_does_not_answer_is_refused(storage: str) -> None:
-    with pytest.raises(UserError, match=r"the storage does not answer .*; check the URL and its driver") as refused:
-        search_trees(evaluator(), space(LARGE), num_trials=1, storage=storage, documents="x")
-    assert storage in str(refused.value) and "\n" not in str(refused.value)
+def test_constraints_that_nothing_keeps_are_named(constraints: Constraints, said: str, tmp_path: Path) -> None:
+    table = cost_table()
+    costs = table.drafts[0].model_copy(update={"num_parameters": 2**19, "cache_bytes_per_token": 16})
+    table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
+    with pytest.raises(UserError, match=said):
+        search(Evaluator([random_trace(0)], table, constraints=constraints), LARGE, tmp_path / "l")
 
 
-def test_finalists_differ_in_policy_or_visual_keep() -> None:
-    """Two neighbours of one winner would be measured for nothing."""
+# ------------------------------------------------------------------------------------------------------------ finalists
 
-    def candidate(policy: str, keep: float, ms: float) -> Candidate:
-        return Candidate(Configuration(tree={"policy": policy}, visual_keep=keep), policy, ms, 2.0, 3.0, 1.0)
 
-    fastest_first = [
-        candidate("sage", 0.5, 1.0),
-        candidate("sage", 0.5, 1.1),
-        candidate("sage", 1.0, 1.2),
-        candidate("chain", 0.5, 1.3),
-        candidate("sage", 1.0, 1.4),
-        candidate("chain", 1.0, 1.5),
-    ]
-    assert [c.ms_per_token for c in choose_finalists(fastest_first, 3)] == [1.0, 1.2, 1.3]
-    assert [c.ms_per_token for c in choose_finalists(fastest_first, 9)] == [1.0, 1.2, 1.3, 1.5]
+def test_finalists_are_no_neighbours_of_one_winner(tmp_path: Path) -> None:
+    """The best of each subnet and policy, two of a policy at most, and none that is surely too slow."""
+    found = evaluator()
+    candidates = search(found, LARGE, tmp_path / "l")
+    finalists = choose_finalists(candidates, found, 9, slack=10.0)
+    kinds = [(c.configuration.tree["policy"], c.configuration.visual_keep) for c in finalists]
+    assert sorted(kinds) == sorted((policy, keep) for policy in LARGE for keep in KEEPS)
+    assert finalists[0] == candidates[0]
+    assert [c.ms_per_token for c in finalists] == sorted(c.ms_per_token for c in finalists)
+    assert len(choose_finalists(candidates, found, 2, slack=10.0)) == 2
+    slow = found.evaluate(Configuration(tree={"policy": "chain", "depth": 4}))
+    fast = candidates[0]
+    assert slow.ms_per_token > 1.2 * fast.ms_per_token
+    assert choose_finalists([fast, slow], found, 9, slack=0.0) == [fast]
 
 
 # ---------------------------------------------------------------------------------------------------------- without torch
@@ -298,14 +362,14 @@ from pathlib import Path
 import autotune.acceptance.trace, autotune.acceptance.replay, autotune.cost.table, autotune.decoding_profile
 import autotune.search.space
 from autotune.search import study
+from autotune.search.ledger import Ledger
 from autotune.search.space import Configuration, SearchSpace
 from tests.documents import DRAFT, cost_table, random_trace, surface
 
-study.PUBLISHED_DEFAULTS = {}
 trees = {"sage": {"k": {"low": 2, "high": 4}, "d_max": {"low": 3, "high": 4}, "upper": {"low": 3.0, "high": 5.0}}}
 space = SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": [1.0]}, "trees": trees})
-evaluator = study.Evaluator([random_trace(0)], cost_table(), DRAFT)
-found = study.search_trees(evaluator, space, num_trials=5, storage=Path(sys.argv[1]), documents="x")
+evaluator = study.Evaluator([random_trace(0)], cost_table())
+found = study.search_trees(evaluator, space, Ledger(Path(sys.argv[1])), num_trials=5, documents="x")
 assert len(found) >= 2 and found[0].speedup > 0
 loaded = {"torch", "transformers"} & set(sys.modules)
 assert not loaded, loaded
@@ -327,7 +391,7 @@ def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
         policy = parse_policy(default.tree)
         bounds = next(iter(found.traces.values())).header.bounds
         fits = policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
-        assert (default in reached) == (fits and default.visual_keep in found.traces)
+        assert (default in reached) == (fits and default.visual_keep in KEEPS)
 
 
 def test_real_defaults_are_within_the_default_bounds() -> None:

@@ -1,0 +1,176 @@
+"""The subnet stage: every subnet of every draft is screened, exhaustively, as STAR does it (section 3.4); here by chains
+along recorded answers, priced by the cost table, which takes a second or two each, or by real runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from pydantic import Field
+
+from autotune.acceptance.recorder import Recorder
+from autotune.acceptance.trace import ForestBounds
+from autotune.console import Console
+from autotune.cost.table import CostTable
+from autotune.files import Document, content_key
+from autotune.provenance import version_of
+from autotune.search.contenders import Contenders
+from autotune.search.finalists import AR, Arm, Runner, summarise
+from autotune.search.ledger import Ledger, Record
+from autotune.search.space import Configuration, Place
+from autotune.search.study import Evaluator
+from autotune.subnet import Subnet
+from autotune.workload import Workload
+
+DEPTHS = range(1, 9)  # of the chains that a subnet is screened by
+# The draft's own best path, and nothing else.
+CHAINS = ForestBounds(depth=DEPTHS[-1], num_proposals=1, floor=0.99, width=1)
+NUM_PROMPTS = 16
+NUM_MEASURED_PROMPTS = 8
+
+
+class Screened(Document):
+    """A subnet, and its best chain."""
+
+    draft: str
+    subnet: Subnet
+    depth: int
+    tokens_per_round: float
+    ms_per_token: float
+    """Predicted."""
+    speedup: float
+    """Over plain decoding, predicted by the same table."""
+    measured_speedup: float | None = Field(default=None)
+    """Of real runs with the same chain, where they were asked for."""
+
+    @property
+    def place(self) -> Place:
+        return self.draft, self.subnet
+
+    @property
+    def rank(self) -> tuple[float, float, str]:
+        """The best first; of equal ones the smaller."""
+        return -(self.measured_speedup or self.speedup), sum(self.subnet.head_shares), self.subnet.name
+
+
+def screen(
+    contenders: Contenders,
+    places: Sequence[Place],
+    table: CostTable,
+    workload: Workload,
+    folder: Path,
+    ledger: Ledger,
+    console: Console,
+) -> list[Screened]:
+    """All of ``places``, the best first. Every subnet is a record of the ledger."""
+    prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
+    recorder = Recorder(contenders.target, contenders.target_reference, contenders.processor, folder)
+    recorder.layers = tuple(sorted({layer for place in places for layer in contenders.draft(*place).reads}))
+    recorder.answers(prompts)
+
+    def make(place: Place) -> Record:
+        draft, subnet = place
+        trace = recorder.trace(
+            contenders.draft(draft, subnet),
+            contenders.references[draft],
+            prompts,
+            visual_keep=subnet.visual_keep,
+            bounds=CHAINS,
+        )
+        evaluator = Evaluator([trace], table, jobs=1)
+        chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
+        best = min((evaluator.evaluate(chain) for chain in chains), key=lambda found: found.ms_per_token)
+        return Screened(
+            draft=draft,
+            subnet=subnet,
+            depth=best.configuration.tree["depth"],
+            tokens_per_round=best.tokens_per_round,
+            ms_per_token=best.ms_per_token,
+            speedup=best.speedup,
+        ).model_dump(mode="json")
+
+    documents = [table.content, prompts.sha256, CHAINS.model_dump()]
+    units = _units("screened", contenders, places, documents, make)
+    with console.stage("subnets by chains") as update:
+        records = ledger.work("subnets", units, report=lambda done, of: update(done, of, ""))
+    return sorted(
+        (Screened.model_validate(record, strict=False) for record in records.values()), key=lambda one: one.rank
+    )
+
+
+def measure(
+    contenders: Contenders,
+    screened: Sequence[Screened],
+    runner: Runner,
+    workload: Workload,
+    ledger: Ledger,
+    console: Console,
+) -> list[Screened]:
+    """The same subnets run for real beside plain decoding, each with its best chain, as the paper measures them; the best
+    first. Every one is a record of the ledger.
+    """
+    prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_MEASURED_PROMPTS])
+    of_place = {one.place: one for one in screened}
+
+    def make(place: Place) -> Record:
+        one = of_place[place]
+        tree = {"policy": "chain", "depth": one.depth}
+        arm = Arm("chain", Configuration(tree=tree, draft=one.draft, subnet=one.subnet))
+        runs = runner.compare([Arm(AR), arm], prompts, min_prompts=len(prompts.prompts))
+        speedup = summarise(arm.name, runs[arm.name], runs[AR]).speedup
+        return one.model_copy(update={"measured_speedup": speedup}).model_dump(mode="json")
+
+    depths = [[one.draft, one.subnet.model_dump(mode="json"), one.depth] for one in screened]
+    units = _units("measured", contenders, list(of_place), [prompts.sha256, sorted(depths, key=str)], make)
+    with console.stage("subnets, measured") as update:
+        records = ledger.work("subnets", units, report=lambda done, of: update(done, of, ""))
+    return sorted(
+        (Screened.model_validate(record, strict=False) for record in records.values()), key=lambda one: one.rank
+    )
+
+
+def _units(
+    what: str,
+    contenders: Contenders,
+    places: Sequence[Place],
+    documents: object,
+    make: Callable[[Place], Record],
+) -> dict[str, Callable[[], Record]]:
+    common = [what, version_of("autotune"), contenders.key, documents]
+    return {
+        content_key([common, draft, subnet.model_dump(mode="json")]): partial(make, (draft, subnet))
+        for draft, subnet in places
+    }
+
+
+def survivors(screened: Sequence[Screened], count: int) -> list[Place]:
+    """Whose trees are searched: the best subnet of each draft, and then the best of all, ``count`` together."""
+    best_of_draft = {one.draft: one for one in reversed(screened)}
+    chosen = sorted(best_of_draft.values(), key=lambda one: one.rank)
+    chosen += [one for one in screened if one not in chosen]
+    return [one.place for one in chosen[: max(count, len(best_of_draft))]]
+
+
+def print_screened(screened: Sequence[Screened], chosen: Sequence[Place], console: Console) -> None:
+    """The survivors, and how far behind the others are."""
+    rows = [
+        [
+            one.draft,
+            one.subnet.label,
+            f"chain(depth={one.depth})",
+            f"{one.tokens_per_round:.2f}",
+            f"{one.speedup:.2f}x",
+            "-" if one.measured_speedup is None else f"{one.measured_speedup:.2f}x",
+        ]
+        for one in screened
+        if one.place in chosen
+    ]
+    speedups = [one.measured_speedup or one.speedup for one in screened]
+    columns = ["draft", "subnet", "best chain", "M", "predicted", "measured"]
+    console.table(
+        f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x); {len(chosen)} go on",
+        columns,
+        rows,
+    )
