@@ -6,8 +6,7 @@ A subnet is sliced out for real: the heads it keeps are smaller matrices of thei
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field, model_validator
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from autotune.drafters.dream import DreamConfig, DreamNetwork
 from autotune.errors import UserError
-from autotune.subnet import Subnet
 
 HEAD_SHARES = (0.25, 0.5, 0.75, 1.0)
 VISUAL_KEEPS = tuple(tenths / 10 for tenths in range(1, 11))
@@ -40,12 +38,6 @@ class StarConfig(DreamConfig):
         """The outputs of the last five layers; of all layers where there are fewer."""
         first = max(1, self.num_target_layers - NUM_INJECTION_LAYERS + 1)
         return tuple(range(first, self.num_target_layers + 1))
-
-
-def uniform_subnets(config: StarConfig) -> Iterator[Subnet]:
-    """The 200 of the paper: one share of heads for all blocks."""
-    for heads, keep, layer in itertools.product(HEAD_SHARES, VISUAL_KEEPS, config.injection_layers):
-        yield Subnet(heads=heads, visual_keep=keep, injection_layer=layer)
 
 
 class StarNetwork(DreamNetwork):

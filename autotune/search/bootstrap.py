@@ -12,16 +12,15 @@ def bootstrap_ratio(
     *,
     above_units: NDArray[np.float64] | None = None,
     below_units: NDArray[np.float64] | None = None,
-    level: float = 0.95,
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Interval, of 95 % unless told otherwise, of ``sum(above) / sum(below)``, resampling the pairs; where units are given, of the ratio of both
+    """95 % interval of ``sum(above) / sum(below)``, resampling the pairs; where units are given, of the ratio of both
     sums per unit.
     """
     draws = np.random.default_rng(seed).integers(len(above), size=(num_resamples, len(above)))
     ratios = above[draws].sum(1) / below[draws].sum(1)
     if above_units is not None and below_units is not None:
         ratios *= below_units[draws].sum(1) / above_units[draws].sum(1)
-    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(ratios, [0.025, 0.975])
     return float(low), float(high)

@@ -261,7 +261,7 @@ class Runner:
 
 BLOCK = 8  # prompts between two looks
 MAX_PASSES = 4  # over the prompts
-LOOK_LEVEL = 0.99  # of the interval at each look: there are many
+RISK = 0.05  # that any arm leaves by chance, over all looks and arms
 
 
 @dataclass(frozen=True)
@@ -283,9 +283,9 @@ def eliminate(
     deadline: float | None = None,
     report: Report | None = None,
 ) -> Elimination:
-    """Arms decode the prompts block by block, beside plain decoding and each other; after each block those leave whose
-    paired interval against the fastest lies above it. It ends when one is left, the prompts were read ``MAX_PASSES``
-    times, or, past the deadline, behind a block.
+    """Arms decode the prompts block by block, beside plain decoding and each other; after each block those leave that are
+    surely slower than the fastest. It ends when one is left, the prompts were read ``MAX_PASSES`` times, or, past the
+    deadline, behind a block.
     """
     standing = [arm.name for arm in arms]
     runs: dict[str, list[Run]] = {name: [] for name in (AR, *standing)}
@@ -310,12 +310,24 @@ def eliminate(
         times = {name: np.array([run.decode_ms for run in runs[name]]) for name in standing}
         standing.sort(key=lambda name: float(times[name].sum()))
         fastest = times[standing[0]]
+        num_tests = MAX_PASSES * len(blocks) * len(arms) * max(1, len(arms) - 1)  # any may look fastest by chance
         standing = [
             name
             for name in standing
-            if name == standing[0] or bootstrap_ratio(times[name], fastest, level=LOOK_LEVEL)[0] <= 1.0
+            if name == standing[0] or not surely_slower(times[name], fastest, risk=RISK / num_tests)
         ]
     return Elimination(runs, standing)
+
+
+def surely_slower(ms: NDArray[np.float64], than: NDArray[np.float64], *, risk: float) -> bool:
+    """Whether an arm takes longer than another on the same prompts: a paired one-sided t-test of the logarithms of their
+    ratios, which keeps its ``risk`` with as few prompts as one look has (resampling so few does not).
+    """
+    from scipy.stats import t
+
+    ratios = np.log(ms / than)
+    spread = float(ratios.std(ddof=1)) / len(ratios) ** 0.5
+    return float(ratios.mean()) > spread * float(t.ppf(1 - risk, len(ratios) - 1))
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics

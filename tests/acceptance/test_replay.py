@@ -19,9 +19,9 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.runtime.target import Target
 from autotune.search.space import Configuration
+from autotune.subnet import Subnet
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
-from autotune.subnet import Subnet
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy

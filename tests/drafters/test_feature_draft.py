@@ -19,7 +19,7 @@ from autotune.drafters.dream import DreamNetwork
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.network import PromptRows
 from autotune.drafters.specvlm import SpecVlmNetwork
-from autotune.drafters.star import StarNetwork, uniform_subnets
+from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
@@ -277,14 +277,6 @@ def test_a_share_that_would_cut_a_head_is_refused(pair: Pair) -> None:
         UserError, match=r"heads are kept whole: a share of 0\.3 of 4 is 1\.2; choose among 0\.25, 0\.5"
     ):
         network.kept_heads((0.5, 0.3, 1.0))
-
-
-def test_a_target_of_twelve_layers_has_200_uniform_subnets(pair: Pair) -> None:
-    network = new_draft("star", Target(pair.target)).network
-    config = network.config.model_copy(update={"num_target_layers": 12})
-    subnets = list(uniform_subnets(config))  # type: ignore[arg-type]
-    assert len(set(subnets)) == 200
-    assert {subnet.injection_layer for subnet in subnets} == {8, 9, 10, 11, 12}
 
 
 def test_head_importance_is_gradient_times_weight(pair: Pair) -> None:

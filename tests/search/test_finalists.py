@@ -12,6 +12,8 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
+from autotune.search import finalists
+from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.finalists import (
     AR,
     HF,
@@ -21,9 +23,10 @@ from autotune.search.finalists import (
     Arm,
     Run,
     Runner,
-    bootstrap_ratio,
+    eliminate,
     speedup,
     summarise,
+    surely_slower,
 )
 from autotune.search.space import Configuration
 from autotune.subnet import Subnet
@@ -403,3 +406,93 @@ def test_a_disturbed_run_is_measured_again(
     assert all(run.decode_ms == 1e6 for run in runs["sage"])
     # The ledger's last word on a run counts.
     assert Runner(decoder, processor, ledger).compare(arms, evaluate) == runs
+
+
+# ---------------------------------------------------------------------------------------------------------- elimination
+
+
+class TimedRunner(Runner):
+    """Arms take what is typed in: a time for every prompt, and noise of a seed."""
+
+    def __init__(self, ms: dict[str, float], noise: float = 0.0) -> None:
+        self.ms = ms
+        self.noise = noise
+        self.random = np.random.default_rng(1)
+        self.compared: list[tuple[set[str], int, bool]] = []
+
+    def compare(  # type: ignore[override]
+        self, arms: list[Arm], workload: Workload, *, repeat: int, goes_on: bool, **_: Any
+    ) -> dict[str, list[Run]]:
+        self.compared.append(({arm.name for arm in arms}, repeat, goes_on))
+        prompts = 1 + np.arange(len(workload.prompts))  # some take longer, in every arm
+        return {
+            arm.name: [run(float(self.ms[arm.name] * n * self.random.normal(1, self.noise))) for n in prompts]
+            for arm in arms
+        }
+
+
+def some_prompts(count: int) -> Workload:
+    prompt = WorkloadPrompt("p", Prompt(prompt="p"), ())
+    return Workload("by hand", "tune", (prompt,) * count)
+
+
+def test_arms_that_are_surely_slower_leave() -> None:
+    """And run no more; what is left goes on until one is left."""
+    runner = TimedRunner({AR: 100.0, "slow": 70.0, "near": 50.5, "best": 50.0}, noise=0.03)
+    arms = [Arm(name, CHAIN) for name in ("slow", "near", "best")]
+    found = eliminate(runner, arms, some_prompts(16))
+    assert "slow" not in found.standing and found.standing[0] == "best"
+    assert len(found.runs["slow"]) == 8 < len(found.runs["near"]) <= len(found.runs["best"]) == len(found.runs[AR])
+    assert runner.compared[0][0] == {AR, "slow", "near", "best"} and "slow" not in runner.compared[1][0]
+
+
+def test_equals_are_not_told_apart() -> None:
+    """They run to the end: every prompt so many times, under its own number, and neither leaves."""
+    runner = TimedRunner({AR: 100.0, "one": 50.0, "other": 50.0}, noise=0.05)
+    found = eliminate(runner, [Arm("one", CHAIN), Arm("other", CHAIN)], some_prompts(16))
+    assert sorted(found.standing) == ["one", "other"]
+    assert len(found.runs["one"]) == len(found.runs["other"]) == len(found.runs[AR]) == 16 * finalists.MAX_PASSES
+    assert [repeat for _, repeat, _ in runner.compared] == [n for n in range(finalists.MAX_PASSES) for _ in range(2)]
+    assert [goes_on for _, _, goes_on in runner.compared] == [False, *[True] * (2 * finalists.MAX_PASSES - 1)]
+
+
+def test_chance_seldom_tells_equals_apart() -> None:
+    """At every look, whatever the number of prompts: a false alarm now and then, and hardly ever a true one missed."""
+    rng = np.random.default_rng(0)
+    for count in (4, 8, 64):
+        equal = [surely_slower(*rng.normal(1, 0.05, (2, count)), risk=0.05) for _ in range(400)]
+        assert sum(equal) / 400 < 0.08, count
+        slower = [
+            surely_slower(1.2 * rng.normal(1, 0.05, count), rng.normal(1, 0.05, count), risk=0.05) for _ in range(400)
+        ]
+        assert sum(slower) / 400 > 0.9, count
+    assert surely_slower(np.full(4, 2.0), np.ones(4), risk=0.001) and not surely_slower(
+        np.ones(4), np.ones(4), risk=0.5
+    )
+
+
+def test_an_elimination_ends_behind_a_block_once_time_is_up() -> None:
+    runner = TimedRunner({AR: 100.0, "one": 50.0, "other": 50.0}, noise=0.05)
+    arms = [Arm("one", CHAIN), Arm("other", CHAIN)]
+    found = eliminate(runner, arms, some_prompts(16), deadline=time.monotonic() - 1)
+    assert len(found.runs[AR]) == finalists.BLOCK and len(runner.compared) == 1
+
+
+def test_repeats_of_a_comparison_are_measured_again(
+    decoder: Decoder, processor: Any, evaluate: Workload, tmp_path: Path
+) -> None:
+    arms = [Arm(AR), Arm("chain", CHAIN)]
+    runner = Runner(decoder, processor, tmp_path / "runs.jsonl")
+    first, second = (runner.compare(arms, evaluate, repeat=repeat) for repeat in (0, 1))
+    again = Runner(decoder, processor, tmp_path / "runs.jsonl").compare(arms, evaluate, repeat=1)
+    assert again == second != first
+
+
+def test_configurations_find_their_drafts(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
+    """Several drafts run in one comparison, each configuration with its own."""
+    asked: list[Configuration] = []
+    runner = Runner(decoder, processor, draft_of=lambda c: asked.append(c) or decoder.draft)
+    named = Configuration(tree={"policy": "chain", "depth": 2}, draft="some/draft", subnet=Subnet(visual_keep=0.5))
+    runs = runner.compare([Arm(AR), Arm("chain", CHAIN), Arm("named", named)], evaluate)
+    assert {c.draft for c in asked} == {None, "some/draft"}
+    assert [r.tokens_sha256 for r in runs["named"]] == [r.tokens_sha256 for r in runs[AR]]
