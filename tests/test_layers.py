@@ -139,6 +139,7 @@ ALLOWED: dict[str, set[str]] = {
         "search.space",
         "search.study",
         "subnet",
+        "trees",
         "workload",
     },
     "search.main_job": {

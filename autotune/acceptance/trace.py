@@ -23,6 +23,8 @@ from autotune.provenance import ModelReference, Provenance
 from autotune.subnet import Subnet
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.policy import Policy
+from autotune.trees.sage import SagePolicy
+from autotune.trees.static import StaticPolicy
 from autotune.trees.tree import CHILD, Ints, Proposals
 from autotune.trees.wetap import WetapPolicy
 
@@ -60,11 +62,15 @@ class ForestBounds(Document):
 
 def bounds_for(policies: Iterable[Policy]) -> ForestBounds:
     """The bounds within which replays of these policies, and of smaller ones, miss next to nothing."""
-    bounds = ForestBounds().model_dump()
+    wide = ForestBounds()
+    bounds = ForestBounds(depth=1, num_proposals=1, floor=0.99, width=1).model_dump()
     for policy in policies:
         bounds["depth"] = max(bounds["depth"], policy.max_depth)
         bounds["num_proposals"] = max(bounds["num_proposals"], policy.num_proposals)
-        if isinstance(policy, Eagle2Policy):
+        if isinstance(policy, SagePolicy | StaticPolicy):
+            floor = 0.1 / policy.max_depth if isinstance(policy, SagePolicy) else wide.floor
+            bounds["floor"], bounds["width"] = min(bounds["floor"], floor), wide.width
+        elif isinstance(policy, Eagle2Policy):
             bounds["beam"] = max(bounds["beam"], policy.k)
             bounds["beam_depth"] = max(bounds["beam_depth"], policy.depth)
         elif isinstance(policy, WetapPolicy):

@@ -1,4 +1,4 @@
-"""The subnet stage: every subnet of every draft is screened, exhaustively, as STAR does it (section 3.4); here by chains
+"""The subnet stage: every subnet of every draft is screened, exhaustively, as STAR chooses its draft (among its 200 subnets); here by chains
 along recorded answers, priced by the cost table, which takes a second or two each, or by real runs.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import Field
 
 from autotune.acceptance.recorder import Recorder
-from autotune.acceptance.trace import ForestBounds
+from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.files import Document, content_key
@@ -22,12 +22,12 @@ from autotune.search.ledger import Ledger, Record
 from autotune.search.space import Configuration, Place
 from autotune.search.study import Evaluator
 from autotune.subnet import Subnet
+from autotune.trees.chain import ChainPolicy
 from autotune.workload import Workload
 
 DEPTHS = range(1, 9)  # of the chains that a subnet is screened by
-# The draft's own best path, and nothing else.
-CHAINS = ForestBounds(depth=DEPTHS[-1], num_proposals=1, floor=0.99, width=1)
-NUM_PROMPTS = 16
+CHAINS = bounds_for([ChainPolicy(depth=DEPTHS[-1])])
+NUM_PROMPTS = 8
 NUM_MEASURED_PROMPTS = 8
 
 

@@ -206,7 +206,12 @@ def test_bounds_reach_as_far_as_the_policies_that_they_are_for() -> None:
     bounds = bounds_for(parse_policy(tree) for tree in policies)
     assert (bounds.depth, bounds.beam, bounds.beam_depth) == (14, 3, 14)
     assert (bounds.nucleus, bounds.nucleus_width, bounds.nucleus_depth) == (0.7, 9, 8)
-    assert bounds_for([]) == ForestBounds()
+    # A chain asks for its own best path alone, which is always there.
+    chain = bounds_for([parse_policy({"policy": "chain", "depth": 5})])
+    assert (chain.depth, chain.num_proposals, chain.width, chain.beam, chain.nucleus_width) == (5, 1, 1, 0, 0)
+    sage = bounds_for([parse_policy({"policy": "sage", "k": 7, "d_max": 5, "depth_cap": 9})])
+    assert (sage.depth, sage.num_proposals, sage.width) == (9, 7, ForestBounds().width)
+    assert sage.floor == pytest.approx(0.1 / 9) and chain.floor > 0.5
 
 
 # ------------------------------------------------------------------------------------------------------------- records

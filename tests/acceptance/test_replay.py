@@ -35,7 +35,7 @@ DEPTH = 12
 # the deepest tree.
 LARGEST_EAGLE2 = Eagle2Policy(depth=6, k=5, budget=24)
 LARGEST_WETAP = WetapPolicy(length=5, w_min=12, w_max=12, top_k=5, top_p=0.7)
-EVERYTHING = bounds_for([LARGEST_EAGLE2, LARGEST_WETAP]).model_copy(
+EVERYTHING = bounds_for([LARGEST_EAGLE2, LARGEST_WETAP, parse_policy({"policy": "sage", "d_max": 12})]).model_copy(
     update={"depth": DEPTH, "num_proposals": 16, "width": 128, "beam": 32, "nucleus_width": 128}
 )
 

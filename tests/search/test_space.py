@@ -247,7 +247,7 @@ def test_a_sweep_fills_every_dimension_evenly() -> None:
 
 
 def test_the_full_space_has_200_subnets_of_a_supernet() -> None:
-    """STAR's grid, section 3.4, and ten of every other draft."""
+    """STAR's grid, and ten of every other draft."""
     full = load_space("full")
     found = full.subnets("star", Subnet(injection_layer=12), range(8, 13))
     assert len({subnet.name for subnet in found}) == len(found) == 200

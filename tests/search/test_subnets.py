@@ -15,7 +15,6 @@ from autotune.drafters.checkpoint import save_draft
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
-from autotune.search import subnets
 from autotune.search.contenders import Contenders
 from autotune.search.documents import priced_apart
 from autotune.search.finalists import Runner
@@ -162,7 +161,3 @@ def test_survivors_are_the_best_of_each_draft_and_then_the_best() -> None:
     assert survivors(ranked, 3) == [ranked[0].place, ranked[3].place, ranked[1].place]
     assert survivors(ranked, 1) == [ranked[0].place, ranked[3].place], "no draft is left out by a chain alone"
     assert survivors(ranked, 9) == [ranked[n].place for n in (0, 3, 1, 2, 4)]
-
-
-def test_chains_are_recorded_along_their_own_best_path_only() -> None:
-    assert subnets.CHAINS.num_proposals == 1 and subnets.CHAINS.depth == DEPTHS[-1]
