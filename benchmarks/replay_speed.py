@@ -15,17 +15,18 @@ from pathlib import Path
 
 import click
 import numpy as np
-from autotune.search.pair import Pair
 
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import Trace, bounds_for, load_trace
 from autotune.console import Console
 from autotune.cost.table import DensePrices, PrefillCost
 from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.search.contenders import Contenders
 from autotune.search.documents import record_traces
 from autotune.search.finalists import Arm, Runner
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import Configuration, load_space
+from autotune.subnet import Subnet
 from autotune.trees.policy import Policy, parse_policy
 from autotune.workload import Workload, load_workload
 
@@ -61,7 +62,7 @@ def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Polic
     space = load_space("quick")
     if name == "static":
         return list(rng.sample(sequoia_trees(rank_acceptance(trace), budgets=range(4, 65), depths=range(2, 11)), count))
-    return [parse_policy(found.tree) for found, _ in space.sweep(name, count, rng.randrange(1 << 31))]
+    return [parse_policy(tree) for tree in space.sweep(name, count, rng.randrange(1 << 31))]
 
 
 @click.command()
@@ -70,19 +71,19 @@ def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Polic
 @click.option("--decoded", default=8, show_default=True, help="Prompts decoded for real, for comparison.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path(".autotune/replay-speed"), show_default=True)
 def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
-    pair, console = Pair(BUNDLED_TARGET, BUNDLED_DRAFT, "cpu"), Console()
+    contenders, console = Contenders(BUNDLED_TARGET, [BUNDLED_DRAFT], "cpu"), Console()
     workload = load_workload("digits", "tune", num_prompts=prompts)
-    path = folder / "traces" / "keep-1.trace.json"
+    path = folder / "traces" / BUNDLED_DRAFT.replace("/", "-") / "keep-1.trace.json"
     if not path.exists():
         bounds = bounds_for(parse_policy(tree) for tree in DEFAULTS.values())
-        record_traces(pair, workload, [1.0], folder, console, bounds=bounds)
+        record_traces(contenders, [(BUNDLED_DRAFT, Subnet())], workload, folder, console, bounds=bounds)
     trace = load_trace(path)
     assert trace.header.workload_sha256 == workload.sha256, f"{folder} holds other prompts; name another folder"
     console.say(f"{trace.num_prompts} prompts, {trace.num_tokens} tokens, {len(trace.forest.child_token)} forest nodes")
 
     few = Workload(workload.name, workload.split, workload.prompts[:decoded])
     arms = [Arm(name, Configuration(tree=tree)) for name, tree in DEFAULTS.items()]
-    runs = Runner(pair.decoder, pair.processor).compare(arms, few)
+    runs = Runner(contenders.decoder(), contenders.processor).compare(arms, few)
     rng, at, rows = random.Random(0), prices(), []
     for name, tree in DEFAULTS.items():
         default = parse_policy(tree)
