@@ -69,6 +69,7 @@ def main() -> None:
 @click.option("--heads", type=float, multiple=True)
 @click.option("--injection-layer", type=int, multiple=True)
 @click.option("--visual-keep", type=float, multiple=True)
+@click.option("--subnet", type=(float, int, float), help="Share of heads, injection layer, share of visual tokens.")
 @click.option("--prompts", default=48, show_default=True)
 def measure(
     draft: Path,
@@ -77,6 +78,7 @@ def measure(
     heads: tuple[float, ...],
     injection_layer: tuple[int, ...],
     visual_keep: tuple[float, ...],
+    subnet: tuple[float, int, float] | None,
     prompts: int,
 ) -> None:
     """Decode held-out prompts with a draft, and with subnets of it."""
@@ -86,20 +88,22 @@ def measure(
     subnets = [Subnet(heads=share, visual_keep=own_keep) for share in heads]
     subnets += [Subnet(injection_layer=layer, visual_keep=own_keep) for layer in injection_layer]
     subnets += [Subnet(visual_keep=keep) for keep in visual_keep]
+    if subnet is not None:
+        subnets.append(Subnet(heads=subnet[0], injection_layer=subnet[1], visual_keep=subnet[2]))
     path = (card or draft) / ROWS
     known = [
         (row["sha256"], Subnet(**row["subnet"]), row["prompts"]) for row in (read_lines(path) if path.exists() else [])
     ]
     sha256 = sha256_of(draft / "model.safetensors")
-    for subnet in subnets or [Subnet(visual_keep=own_keep)]:
-        if (sha256, subnet, prompts) in known:
+    for one in subnets or [Subnet(visual_keep=own_keep)]:
+        if (sha256, one, prompts) in known:
             continue
-        loaded = load_draft(str(draft), target, subnet)
-        decoder = Decoder(target, loaded, tree=TREE, visual_keep=subnet.visual_keep, processor=processor)
-        row = {"label": label, "sha256": sha256, "subnet": subnet.model_dump(exclude_none=True)}
+        loaded = load_draft(str(draft), target, one)
+        decoder = Decoder(target, loaded, tree=TREE, visual_keep=one.visual_keep, processor=processor)
+        row = {"label": label, "sha256": sha256, "subnet": one.model_dump(exclude_none=True)}
         row |= {"parameters": loaded.num_parameters, **measured(decoder, recorder, prompts)}
         append_line(path, row)
-        click.echo(f"{label} {subnet.name}: M {row['tokens_per_round']:.2f}, {row['identical']}/{prompts} identical")
+        click.echo(f"{label} {one.name}: M {row['tokens_per_round']:.2f}, {row['identical']}/{prompts} identical")
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
@@ -169,12 +173,16 @@ def write(draft: Path) -> None:
         "visual_keep": "Share of visual tokens",
     }
     for key, title in titles.items():
-        subnets = [row for row in rows if row["sha256"] == sha256 and key in row["subnet"] and row is not whole]
+        subnets = [
+            row
+            for row in rows
+            if row["sha256"] == sha256 and key in row["subnet"] and row is not whole and not row["label"]
+        ]
         found = [(row["subnet"][key], row) for row in subnets if key != "visual_keep" or row in own]
         if found:
             found = sorted([*found, (of_whole[key], whole)], key=lambda one: -one[0])
             lines += ["", f"## {title}", "", *table([row for _, row in found], [f"{value:g}" for value, _ in found])]
-    others = [row for row in rows if row["sha256"] != sha256 or row["label"]]
+    others = [row for row in rows if row["label"]]
     if others:
         lines += ["", "## Trained otherwise", "", *table(others, [row["label"] for row in others])]
     if notes:

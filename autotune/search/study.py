@@ -104,10 +104,14 @@ class Evaluator:
         return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.longest, subnet=subnet)
 
     def placed(self, configuration: Configuration) -> Configuration:
-        """A configuration with its draft: the only one there is, where it names none."""
-        if configuration.draft is not None:
+        """A configuration with its draft, the first where it names none, and with the draft's own layer, its last."""
+        draft, subnet = configuration.draft or next(iter(self.traces))[0], configuration.subnet
+        if subnet.injection_layer is None and (draft, subnet) not in self.traces:
+            own = max((s.injection_layer or 0 for d, s in self.traces if d == draft), default=0)
+            subnet = subnet.model_copy(update={"injection_layer": own or None})
+        if (draft, subnet) == (configuration.draft, configuration.subnet):
             return configuration
-        return configuration.model_copy(update={"draft": next(iter(self.traces))[0]})
+        return configuration.model_copy(update={"draft": draft, "subnet": subnet})
 
     def replay(self, configuration: Configuration) -> Replay:
         """What decoding with a configuration would do.

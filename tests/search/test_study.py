@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -93,6 +94,21 @@ def test_a_subnet_without_a_trace_is_refused() -> None:
         UserError, match=rf"no trace has {DRAFT.id} keep=0\.3; there are {DRAFT.id} keep=1; .*record it, or"
     ):
         evaluator().evaluate(Configuration(tree={"policy": "chain"}, subnet=Subnet(visual_keep=0.3)))
+
+
+def test_what_a_configuration_leaves_open_is_the_draft_s_own() -> None:
+    """Published defaults name neither a draft nor the layer that it reads."""
+    layers = [Subnet(injection_layer=layer) for layer in (3, 4)]
+    traces = [random_trace(number) for number in range(2)]
+    traces = [
+        dataclasses.replace(trace, header=trace.header.model_copy(update={"subnet": subnet}))
+        for trace, subnet in zip(traces, layers, strict=True)
+    ]
+    found = Evaluator(traces, cost_table())
+    default = Configuration(tree={"policy": "chain", "depth": 3})
+    own = default.model_copy(update={"draft": DRAFT.id, "subnet": layers[1]})
+    other = own.model_copy(update={"subnet": layers[0]})
+    assert found.evaluate(default) == found.evaluate(own) != found.evaluate(other)
 
 
 def test_short_prompts_are_within_their_own_table() -> None:
@@ -255,6 +271,29 @@ def test_what_one_worker_finds_several_find(tmp_path: Path) -> None:
         together = search(found, LARGE, tmp_path / "l", num_trials=60, seed=3)
     assert figures(together) == figures(alone)
     assert 0 < len(calls) < found.num_evaluated + len(together), "the other worker's trees were not replayed again"
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from autotune.search import study
+from autotune.search.ledger import Ledger
+from tests.search.test_study import LARGE, evaluator, search
+study.NUM_SWEPT, study.SWEPT_AT_ONCE = 256, 32
+storage = sys.argv[1]
+found = evaluator(jobs=1)
+(first, *_) = search(found, LARGE, storage if "://" in storage else Path(storage), num_trials=120)
+print(found.num_evaluated, first.key, first.ms_per_token)
+"""
+
+
+def test_workers_on_postgresql_find_what_one_finds(postgresql: str, tmp_path: Path) -> None:
+    """Two processes at once share a database: both end with the same winner, and with all that was replayed."""
+    commands = [[sys.executable, "-c", WORKER, storage] for storage in (str(tmp_path / "l"), postgresql, postgresql)]
+    alone = subprocess.run(commands[0], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    workers = [subprocess.Popen(c, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for c in commands[1:]]
+    assert [worker.communicate(timeout=300)[0] for worker in workers] == [alone, alone]
+    assert [worker.returncode for worker in workers] == [0, 0]
 
 
 def test_trials_are_shown_to_optuna(tmp_path: Path) -> None:
