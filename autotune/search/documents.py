@@ -238,6 +238,10 @@ def print_agreement(traces: Sequence[Trace], console: Console) -> None:
         of_draft.setdefault(trace.header.draft.id, trace)
     shares = {draft: agreement(trace) for draft, trace in of_draft.items()}
     tasks = list(next(iter(shares.values())))
-    rows = [[task, *(f"{100 * found[task][n]:.1f} %" for found in shares.values() for n in (1, 4))] for task in tasks]
-    heads = ["top-1", "top-4"] if len(shares) == 1 else [f"{draft} top-{n}" for draft in shares for n in (1, 4)]
-    console.table("Agreement with the target", ["task", *heads], rows)
+    if len(shares) == 1:
+        (found,) = shares.values()
+        rows = [[task, *(f"{100 * found[task][n]:.1f} %" for n in (1, 4))] for task in tasks]
+        console.table("Draft's agreement with the target", ["task", "top-1", "top-4"], rows)
+        return
+    rows = [[task, *(f"{100 * found[task][1]:.1f} %" for found in shares.values())] for task in tasks]
+    console.table("Drafts' agreement with the target, top-1", ["task", *shares], rows)

