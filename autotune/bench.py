@@ -14,7 +14,7 @@ from autotune.console import Console
 from autotune.cost.device import fingerprint
 from autotune.decoding_profile import load
 from autotune.errors import UserError, nearest
-from autotune.profile_runner import TUNED, ProfileRunner
+from autotune.profile_runner import TUNED, ProfileRunner, points_used
 from autotune.provenance import stamp
 from autotune.runtime.vision import timed_vision, vision_parts
 from autotune.search.finalists import (
@@ -86,7 +86,7 @@ def run_bench(
             f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the usual"
         )
     if len(points) > 1:
-        console.say(f"{TUNED}: {runner.points_used}")
+        console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")
     by_task = speedups_by_task(runs, prompts)
     geomeans = {name: _geomean(found) for name, found in by_task.items()}
     print_arms(summaries, console)
@@ -104,7 +104,6 @@ def run_bench(
         "arms": [asdict(summary) for summary in summaries],
         "unavailable": chosen.unavailable,
         "notes": chosen.notes,
-        "points": runner.point_numbers,
         "speedup_by_task": by_task,
         "speedup_geomean": geomeans,
         "draft_health": {name: found.to_json() for name, found in health.items() if not found.is_empty},

@@ -92,9 +92,10 @@ def divergences(
     as runs keep no tokens.
     """
     found = {}
-    hashes = [{run.prompt: run.tokens_sha256 for run in runs[name]} for name in (AR, arm.name)]
-    for prompt in prompts.prompts:
-        if hashes[0][prompt.name] == hashes[1][prompt.name] or not runner.point_of(prompt).lossless:
+    assert runner.decoder.profile is not None
+    points = runner.decoder.profile.points
+    for prompt, run, plain_run in zip(prompts.prompts, runs[arm.name], runs[AR], strict=False):
+        if run.tokens_sha256 == plain_run.tokens_sha256 or not points[run.point].lossless:
             continue
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)

@@ -352,9 +352,9 @@ def search(
     """
     from autotune.console import Console
     from autotune.files import dump_document
+    from autotune.search.evaluator import Constraints
     from autotune.search.main_job import SearchSettings, check_settings
     from autotune.search.main_job import search as run_search
-    from autotune.search.study import Constraints
 
     settings = SearchSettings(
         target=target,

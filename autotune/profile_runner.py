@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.condition import first_match
-from autotune.decoding_profile import OperatingPoint
-from autotune.drafters.checkpoint import LoadedDraft
+from autotune.decoding_profile import DecodingProfile
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search.finalists import Arm, Run, Runner
-from autotune.search.space import Configuration
 from autotune.trees.fallback import RequestMemory
 from autotune.workload import WorkloadPrompt
 
@@ -23,45 +20,10 @@ TUNED = "tuned"
 class ProfileRunner(Runner):
     """Runs the arm ``tuned`` with the decoder itself, as it was loaded from a profile; a prompt's task is its tag."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        ledger: Path | None = None,
-        *,
-        context: object = None,
-        with_perplexity: bool = False,
-        draft_of: Callable[[Configuration], LoadedDraft] | None = None,
-    ) -> None:
-        super().__init__(
-            decoder, decoder.processor, ledger, context=context, with_perplexity=with_perplexity, draft_of=draft_of
-        )
-        self.point_numbers: dict[str, int] = {}
-        """Which points have decoded the prompts, by name."""
+    def __init__(self, decoder: Decoder, ledger: Path | None = None, **options: Any) -> None:
+        super().__init__(decoder, decoder.processor, ledger, **options)
         self._warm_points: set[int] = set()
         self._memories: list[RequestMemory] = []  # of all points, before the run
-
-    def number_of(self, prompt: WorkloadPrompt) -> int:
-        """Of the point that decodes a prompt."""
-        assert self.decoder.profile is not None
-        inputs = prompt.inputs(self.processor)
-        return first_match(
-            [point.when for point in self.decoder.profile.points],
-            temperature=prompt.settings.temperature or 0.0,
-            prompt_tokens=inputs["input_ids"].shape[1],
-            workload=prompt.settings.task,
-        )
-
-    def point_of(self, prompt: WorkloadPrompt) -> OperatingPoint:
-        """The point that has decoded a prompt."""
-        assert self.decoder.profile is not None
-        return self.decoder.profile.points[self.point_numbers[prompt.name]]
-
-    @property
-    def points_used(self) -> str:
-        """For people: how many prompts each point has decoded."""
-        assert self.decoder.profile is not None
-        counts, points = Counter(self.point_numbers.values()), self.decoder.profile.points
-        return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(points))
 
     def decoder_of(self, arm: Arm) -> Decoder:
         """An arm's own decoder, or the profile's."""
@@ -92,5 +54,10 @@ class ProfileRunner(Runner):
             number = output.stats.point
             is_warm = number in self._warm_points
             self._warm_points.add(number)
-        self.point_numbers[prompt.name] = number
         return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats
+
+
+def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:
+    """For people: how many prompts each point has decoded."""
+    counts = Counter(run.point for run in runs)
+    return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))

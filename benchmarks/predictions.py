@@ -23,10 +23,10 @@ from autotune.decoding_profile import load_profile
 from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.contenders import Contenders
 from autotune.search.documents import load_table
-from autotune.search.finalists import Arm, Run, Runner
-from autotune.search.main_job import configuration_of
+from autotune.search.evaluator import Evaluator
+from autotune.search.finalists import Arm, Run
+from autotune.search.judging import configuration_of
 from autotune.search.space import Configuration, SearchSpace, load_space
-from autotune.search.study import Evaluator
 from autotune.workload import Workload, load_workload
 
 
@@ -68,11 +68,9 @@ def main(study: Path, profile: Path | None, space: str, configurations: int, pro
     winner = None if profile is None else configuration_of(load_profile(profile).point)
     if winner is not None:
         arms.append(Arm("winner", winner))
-    runs = Runner(
-        contenders.decoder(table.threads),
-        contenders.processor,
-        draft_of=lambda c: contenders.draft(c.draft or drafts[0], c.subnet),
-    ).compare(arms, chosen, seed=seed, report=lambda done, of: print(f"prompt {done}/{of}", flush=True))
+    runs = contenders.runner(table.threads).compare(
+        arms, chosen, seed=seed, report=lambda done, of: print(f"prompt {done}/{of}", flush=True)
+    )
 
     if winner is not None:
         print_regret(runs, {arm.name: arm for arm in arms})

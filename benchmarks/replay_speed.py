@@ -23,7 +23,7 @@ from autotune.cost.table import DensePrices, PrefillCost
 from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.search.contenders import Contenders
 from autotune.search.documents import record_traces
-from autotune.search.finalists import Arm, Runner
+from autotune.search.finalists import Arm
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import Configuration, load_space
 from autotune.subnet import Subnet
@@ -83,7 +83,7 @@ def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
 
     few = Workload(workload.name, workload.split, workload.prompts[:decoded])
     arms = [Arm(name, Configuration(tree=tree)) for name, tree in DEFAULTS.items()]
-    runs = Runner(contenders.decoder(), contenders.processor).compare(arms, few)
+    runs = contenders.runner(threads=None).compare(arms, few)
     rng, at, rows = random.Random(0), prices(), []
     for name, tree in DEFAULTS.items():
         default = parse_policy(tree)

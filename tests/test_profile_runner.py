@@ -8,7 +8,7 @@ import pytest
 
 from autotune.condition import Condition
 from autotune.decoding_profile import DecodingProfile
-from autotune.profile_runner import TUNED, ProfileRunner
+from autotune.profile_runner import TUNED, ProfileRunner, points_used
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.way import Way
 from autotune.search.finalists import Arm
@@ -56,14 +56,10 @@ def test_every_point_is_warmed_up_once_and_learns_nothing_of_it(
     runs = runner.compare([Arm(TUNED)], PROMPTS)[TUNED]
     assert [run.draft_forwards > 0 for run in runs] == [True, True, True, True, False, False]
     assert [point for point, _ in calls].count(1) == 3, "two prompts, and one warm-up"
-    assert runner.point_numbers == {f"{number}": int(task == "easy") for number, task in enumerate(tasks_of(PROMPTS))}
-    assert runner.point_of(PROMPTS.prompts[0]).when.workload == "hard"
-    assert runner.points_used == "4 by point 0 (workload hard), 2 by point 1 (any request)"
+    assert [run.point for run in runs] == [int(prompt.settings.task == "easy") for prompt in PROMPTS.prompts]
+    assert runner.decoder.profile is not None
+    assert points_used(runner.decoder.profile, runs) == "4 by point 0 (workload hard), 2 by point 1 (any request)"
     assert runner.decoder.ways[1].fallback.memory.num_failed == 0
-
-
-def tasks_of(workload: Workload) -> list[str]:
-    return [prompt.settings.task for prompt in workload.prompts]
 
 
 def test_a_comparison_begins_with_nothing_learnt(runner: ProfileRunner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from autotune.cost.device import fingerprint
 from autotune.cost.roofline import ModelShape
@@ -16,7 +17,8 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
 from autotune.runtime.text_runner import TextRunner
 from autotune.runtime.vision import vision_parts
-from autotune.search.space import Place, SearchSpace
+from autotune.search.finalists import Runner
+from autotune.search.space import Configuration, Place, SearchSpace
 from autotune.subnet import Subnet
 
 
@@ -67,10 +69,14 @@ class Contenders:
             self._loaded[draft, wanted] = load_draft(draft, self.target, wanted)
         return self._loaded[draft, wanted]
 
-    def decoder(self, threads: int | None = None) -> Decoder:
-        """Of the first draft, with steps on so many CPU threads."""
-        first = next(iter(self._wholes.values()))
-        return Decoder(self.target, first, buckets=self.buckets, threads=threads, processor=self.processor)
+    def runner(self, threads: int | None, ledger: Path | None = None) -> Runner:
+        """Runs configurations of any of the drafts, with steps on so many CPU threads."""
+        plain = Decoder(self.target, buckets=self.buckets, threads=threads, processor=self.processor)
+        return Runner(plain, self.processor, ledger, context=[self.key, threads], draft_of=self.draft_of)
+
+    def draft_of(self, configuration: Configuration) -> LoadedDraft:
+        """Who drafts: the first, where a configuration names nobody."""
+        return self.draft(configuration.draft or next(iter(self._wholes)), configuration.subnet)
 
     def subnets(self, space: SearchSpace) -> list[Place]:
         """All of a space, of every draft.

@@ -65,6 +65,8 @@ class Run(Document):
     """Which proposals were taken (``DraftHealth``)."""
     perplexity: float | None = None
     """Of the answer, under the target, where it was asked for."""
+    point: int = 0
+    """Of a profile: which of its points decoded."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ class Runner:
             decode_ms=stats.decode_ms,
             health=stats.health.to_json(),
             perplexity=perplexity(self.decoder.target, inputs, tokens) if self.with_perplexity else None,
+            point=stats.point,
         )
 
     def decode(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:

@@ -9,31 +9,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from autotune.acceptance.trace import ForestBounds, bounds_for
-from autotune.condition import Condition
 from autotune.console import Console
-from autotune.cost.device import Fingerprint
-from autotune.cost.table import TOKENS, CostTable
-from autotune.decoding_profile import (
-    ComparedArm,
-    DecodingProfile,
-    DraftChoice,
-    Evidence,
-    Measured,
-    OperatingPoint,
-    Predicted,
-    PromptEvidence,
-    WorkloadReference,
-    decoder_for,
-    save_profile,
-)
+from autotune.cost.table import TOKENS
+from autotune.decoding_profile import DecodingProfile, save_profile
 from autotune.errors import UserError
 from autotune.files import content_key, require_writable
-from autotune.profile_runner import TUNED, ProfileRunner
-from autotune.provenance import stamp
-from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.contenders import Contenders
 from autotune.search.documents import (
     device_for,
@@ -44,22 +25,16 @@ from autotune.search.documents import (
     print_table,
     record_traces,
 )
-from autotune.search.finalists import AR, Arm, Run, Runner, Summary, eliminate, summarise
+from autotune.search.evaluator import Constraints, Evaluator
+from autotune.search.judging import Judging
 from autotune.search.ledger import Ledger
-from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_workload, choose_points
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, SearchSpace, largest_policies, load_space
-from autotune.search.study import Candidate, Constraints, Evaluator, choose_finalists, search_trees
+from autotune.search.space import SearchSpace, largest_policies, load_space
+from autotune.search.study import search_trees
 from autotune.search.subnets import measure, print_screened, screen, survivors
 from autotune.trees.buckets import check_buckets
-from autotune.trees.policy import parse_policy
-from autotune.workload import Workload, WorkloadPrompt, load_workload
+from autotune.workload import load_workload
 
-NUM_FINALISTS = 6
-FINALIST_PROMPTS = 16
 MIN_TREES_S = 20.0  # for the trees, however late it is
-NUM_POINT_CANDIDATES = 400  # configurations among which points of their own are looked for
-OF_KIND = {"star": "star", "dream": "dream"}
-"""Published defaults that a paper names for a draft of its own kind."""
 
 
 @dataclass(frozen=True)
@@ -172,17 +147,10 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         table = local_table(contenders, priced, tune, folder, ledger, console)
     clock.ended("cost table")
     print_table(table, console)
-    runner = Runner(
-        contenders.decoder(table.threads),
-        contenders.processor,
-        folder / "runs.jsonl",
-        context=[contenders.key, table.threads],
-        draft_of=lambda c: contenders.draft(c.draft or next(iter(contenders.references)), c.subnet),
-    )
     if len(places) > space.survivors:
         screened = screen(contenders, places, table, tune, folder, ledger, console)
         if settings.measure_all and device is not None:
-            screened = measure(contenders, screened, runner, tune, ledger, console)
+            screened = measure(contenders, screened, table.threads, tune, ledger, console)
         places = survivors(screened, space.survivors)
         print_screened(screened, places, console)
         clock.ended("subnets")
@@ -192,7 +160,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
 
     evaluator = Evaluator(traces, table, constraints=settings.constraints, jobs=settings.jobs)
     with console.stage("trees by replay") as update:
-        candidates = search_trees(
+        found = search_trees(
             evaluator,
             space,
             ledger,
@@ -204,19 +172,19 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         )
     clock.ended("trees")
     console.say(
-        f"{evaluator.num_evaluated:,} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token"
+        f"{found.num_replayed:,} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token"
     )
-    job = _Judging(settings, contenders, table, evaluator, runner, folder, tune, evaluate, deadline, console, clock)
+    judging = Judging(found, contenders, table, evaluator, folder, tune, evaluate, settings.seed, deadline, console)
     if device is None:
-        document = job.predicted_profile(candidates)
-    elif settings.storage is None:
-        document = job.measured_profile(candidates)
+        document = judging.predicted_profile()
+    elif shared is None:
+        document = judging.measured_profile()
     else:  # one worker measures, for all
-        key = content_key(
-            ["profile", candidates[0].key, evaluate.sha256, settings.budget_s, settings.seed, table.content]
-        )
-        units = {key: lambda: job.measured_profile(candidates).model_dump(mode="json")}
+        best = found.fastest[0].key
+        key = content_key(["profile", best, evaluate.sha256, settings.budget_s, settings.seed, table.content])
+        units = {key: lambda: judging.measured_profile().model_dump(mode="json")}
         document = DecodingProfile.model_validate(ledger.work("profile", units)[key], strict=False)
+    clock.ended("finalists and evaluation")
     save_profile(settings.output, document)
     console.say(f"time: {clock.said}")
     console.say(f"decoding profile written to {settings.output}")
@@ -238,338 +206,3 @@ class _StageClock:
     @property
     def said(self) -> str:
         return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self._seconds.items())
-
-
-# ----------------------------------------------------------------------------------------------------------- measuring
-
-
-@dataclass
-class _Judging:
-    """From candidates to a profile."""
-
-    settings: SearchSettings
-    contenders: Contenders
-    table: CostTable
-    evaluator: Evaluator
-    runner: Runner
-    folder: Path
-    tune: Workload
-    evaluate: Workload
-    deadline: float
-    console: Console
-    clock: _StageClock
-
-    def predicted_profile(self, candidates: list[Candidate]) -> DecodingProfile:
-        """For a device that is not here: predictions only."""
-        fastest = candidates[0]
-        points = [self._point(Condition(), None)]
-        if fastest.speedup >= 1.0:
-            points = [self._point(when, self.evaluator.guarded(one)) for when, one in self.points(candidates, fastest)]
-        return self._profile(self.table.device, points, self._evidence())
-
-    def measured_profile(self, candidates: list[Candidate]) -> DecodingProfile:
-        """The finalists decode tuning prompts, the fastest wins; then it and the points beside it are judged on prompts that
-        tuned nothing.
-        """
-        finalists = choose_finalists(candidates, self.evaluator, NUM_FINALISTS)
-        winner = self.measure_finalists([self.evaluator.guarded(c) for c in finalists])
-        found = self.confirmed(self.points(candidates, winner), winner)
-        self.clock.ended("finalists")
-        document = self.judge(
-            self._profile(self.contenders.device, [self._point(*one) for one in found], self._evidence())
-        )
-        self.clock.ended("evaluation")
-        return document
-
-    def measure_finalists(self, finalists: list[Candidate]) -> Candidate:
-        """Real runs until one is left or the time is up; ties go to the smaller tree."""
-        prompts = Workload(self.tune.name, self.tune.split, self.tune.prompts[:FINALIST_PROMPTS])
-        arms = [Arm(f"finalist {number + 1}", one.configuration) for number, one in enumerate(finalists)]
-        of_arm = {arm.name: one for arm, one in zip(arms, finalists, strict=True)}
-        with self.console.stage("finalists, measured") as update:
-            found = eliminate(
-                self.runner,
-                arms,
-                prompts,
-                seed=self.settings.seed,
-                deadline=time.monotonic() + 0.4 * (self.deadline - time.monotonic()),
-                report=lambda done, of: update(done, of, ""),
-            )
-        rows = []
-        for name, one in of_arm.items():
-            runs = found.runs[name]
-            summary = summarise(name, runs, found.runs[AR][: len(runs)])
-            passes = -(-len(runs) // len(prompts.prompts))
-            predicted_ms = np.tile(self.evaluator.replay(one.configuration).decode_ms[: len(prompts.prompts)], passes)
-            error = float(predicted_ms[: len(runs)].sum()) / sum(run.decode_ms for run in runs) - 1
-            rows.append(
-                [
-                    one.configuration.label,
-                    f"{one.speedup:.2f}x",
-                    f"{summary.speedup:.2f}x",
-                    f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
-                    f"{100 * error:+.1f} %",
-                    f"{len(runs)}" + ("" if name in found.standing else ", then out"),
-                ]
-            )
-        self.console.table(
-            "Finalists on tuning prompts",
-            ["configuration", "predicted", "measured", "95 % interval", "predicted time against measured", "runs"],
-            rows,
-        )
-        times = {name: np.array([run.decode_ms for run in found.runs[name]]) for name in found.standing}
-        winner = fastest = found.standing[0]
-        for name in found.standing[1:]:
-            low, _ = bootstrap_ratio(times[name], times[fastest])
-            is_tied = low <= 1.0 and times[name].sum() <= 1.005 * times[fastest].sum()
-            if is_tied and of_arm[name].nodes_per_round < of_arm[winner].nodes_per_round:
-                winner = name
-        return of_arm[winner]
-
-    def points(self, candidates: list[Candidate], winner: Candidate) -> list[tuple[Condition, Candidate]]:
-        """Conditions under which another candidate is predicted to be faster than the winner, on tuning prompts that did not
-        choose it; the winner last.
-        """
-        known = candidates[:NUM_POINT_CANDIDATES]
-        if len(known) < 2:
-            return [(Condition(), winner)]
-        # The winner stands first: of what is not surely better than it nothing is chosen.
-        chosen_among = [winner, *known]
-        trace = next(iter(self.evaluator.traces.values()))
-        points = choose_points(
-            self.evaluator.prompt_ms([one.configuration for one in chosen_among]),
-            [by_workload(self.evaluator.tasks), *by_prompt_tokens(trace.prompt_length.tolist())],
-            seed=self.settings.seed,
-        )
-        return [(point.condition, chosen_among[point.configuration]) for point in points[:-1]] + [(Condition(), winner)]
-
-    def confirmed(
-        self, points: list[tuple[Condition, Candidate]], winner: Candidate
-    ) -> list[tuple[Condition, Candidate]]:
-        """Those points that are faster than the winner in real runs of the tuning prompts that meet their conditions."""
-        kept: list[tuple[Condition, Candidate]] = []
-        for condition, candidate in points[:-1]:
-            own = self.evaluator.guarded(candidate)
-            if own.key == winner.key:
-                continue
-            met = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
-            arms = [Arm("winner", winner.configuration), Arm("point", own.configuration)]
-            prompts = Workload(self.tune.name, self.tune.split, met)
-            runs = self.runner.compare([Arm(AR), *arms], prompts, seed=self.settings.seed, min_prompts=len(met))
-            ms = {name: sum(run.decode_ms for run in of_arm) for name, of_arm in runs.items()}
-            is_faster = ms["point"] <= (1 - MIN_GAIN) * ms["winner"]
-            self.console.say(
-                f"for {condition.label}: {own.configuration.label} takes {ms['point'] / ms['winner']:.2f} of the winner's time on "
-                f"{len(met)} tuning prompts: {'a point of its own' if is_faster else 'left out'}"
-            )
-            if is_faster:
-                kept.append((condition, own))
-        return [*kept, (Condition(), winner)]
-
-    def _meets(self, condition: Condition, prompt: WorkloadPrompt) -> bool:
-        settings = prompt.settings
-        length = prompt.inputs(self.contenders.processor)["input_ids"].shape[1]
-        return condition.matches(temperature=settings.temperature or 0.0, prompt_tokens=length, workload=settings.task)
-
-    def judge(self, document: DecodingProfile) -> DecodingProfile:
-        """The profile's own decoder, published defaults and plain decoding on the evaluation prompts; returns the profile with
-        what came out.
-        """
-        contenders, evaluator = self.contenders, self.evaluator
-        decoder = decoder_for(
-            document,
-            contenders.target,
-            lambda choice: contenders.draft(choice.id, choice.subnet),
-            processor=contenders.processor,
-            threads=document.threads,
-        )
-        runner = ProfileRunner(
-            decoder,
-            ledger=self.folder / "runs.jsonl",
-            context=[contenders.key, document.threads, [point.model_dump(mode="json") for point in document.points]],
-            draft_of=self.runner.draft_of,
-        )
-        overall = configuration_of(document.point)
-        tuned = Arm(TUNED, overall)
-        defaults = [Arm(name, default) for name, default in self._defaults().items()]
-        arms = [Arm(AR), *defaults, tuned]
-        with self.console.stage("evaluation, measured") as update:
-            runs = runner.compare(
-                arms,
-                self.evaluate,
-                seed=self.settings.seed + 1,
-                deadline=self.deadline,
-                min_prompts=16,
-                report=lambda done, of: update(done, of, ""),
-            )
-        summaries = {name: summarise(name, arm_runs, runs[AR]) for name, arm_runs in runs.items()}
-        predicted = {
-            arm.name: evaluator.evaluate(arm.configuration)
-            for arm in arms
-            if arm.configuration is not None and evaluator.can_replay(arm.configuration)
-        }
-        labels = {arm.name: arm.configuration.label for arm in arms if arm.configuration is not None}
-        if len(document.points) > 1:
-            labels[TUNED] = f"{len(document.points)} points"
-            del predicted[TUNED]
-        print_comparison(summaries, predicted, labels, self.console)
-        evidence = self._evidence()
-        evidence = evidence.model_copy(
-            update={
-                "prompts": [_prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
-                "compared": [
-                    ComparedArm(
-                        name=arm.name,
-                        tree=arm.configuration.tree if arm.configuration else None,
-                        visual_keep=arm.configuration.visual_keep if arm.configuration else None,
-                        predicted_speedup=predicted[arm.name].speedup if arm.name in predicted else None,
-                        speedup=summaries[arm.name].speedup,
-                        ci95=summaries[arm.name].ci95,
-                        tokens_per_round=summaries[arm.name].tokens_per_round,
-                        tokens_per_second=summaries[arm.name].tokens_per_second,
-                    )
-                    for arm in arms
-                ],
-            }
-        )
-        if summaries[TUNED].speedup < 1.0:
-            self.console.say("no draft beats plain decoding here: the profile says to decode without one")
-            plain = self._point(Condition(), None).model_copy(
-                update={"measured": _measured(summaries[AR], summaries[AR])}
-            )
-            return document.model_copy(update={"points": [plain], "evidence": evidence})
-        points = []
-        for number, point in enumerate(document.points):
-            decoded = [
-                i
-                for i, prompt in enumerate(self.evaluate.prompts[: len(runs[AR])])
-                if runner.number_of(prompt) == number
-            ]
-            measured = None
-            if any(runs[TUNED][i].new_tokens > 1 for i in decoded):
-                tuned_runs, plain_runs = ([runs[name][i] for i in decoded] for name in (TUNED, AR))
-                own = summarise(TUNED, tuned_runs, plain_runs)
-                measured = _measured(own, summarise(AR, plain_runs, plain_runs))
-            points.append(point.model_copy(update={"measured": measured}))
-        return document.model_copy(update={"points": points, "evidence": evidence})
-
-    def _defaults(self) -> dict[str, Configuration]:
-        """What users run today, each with a draft of the paper's own kind where there is one."""
-        of_kind = {self.contenders.kind(draft): draft for draft in reversed(self.contenders.references)}
-        first = next(iter(self.contenders.references))
-        return {
-            name: default.model_copy(update={"draft": of_kind.get(OF_KIND.get(name, "independent"), first)})
-            for name, default in PUBLISHED_DEFAULTS.items()
-        }
-
-    def _evidence(self) -> Evidence:
-        return Evidence(configurations_replayed=self.evaluator.num_evaluated)
-
-    def _point(self, condition: Condition, candidate: Candidate | None) -> OperatingPoint:
-        """Not measured yet; without a candidate it is plain decoding."""
-        if candidate is None:
-            plain = Predicted(speedup=1.0, ms_per_token=self.evaluator.ar_ms_per_token, tokens_per_round=None)
-            return OperatingPoint(when=condition, draft=None, tree=None, predicted=plain, measured=None)
-        c = candidate.configuration
-        reference = self.contenders.references[c.draft or ""]
-        return OperatingPoint(
-            when=condition,
-            draft=DraftChoice(
-                kind=self.contenders.kind(reference.id), id=reference.id, sha256=reference.sha256, subnet=c.subnet
-            ),
-            tree=parse_policy(c.tree),
-            fallback=c.fallback,
-            predicted=Predicted(
-                speedup=candidate.speedup,
-                ms_per_token=candidate.ms_per_token,
-                tokens_per_round=candidate.tokens_per_round,
-                estimated=self.table.estimated,
-            ),
-            measured=None,
-        )
-
-    def _profile(self, device: Fingerprint, points: list[OperatingPoint], evidence: Evidence) -> DecodingProfile:
-        return DecodingProfile(
-            provenance=stamp(),
-            target=self.contenders.target_reference,
-            workload=WorkloadReference(
-                name=self.settings.workload,
-                tune_sha256=self.tune.sha256,
-                evaluate_sha256=self.evaluate.sha256,
-                num_tune_prompts=len(self.tune.prompts),
-                num_evaluate_prompts=len(self.evaluate.prompts),
-            ),
-            hardware=device,
-            precision=self.table.precision,
-            buckets=self.table.buckets,
-            threads=self.table.threads,
-            points=points,
-            evidence=evidence,
-        )
-
-
-def _measured(summary: Summary, plain: Summary) -> Measured:
-    return Measured(
-        speedup=summary.speedup,
-        ci95=summary.ci95,
-        tokens_per_round=None if summary is plain else summary.tokens_per_round,
-        tokens_per_second=summary.tokens_per_second,
-        ar_tokens_per_second=plain.tokens_per_second,
-        num_prompts=summary.num_prompts,
-        num_tokens=summary.num_tokens,
-        identical_outputs=summary.identical_outputs,
-    )
-
-
-def print_comparison(
-    summaries: dict[str, Summary], predicted: dict[str, Candidate], labels: dict[str, str], console: Console
-) -> None:
-    """The final table: plain decoding, published defaults, winner; predicted beside measured."""
-    rows = []
-    for name, summary in summaries.items():
-        label = f"{name}: {labels[name]}" if name in labels else "plain decoding (ar)"
-        rows.append(
-            [
-                label,
-                f"{predicted[name].speedup:.2f}x" if name in predicted else "-",
-                f"{summary.speedup:.2f}x",
-                f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
-                f"{summary.tokens_per_round:.2f}" if summary.tokens_per_round else "-",
-                f"{summary.tokens_per_second:.0f}",
-                f"{summary.identical_outputs}/{summary.num_prompts}",
-            ]
-        )
-    first = next(iter(summaries.values()))
-    title = f"Evaluation on {first.num_prompts} held-out prompts, {first.num_tokens} tokens"
-    console.table(
-        title,
-        ["arm", "predicted", "measured", "95 % interval", "M", "tokens/s", "same output"],
-        rows,
-        emphasised=len(rows) - 1,
-    )
-
-
-def _prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
-    return PromptEvidence(
-        name=run.prompt,
-        sha256=run.prompt_sha256,
-        tokens_sha256=run.tokens_sha256,
-        rounds=run.rounds,
-        draft_forwards=run.draft_forwards,
-        accepted_tokens=sum(run.accepted_lengths),
-        decode_ms=run.decode_ms,
-        ar_decode_ms=plain.decode_ms,
-    )
-
-
-def configuration_of(point: OperatingPoint) -> Configuration | None:
-    """A point as a configuration; None for plain decoding."""
-    if point.draft is None or point.tree is None:
-        return None
-    return Configuration(
-        tree=point.tree.model_dump(),
-        draft=point.draft.id,
-        subnet=point.draft.subnet,
-        verification=point.verification,
-        fallback=point.fallback,
-    )

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from pydantic import Field
-
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
@@ -17,10 +15,10 @@ from autotune.cost.table import CostTable
 from autotune.files import Document, content_key
 from autotune.provenance import version_of
 from autotune.search.contenders import Contenders
-from autotune.search.finalists import AR, Arm, Runner, summarise
+from autotune.search.evaluator import Evaluator
+from autotune.search.finalists import AR, Arm, summarise
 from autotune.search.ledger import Ledger, Record
 from autotune.search.space import Configuration, Place
-from autotune.search.study import Evaluator
 from autotune.subnet import Subnet
 from autotune.trees.chain import ChainPolicy
 from autotune.workload import Workload
@@ -42,7 +40,7 @@ class Screened(Document):
     """Predicted."""
     speedup: float
     """Over plain decoding, predicted by the same table."""
-    measured_speedup: float | None = Field(default=None)
+    measured_speedup: float | None = None
     """Of real runs with the same chain, where they were asked for."""
 
     @property
@@ -70,7 +68,7 @@ def screen(
     recorder.layers = tuple(sorted({layer for place in places for layer in contenders.draft(*place).reads}))
     recorder.answers(prompts)
 
-    def make(place: Place) -> Record:
+    def make(place: Place) -> Screened:
         draft, subnet = place
         trace = recorder.trace(
             contenders.draft(draft, subnet),
@@ -89,21 +87,16 @@ def screen(
             tokens_per_round=best.tokens_per_round,
             ms_per_token=best.ms_per_token,
             speedup=best.speedup,
-        ).model_dump(mode="json")
+        )
 
-    documents = [table.content, prompts.sha256, CHAINS.model_dump()]
-    units = _units("screened", contenders, places, documents, make)
-    with console.stage("subnets by chains") as update:
-        records = ledger.work("subnets", units, report=lambda done, of: update(done, of, ""))
-    return sorted(
-        (Screened.model_validate(record, strict=False) for record in records.values()), key=lambda one: one.rank
-    )
+    documents = ["screened", table.content, prompts.sha256, CHAINS.model_dump()]
+    return _all_of(contenders, places, make, documents, ledger, console, "subnets by chains")
 
 
 def measure(
     contenders: Contenders,
     screened: Sequence[Screened],
-    runner: Runner,
+    threads: int | None,
     workload: Workload,
     ledger: Ledger,
     console: Console,
@@ -113,36 +106,43 @@ def measure(
     """
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_MEASURED_PROMPTS])
     of_place = {one.place: one for one in screened}
+    runner = contenders.runner(threads)
 
-    def make(place: Place) -> Record:
+    def make(place: Place) -> Screened:
         one = of_place[place]
         tree = {"policy": "chain", "depth": one.depth}
         arm = Arm("chain", Configuration(tree=tree, draft=one.draft, subnet=one.subnet))
         runs = runner.compare([Arm(AR), arm], prompts, min_prompts=len(prompts.prompts))
         speedup = summarise(arm.name, runs[arm.name], runs[AR]).speedup
-        return one.model_copy(update={"measured_speedup": speedup}).model_dump(mode="json")
+        return one.model_copy(update={"measured_speedup": speedup})
 
-    depths = [[one.draft, one.subnet.model_dump(mode="json"), one.depth] for one in screened]
-    units = _units("measured", contenders, list(of_place), [prompts.sha256, sorted(depths, key=str)], make)
-    with console.stage("subnets, measured") as update:
-        records = ledger.work("subnets", units, report=lambda done, of: update(done, of, ""))
-    return sorted(
-        (Screened.model_validate(record, strict=False) for record in records.values()), key=lambda one: one.rank
-    )
+    depths = sorted([one.draft, one.subnet.name, one.depth] for one in screened)
+    documents = ["measured", prompts.sha256, depths]
+    return _all_of(contenders, list(of_place), make, documents, ledger, console, "subnets, measured")
 
 
-def _units(
-    what: str,
+def _all_of(
     contenders: Contenders,
     places: Sequence[Place],
+    make: Callable[[Place], Screened],
     documents: object,
-    make: Callable[[Place], Record],
-) -> dict[str, Callable[[], Record]]:
-    common = [what, version_of("autotune"), contenders.key, documents]
-    return {
-        content_key([common, draft, subnet.model_dump(mode="json")]): partial(make, (draft, subnet))
+    ledger: Ledger,
+    console: Console,
+    stage: str,
+) -> list[Screened]:
+    """What ``make`` says of every subnet, a record each, the best first."""
+    common = [version_of("autotune"), contenders.key, documents]
+
+    def unit(place: Place) -> Record:
+        return make(place).model_dump(mode="json")
+
+    units = {
+        content_key([common, draft, subnet.model_dump(mode="json")]): partial(unit, (draft, subnet))
         for draft, subnet in places
     }
+    with console.stage(stage) as update:
+        records = ledger.work("subnets", units, report=lambda done, of: update(done, of, ""))
+    return sorted((Screened.model_validate(one, strict=False) for one in records.values()), key=lambda one: one.rank)
 
 
 def survivors(screened: Sequence[Screened], count: int) -> list[Place]:

@@ -140,14 +140,11 @@ def test_every_subnet_can_be_measured(
     places = [(independent, Subnet()), (independent, Subnet(visual_keep=0.5)), (star, Subnet(injection_layer=4))]
     ledger = Ledger(tmp_path / "ledger.sqlite")
     screened = screen(contenders, places, table, workload, tmp_path, ledger, Console())
-    runner = Runner(
-        contenders.decoder(), contenders.processor, draft_of=lambda c: contenders.draft(c.draft or "", c.subnet)
-    )
-    found = measure(contenders, screened, runner, workload, ledger, Console())
+    found = measure(contenders, screened, None, workload, ledger, Console())
     assert {one.place for one in found} == set(places)
     assert all(one.measured_speedup and one.measured_speedup > 0 for one in found)
     monkeypatch.setattr(Runner, "compare", lambda *args, **options: pytest.fail("measured twice"))
-    assert measure(contenders, screened, runner, workload, ledger, Console()) == found
+    assert measure(contenders, screened, None, workload, ledger, Console()) == found
     assert [one.measured_speedup for one in found] == sorted((one.measured_speedup for one in found), reverse=True)  # type: ignore[type-var]
 
 

@@ -1,0 +1,365 @@
+"""From what replay finds to a decoding profile: finalists run for real, kinds of requests may get points of their own, and
+the profile is judged on prompts that tuned nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from autotune.condition import Condition
+from autotune.console import Console
+from autotune.cost.device import Fingerprint
+from autotune.cost.table import CostTable
+from autotune.decoding_profile import (
+    ComparedArm,
+    DecodingProfile,
+    DraftChoice,
+    Evidence,
+    Measured,
+    OperatingPoint,
+    Predicted,
+    PromptEvidence,
+    WorkloadReference,
+    decoder_for,
+)
+from autotune.profile_runner import TUNED, ProfileRunner
+from autotune.provenance import stamp
+from autotune.search.bootstrap import bootstrap_ratio
+from autotune.search.contenders import Contenders
+from autotune.search.evaluator import Candidate, Evaluator
+from autotune.search.finalists import AR, Arm, Run, Summary, eliminate, summarise
+from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_workload, choose_points
+from autotune.search.space import PUBLISHED_DEFAULTS, Configuration
+from autotune.search.study import Found, choose_finalists
+from autotune.trees.policy import parse_policy
+from autotune.workload import Workload, WorkloadPrompt
+
+NUM_FINALISTS = 6
+FINALIST_PROMPTS = 16
+RUNS = "runs.jsonl"
+NUM_POINT_CANDIDATES = 200  # of the fastest of all prompts, among which points are looked for, beside each task's
+
+
+@dataclass
+class Judging:
+    """What a tree stage has found, and what it takes to tell it apart."""
+
+    found: Found
+    contenders: Contenders
+    table: CostTable
+    evaluator: Evaluator
+    folder: Path
+    """Of the study: real runs are kept in it."""
+    tune: Workload
+    evaluate: Workload
+    seed: int
+    deadline: float
+    console: Console
+
+    def __post_init__(self) -> None:
+        self.runner = self.contenders.runner(self.table.threads, self.folder / RUNS)
+
+    def predicted_profile(self) -> DecodingProfile:
+        """For a device that is not here: predictions only."""
+        fastest = self.found.fastest[0]
+        points = [self._point(Condition(), None)]
+        if fastest.speedup >= 1.0:
+            points = [self._point(when, self.evaluator.guarded(one)) for when, one in self.points(fastest)]
+        return self._profile(self.table.device, points)
+
+    def measured_profile(self) -> DecodingProfile:
+        """The finalists decode tuning prompts, the fastest wins; then it and the points beside it are judged on prompts that
+        tuned nothing.
+        """
+        finalists = choose_finalists(self.found.fastest, self.evaluator, NUM_FINALISTS)
+        winner = self.measure_finalists([self.evaluator.guarded(c) for c in finalists])
+        points = [self._point(when, one) for when, one in self.confirmed(self.points(winner), winner)]
+        return self.judge(self._profile(self.contenders.device, points))
+
+    def measure_finalists(self, finalists: list[Candidate]) -> Candidate:
+        """Real runs until one is left or the time is up; ties go to the smaller tree."""
+        prompts = Workload(self.tune.name, self.tune.split, self.tune.prompts[:FINALIST_PROMPTS])
+        arms = [Arm(f"finalist {number + 1}", one.configuration) for number, one in enumerate(finalists)]
+        of_arm = {arm.name: one for arm, one in zip(arms, finalists, strict=True)}
+        with self.console.stage("finalists, measured") as update:
+            found = eliminate(
+                self.runner,
+                arms,
+                prompts,
+                seed=self.seed,
+                deadline=time.monotonic() + 0.4 * (self.deadline - time.monotonic()),
+                report=lambda done, of: update(done, of, ""),
+            )
+        rows = []
+        for name, one in of_arm.items():
+            runs = found.runs[name]
+            summary = summarise(name, runs, found.runs[AR][: len(runs)])
+            passes = -(-len(runs) // len(prompts.prompts))
+            predicted_ms = np.tile(self.evaluator.replay(one.configuration).decode_ms[: len(prompts.prompts)], passes)
+            error = float(predicted_ms[: len(runs)].sum()) / sum(run.decode_ms for run in runs) - 1
+            rows.append(
+                [
+                    one.configuration.label,
+                    f"{one.speedup:.2f}x",
+                    f"{summary.speedup:.2f}x",
+                    f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
+                    f"{100 * error:+.1f} %",
+                    f"{len(runs)}" + ("" if name in found.standing else ", then out"),
+                ]
+            )
+        self.console.table(
+            "Finalists on tuning prompts",
+            ["configuration", "predicted", "measured", "95 % interval", "predicted time against measured", "runs"],
+            rows,
+        )
+        times = {name: np.array([run.decode_ms for run in found.runs[name]]) for name in found.standing}
+        winner = fastest = found.standing[0]
+        for name in found.standing[1:]:
+            low, _ = bootstrap_ratio(times[name], times[fastest])
+            is_tied = low <= 1.0 and times[name].sum() <= 1.005 * times[fastest].sum()
+            if is_tied and of_arm[name].nodes_per_round < of_arm[winner].nodes_per_round:
+                winner = name
+        return of_arm[winner]
+
+    def points(self, winner: Candidate) -> list[tuple[Condition, Candidate]]:
+        """Conditions under which another candidate is predicted to be faster than the winner, on tuning prompts that did not
+        choose it; the winner last.
+        """
+        # The winner stands first: of what is not surely better than it nothing is chosen.
+        known = [winner, *self.found.fastest[:NUM_POINT_CANDIDATES], *itertools.chain(*self.found.of_task.values())]
+        chosen_among = list({one.key: one for one in known}.values())
+        trace = next(iter(self.evaluator.traces.values()))
+        points = choose_points(
+            self.evaluator.prompt_ms([one.configuration for one in chosen_among]),
+            [by_workload(self.evaluator.tasks), *by_prompt_tokens(trace.prompt_length.tolist())],
+            seed=self.seed,
+        )
+        return [(point.condition, chosen_among[point.configuration]) for point in points[:-1]] + [(Condition(), winner)]
+
+    def confirmed(
+        self, points: list[tuple[Condition, Candidate]], winner: Candidate
+    ) -> list[tuple[Condition, Candidate]]:
+        """Those points that are faster than the winner in real runs of the tuning prompts that meet their conditions."""
+        kept: list[tuple[Condition, Candidate]] = []
+        for condition, candidate in points[:-1]:
+            own = self.evaluator.guarded(candidate)
+            if own.key == winner.key:
+                continue
+            met = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
+            arms = [Arm("winner", winner.configuration), Arm("point", own.configuration)]
+            prompts = Workload(self.tune.name, self.tune.split, met)
+            runs = self.runner.compare([Arm(AR), *arms], prompts, seed=self.seed, min_prompts=len(met))
+            ms = {name: sum(run.decode_ms for run in of_arm) for name, of_arm in runs.items()}
+            is_faster = ms["point"] <= (1 - MIN_GAIN) * ms["winner"]
+            self.console.say(
+                f"for {condition.label}: {own.configuration.label} takes {ms['point'] / ms['winner']:.2f} of the winner's time on "
+                f"{len(met)} tuning prompts: {'a point of its own' if is_faster else 'left out'}"
+            )
+            if is_faster:
+                kept.append((condition, own))
+        return [*kept, (Condition(), winner)]
+
+    def _meets(self, condition: Condition, prompt: WorkloadPrompt) -> bool:
+        settings = prompt.settings
+        length = prompt.inputs(self.contenders.processor)["input_ids"].shape[1]
+        return condition.matches(temperature=settings.temperature or 0.0, prompt_tokens=length, workload=settings.task)
+
+    def judge(self, document: DecodingProfile) -> DecodingProfile:
+        """The profile's own decoder, published defaults and plain decoding on the evaluation prompts; returns the profile with
+        what came out.
+        """
+        contenders, evaluator = self.contenders, self.evaluator
+        decoder = decoder_for(
+            document,
+            contenders.target,
+            lambda choice: contenders.draft(choice.id, choice.subnet),
+            processor=contenders.processor,
+            threads=document.threads,
+        )
+        runner = ProfileRunner(
+            decoder,
+            ledger=self.folder / RUNS,
+            context=[contenders.key, document.threads, [point.model_dump(mode="json") for point in document.points]],
+            draft_of=self.runner.draft_of,
+        )
+        overall = configuration_of(document.point)
+        tuned = Arm(TUNED, overall)
+        defaults = [Arm(name, default) for name, default in self._defaults().items()]
+        arms = [Arm(AR), *defaults, tuned]
+        with self.console.stage("evaluation, measured") as update:
+            runs = runner.compare(
+                arms,
+                self.evaluate,
+                seed=self.seed + 1,
+                deadline=self.deadline,
+                min_prompts=16,
+                report=lambda done, of: update(done, of, ""),
+            )
+        summaries = {name: summarise(name, arm_runs, runs[AR]) for name, arm_runs in runs.items()}
+        predicted = {
+            arm.name: evaluator.evaluate(arm.configuration)
+            for arm in arms
+            if arm.configuration is not None and evaluator.can_replay(arm.configuration)
+        }
+        labels = {arm.name: arm.configuration.label for arm in arms if arm.configuration is not None}
+        if len(document.points) > 1:
+            labels[TUNED] = f"{len(document.points)} points"
+            del predicted[TUNED]
+        print_comparison(summaries, predicted, labels, self.console)
+        evidence = document.evidence.model_copy(
+            update={
+                "prompts": [_prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
+                "compared": [
+                    ComparedArm(
+                        name=arm.name,
+                        tree=arm.configuration.tree if arm.configuration else None,
+                        visual_keep=arm.configuration.visual_keep if arm.configuration else None,
+                        predicted_speedup=predicted[arm.name].speedup if arm.name in predicted else None,
+                        speedup=summaries[arm.name].speedup,
+                        ci95=summaries[arm.name].ci95,
+                        tokens_per_round=summaries[arm.name].tokens_per_round,
+                        tokens_per_second=summaries[arm.name].tokens_per_second,
+                    )
+                    for arm in arms
+                ],
+            }
+        )
+        if summaries[TUNED].speedup < 1.0:
+            self.console.say("no draft beats plain decoding here: the profile says to decode without one")
+            plain = self._point(Condition(), None).model_copy(
+                update={"measured": _measured(summaries[AR], summaries[AR])}
+            )
+            return document.model_copy(update={"points": [plain], "evidence": evidence})
+        points = []
+        for number, point in enumerate(document.points):
+            decoded = [i for i, run in enumerate(runs[TUNED]) if run.point == number]
+            measured = None
+            if any(runs[TUNED][i].new_tokens > 1 for i in decoded):
+                tuned_runs, plain_runs = ([runs[name][i] for i in decoded] for name in (TUNED, AR))
+                own = summarise(TUNED, tuned_runs, plain_runs)
+                measured = _measured(own, summarise(AR, plain_runs, plain_runs))
+            points.append(point.model_copy(update={"measured": measured}))
+        return document.model_copy(update={"points": points, "evidence": evidence})
+
+    def _defaults(self) -> dict[str, Configuration]:
+        """What users run today, each with a draft of the paper's own kind where there is one."""
+        of_kind = {self.contenders.kind(draft): draft for draft in reversed(self.contenders.references)}
+        first = next(iter(self.contenders.references))
+        return {
+            name: default.model_copy(update={"draft": of_kind.get(name, of_kind.get("independent", first))})
+            for name, default in PUBLISHED_DEFAULTS.items()
+        }
+
+    def _point(self, condition: Condition, candidate: Candidate | None) -> OperatingPoint:
+        """Not measured yet; without a candidate it is plain decoding."""
+        if candidate is None:
+            plain = Predicted(speedup=1.0, ms_per_token=self.evaluator.ar_ms_per_token, tokens_per_round=None)
+            return OperatingPoint(when=condition, draft=None, tree=None, predicted=plain, measured=None)
+        c = candidate.configuration
+        reference = self.contenders.references[c.draft or ""]
+        return OperatingPoint(
+            when=condition,
+            draft=DraftChoice(
+                kind=self.contenders.kind(reference.id), id=reference.id, sha256=reference.sha256, subnet=c.subnet
+            ),
+            tree=parse_policy(c.tree),
+            fallback=c.fallback,
+            predicted=Predicted(
+                speedup=candidate.speedup,
+                ms_per_token=candidate.ms_per_token,
+                tokens_per_round=candidate.tokens_per_round,
+                estimated=self.table.estimated,
+            ),
+            measured=None,
+        )
+
+    def _profile(self, device: Fingerprint, points: list[OperatingPoint]) -> DecodingProfile:
+        return DecodingProfile(
+            provenance=stamp(),
+            target=self.contenders.target_reference,
+            workload=WorkloadReference(
+                name=self.tune.name,
+                tune_sha256=self.tune.sha256,
+                evaluate_sha256=self.evaluate.sha256,
+                num_tune_prompts=len(self.tune.prompts),
+                num_evaluate_prompts=len(self.evaluate.prompts),
+            ),
+            hardware=device,
+            precision=self.table.precision,
+            buckets=self.table.buckets,
+            threads=self.table.threads,
+            points=points,
+            evidence=Evidence(configurations_replayed=self.found.num_replayed),
+        )
+
+
+def _measured(summary: Summary, plain: Summary) -> Measured:
+    return Measured(
+        speedup=summary.speedup,
+        ci95=summary.ci95,
+        tokens_per_round=None if summary is plain else summary.tokens_per_round,
+        tokens_per_second=summary.tokens_per_second,
+        ar_tokens_per_second=plain.tokens_per_second,
+        num_prompts=summary.num_prompts,
+        num_tokens=summary.num_tokens,
+        identical_outputs=summary.identical_outputs,
+    )
+
+
+def print_comparison(
+    summaries: dict[str, Summary], predicted: dict[str, Candidate], labels: dict[str, str], console: Console
+) -> None:
+    """The final table: plain decoding, published defaults, winner; predicted beside measured."""
+    rows = []
+    for name, summary in summaries.items():
+        label = f"{name}: {labels[name]}" if name in labels else "plain decoding (ar)"
+        rows.append(
+            [
+                label,
+                f"{predicted[name].speedup:.2f}x" if name in predicted else "-",
+                f"{summary.speedup:.2f}x",
+                f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
+                f"{summary.tokens_per_round:.2f}" if summary.tokens_per_round else "-",
+                f"{summary.tokens_per_second:.0f}",
+                f"{summary.identical_outputs}/{summary.num_prompts}",
+            ]
+        )
+    first = next(iter(summaries.values()))
+    title = f"Evaluation on {first.num_prompts} held-out prompts, {first.num_tokens} tokens"
+    console.table(
+        title,
+        ["arm", "predicted", "measured", "95 % interval", "M", "tokens/s", "same output"],
+        rows,
+        emphasised=len(rows) - 1,
+    )
+
+
+def _prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
+    return PromptEvidence(
+        name=run.prompt,
+        sha256=run.prompt_sha256,
+        tokens_sha256=run.tokens_sha256,
+        rounds=run.rounds,
+        draft_forwards=run.draft_forwards,
+        accepted_tokens=sum(run.accepted_lengths),
+        decode_ms=run.decode_ms,
+        ar_decode_ms=plain.decode_ms,
+    )
+
+
+def configuration_of(point: OperatingPoint) -> Configuration | None:
+    """A point as a configuration; None for plain decoding."""
+    if point.draft is None or point.tree is None:
+        return None
+    return Configuration(
+        tree=point.tree.model_dump(),
+        draft=point.draft.id,
+        subnet=point.draft.subnet,
+        verification=point.verification,
+        fallback=point.fallback,
+    )

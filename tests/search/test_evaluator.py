@@ -1,0 +1,167 @@
+"""Configurations priced by replay: what a candidate's figures are, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from autotune.acceptance.replay import plain_decode_ms, replay
+from autotune.cost.profiler import kv_lengths_for
+from autotune.errors import UserError
+from autotune.search import evaluator as evaluator_module
+from autotune.search.evaluator import Candidate, Constraints, Evaluator
+from autotune.search.space import PUBLISHED_DEFAULTS, Configuration
+from autotune.subnet import Subnet
+from autotune.trees.policy import parse_policy
+from tests.documents import DRAFT, cost_table, random_trace, surface
+
+KEEPS = (1.0, 0.5)
+
+
+def evaluator(constraints: Constraints | None = None, jobs: int | None = None) -> Evaluator:
+    traces = [random_trace(int(10 * keep), visual_keep=keep) for keep in KEEPS]
+    return Evaluator(traces, cost_table(), constraints=constraints, jobs=jobs)
+
+
+def place(keep: float) -> tuple[str, Subnet]:
+    return DRAFT.id, Subnet(visual_keep=keep)
+
+
+def test_a_candidate_is_its_replay() -> None:
+    found = evaluator()
+    configuration = Configuration(tree={"policy": "sage", "k": 4, "d_max": 4}, subnet=Subnet(visual_keep=0.5))
+    candidate = found.evaluate(configuration)
+    replayed = replay(found.traces[place(0.5)], parse_policy(configuration.tree), found.prices[place(0.5)])
+    assert candidate.ms_per_token == replayed.decode_ms.sum() / replayed.tokens.sum()
+    assert candidate.tokens_per_round == replayed.tokens.sum() / replayed.rounds.sum()
+    assert candidate.nodes_per_round == replayed.verified_nodes.sum() / replayed.rounds.sum()
+    whole = found.traces[place(1.0)]
+    plain = plain_decode_ms(whole, found.prices[place(1.0)]).sum() / whole.num_tokens
+    assert found.ar_ms_per_token == pytest.approx(plain)
+    assert candidate.speedup == pytest.approx(plain / candidate.ms_per_token)
+
+
+def test_a_configuration_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(evaluator_module, "replay", lambda *args: calls.append(args) or replay(*args))
+    found = evaluator()
+    configuration = Configuration(tree={"policy": "chain", "depth": 2})
+    assert found.evaluate(configuration) is found.evaluate(configuration)
+    assert len(calls) == 1
+
+
+def test_a_subnet_without_a_trace_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=rf"no trace has {DRAFT.id} keep=0\.3; there are {DRAFT.id} keep=1; .*record it, or"
+    ):
+        evaluator().evaluate(Configuration(tree={"policy": "chain"}, subnet=Subnet(visual_keep=0.3)))
+
+
+def test_what_a_configuration_leaves_open_is_the_draft_s_own() -> None:
+    """Published defaults name neither a draft nor the layer that it reads."""
+    layers = [Subnet(injection_layer=layer) for layer in (3, 4)]
+    traces = [random_trace(number) for number in range(2)]
+    traces = [
+        dataclasses.replace(trace, header=trace.header.model_copy(update={"subnet": subnet}))
+        for trace, subnet in zip(traces, layers, strict=True)
+    ]
+    found = Evaluator(traces, cost_table())
+    default = Configuration(tree={"policy": "chain", "depth": 3})
+    own = default.model_copy(update={"draft": DRAFT.id, "subnet": layers[1]})
+    other = own.model_copy(update={"subnet": layers[0]})
+    assert found.evaluate(default) == found.evaluate(own) != found.evaluate(other)
+
+
+def test_short_prompts_are_within_their_own_table() -> None:
+    """The table that ``autotune search`` measures for a workload prices every tree along it."""
+    lengths, _ = kv_lengths_for(20, 60)
+    flat = surface(lambda n, m: 1.0, kv_lengths=lengths)
+    table = cost_table(decode=surface(lambda n, m: 1.0, tokens=(1,), kv_lengths=lengths), verify=flat)
+    costs = table.drafts[0].model_copy(update={"propose": flat})
+    Evaluator([random_trace(0)], table.model_copy(update={"drafts": [costs]}))
+
+
+def test_trees_larger_than_the_table_are_refused() -> None:
+    found = evaluator()
+    assert found.prices[place(1.0)].verify_ms.shape[0] - 1 == 65
+    with pytest.raises(UserError, match="65"):
+        found.evaluate(Configuration(tree={"policy": "sage", "k": 4, "d_max": 4, "n_max": 128}))
+
+
+def test_ties_go_to_the_smaller_tree() -> None:
+    same = [
+        Candidate(
+            configuration=Configuration(tree={"policy": "chain", "depth": d}),
+            ms_per_token=1.0,
+            tokens_per_round=2.0,
+            nodes_per_round=float(d),
+            speedup=1.0,
+        )
+        for d in (4, 2, 3)
+    ]
+    assert [candidate.nodes_per_round for candidate in sorted(same, key=lambda one: one.rank)] == [2.0, 3.0, 4.0]
+
+
+def test_many_at_once_are_what_each_is_alone() -> None:
+    """On all cores, over both visual keeps, every policy."""
+    trees = [
+        {"policy": "chain", "depth": 2},
+        {"policy": "sage", "k": 4, "d_max": 4},
+        {"policy": "eagle2", "k": 2, "depth": 3, "budget": 4},
+        {"policy": "wetap", "top_k": 3, "length": 4, "w_min": 2, "w_max": 4, "budget": 6},
+        {"policy": "static", "paths": [[0], [1], [0, 0], [0, 1]]},
+    ]
+    wanted = [Configuration(tree=tree, subnet=Subnet(visual_keep=keep)) for tree in trees for keep in KEEPS] * 2
+    together, alone = evaluator(), evaluator()
+    results = together.replay_many(wanted)
+    found = [together.candidate(together.placed(one), result) for one, result in zip(wanted, results, strict=True)]
+    assert found == [alone.evaluate(one) for one in wanted]
+    assert together.prompt_ms(wanted).sum(1) == pytest.approx([result.decode_ms.sum() for result in results])
+
+
+def test_a_round_s_price_adds_up_to_what_its_rounds_cost() -> None:
+    """In plain steps: rounds, draft forwards and nodes by the price are the replayed time, but for the draft's prefill."""
+    found = evaluator()
+    for tree in ({"policy": "chain", "depth": 3}, {"policy": "sage", "k": 4, "d_max": 4}):
+        wanted = Configuration(tree=tree)
+        replayed, price = found.replay(wanted), found.round_price(wanted)
+        steps = price.round_steps * replayed.rounds.sum() + price.level_steps * replayed.draft_forwards.sum()
+        steps += price.node_steps * replayed.verified_nodes.sum()
+        expected = (replayed.decode_ms - replayed.draft_prefill_ms).sum() / found.ar_ms_per_token
+        assert steps == pytest.approx(expected)
+        guarded = found.guarded(found.evaluate(wanted))
+        assert guarded.configuration.fallback == price and guarded.key != found.evaluate(wanted).key
+
+
+def test_memory_of_the_draft_is_a_constraint() -> None:
+    table = cost_table()
+    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "cache_bytes_per_token": 2**14})
+    table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
+    found = Evaluator([random_trace(0)], table)
+    small, large = ({"policy": "sage", "k": 4, "d_max": 4, "n_max": n} for n in (4, 64))
+    sizes = [found.draft_mib(place(1.0), parse_policy(tree)) for tree in (small, large)]
+    assert sizes[0] is not None and sizes[1] is not None and 1.0 < sizes[0] < sizes[1]
+    narrow = Evaluator([random_trace(0)], table, constraints=Constraints(max_draft_mib=(sizes[0] + sizes[1]) / 2))
+    assert narrow.is_feasible(place(1.0), small) and not narrow.is_feasible(place(1.0), large)
+
+
+def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
+    found = evaluator()
+    reached = [default for default in PUBLISHED_DEFAULTS.values() if found.can_replay(default)]
+    for default in PUBLISHED_DEFAULTS.values():
+        policy = parse_policy(default.tree)
+        bounds = next(iter(found.traces.values())).header.bounds
+        fits = policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
+        assert (default in reached) == (fits and default.visual_keep in KEEPS)
+
+
+def test_real_defaults_are_within_the_default_bounds() -> None:
+    """What records by default can replay every published default."""
+    from autotune.acceptance.trace import ForestBounds
+
+    bounds = ForestBounds()
+    for default in PUBLISHED_DEFAULTS.values():
+        policy = parse_policy(default.tree)
+        assert policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
