@@ -72,24 +72,14 @@ class Ledger:
             wait = {"timeout": 60} if url.startswith("sqlite") else {"connect_timeout": 10}
             self._engine = sql.create_engine(url, connect_args=wait, pool_pre_ping=True)
             self._now: sql.ColumnElement[float] = sql.literal_column(NOW[self._engine.dialect.name])
-            with self._engine.begin() as connection:
+            # Two workers that begin at the same moment both find no table, and one of them fails to make it.
+            with contextlib.suppress(sql.exc.SQLAlchemyError), self._engine.begin() as connection:
                 self._table.create(connection, checkfirst=True)
+            self.missing([""])
         except (sql.exc.SQLAlchemyError, ImportError) as error:
-            # Two workers that begin at the same moment both find no table.
-            if not (isinstance(error, sql.exc.SQLAlchemyError) and self._has_table()):
-                raise UserError(
-                    f"--storage {storage}: the storage does not answer ({_first_line(error)}); check the URL and its driver"
-                ) from None
-
-    def _has_table(self) -> bool:
-        try:
-            return sql.inspect(self._engine).has_table(self._table.name)
-        except (AttributeError, sql.exc.SQLAlchemyError):
-            return False
-
-    def get(self, key: str) -> Record | None:
-        """A record, if it was made."""
-        return self.records([key]).get(key)
+            raise UserError(
+                f"--storage {storage}: the storage does not answer ({_first_line(error)}); check the URL and its driver"
+            ) from None
 
     def records(self, keys: list[str]) -> dict[str, Record]:
         """Those of the records that were made, in the order of ``keys``."""
