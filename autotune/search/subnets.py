@@ -24,8 +24,9 @@ from autotune.trees.chain import ChainPolicy
 from autotune.workload import Workload
 
 DEPTHS = range(1, 9)  # of the chains that a subnet is screened by
-CHAINS = bounds_for([ChainPolicy(depth=DEPTHS[-1])])
 NUM_PROMPTS = 8
+NUM_TOKENS = 64  # of each answer: all subnets are compared along the same ones
+CHAINS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
 NUM_MEASURED_PROMPTS = 8
 
 
