@@ -55,8 +55,6 @@ class Measured(Document):
     ar_tokens_per_second: float
     num_prompts: int
     num_tokens: int
-    predicted_error: float | None = None
-    """Predicted over measured decoding time on the evaluation prompts, minus 1."""
     identical_outputs: int
     """Prompts whose tokens equal plain decoding's."""
 
@@ -116,6 +114,9 @@ class Evidence(Document):
 
     prompts: list[PromptEvidence] = Field(default_factory=list)
     compared: list[ComparedArm] = Field(default_factory=list)
+    """On the evaluation prompts."""
+    finalists: list[ComparedArm] = Field(default_factory=list)
+    """On tuning prompts: among them the winner was chosen. Their predicted speedups are those of the same prompts."""
     configurations_replayed: int = 0
 
 

@@ -85,8 +85,9 @@ class Evaluator:
             )
         self.longest = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
         self.prices = {place: self._prices_of(trace) for place, trace in self.traces.items()}
-        ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
-        self.ar_ms_per_token = float(ar_ms.sum() / any_trace.num_tokens)
+        self.ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
+        """Of plain decoding, predicted, by prompt."""
+        self.ar_ms_per_token = float(self.ar_ms.sum() / any_trace.num_tokens)
         self.tasks = any_trace.header.tasks
         self._seen: dict[str, Candidate] = {}
 

@@ -63,6 +63,8 @@ class Judging:
 
     def __post_init__(self) -> None:
         self.runner = self.contenders.runner(self.table.threads, self.folder / RUNS)
+        self.finalists: list[ComparedArm] = []
+        """As they were measured."""
 
     def predicted_profile(self) -> DecodingProfile:
         """For a device that is not here: predictions only."""
@@ -99,24 +101,28 @@ class Judging:
         for name, one in of_arm.items():
             runs = found.runs[name]
             summary = summarise(name, runs, found.runs[AR][: len(runs)])
-            passes = -(-len(runs) // len(prompts.prompts))
-            predicted_ms = np.tile(self.evaluator.replay(one.configuration).decode_ms[: len(prompts.prompts)], passes)
-            error = float(predicted_ms[: len(runs)].sum()) / sum(run.decode_ms for run in runs) - 1
+            predicted = self._predicted_speedup(one.configuration, len(prompts.prompts), len(runs))
+            self.finalists.append(_compared(one.configuration.label, one.configuration, predicted, summary))
             rows.append(
                 [
                     one.configuration.label,
-                    f"{one.speedup:.2f}x",
+                    f"{predicted:.2f}x",
                     f"{summary.speedup:.2f}x",
                     f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
-                    f"{100 * error:+.1f} %",
+                    f"{100 * (predicted / summary.speedup - 1):+.1f} %",
                     f"{len(runs)}" + ("" if name in found.standing else ", then out"),
                 ]
             )
         self.console.table(
             "Finalists on tuning prompts",
-            ["configuration", "predicted", "measured", "95 % interval", "predicted time against measured", "runs"],
+            ["configuration", "predicted", "measured", "95 % interval", "prediction off by", "runs"],
             rows,
         )
+        passes = len(found.runs[AR]) / len(prompts.prompts)
+        slower = sum(run.decode_ms for run in found.runs[AR]) / float(
+            self.evaluator.ar_ms[: len(prompts.prompts)].sum() * passes
+        )
+        self.console.say(f"plain decoding took {slower:.2f} of the time that the cost table says")
         times = {name: np.array([run.decode_ms for run in found.runs[name]]) for name in found.standing}
         winner = fastest = found.standing[0]
         for name in found.standing[1:]:
@@ -125,6 +131,13 @@ class Judging:
             if is_tied and of_arm[name].nodes_per_round < of_arm[winner].nodes_per_round:
                 winner = name
         return of_arm[winner]
+
+    def _predicted_speedup(self, configuration: Configuration, num_prompts: int, num_runs: int) -> float:
+        """On as many of the tuning prompts as were run, over and over. Of speedups, not of times: a machine that has become
+        slower since its table was measured is slower with and without a draft.
+        """
+        order = np.arange(num_runs) % num_prompts
+        return float(self.evaluator.ar_ms[order].sum() / self.evaluator.replay(configuration).decode_ms[order].sum())
 
     def points(self, winner: Candidate) -> list[tuple[Condition, Candidate]]:
         """Conditions under which another candidate is predicted to be faster than the winner, on tuning prompts that did not
@@ -214,16 +227,13 @@ class Judging:
         evidence = document.evidence.model_copy(
             update={
                 "prompts": [_prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
+                "finalists": self.finalists,
                 "compared": [
-                    ComparedArm(
-                        name=arm.name,
-                        tree=arm.configuration.tree if arm.configuration else None,
-                        visual_keep=arm.configuration.visual_keep if arm.configuration else None,
-                        predicted_speedup=predicted[arm.name].speedup if arm.name in predicted else None,
-                        speedup=summaries[arm.name].speedup,
-                        ci95=summaries[arm.name].ci95,
-                        tokens_per_round=summaries[arm.name].tokens_per_round,
-                        tokens_per_second=summaries[arm.name].tokens_per_second,
+                    _compared(
+                        arm.name,
+                        arm.configuration,
+                        predicted[arm.name].speedup if arm.name in predicted else None,
+                        summaries[arm.name],
                     )
                     for arm in arms
                 ],
@@ -296,6 +306,21 @@ class Judging:
             points=points,
             evidence=Evidence(configurations_replayed=self.found.num_replayed),
         )
+
+
+def _compared(
+    name: str, configuration: Configuration | None, predicted_speedup: float | None, summary: Summary
+) -> ComparedArm:
+    return ComparedArm(
+        name=name,
+        tree=configuration.tree if configuration else None,
+        visual_keep=configuration.visual_keep if configuration else None,
+        predicted_speedup=predicted_speedup,
+        speedup=summary.speedup,
+        ci95=summary.ci95,
+        tokens_per_round=summary.tokens_per_round,
+        tokens_per_second=summary.tokens_per_second,
+    )
 
 
 def _measured(summary: Summary, plain: Summary) -> Measured:
