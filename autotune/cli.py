@@ -175,6 +175,7 @@ def devices(as_json: bool) -> None:
 @_injection_option
 @_workload_option
 @_device_option
+@click.option("--budget", type=_Duration(), default="90s", show_default=True, help="Time for the steps' timings.")
 @_buckets_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("pair.cost.json"), show_default=True)
 @_json_option
@@ -185,6 +186,7 @@ def profile(
     injection_layer: int | None,
     workload: str,
     device: str,
+    budget: float,
     buckets: tuple[int, ...],
     output: Path,
     as_json: bool,
@@ -204,7 +206,7 @@ def profile(
     contenders = Contenders(target, drafts, choose_device(device), buckets)
     subnets = [Subnet(heads=share, injection_layer=injection_layer) for share in heads or (None,)]
     places = [(draft, subnet) for draft in contenders.references for subnet in subnets]
-    table = measure_table(contenders, places, prompts, console)
+    table = measure_table(contenders, places, prompts, console, budget)
     write_document(output, "cost-table", table)
     print_table(table, console)
     console.say(f"cost table written to {output}")

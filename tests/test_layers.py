@@ -165,6 +165,7 @@ ALLOWED: dict[str, set[str]] = {
     "search.main_job": {
         "acceptance.trace",
         "console",
+        "cost.sampling",
         "cost.table",
         "decoding_profile",
         "errors",

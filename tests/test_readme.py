@@ -68,7 +68,7 @@ def test_readme_runs(tmp_path: Path, postgresql: str) -> None:
         if command.startswith("autotune search"):
             command += f" {quick} -o profile{number}.json"
         command = command.replace("autotune record", "autotune record --workload prompts.jsonl")
-        command = command.replace("autotune profile", "autotune profile --workload prompts.jsonl")
+        command = command.replace("autotune profile", "autotune profile --workload prompts.jsonl --budget 10s")
         command = command.replace("autotune bench", "autotune bench --workload prompts.jsonl")
         # The short answers of this test decide nothing about speed.
         command = command.replace("--min-speedup 1.3", "--min-speedup 0.1 --workload prompts.jsonl")

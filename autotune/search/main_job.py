@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.console import Console
+from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import TOKENS
 from autotune.decoding_profile import DecodingProfile, save_profile
 from autotune.errors import UserError
@@ -35,6 +36,7 @@ from autotune.trees.buckets import check_buckets
 from autotune.workload import load_workload
 
 MIN_TREES_S = 20.0  # for the trees, however late it is
+TABLE_SHARE = 0.3  # of the budget that steps may be timed for, where that is less than they take
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     if device is None:
         table = foreign_table(settings.gpu, contenders, priced)
     else:
-        table = local_table(contenders, priced, tune, folder, ledger, console)
+        limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
+        table = local_table(contenders, priced, tune, folder, ledger, console, time_limit_s=limit_s)
     clock.ended("cost table")
     print_table(table, console)
     if len(places) > space.survivors:
