@@ -85,6 +85,7 @@ ALLOWED: dict[str, set[str]] = {
         "files",
         "search.sequoia",
         "search.space",
+        "subnet",
         "trees",
     },
     "search.study": {

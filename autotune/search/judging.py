@@ -33,7 +33,7 @@ from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.contenders import Contenders
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import AR, Arm, Run, Summary, eliminate, summarise
-from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_workload, choose_points
+from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration
 from autotune.search.study import Found, choose_finalists
 from autotune.trees.policy import parse_policy
@@ -149,7 +149,11 @@ class Judging:
         trace = next(iter(self.evaluator.traces.values()))
         points = choose_points(
             self.evaluator.prompt_ms([one.configuration for one in chosen_among]),
-            [by_workload(self.evaluator.tasks), *by_prompt_tokens(trace.prompt_length.tolist())],
+            [
+                by_workload(self.evaluator.tasks),
+                by_temperature([prompt.settings.temperature or 0.0 for prompt in self.tune.prompts]),
+                *by_prompt_tokens(trace.prompt_length.tolist()),
+            ],
             seed=self.seed,
         )
         return [(point.condition, chosen_among[point.configuration]) for point in points[:-1]] + [(Condition(), winner)]

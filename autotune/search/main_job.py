@@ -149,6 +149,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
         table = local_table(contenders, priced, tune, folder, ledger, console, time_limit_s=limit_s)
     clock.ended("cost table")
+    settings.constraints.check_table(table)
     print_table(table, console)
     if len(places) > space.survivors:
         screened = screen(contenders, places, table, tune, folder, ledger, console)

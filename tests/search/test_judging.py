@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autotune.console import Console
@@ -19,7 +20,7 @@ from autotune.search.finalists import AR, Arm, Run, Runner
 from autotune.search.judging import Judging, configuration_of
 from autotune.search.ledger import Ledger
 from autotune.search.main_job import bounds_of
-from autotune.search.space import SearchSpace
+from autotune.search.space import Configuration, SearchSpace
 from autotune.search.study import search_trees
 from autotune.workload import Workload, WorkloadPrompt, load_workload
 from tests.conftest import Pair
@@ -41,10 +42,11 @@ Speed = Callable[[Arm, WorkloadPrompt], float]
 def workloads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workload, Workload]:
     folder = tmp_path_factory.mktemp("judged")
     images = [write_image(folder / "0.png", 0)]
-    lines: list[dict[str, Any]] = [
-        {"prompt": f"Read {number} rows.", "images": images, "task": "read", "split": split, "max_new_tokens": 24}
-        for split in ("tune", "evaluate")
-        for number in range(4)
+    known: dict[str, Any] = {"images": images, "task": "read", "max_new_tokens": 24}
+    lines = [
+        {**known, "prompt": f"Read {number} rows.", "split": split, "temperature": float(number % 2)}
+        for split, count in (("tune", 16), ("evaluate", 4))
+        for number in range(count)
     ]
     path = str(write_workload(folder, lines))
     return load_workload(path, "tune"), load_workload(path, "evaluate")
@@ -96,7 +98,9 @@ def test_the_fastest_in_real_runs_wins(judging: Judging, clock: Callable[[Speed]
     assert [one.name for one in judging.finalists] == [one.configuration.label for one in finalists]
     assert [one.speedup for one in judging.finalists] == pytest.approx([10 / 6, 10 / 6, 2.0, 10 / 6])
     for one, candidate in zip(judging.finalists, finalists, strict=True):
-        assert one.predicted_speedup == pytest.approx(candidate.speedup), "on all tuning prompts, as the candidate was"
+        replayed_ms = judging.evaluator.replay(candidate.configuration).decode_ms
+        ran = slice(8)  # one block of prompts told them apart
+        assert one.predicted_speedup == pytest.approx(judging.evaluator.ar_ms[ran].sum() / replayed_ms[ran].sum())
 
 
 def test_ties_go_to_the_smaller_tree(judging: Judging, clock: Callable[[Speed], None]) -> None:
@@ -116,6 +120,20 @@ def test_a_point_of_its_own_must_be_faster_in_real_runs(judging: Judging, clock:
     clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0}.get(arm.name, 10.0))
     kept = judging.confirmed(points, winner)
     assert [when.workload for when, _ in kept] == ["read", None] and kept[0][1].key == other.key
+
+
+def test_temperatures_may_have_points_of_their_own(judging: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the winner loses half of the time whenever tokens are sampled."""
+    winner, other = finalists_of(judging)[0], judging.found.fastest[1]
+    sampled = np.array([prompt.settings.temperature == 1.0 for prompt in judging.tune.prompts])
+
+    def prompt_ms(self: Evaluator, configurations: Sequence[Configuration]) -> np.ndarray:
+        fast = {winner.key: ~sampled, other.key: sampled}
+        return np.array([np.where(fast.get(one.key, np.zeros(16, bool)), 1.0, 2.0) for one in configurations])
+
+    monkeypatch.setattr(Evaluator, "prompt_ms", prompt_ms)
+    points = judging.points(winner)
+    assert [when.label for when, _ in points] == ["temperature from 0.5", "any request"]
 
 
 def test_a_profile_says_what_was_measured(judging: Judging, clock: Callable[[Speed], None]) -> None:
