@@ -36,7 +36,8 @@ def drawn_from(space: SearchSpace, evaluator: Evaluator, count: int, rng: random
     for policy in space.trees:
         places = [rng.choice(list(evaluator.traces)) for _ in range(count)]
         if policy == "static":
-            trees = [rng.choice(evaluator.static_trees(place, space)) for place in places]
+            planned = {place: evaluator.static_trees(place, space) for place in dict.fromkeys(places)}
+            trees = [rng.choice(planned[place]) for place in places]
         else:
             trees = space.sweep(policy, count, rng.randrange(1 << 31))
         found += [Configuration(tree=t, draft=draft, subnet=s) for (draft, s), t in zip(places, trees, strict=True)]

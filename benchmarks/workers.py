@@ -54,7 +54,11 @@ def timed(study: Path, space: str, storages: list[str]) -> float:
     for worker in workers:
         assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
     started = time.perf_counter()
-    outputs = [worker.communicate("go\n")[0].strip() for worker in workers]
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    outputs = [worker.communicate()[0].strip() for worker in workers]
     seconds = time.perf_counter() - started
     for output in outputs:
         print(f"  {output}")

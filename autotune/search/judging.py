@@ -221,7 +221,9 @@ class Judging:
         predicted = {
             arm.name: evaluator.evaluate(arm.configuration)
             for arm in arms
-            if arm.configuration is not None and evaluator.can_replay(arm.configuration)
+            if arm.configuration is not None
+            and evaluator.can_replay(arm.configuration)
+            and evaluator.replay(arm.configuration).is_covered
         }
         labels = {arm.name: arm.configuration.label for arm in arms if arm.configuration is not None}
         if len(document.points) > 1:
