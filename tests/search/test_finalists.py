@@ -413,7 +413,7 @@ def test_a_run_in_which_the_machine_stood_still_is_measured_again(
 ) -> None:
     """Its forwards took much longer than any tree's could; five times as long they may."""
     runner = Runner(decoder, processor)
-    decode, stalls = runner.decode, iter([300.0])
+    decode, stalls = runner.decode, iter([500.0])
 
     def slowed(arm: Arm, inputs: Any, prompt: WorkloadPrompt) -> Any:
         tokens, stats = decode(arm, inputs, prompt)
