@@ -19,6 +19,9 @@ from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreePolicy, parse_policy
 from autotune.trees.verification import LosslessVerification, Verification
 
+AR, TUNED = "ar", "tuned"
+"""Of the arms that a profile is compared with: plain decoding, and the profile itself."""
+
 
 class DraftChoice(Document):
     """A draft, as a profile names it."""
