@@ -503,6 +503,26 @@ def check(
 
 
 @main.command()
+@click.argument("source", metavar="PROFILE|STUDY", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+@click.option(
+    "--study",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Folder of the profile's study; looked for in .autotune/ beside it where left out.",
+)
+@click.option("--storage", default=None, help="Database of the study's records, where workers shared one.")
+@click.option("--workload", default=None, help="Where the search's prompts are now, if they have moved.")
+def report(source: Path, output: Path, study: Path | None, storage: str | None, workload: str | None) -> None:
+    """Write a page that explains a profile: one HTML file that opens offline."""
+    from autotune.console import Console
+    from autotune.report.page import write_report
+
+    write_report(source, output, Console(), study=study, storage=storage, workload=workload)
+    click.echo(output)
+
+
+@main.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), default=None, help="Folder; the recipe's own where left out."

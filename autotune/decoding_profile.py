@@ -19,6 +19,9 @@ from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreePolicy, parse_policy
 from autotune.trees.verification import LosslessVerification, Verification
 
+AR, TUNED = "ar", "tuned"
+"""Of the arms that a profile is compared with: plain decoding, and the profile itself."""
+
 
 class DraftChoice(Document):
     """A draft, as a profile names it."""
@@ -115,8 +118,6 @@ class Evidence(Document):
     prompts: list[PromptEvidence] = Field(default_factory=list)
     compared: list[ComparedArm] = Field(default_factory=list)
     """On the evaluation prompts."""
-    finalists: list[ComparedArm] = Field(default_factory=list)
-    """On tuning prompts: among them the winner was chosen. Their predicted speedups are those of the same prompts."""
     configurations_replayed: int = 0
 
 

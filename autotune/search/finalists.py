@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from autotune.decoding_profile import AR as AR  # for those who run it
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.prompt_lookup import PromptLookupDraft
@@ -34,7 +35,7 @@ from autotune.search.space import Configuration
 from autotune.workload import Workload, WorkloadPrompt
 
 Report = Callable[[int, int], None]
-AR, HF, HF_ASSISTED, PROMPT_LOOKUP = "ar", "hf", "hf-assisted", "prompt_lookup"
+HF, HF_ASSISTED, PROMPT_LOOKUP = "hf", "hf-assisted", "prompt_lookup"
 DISTURBED = 3.0  # times the usual prefill of the same prompt...
 STALLED = 8.0  # ...or times the shortest forward of the target: no tree is as large as that
 MAX_REPEATS = 3

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +35,14 @@ from autotune.search.contenders import Contenders
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import AR, Arm, Run, Summary, eliminate, summarise
 from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration
+from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, configuration_of
 from autotune.search.study import Found, choose_finalists
+from autotune.search.study_document import RUNS, Finalist
 from autotune.trees.policy import parse_policy
 from autotune.workload import Workload, WorkloadPrompt
 
 NUM_FINALISTS = 6
 FINALIST_PROMPTS = 16
-RUNS = "runs.jsonl"
 NUM_POINT_CANDIDATES = 200  # of the fastest of all prompts, among which points are looked for, beside each task's
 
 
@@ -61,10 +62,11 @@ class Judging:
     deadline: float
     console: Console
 
+    finalists: list[Finalist] = field(default_factory=list, init=False)
+    """How they did, once they were measured."""
+
     def __post_init__(self) -> None:
         self.runner = self.contenders.runner(self.table.threads, self.folder / RUNS)
-        self.finalists: list[ComparedArm] = []
-        """As they were measured."""
 
     def predicted_profile(self) -> DecodingProfile:
         """For a device that is not here: predictions only."""
@@ -97,27 +99,20 @@ class Judging:
                 deadline=time.monotonic() + 0.4 * (self.deadline - time.monotonic()),
                 report=lambda done, of: update(done, of, ""),
             )
-        rows = []
         for name, one in of_arm.items():
             runs = found.runs[name]
             summary = summarise(name, runs, found.runs[AR][: len(runs)])
-            predicted = self._predicted_speedup(one.configuration, len(prompts.prompts), len(runs))
-            self.finalists.append(_compared(one.configuration.label, one.configuration, predicted, summary))
-            rows.append(
-                [
-                    one.configuration.label,
-                    f"{predicted:.2f}x",
-                    f"{summary.speedup:.2f}x",
-                    f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
-                    f"{100 * (predicted / summary.speedup - 1):+.1f} %",
-                    f"{len(runs)}" + ("" if name in found.standing else ", then out"),
-                ]
+            self.finalists.append(
+                Finalist(
+                    configuration=one.configuration,
+                    predicted_speedup=self._predicted_speedup(one.configuration, len(prompts.prompts), len(runs)),
+                    speedup=summary.speedup,
+                    ci95=summary.ci95,
+                    num_runs=len(runs),
+                    is_standing=name in found.standing,
+                )
             )
-        self.console.table(
-            "Finalists on tuning prompts",
-            ["configuration", "predicted", "measured", "95 % interval", "prediction off by", "runs"],
-            rows,
-        )
+        print_finalists(self.finalists, self.console)
         passes = len(found.runs[AR]) / len(prompts.prompts)
         slower = sum(run.decode_ms for run in found.runs[AR]) / float(
             self.evaluator.ar_ms[: len(prompts.prompts)].sum() * passes
@@ -233,7 +228,6 @@ class Judging:
         evidence = document.evidence.model_copy(
             update={
                 "prompts": [_prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
-                "finalists": self.finalists,
                 "compared": [
                     _compared(
                         arm.name,
@@ -342,6 +336,26 @@ def _measured(summary: Summary, plain: Summary) -> Measured:
     )
 
 
+def print_finalists(finalists: Sequence[Finalist], console: Console) -> None:
+    """Predicted beside measured."""
+    rows = [
+        [
+            one.configuration.label,
+            f"{one.predicted_speedup:.2f}x",
+            f"{one.speedup:.2f}x",
+            f"{one.ci95[0]:.2f}-{one.ci95[1]:.2f}",
+            f"{100 * one.prediction_error:+.1f} %",
+            f"{one.num_runs}" + ("" if one.is_standing else ", then out"),
+        ]
+        for one in finalists
+    ]
+    console.table(
+        "Finalists on tuning prompts",
+        ["configuration", "predicted", "measured", "95 % interval", "prediction off by", "runs"],
+        rows,
+    )
+
+
 def print_comparison(
     summaries: dict[str, Summary], predicted: dict[str, Candidate], labels: dict[str, str], console: Console
 ) -> None:
@@ -380,17 +394,4 @@ def _prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
         accepted_tokens=sum(run.accepted_lengths),
         decode_ms=run.decode_ms,
         ar_decode_ms=plain.decode_ms,
-    )
-
-
-def configuration_of(point: OperatingPoint) -> Configuration | None:
-    """A point as a configuration; None for plain decoding."""
-    if point.draft is None or point.tree is None:
-        return None
-    return Configuration(
-        tree=point.tree.model_dump(),
-        draft=point.draft.id,
-        subnet=point.draft.subnet,
-        verification=point.verification,
-        fallback=point.fallback,
     )

@@ -57,6 +57,8 @@ class Ledger:
         """
         self.storage = storage
         self.lease_s = lease_s
+        self.used: dict[str, dict[str, None]] = {}
+        """Keys of the records that ``work`` returned, by stage."""
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._table = sql.Table(
             "autotune_ledger",
@@ -90,6 +92,13 @@ class Ledger:
                 chosen = table.c.key.in_(keys[begin : begin + 500]) & table.c.record.is_not(None)
                 found.update(connection.execute(sql.select(table.c.key, table.c.record).where(chosen)).tuples().all())
         return {key: json.loads(found[key]) for key in keys if key in found}
+
+    def keys_of(self, stage: str) -> list[str]:
+        """Of all records of a stage, the last claimed last."""
+        table = self._table
+        chosen = (table.c.stage == stage) & table.c.record.is_not(None)
+        with self._engine.connect() as connection:
+            return list(connection.execute(sql.select(table.c.key).where(chosen).order_by(table.c.lapses)).scalars())
 
     def missing(self, keys: list[str]) -> list[str]:
         """Those of ``keys`` that have no record."""
@@ -159,7 +168,9 @@ class Ledger:
                 self.put(mine, units[mine]())
         if report is not None:
             report(len(keys) - len(waiting), len(keys))
-        return self.records(keys)
+        found = self.records(keys)
+        self.used.setdefault(stage, {}).update(dict.fromkeys(found))
+        return found
 
     @contextlib.contextmanager
     def _held(self, key: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ class Found:
     """The same over the prompts of each task."""
     num_replayed: int
     """Configurations, by all workers."""
+    sampled: str
+    """Name of the Optuna study that shows what TPE drew."""
 
 
 def search_trees(
@@ -96,6 +99,7 @@ def search_trees(
         fastest=sorted(fastest.values(), key=lambda one: one.rank),
         of_task=of_task,
         num_replayed=sum(record["num_replayed"] for record in records),
+        sampled=stage.optuna_name,
     )
 
 
@@ -121,6 +125,11 @@ class _Stage:
         self.key = content_key([documents, described, trees, seed])
         self.sampled = [p for p in space.trees if p != "static" and space.enumerated(p) is None]
         self._best: Candidate | None = None
+
+    @property
+    def optuna_name(self) -> str:
+        """Of the study for ``optuna-dashboard``."""
+        return f"trees-{self.key}"
 
     def best_so_far(self) -> str:
         """For people."""
@@ -251,21 +260,25 @@ class _Stage:
         adds none twice.
         """
         import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
 
-        place = self.ledger.storage
-        opened: Any = (
-            place if isinstance(place, str) else JournalStorage(JournalFileBackend(str(place.with_suffix(".optuna"))))
-        )
         study = optuna.create_study(
-            study_name=f"trees-{self.key}",
-            storage=storage_url(opened) if isinstance(opened, str) else opened,
+            study_name=self.optuna_name,
+            storage=optuna_storage(self.ledger.storage),
             direction="minimize",
             load_if_exists=True,
         )
         if not any(trial.user_attrs.get(UNIT) == unit for trial in study.get_trials(deepcopy=False)):
             study.add_trials(trials)
+
+
+def optuna_storage(ledger: str | Path) -> Any:
+    """Where the trials beside a ledger are: a journal beside its file, or the same database."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if isinstance(ledger, Path):
+        return JournalStorage(JournalFileBackend(str(ledger.with_suffix(".optuna"))))
+    return storage_url(ledger)
 
 
 def _finished(parameters: dict[str, Any], ms: float, distributions: dict[str, Any]) -> Any:
