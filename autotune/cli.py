@@ -36,6 +36,20 @@ class _Duration(click.ParamType[float]):
         return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
+class _Percent(click.ParamType[float]):
+    """``5%`` or ``0.05``, as a share."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", str(value).strip())
+        if not found or (float(found[1]) >= 1 and not found[2]):
+            self.fail(f"{value!r} is not a percentage; write for example 5% or 0.05", param, ctx)
+        return float(found[1]) / (100 if found[2] else 1)
+
+
 class _Sizes(click.ParamType[tuple[int, ...]]):
     """``4,8,16,32,64``, as numbers."""
 
@@ -64,7 +78,7 @@ class _Verbs(click.Group):
         except (UserError, click.UsageError) as error:
             message = error.format_message() if isinstance(error, click.UsageError) else str(error)
             click.echo(f"autotune: {message}", err=True)
-            sys.exit(USAGE)
+            sys.exit(error.exit_code)
         except click.Abort:
             click.echo("autotune: interrupted; the same command goes on", err=True)
             sys.exit(130)
@@ -478,27 +492,72 @@ def bench(
 
 @main.command()
 @click.argument("profile", type=click.Path(path_type=Path))
-@_workload_option
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    default=(BUNDLED,),
+    show_default=True,
+    help="'digits', or a JSONL file of prompts; may be repeated.",
+)
+@click.option(
+    "--against", default=None, help="A git revision or another profile: is this slower than that, timed in pairs?"
+)
+@click.option(
+    "--limit", type=_Percent(), default="5%", show_default=True, help="A slowdown from here on must be found."
+)
+@click.option("--tolerance", type=_Percent(), default="1%", show_default=True, help="A slowdown up to here is none.")
+@click.option(
+    "--budget", type=_Duration(), default="8m", show_default=True, help="For the pairs of --against and --aa."
+)
 @click.option(
     "--min-speedup",
     type=float,
     default=None,
     help="Fail if the speedup over plain decoding, with its interval, lies below this.",
 )
+@click.option(
+    "--baseline",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Sessions of other days, which this one joins if it passes.",
+)
+@click.option(
+    "--aa", "tests_machine", is_flag=True, help="Time the profile against itself: what can be found on this machine?"
+)
 @click.option("--prompts", "num_prompts", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of all orders.")
+@click.option(
+    "--on-inconclusive",
+    type=click.Choice(["fail", "warn"]),
+    default="fail",
+    show_default=True,
+    help="Whether a timing that decides nothing exits with 3 or with 0.",
+)
+@click.option("--junit", type=click.Path(path_type=Path), default=None, help="Write JUnit XML here.")
+@click.option("--markdown", type=click.Path(path_type=Path), default=None, help="Write a page for people here.")
+@click.option("--github", is_flag=True, help="Annotate the run, and add to its summary, on GitHub Actions.")
 @_device_option
 @_json_option
-def check(
-    profile: Path, workload: str, min_speedup: float | None, num_prompts: int, seed: int, device: str, as_json: bool
-) -> None:
-    """Check that a profile still decodes losslessly and, with --min-speedup, fast enough."""
-    from autotune.check import run_check
-    from autotune.console import Console
+def check(profile: Path, on_inconclusive: str, budget: float, github: bool, as_json: bool, **options: Any) -> None:
+    """Check that a profile still decodes losslessly, with the counts that it had, and not more slowly than before.
 
-    result = run_check(profile, workload, min_speedup, num_prompts, seed, device, Console())
+    Exit codes: 0 passed, 1 regressed, 2 a mistake you can mend, 3 inconclusive, 4 not comparable.
+    """
+    from autotune.check.job import CheckSettings, run_check
+    from autotune.check.output import add_to_step_summary
+    from autotune.check.output import github as annotations
+    from autotune.console import Console
+    from autotune.files import dump_document
+
+    settings = CheckSettings(profile, budget_s=budget, inconclusive_fails=on_inconclusive == "fail", **options)
+    result = run_check(settings, Console())
+    if github:
+        for line in annotations(result):
+            click.echo(line, err=True)
+        add_to_step_summary(result)
     if as_json:
-        _print_json(result.model_dump(mode="json"))
+        click.echo(dump_document("check-result", result))
     sys.exit(result.exit_code)
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from autotune.condition import Condition, first_match
 from autotune.cost.device import Fingerprint
-from autotune.errors import UserError
+from autotune.errors import NotComparable, UserError
 from autotune.files import Document, check_schema, parse, read_json, write_document
 from autotune.provenance import ModelReference, Provenance
 from autotune.subnet import Subnet
@@ -95,6 +95,12 @@ class PromptEvidence(Document):
     rounds: int
     draft_forwards: int
     accepted_tokens: int
+    target_forwards: int | None = None
+    """This and the following are null in profiles of earlier versions."""
+    plain_steps: int | None = None
+    """Target forwards without a draft, each a round as well."""
+    verified_nodes: int | None = None
+    accepted_lengths: list[int] | None = None
     decode_ms: float
     ar_decode_ms: float
 
@@ -209,9 +215,9 @@ def load(
     here, each draft once, so that the decoder switches between them at no cost.
 
     Raises:
-        UserError: the profile or its models cannot be read; a model's weights are not those of the profile (models
-            given by the caller are not hashed); a draft given for points that name several; with ``strict``, another
-            device.
+        UserError: the profile or its models cannot be read; a draft given for points that name several; with ``strict``,
+            another device.
+        NotComparable: a model's weights are not those of the profile (models given by the caller are not hashed).
     """
     import warnings
 
@@ -240,7 +246,7 @@ def load(
     def checked(reference_in_profile: ModelReference) -> str:
         found = reference(reference_in_profile.id)
         if reference_in_profile.sha256 and found.sha256 and found.sha256 != reference_in_profile.sha256:
-            raise UserError(
+            raise NotComparable(
                 f"{source}: {reference_in_profile.id} has other weights than when the profile was made; run autotune search again"
             )
         return reference_in_profile.id

@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend; the command line catches it in one place and exits with 2."""
+"""What the user can mend; the command line catches it in one place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """A mistake the user can mend, said in one line: the rule, the value that broke it, and what to do next."""
+
+    exit_code = 2
+
+
+class NotComparable(UserError):
+    """Two things that were to be compared speak of another model, workload or device."""
+
+    exit_code = 4
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ SCHEMA_VERSIONS = {
     "trace": 1,
     "decoding-profile": 1,
     "check-result": 1,
+    "check-baseline": 1,
     "study": 1,
     "recipe": 1,
     "draft": 1,
@@ -182,8 +183,8 @@ def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
 # --------------------------------------------------------------------------------------------------------------- write
 
 
-def require_writable(path: Path) -> None:
-    """Fail before long work, not after it: ``path`` must be creatable or replaceable. Creates nothing.
+def require_writable(path: Path, option: str = "-o") -> None:
+    """Fail before long work, not after it: ``path``, given as ``option``, must be creatable or replaceable. Creates nothing.
 
     Raises:
         UserError: the folder cannot be made or written, or the path is a folder.
@@ -198,7 +199,7 @@ def require_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}); choose another output with -o"
+            f"{path}: cannot be written ({error.strerror or error}); choose another output with {option}"
         ) from None
 
 

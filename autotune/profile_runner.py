@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.decoding_profile import TUNED as TUNED  # for those who run it
-from autotune.decoding_profile import DecodingProfile
+from autotune.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search.finalists import Arm, Run, Runner
@@ -60,3 +60,21 @@ def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:
     """For people: how many prompts each point has decoded."""
     counts = Counter(run.point for run in runs)
     return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
+
+
+def prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
+    """What a profile keeps of a prompt, and a check compares."""
+    return PromptEvidence(
+        name=run.prompt,
+        sha256=run.prompt_sha256,
+        tokens_sha256=run.tokens_sha256,
+        rounds=run.rounds,
+        draft_forwards=run.draft_forwards,
+        accepted_tokens=sum(run.accepted_lengths),
+        target_forwards=run.target_forwards,
+        plain_steps=run.plain_steps,
+        verified_nodes=run.verified_nodes,
+        accepted_lengths=run.accepted_lengths,
+        decode_ms=run.decode_ms,
+        ar_decode_ms=plain.decode_ms,
+    )

@@ -69,6 +69,9 @@ class Run(Document):
     """Of the answer, under the target, where it was asked for."""
     point: int = 0
     """Of a profile: which of its points decoded."""
+    plain_steps: int | None = None
+    """This and the next are null in runs of earlier versions."""
+    verified_nodes: int | None = None
 
     @property
     def forward_ms(self) -> float:
@@ -231,6 +234,8 @@ class Runner:
             health=stats.health.to_json(),
             perplexity=perplexity(self.decoder.target, inputs, tokens) if self.with_perplexity else None,
             point=stats.point,
+            plain_steps=stats.plain_steps,
+            verified_nodes=sum(stats.verified_nodes),
         )
 
     def decode(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:

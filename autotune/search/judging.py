@@ -24,16 +24,15 @@ from autotune.decoding_profile import (
     Measured,
     OperatingPoint,
     Predicted,
-    PromptEvidence,
     WorkloadReference,
     decoder_for,
 )
-from autotune.profile_runner import TUNED, ProfileRunner
+from autotune.profile_runner import TUNED, ProfileRunner, prompt_evidence
 from autotune.provenance import stamp
 from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.contenders import Contenders
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.finalists import AR, Arm, Run, Summary, eliminate, summarise
+from autotune.search.finalists import AR, Arm, Summary, eliminate, summarise
 from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, configuration_of
 from autotune.search.study import Found, choose_finalists
@@ -227,7 +226,7 @@ class Judging:
         print_comparison(summaries, predicted, labels, self.console)
         evidence = document.evidence.model_copy(
             update={
-                "prompts": [_prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
+                "prompts": [prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
                 "compared": [
                     _compared(
                         arm.name,
@@ -381,17 +380,4 @@ def print_comparison(
         ["arm", "predicted", "measured", "95 % interval", "M", "tokens/s", "same output"],
         rows,
         emphasised=len(rows) - 1,
-    )
-
-
-def _prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
-    return PromptEvidence(
-        name=run.prompt,
-        sha256=run.prompt_sha256,
-        tokens_sha256=run.tokens_sha256,
-        rounds=run.rounds,
-        draft_forwards=run.draft_forwards,
-        accepted_tokens=sum(run.accepted_lengths),
-        decode_ms=run.decode_ms,
-        ar_decode_ms=plain.decode_ms,
     )

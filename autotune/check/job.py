@@ -1,0 +1,249 @@
+"""``autotune check``: exact gates first, which are free of noise; then, if they leave it open, time."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotune.check.against import SidesAtWork, launcher, open_sides, write_requests
+from autotune.check.baseline import Session, add_sessions, comparable_sessions, judge_times, load_baseline
+from autotune.check.here import Here, decode_here, evidence_for, judge_counts, judge_lossless, judge_speedup, skipped
+from autotune.check.launch import Request
+from autotune.check.output import write_outputs
+from autotune.check.result import COUNTS, SESSION_COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
+from autotune.check.sequential import Design
+from autotune.console import Console
+from autotune.cost.device import Fingerprint, choose_device, fingerprint
+from autotune.decoding_profile import PromptEvidence, load, load_profile
+from autotune.errors import UserError
+from autotune.files import require_writable
+from autotune.provenance import stamp
+from autotune.workload import BUNDLED, Workload, load_workload
+
+
+@dataclass(frozen=True)
+class CheckSettings:
+    """What ``autotune check`` was asked for."""
+
+    profile: Path
+    workloads: Sequence[str] = (BUNDLED,)
+    num_prompts: int = 16
+    min_speedup: float | None = None
+    against: str | None = None
+    """A profile or a git revision."""
+    tests_machine: bool = False
+    """A/A: the profile against itself."""
+    baseline: Path | None = None
+    limit: float = 0.05
+    tolerance: float = 0.01
+    budget_s: float = 480.0
+    """For all pairs."""
+    seed: int = 0
+    device: str = "auto"
+    inconclusive_fails: bool = True
+    junit: Path | None = None
+    markdown: Path | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        return self.against is not None or self.tests_machine
+
+    @property
+    def design(self) -> Design:
+        return Design(tolerance=self.tolerance, limit=self.limit, num_workloads=len(self.workloads))
+
+
+def check_settings(settings: CheckSettings) -> None:
+    """Raises:
+    UserError: a value out of range, options that exclude each other, or a file that cannot be written.
+    """
+    s = settings
+    if s.min_speedup is not None and not s.min_speedup > 0:
+        raise UserError(f"--min-speedup must be above 0; got {s.min_speedup}; give for example --min-speedup 1.5")
+    if not 0 <= s.tolerance < s.limit:
+        raise UserError(
+            f"--tolerance must lie below --limit, and not below 0; got {100 * s.tolerance:g} % and {100 * s.limit:g} %; give for example --tolerance 1% --limit 5%"
+        )
+    if not s.budget_s > 0:
+        raise UserError(f"--budget must be longer than nothing; got {s.budget_s:g} s; give for example --budget 8m")
+    if s.against is not None and s.tests_machine:
+        raise UserError("--aa compares the profile with itself; drop it, or --against")
+    if len(set(s.workloads)) < len(s.workloads):
+        raise UserError(f"--workload is given twice as {s.workloads[0]}; give each once")
+    for option, path in (("--junit", s.junit), ("--markdown", s.markdown), ("--baseline", s.baseline)):
+        if path is not None:
+            require_writable(path, option)
+
+
+def run_check(settings: CheckSettings, console: Console) -> CheckResult:
+    """Decode and judge, workload by workload.
+
+    Raises:
+        UserError: a setting out of range; a profile, workload or base that cannot be read or built; a budget too small.
+        NotComparable: another model, other prompts, or another device than what is compared with.
+    """
+    check_settings(settings)
+    profile = load_profile(settings.profile)
+    workloads = [load_workload(name, "evaluate", num_prompts=settings.num_prompts) for name in settings.workloads]
+    is_alone = not settings.is_timed and settings.min_speedup is None and settings.baseline is None
+    evidence = [evidence_for(profile, one, is_needed=is_alone, source=settings.profile) for one in workloads]
+    device = choose_device(settings.device)
+    hardware = fingerprint(device)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-check-")))
+        sides = None
+        if settings.is_timed:
+            sides = stack.enter_context(open_sides(settings.against, settings.profile, folder))
+        found, processor = _decode_all(settings, workloads, device, console)
+        sessions = [_session(here, hardware) for here in found]
+        gates: list[Gate] = []
+        for here, then, session in zip(found, evidence, sessions, strict=True):
+            gates.append(judge_lossless(here))
+            gates.append(_judge_evidence(settings, here, then))
+            if settings.min_speedup is not None:
+                gates.append(judge_speedup(here, settings.min_speedup))
+            if settings.baseline is not None:
+                gates += _judge_baseline(settings, settings.baseline, here, session)
+        timings: list[Timing | None] = [None] * len(found)
+        if sides is not None:
+            requests = [write_requests(here, processor, folder / f"{number}") for number, here in enumerate(found)]
+            comparison = SidesAtWork(sides, launcher(device), settings.design, settings.seed, hardware.key, console)
+            timings = _compare_sides(comparison, found, requests, gates, settings.budget_s)
+    verdict, code = verdict_of(gates, inconclusive_fails=settings.inconclusive_fails)
+    result = CheckResult(
+        provenance=stamp(),
+        profile=str(settings.profile),
+        hardware=hardware,
+        target=profile.target,
+        lossless=all(point.lossless for point in profile.points),
+        against=None if sides is None else sides.base.what,
+        workloads=[here.result(timing) for here, timing in zip(found, timings, strict=True)],
+        gates=gates,
+        verdict=verdict,
+        exit_code=code,
+    )
+    if settings.baseline is not None and not has_failed(gates):
+        add_sessions(settings.baseline, sessions)
+    write_outputs(result, junit_path=settings.junit, markdown_path=settings.markdown)
+    print_result(result, console)
+    return result
+
+
+def _decode_all(
+    settings: CheckSettings, workloads: Sequence[Workload], device: str, console: Console
+) -> tuple[list[Here], Any]:
+    """Every workload, decoded in this process; and the processor. The models are gone afterwards: workers need their memory."""
+    decoder = load(settings.profile, device=device)
+    found = []
+    for workload in workloads:
+        with console.stage(f"check of {workload.name}") as update:
+            found.append(
+                decode_here(decoder, workload, seed=settings.seed, report=lambda done, of: update(done, of, ""))
+            )
+    processor = decoder.processor
+    del decoder
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found, processor
+
+
+def _judge_evidence(settings: CheckSettings, here: Here, then: list[PromptEvidence] | str) -> Gate:
+    """Counts beside the profile's evidence, or why there is none."""
+    if isinstance(then, str):
+        return skipped(here, COUNTS, then)
+    profile = here.profile
+    return judge_counts(
+        here,
+        then,
+        COUNTS,
+        source="the profile's evidence",
+        made=profile.provenance,
+        device=profile.hardware.key,
+        tolerance=settings.tolerance,
+    )
+
+
+def _judge_baseline(settings: CheckSettings, path: Path, here: Here, session: Session) -> list[Gate]:
+    """Time beside all sessions of this device, counts beside the latest."""
+    known = comparable_sessions(load_baseline(path), session, path)
+    gates = [judge_times(known, session, settings.design)]
+    if known:
+        latest = known[-1]
+        gates.append(
+            judge_counts(
+                here,
+                latest.prompts,
+                SESSION_COUNTS,
+                source=f"the session of {latest.provenance.created}",
+                made=latest.provenance,
+                device=latest.hardware.key,
+                tolerance=settings.tolerance,
+            )
+        )
+    return gates
+
+
+def _compare_sides(
+    comparison: SidesAtWork,
+    found: Sequence[Here],
+    requests: Sequence[list[Request]],
+    gates: list[Gate],
+    budget_s: float,
+) -> list[Timing | None]:
+    """Counts of the base first; what they leave open is timed. Adds its gates."""
+    if not comparison.sides.is_aa:
+        gates += [comparison.judge_counts(here, of) for here, of in zip(found, requests, strict=True)]
+    if has_failed(gates):
+        gates += [
+            Gate(name=TIME, workload=here.workload.name, verdict="skipped", summary="decided without timing")
+            for here in found
+        ]
+        return [None] * len(found)
+    deadline = time.monotonic() + budget_s
+    timings = []
+    for number, (here, of) in enumerate(zip(found, requests, strict=True)):
+        share_s = (deadline - time.monotonic()) / (len(found) - number)
+        gate, timing = comparison.judge_time(here, of, budget_s=share_s)
+        gates.append(gate)
+        timings.append(timing)
+    return timings
+
+
+def _session(here: Here, hardware: Fingerprint) -> Session:
+    """This check as one among others."""
+    return Session(
+        provenance=stamp(),
+        hardware=hardware,
+        precision=here.precision,
+        target=here.profile.target,
+        workload=here.workload.name,
+        workload_sha256=here.workload.sha256,
+        prompts=here.prompts,
+    )
+
+
+def has_failed(gates: Sequence[Gate]) -> bool:
+    return any(gate.verdict == "failed" for gate in gates)
+
+
+def print_result(result: CheckResult, console: Console) -> None:
+    """A line for each gate, what there is to say of its prompts, and the verdict."""
+    for gate in result.gates:
+        console.say(str(gate))
+        for detail in gate.details:
+            console.say(f"  {detail}")
+    for workload in result.workloads:
+        console.say(
+            f"{workload.name}: speedup {workload.speedup:.2f}x ({workload.ci95[0]:.2f}-{workload.ci95[1]:.2f}), "
+            f"{workload.identical_outputs}/{workload.num_prompts} outputs identical"
+        )
+    console.say(result.verdict)

@@ -1,0 +1,175 @@
+"""How often would `autotune check --against` be right? Simulated and recorded noise through the code that decides.
+
+Prints, for every scenario, how often an unchanged program fails, how often a slowdown of 5 % does, how many pairs both
+take, the power from 0 to 10 %, and what becomes of them where the design is left: pairs in a fixed order, a look after every launch
+without sharing the risk, pairs taken for independent of their launch.
+
+    python benchmarks/check_power.py [--checks 2000]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from scipy.signal import lfilter
+
+from autotune.check.power import Noise, Shares, replayed, simulate
+from autotune.check.sequential import PAIRS_PER_LAUNCH, Design, Floats
+from autotune.files import read_json
+
+RECORDED = Path(__file__).with_name("check_noise.json")
+DESIGN = Design()
+CURVE = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What disturbs runs, in shares of their time. A run's time is the product of all of it."""
+
+    jitter: float = 0.0
+    """Standard deviation of each run."""
+    tails: float = 0.0
+    """Scale of Student's t with 3 degrees of freedom: jitter with outliers."""
+    speed: float = 0.0
+    """Standard deviation of the machine's speed, of which a run keeps ``memory`` from the run before (AR(1))."""
+    memory: float = 0.9
+    drift: float = 0.0
+    """The machine's speed at the end of a check over that at its beginning, at most, either way."""
+    periodic: float = 0.0
+    """What something adds that comes back every 2 to 20 runs and stays for 30 % of that time."""
+    spikes: float = 0.0
+    """Share of runs that take twice their time."""
+    second: float = 0.0
+    """What the second run of a pair takes longer than the first."""
+    launch: float = 0.0
+    """Standard deviation of a process, for as long as it lives."""
+
+    def log_times(self, rng: np.random.Generator, num_checks: int, num_runs: int) -> Floats:
+        """What the machine adds to the logarithm of each run's time, whoever runs: [checks, runs]."""
+        shape, run = (num_checks, num_runs), np.arange(num_runs)
+        phase, period = rng.random((num_checks, 1)), rng.uniform(2, 20, (num_checks, 1))
+        steps = rng.normal(0.0, self.speed * math.sqrt(1 - self.memory**2), shape)
+        steps[:, 0] = rng.normal(0.0, self.speed, num_checks)
+        noise = rng.normal(0.0, self.jitter, shape) + self.tails * rng.standard_t(3, shape)
+        noise += lfilter([1.0], [1.0, -self.memory], steps, axis=-1)
+        noise += math.log1p(self.drift) * rng.uniform(-1, 1, (num_checks, 1)) * run / num_runs
+        noise += math.log1p(self.periodic) * ((run / period + phase) % 1 < 0.3)
+        noise += math.log(2) * (rng.random(shape) < self.spikes)
+        noise += math.log1p(self.second) * (run % 2)
+        return np.asarray(noise)
+
+    def noise(self, *, fixed_order: bool = False) -> Noise:
+        """Log-ratios of an unchanged program; in a fixed order the base goes first."""
+
+        def draw(rng: np.random.Generator, num_checks: int, num_pairs: int) -> Floats:
+            runs = self.log_times(rng, num_checks, 2 * num_pairs)
+            later_over_earlier = runs[:, 1::2] - runs[:, 0::2]
+            head_first = (
+                np.zeros((num_checks, num_pairs), bool) if fixed_order else rng.random((num_checks, num_pairs)) < 0.5
+            )
+            sides = rng.normal(0.0, self.launch, (2, num_checks, num_pairs // PAIRS_PER_LAUNCH))
+            of_launch = np.repeat(sides[1] - sides[0], PAIRS_PER_LAUNCH, axis=-1)
+            return np.where(head_first, -later_over_earlier, later_over_earlier) + of_launch
+
+        return draw
+
+
+SCENARIOS = {
+    "quiet": Scenario(jitter=0.005, launch=0.003),
+    "shared": Scenario(tails=0.02, speed=0.05, memory=0.95, drift=0.1, spikes=0.01, second=0.01, launch=0.01),
+    "hostile": Scenario(tails=0.02, speed=0.08, drift=0.3, periodic=0.1, spikes=0.05, second=0.02, launch=0.015),
+}
+
+
+def recorded(path: Path = RECORDED) -> dict[str, list[list[Any]]]:
+    """Launches of real A/A runs, by name: of each pair the first time, the second, and whether the head was first."""
+    found: dict[str, list[list[Any]]] = read_json(path)
+    return found
+
+
+def noises(*, fixed_order: bool = False) -> dict[str, Noise]:
+    """Of all scenarios and recordings, by name. In a fixed order the base goes first."""
+    found = {name: scenario.noise(fixed_order=fixed_order) for name, scenario in SCENARIOS.items()}
+    for name, launches in recorded().items():
+        later = [np.array([math.log(second / first) for first, second, _ in launch]) for launch in launches]
+        if fixed_order:  # the sides cannot be named the other way round
+            found[f"recorded, {name}"] = replayed(later, either_sign=False)
+        else:
+            signs = [np.array([-1.0 if head_first else 1.0 for *_, head_first in launch]) for launch in launches]
+            found[f"recorded, {name}"] = replayed([x * sign for x, sign in zip(later, signs, strict=True)])
+    return found
+
+
+# What the design rules out, each with what it would be replaced by.
+BY_PAIR = Design(looks=(20, 40, 80, 160, 240), by_launch=False)
+EVERY_LOOK = Design(looks=tuple(range(40, 241, PAIRS_PER_LAUNCH)), spends=False)
+
+
+def variants() -> dict[str, tuple[Design, Callable[[str], Noise]]]:
+    """The design, and what it would be without each of its parts, by name."""
+    drawn, fixed = noises(), noises(fixed_order=True)
+    return {
+        "as it is": (DESIGN, drawn.__getitem__),
+        "base always first": (DESIGN, fixed.__getitem__),
+        "a look after every launch, no risk shared": (EVERY_LOOK, drawn.__getitem__),
+        "pairs taken for independent": (BY_PAIR, drawn.__getitem__),
+    }
+
+
+def spread(noise: Noise) -> float:
+    """Interquartile range of log-ratios, which `autotune check --aa` prints of a machine."""
+    low, high = np.quantile(noise(np.random.default_rng(0), 100, DESIGN.cap), [0.25, 0.75])
+    return float(high - low)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+@click.command()
+@click.option("--checks", default=2000, show_default=True, help="Simulated for each figure.")
+@click.option("--seed", default=0, show_default=True)
+def main(checks: int, seed: int) -> None:
+    def shares(noise: Noise, slowdown: float, design: Design = DESIGN) -> Shares:
+        return simulate(noise, slowdown, design, num_checks=checks, seed=seed)
+
+    names = list(noises())
+    print(
+        row(
+            [
+                "noise",
+                "pairs differ by (IQR)",
+                *(f"{100 * slowdown:g} %" for slowdown in CURVE),
+                "pairs at 0 %",
+                "at 5 %",
+            ]
+        )
+    )
+    print(row(["---"] * (4 + len(CURVE))))
+    for name in names:
+        found = {slowdown: shares(noises()[name], slowdown) for slowdown in CURVE}
+        failed = [percent(of.failed) for of in found.values()]
+        pairs = [f"{found[slowdown].mean_pairs:.0f}" for slowdown in (0.0, 0.05)]
+        print(row([name, percent(spread(noises()[name])), *failed, *pairs]), flush=True)
+    print()
+    print(row(["false alarms at 0 % / found at 5 %", *names]))
+    print(row(["---"] * (1 + len(names))))
+    for variant, (design, noise) in variants().items():
+        cells = [
+            " / ".join(percent(shares(noise(name), change, design).failed) for change in (0.0, 0.05)) for name in names
+        ]
+        print(row([variant, *cells]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

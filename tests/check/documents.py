@@ -1,0 +1,95 @@
+"""Results and pairs made by hand. Loads no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.check.pairs import Pair
+from autotune.check.result import CheckResult, Gate, Timing, WorkloadResult
+from autotune.decoding_profile import PromptEvidence
+from tests.documents import DEVICE, PROVENANCE, TARGET
+
+
+def prompt_evidence(name: str = "count", **fields: Any) -> PromptEvidence:
+    """A prompt of 10 rounds in which 30 tokens were accepted of 40 that were drafted."""
+    known: dict[str, Any] = {
+        "name": name,
+        "sha256": name * 2,
+        "tokens_sha256": "same",
+        "rounds": 10,
+        "draft_forwards": 40,
+        "accepted_tokens": 30,
+        "target_forwards": 10,
+        "plain_steps": 0,
+        "verified_nodes": 40,
+        "accepted_lengths": [3] * 10,
+        "decode_ms": 100.0,
+        "ar_decode_ms": 200.0,
+    }
+    return PromptEvidence(**{**known, **fields})
+
+
+def pair(number: int, slowdown: float = 0.0, **fields: Any) -> Pair:
+    """Five pairs to a launch; the head slower by so much."""
+    known: dict[str, Any] = {
+        "number": number,
+        "launch": number // 5,
+        "prompt": "count",
+        "head_first": bool(number % 2),
+        "base_ms": 10.0,
+        "head_ms": 10.0 * (1 + slowdown),
+    }
+    return Pair(**{**known, **fields})
+
+
+def timing(**fields: Any) -> Timing:
+    known: dict[str, Any] = {
+        "base": "main (0123456789)",
+        "head": "as it is here",
+        "seed": 0,
+        "limit": 0.05,
+        "tolerance": 0.01,
+        "looks": (40, 80),
+        "slowdown": 0.08,
+        "ci95": (0.07, 0.09),
+        "p_within_tolerance": 1e-5,
+        "p_beyond_limit": 1.0,
+        "plain_slowdown": 0.001,
+        "speedup": 2.0,
+        "pairs": [pair(0, 0.08)],
+    }
+    return Timing(**{**known, **fields})
+
+
+def check_result(*gates: Gate, **fields: Any) -> CheckResult:
+    """A result with these gates, and one workload that was timed."""
+    workload = WorkloadResult(
+        name="digits",
+        sha256="c" * 64,
+        num_prompts=2,
+        identical_outputs=2,
+        divergences=[],
+        speedup=2.0,
+        ci95=(1.9, 2.1),
+        precision="float32",
+        prompts=[prompt_evidence()],
+        timing=timing(),
+    )
+    known: dict[str, Any] = {
+        "provenance": PROVENANCE,
+        "profile": "profile.json",
+        "hardware": DEVICE,
+        "target": TARGET,
+        "lossless": True,
+        "against": "main (0123456789)",
+        "workloads": [workload],
+        "gates": list(gates),
+        "verdict": "passed",
+        "exit_code": 0,
+    }
+    return CheckResult(**{**known, **fields})
+
+
+def gate(verdict: str, name: str = "counts", **fields: Any) -> Gate:
+    known = {"name": name, "workload": "digits", "verdict": verdict, "summary": f"it {verdict}"}
+    return Gate.model_validate({**known, **fields})

@@ -1,0 +1,107 @@
+"""Sessions of other days judge only where they are enough, alike, and of the same work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autotune.check import baseline
+from autotune.check.baseline import (
+    Session,
+    add_sessions,
+    comparable_sessions,
+    judge_times,
+    load_baseline,
+    predicted_power,
+)
+from autotune.check.sequential import Design
+from autotune.cost.device import Fingerprint
+from autotune.errors import NotComparable, UserError
+from autotune.provenance import ModelReference
+from tests.check.documents import prompt_evidence
+from tests.documents import DEVICE, PROVENANCE, TARGET
+
+ELSEWHERE = Fingerprint(name="slate", kind="cpu", model="A slate", num_cores=1, memory_bytes=1)
+
+
+def session(decode_ms: float = 100.0, **fields: Any) -> Session:
+    known: dict[str, Any] = {
+        "provenance": PROVENANCE,
+        "hardware": DEVICE,
+        "precision": "float32",
+        "target": TARGET,
+        "workload": "digits",
+        "workload_sha256": "c" * 64,
+        "prompts": [prompt_evidence(decode_ms=decode_ms)],
+    }
+    return Session(**{**known, **fields})
+
+
+def sessions(count: int, spread: float) -> list[Session]:
+    """Around 100 ms, their logarithms of just this standard deviation."""
+    x = np.random.default_rng(0).normal(size=count)
+    x = spread * (x - x.mean()) / x.std(ddof=1)
+    return [session(100.0 * float(np.exp(value))) for value in x]
+
+
+def test_alike_sessions_judge() -> None:
+    known = sessions(12, 0.003)
+    assert judge_times(known, session(100.5), Design()).verdict == "passed"
+    slower = judge_times(known, session(105.0), Design())
+    assert (
+        slower.verdict == "failed"
+        and "+5.0 % decoding time against 12 sessions, which differ by 0.3 %" in slower.summary
+    )
+    assert judge_times(known, session(80.0), Design()).verdict == "passed"
+
+
+def test_few_sessions_inform() -> None:
+    gate = judge_times(sessions(9, 0.003), session(200.0), Design())
+    assert gate.verdict == "skipped" and gate.summary.endswith("10 are needed to judge by")
+    assert judge_times([], session(), Design()).summary.startswith("0 sessions on this device")
+
+
+def test_sessions_that_differ_inform_and_say_what_they_would_find() -> None:
+    gate = judge_times(sessions(20, 0.05), session(200.0), Design())
+    assert gate.verdict == "skipped"
+    assert "a slowdown of 5 % would be found in 5 % of checks, too few to judge by; use --against" in gate.summary
+
+
+@pytest.mark.parametrize("spread", [0.006, 0.02])
+def test_the_predicted_power_is_the_power(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: ten sessions and one more that is slower by the limit."""
+    monkeypatch.setattr(baseline, "MIN_POWER", 0.0)  # all judge, however little they find
+    design, rng = Design(), np.random.default_rng(0)
+    found = 0
+    for _ in range(400):
+        known = [session(float(np.exp(value))) for value in rng.normal(0.0, spread, 10)]
+        now = session(1.05 * float(np.exp(rng.normal(0.0, spread))))
+        found += judge_times(known, now, design).verdict == "failed"
+    assert found / 400 == pytest.approx(predicted_power(spread, 10, design), abs=0.07)
+
+
+def test_only_sessions_of_the_same_work_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    add_sessions(path, [session(), session(hardware=ELSEWHERE), session(workload="other.jsonl")])
+    add_sessions(path, [session(50.0)])
+    known = load_baseline(path)
+    assert len(known.sessions) == 4
+    assert [one.decode_ms for one in comparable_sessions(known, session(), path)] == [100.0, 50.0]
+    assert comparable_sessions(known, session(workload="new.jsonl"), path) == []
+    with pytest.raises(NotComparable, match="digits had other prompts in all of its 3 sessions"):
+        comparable_sessions(known, session(workload_sha256="d" * 64), path)
+    other = ModelReference(id="tests/target", sha256="f" * 64)
+    with pytest.raises(
+        NotComparable, match="all sessions of digits decoded tests/target of other weights or precision"
+    ):
+        comparable_sessions(known, session(target=other), path)
+
+
+def test_a_baseline_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text('{"schema": "autotune.decoding-profile/1"}')
+    with pytest.raises(UserError, match=r"schema must be 'autotune.check-baseline/1'"):
+        load_baseline(path)

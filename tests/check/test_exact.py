@@ -1,0 +1,112 @@
+"""Counts that changed, what that costs, and when it is a regression."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.check.exact import Counts, compare, judge, plain_steps
+from autotune.check.launch import Decoded
+from autotune.check.result import COUNTS, Gate
+from autotune.trees.fallback import RoundPrice
+from tests.check.documents import prompt_evidence
+
+PRICE = RoundPrice(round_steps=1.2, level_steps=0.1, node_steps=0.02)
+
+
+def counts(name: str = "count", **fields: Any) -> Counts:
+    return Counts.of_evidence(prompt_evidence(name, **fields))
+
+
+def judged(now: list[Counts], then: list[Counts], **options: Any) -> Gate:
+    found = compare(now, then, [PRICE] * len(now))
+    return judge(found, COUNTS, "digits", than="in the profile's evidence", tolerance=0.01, **options)
+
+
+def test_counts_are_priced_in_plain_steps() -> None:
+    then = counts()
+    assert plain_steps(then, PRICE, like=then) == pytest.approx(10 * 1.2 + 40 * 0.1 + 40 * 0.02)
+    resting = counts(plain_steps=4)
+    assert plain_steps(resting, PRICE, like=then) == pytest.approx(4 + 6 * 1.2 + 40 * 0.1 + 40 * 0.02)
+    assert plain_steps(resting, PRICE, like=counts(plain_steps=None)) == pytest.approx(
+        plain_steps(then, PRICE, like=then)
+    )
+
+
+def test_what_one_side_did_not_count_is_left_out_of_both() -> None:
+    """Evidence of an earlier version knows no nodes."""
+    old = counts(verified_nodes=None, plain_steps=None, target_forwards=None, accepted_lengths=None)
+    assert counts().agrees_with(old) and old.agrees_with(counts())
+    assert plain_steps(counts(), PRICE, like=old) == plain_steps(old, PRICE, like=counts()) == pytest.approx(16.0)
+
+
+def test_equal_counts_pass() -> None:
+    gate = judged([counts("a"), counts("b")], [counts("a"), counts("b")])
+    assert (gate.verdict, gate.details) == ("passed", [])
+    assert gate.summary == "2 of 2 prompts count as in the profile's evidence"
+
+
+def test_a_lower_accepted_length_is_a_regression_without_timing() -> None:
+    """One round more in ten: 1.7 of 16.8 steps."""
+    worse = counts("a", rounds=11, draft_forwards=44, verified_nodes=44, accepted_tokens=29)
+    gate = judged([worse, counts("b")], [counts("a"), counts("b")])
+    assert gate.verdict == "failed" and "predicted +5.0 % time" in gate.summary
+    assert gate.details == [
+        "a: target forwards 10 -> 11, draft forwards 40 -> 44, verified nodes 40 -> 44, accepted tokens 30 -> 29; predicted +10.0 % time"
+    ]
+
+
+def test_a_small_loss_is_a_warning() -> None:
+    """A tenth of a step of 168."""
+    now = [counts("a", draft_forwards=41)] + [counts(str(n)) for n in range(9)]
+    gate = judged(now, [counts("a")] + [counts(str(n)) for n in range(9)])
+    assert gate.verdict == "warned" and "1 count worse, 0 otherwise: predicted +0.1 % time" in gate.summary
+
+
+def test_what_one_prompt_loses_another_may_gain() -> None:
+    now = [counts("a", draft_forwards=50), counts("b", draft_forwards=29)]
+    gate = judged(now, [counts("a"), counts("b")])
+    assert gate.verdict == "warned" and "1 count worse, 1 otherwise: predicted -0.3 % time" in gate.summary
+
+
+def test_better_counts_pass() -> None:
+    better = counts("a", rounds=9, draft_forwards=36, verified_nodes=36, accepted_tokens=31)
+    assert judged([better], [counts("a")]).verdict == "passed"
+
+
+def test_elsewhere_counts_advise() -> None:
+    worse = counts("a", rounds=20, draft_forwards=80)
+    gate = judged([worse], [counts("a")], advises_only="the profile was made on cpu/An abacus/1")
+    assert gate.verdict == "warned" and gate.summary.endswith(
+        "advice only, for the profile was made on cpu/An abacus/1"
+    )
+
+
+def test_another_answer_fails_unless_there_is_a_reason_for_it() -> None:
+    now, then = [counts("a", tokens_sha256="new", rounds=1), counts("b")], [counts("a"), counts("b")]
+    gate = judged(now, then)
+    assert gate.verdict == "failed" and gate.details == ["a: another answer"]
+    excused = judged(now, then, answers_may_differ="near ties of bfloat16")
+    assert excused.verdict == "warned" and "1 have another answer (near ties of bfloat16)" in excused.summary
+    assert compare(now, then, [PRICE, PRICE]).slowdown == 0.0, "its counts are those of other work"
+
+
+def test_without_prices_target_forwards_are_what_counts() -> None:
+    worse = counts("a", rounds=11, draft_forwards=400)
+    assert compare([worse], [counts("a")], [None]).slowdown == pytest.approx(0.1)
+
+
+def test_a_worker_counts_as_a_profile_does() -> None:
+    decoded = Decoded(
+        first_token_ms=1.0,
+        decode_ms=2.0,
+        new_tokens=41,
+        tokens_sha256="same",
+        target_forwards=10,
+        draft_forwards=40,
+        plain_steps=0,
+        verified_nodes=40,
+        accepted_lengths=[3] * 10,
+    )
+    assert Counts.of_decoded("count", decoded) == counts()

@@ -1,0 +1,450 @@
+"""``autotune check``: what fails a profile and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune import models
+from autotune.check import against
+from autotune.check.job import CheckResult, CheckSettings, run_check
+from autotune.check.launch import Decoded, Request, Side
+from autotune.check.result import Gate
+from autotune.check.worker import Side as WorkerSide
+from autotune.condition import Condition
+from autotune.console import Console
+from autotune.cost.device import Fingerprint, fingerprint
+from autotune.decoding_profile import DecodingProfile, Evidence, load_profile, save_profile
+from autotune.errors import NotComparable, UserError
+from autotune.files import read_json
+from autotune.models import reference
+from autotune.profile_runner import TUNED, ProfileRunner
+from autotune.provenance import stamp
+from autotune.runtime import decoder as decoder_module
+from autotune.trees.verification import WetapVerification, accept_path
+from tests.conftest import Pair
+from tests.documents import DEVICE, decoding_profile, write_workload
+
+
+@pytest.fixture
+def world(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A lossless profile, a lossy one that accepts anything, and a workload."""
+    target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
+    lossless = decoding_profile(target, draft, visual_keep=1.0, hardware=fingerprint("cpu"))
+    save_profile(tmp_path / "lossless.json", lossless)
+    verification = {"verification": WetapVerification(threshold=1e-9), "lossless": False}
+    lossy = lossless.model_copy(update={"points": [lossless.point.model_copy(update=verification)]})
+    save_profile(tmp_path / "lossy.json", lossy)
+    write_workload(tmp_path, [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 20}] * 2)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check(profile: str, **settings: Any) -> CheckResult:
+    known: dict[str, Any] = {"workloads": ("workload.jsonl",), "num_prompts": 2, "device": "cpu"}
+    return run_check(CheckSettings(Path(profile), **{**known, **settings}), Console())
+
+
+def verdicts(result: CheckResult) -> dict[str, str]:
+    """By the gate's name."""
+    return {gate.name: gate.verdict for gate in result.gates}
+
+
+def gate(result: CheckResult, name: str) -> Gate:
+    (found,) = [gate for gate in result.gates if gate.name == name]
+    return found
+
+
+def test_equal_outputs_pass(world: Path) -> None:
+    found = check("lossless.json")
+    assert (found.verdict, found.exit_code, found.lossless) == ("passed", 0, True)
+    assert found.workloads[0].identical_outputs == 2
+
+
+def test_another_output_fails_a_profile_that_promises_the_target_s(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = ProfileRunner.decode
+
+    def wrong(self: ProfileRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
+        tokens, stats = decode(self, arm, inputs, prompt)
+        return (tokens if arm.name != TUNED else [*tokens[:-1], 0]), stats
+
+    monkeypatch.setattr(ProfileRunner, "decode", wrong)
+    found = check("lossless.json")
+    assert found.exit_code == 1 and found.verdict == "failed: the output is not that of plain decoding"
+
+
+def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half the answers of bfloat16 part somewhere; another token at a clear margin fails as ever."""
+    prompts = [{"prompt": f"Go on with number {n}.", "split": "evaluate", "max_new_tokens": 60} for n in range(6)]
+    write_workload(world, prompts)
+    load_model = models.load_model
+    monkeypatch.setattr(models, "load_model", lambda name, **options: load_model(name, **options).bfloat16())
+    found = check("lossless.json", num_prompts=6)
+    (workload,) = found.workloads
+    assert workload.identical_outputs < 6 == workload.num_prompts, "nothing differs: the test proves nothing"
+    assert len(workload.divergences) == 6 - workload.identical_outputs
+    assert all(": a near tie" in divergence and "margin" in divergence for divergence in workload.divergences)
+    assert (found.verdict, found.exit_code, gate(found, "lossless").verdict) == ("passed", 0, "warned")
+    assert "output differs at token" in capsys.readouterr().err
+
+    decode = ProfileRunner.decode
+
+    def wrong(self: ProfileRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
+        tokens, stats = decode(self, arm, inputs, prompt)
+        return (tokens if arm.name != TUNED else [*tokens[:3], 5, *tokens[4:]]), stats
+
+    monkeypatch.setattr(ProfileRunner, "decode", wrong)
+    found = check("lossless.json", num_prompts=6)
+    assert found.exit_code == 1 and any(": not a tie" in divergence for divergence in found.workloads[0].divergences)
+
+
+def test_a_lossy_profile_promises_no_output(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = check("lossy.json")
+    assert found.workloads[0].identical_outputs < 2 and found.exit_code == 0 and not found.lossless
+    assert "LOSSY profile" in capsys.readouterr().err
+
+
+def test_a_speedup_that_cannot_be_reached_fails(world: Path) -> None:
+    found = check("lossless.json", min_speedup=1000.0)
+    assert found.exit_code == 1 and found.verdict.startswith("failed: the speedup lies below 1000: ")
+    assert check("lossless.json", min_speedup=0.001).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_speedup": -1.0}, "--min-speedup must be above 0; got -1"),
+        ({"tolerance": 0.05}, "--tolerance must lie below --limit, and not below 0; got 5 % and 5 %"),
+        ({"budget_s": 0.0}, "--budget must be longer than nothing; got 0 s"),
+        ({"against": "main", "tests_machine": True}, "--aa compares the profile with itself; drop it, or --against"),
+        ({"workloads": ("a", "a")}, "--workload is given twice as a; give each once"),
+        ({"junit": Path("lossless.json/j.xml")}, r"j\.xml: cannot be written .* choose another output with --junit"),
+        ({"markdown": Path()}, "the output must be a file; got a folder"),
+        ({"baseline": Path("lossless.json/b.json")}, "with --baseline"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_at_once(
+    settings: dict[str, Any], message: str, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "load_model", None)  # nothing is loaded before
+    with pytest.raises(UserError, match=message):
+        check("lossless.json", **settings)
+
+
+# --------------------------------------------------------------------------------------------------- operating points
+
+
+def write_points(world: Path, *tasks: str) -> None:
+    """Prompts of these tasks, and a profile with a lossy point for the task ``loose``."""
+    lossless, lossy = (load_profile(world / f"{name}.json") for name in ("lossless", "lossy"))
+    loose = lossy.point.model_copy(update={"when": Condition(workload="loose")})
+    save_profile(world / "points.json", lossless.model_copy(update={"points": [loose, lossless.point]}))
+    prompts = [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 20, "task": task} for task in tasks]
+    write_workload(world, prompts)
+
+
+def test_only_outputs_of_lossless_points_must_be_the_target_s(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompt by both: one may differ and does."""
+    write_points(world, "loose", "strict")
+    found = check("points.json")
+    (workload,) = found.workloads
+    assert (found.exit_code, workload.identical_outputs, found.lossless, workload.divergences) == (0, 1, False, [])
+    decode = ProfileRunner.decode
+
+    def wrong(self: ProfileRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
+        tokens, stats = decode(self, arm, inputs, prompt)
+        return (tokens if arm.name != TUNED else [*tokens[:-1], 0]), stats
+
+    monkeypatch.setattr(ProfileRunner, "decode", wrong)
+    found = check("points.json")
+    assert found.exit_code == 1 and [one.split(": ")[0] for one in found.workloads[0].divergences] == [
+        "workload.jsonl:2"
+    ]
+
+
+def test_a_check_counts_by_the_point_of_each_prompt(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lossy point accepts whatever is drafted, and takes fewer rounds than the lossless one on the same prompt."""
+    write_points(world, "strict", "loose")
+    runs: dict[str, Any] = {}
+    run = ProfileRunner.run
+
+    def noted(self: ProfileRunner, arm: Any, prompt: Any) -> Any:
+        found = run(self, arm, prompt)
+        if arm.name == TUNED:
+            runs[prompt.settings.task] = found
+        return found
+
+    monkeypatch.setattr(ProfileRunner, "run", noted)
+    check("points.json")
+    assert runs["loose"].rounds < runs["strict"].rounds == len(runs["strict"].accepted_lengths)
+
+
+# ------------------------------------------------------------------------------------------------------------- evidence
+
+
+def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> DecodingProfile:
+    """The lossless profile with the counts that it has here and now."""
+    profile = load_profile(world / "lossless.json")
+    prompts = check("lossless.json").workloads[0].prompts
+    assert sum(prompt.accepted_tokens for prompt in prompts) > 5, "nothing is accepted: the test proves nothing"
+    known = {
+        "evidence": Evidence(prompts=prompts),
+        "provenance": stamp(),
+        "workload": profile.workload.model_copy(update={"name": "workload.jsonl"}),
+    }
+    found = profile.model_copy(update={**known, **fields})
+    save_profile(world / name, found)
+    return found
+
+
+def accept_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lossless as ever, but of every accepted path the first token alone is kept."""
+    monkeypatch.setattr(
+        decoder_module, "accept_path", lambda tree, tokens, path: min(1, accept_path(tree, tokens, path))
+    )
+
+
+def test_counts_as_in_the_evidence_pass(world: Path) -> None:
+    write_evidence(world)
+    found = check("proven.json")
+    assert (found.exit_code, verdicts(found)) == (0, {"lossless": "passed", "counts": "passed"})
+
+
+def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_evidence(world)
+    accept_less(monkeypatch)
+    monkeypatch.setattr(against, "WorkerProcess", None)  # nothing is launched
+    found = check("proven.json", tests_machine=True)
+    assert found.exit_code == 1
+    assert verdicts(found) == {"lossless": "passed", "counts": "failed", "time against the base": "skipped"}
+    assert "count worse" in found.verdict and "accepted tokens" in gate(found, "counts").details[0]
+
+
+def test_on_another_device_counts_advise(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_evidence(world, hardware=DEVICE)
+    accept_less(monkeypatch)
+    with pytest.warns(UserWarning, match="tuned on cpu/An abacus/1"):
+        found = check("proven.json")
+    assert (found.exit_code, gate(found, "counts").verdict) == (0, "warned")
+    assert "advice only, for the profile's evidence was made on cpu/An abacus/1" in gate(found, "counts").summary
+
+
+def test_counts_that_do_not_repeat_cannot_gate(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_evidence(world)
+    calls = iter(range(10_000))
+    monkeypatch.setattr(
+        decoder_module,
+        "accept_path",
+        lambda tree, tokens, path: min(1 + (next(calls) % 5 == 0), accept_path(tree, tokens, path)),
+    )
+    found = check("proven.json")
+    assert found.exit_code == 0 and gate(found, "counts").verdict == "skipped"
+    assert "counts cannot gate here" in gate(found, "counts").summary
+
+
+def test_a_profile_without_evidence_says_so_in_one_line(world: Path) -> None:
+    summary = gate(check("lossless.json"), "counts").summary
+    assert summary == (
+        "lossless.json has no evidence to compare counts with: it was not measured; run autotune search on this device, or give --against"
+    )
+
+
+def test_prompts_that_changed_are_not_comparable(world: Path) -> None:
+    write_evidence(world)
+    write_workload(world, [{"prompt": "Go on, please.", "split": "evaluate", "max_new_tokens": 20}] * 2)
+    with pytest.raises(
+        NotComparable,
+        match=r"proven.json does not speak of these prompts of workload.jsonl: 2 of its first 2 prompts are others",
+    ):
+        check("proven.json", min_speedup=0.1)
+
+
+def test_another_workload_is_not_comparable_unless_more_is_asked(world: Path) -> None:
+    write_evidence(world)
+    prompts = [{"prompt": "Something else.", "split": "evaluate", "max_new_tokens": 20}]
+    write_workload(world, prompts, name="other.jsonl")
+    with pytest.raises(NotComparable, match=r"judged on workload.jsonl"):
+        check("proven.json", workloads=("other.jsonl",))
+    both = check("proven.json", workloads=("workload.jsonl", "other.jsonl"), min_speedup=0.001)
+    assert [one.verdict for one in both.gates if one.name == "counts"] == ["passed", "skipped"]
+    assert [one.name for one in both.workloads] == ["workload.jsonl", "other.jsonl"]
+
+
+def test_another_model_is_not_comparable(world: Path) -> None:
+    profile = load_profile(world / "lossless.json")
+    target = profile.target.model_copy(update={"sha256": "f" * 64})
+    save_profile(world / "other.json", profile.model_copy(update={"target": target}))
+    with pytest.raises(NotComparable, match="has other weights than when the profile was made"):
+        check("other.json")
+
+
+# ------------------------------------------------------------------------------------------------------------- sessions
+
+
+def test_checks_that_pass_become_sessions(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has none to be compared with; the second is compared with the first, count by count."""
+    assert verdicts(check("lossless.json", baseline=Path("baseline.json")))["time of other sessions"] == "skipped"
+    found = check("lossless.json", baseline=Path("baseline.json"))
+    assert verdicts(found)["counts of the latest session"] == "passed"
+    assert len(read_json(world / "baseline.json")["sessions"]) == 2
+    accept_less(monkeypatch)
+    found = check("lossless.json", baseline=Path("baseline.json"))
+    assert (found.exit_code, verdicts(found)["counts of the latest session"]) == (1, "failed")
+    assert len(read_json(world / "baseline.json")["sessions"]) == 2, "what failed is no example"
+
+
+# -------------------------------------------------------------------------------------------------------------- against
+
+
+class InProcess:
+    """A worker without a process: its counts are real, decoded once, and its times are as they are told."""
+
+    decoded: dict[tuple[str, str, bool], Decoded]
+    launched: list[str]
+    slowdown = 0.0
+    edit: Any = None
+
+    def __init__(self, side: Side, **_: Any) -> None:
+        self.side, self._side = side, None
+        self.launched.append(side.name)
+
+    def decode(self, request: Request, *, plain: bool) -> Decoded:
+        key = (side_key(self.side), str(request.name), plain)
+        if key not in self.decoded:
+            self._side = self._side or WorkerSide(str(self.side.profile), "cpu")
+            fields = {"inputs": str(request.inputs), "settings": request.settings, "task": request.task}
+            self.decoded[key] = Decoded.model_validate(self._side.decode({**fields, "plain": plain}))
+        jitter = 0.001 * (len(self.launched) % 7)
+        ms = 100.0 * (1 + jitter) * (1 + type(self).slowdown * (self.side.name == "head"))
+        found = self.decoded[key].model_copy(update={"decode_ms": ms})
+        return type(self).edit(self.side, found) if type(self).edit else found
+
+    def close(self) -> None: ...
+
+
+def side_key(side: Side) -> str:
+    """What it decodes by, wherever its copy lies."""
+    return side.profile.read_text()
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> type[InProcess]:
+    fresh = type("Fresh", (InProcess,), {"decoded": {}, "launched": []})
+    monkeypatch.setattr(against, "WorkerProcess", fresh)
+    return fresh
+
+
+def changed(world: Path, name: str, **fields: Any) -> None:
+    save_profile(world / name, load_profile(world / "lossless.json").model_copy(update=fields))
+
+
+def test_a_slower_head_fails(world: Path, workers: type[InProcess]) -> None:
+    tree = {"policy": "chain", "depth": 2}
+    target, draft = load_profile(world / "lossless.json").target, load_profile(world / "lossless.json").point.draft
+    assert draft is not None
+    other = decoding_profile(target, draft, tree=tree, hardware=fingerprint("cpu"))  # type: ignore[arg-type]
+    changed(world, "base.json", points=other.points)
+    workers.slowdown = 0.08
+    found = check("lossless.json", against="base.json")
+    assert (found.exit_code, found.against) == (1, "base.json")
+    assert verdicts(found) == {
+        "lossless": "passed",
+        "counts": "skipped",
+        "counts of the base": "skipped",
+        "time against the base": "failed",
+    }
+    timing = found.workloads[0].timing
+    assert timing is not None and timing.slowdown == pytest.approx(0.08, abs=0.01) and len(timing.pairs) == 80
+    (ledger,) = (world / ".autotune" / "checks").glob("*.jsonl")
+    assert len(ledger.read_text().splitlines()) == 80 and "-" in ledger.stem, "put by: the next check measures anew"
+    workers.slowdown = 0.0
+    assert verdicts(check("lossless.json", against="base.json"))["time against the base"] == "passed"
+
+
+def test_equal_sides_need_no_timing(world: Path, workers: type[InProcess]) -> None:
+    changed(world, "base.json", workload=load_profile(world / "lossless.json").workload)
+    found = check("lossless.json", against="base.json")
+    assert found.exit_code == 0 and verdicts(found)["counts of the base"] == "passed"
+    assert "nothing to time" in gate(found, "time against the base").summary
+    assert workers.launched == ["base"], "once, to count"
+
+
+def test_a_head_that_accepts_less_than_its_base_fails_without_timing(world: Path, workers: type[InProcess]) -> None:
+    """The base counts better than what the head does here; it is asked twice before it is believed."""
+
+    def better(side: Side, found: Decoded) -> Decoded:
+        update = {"target_forwards": found.target_forwards - 1, "draft_forwards": found.draft_forwards - 3}
+        return found.model_copy(update=update)
+
+    workers.edit = better
+    found = check("lossless.json", against="lossless.json")
+    assert (found.exit_code, verdicts(found)["counts of the base"]) == (1, "failed")
+    assert gate(found, "time against the base").summary == "decided without timing"
+    assert workers.launched == ["base", "base"]
+    numbers = iter(range(1000))
+    workers.edit = lambda side, found: found.model_copy(update={"target_forwards": 1 + next(numbers) % 3})
+    assert (
+        "are others every time" in gate(check("lossless.json", against="lossless.json"), "counts of the base").summary
+    )
+
+
+def test_the_machine_is_tested_by_the_profile_against_itself(world: Path, workers: type[InProcess]) -> None:
+    found = check("lossless.json", tests_machine=True)
+    assert found.exit_code == 0 and gate(found, "time against the base").summary.startswith("A/A, head ")
+    assert "counts of the base" not in verdicts(found)
+    workers.slowdown = 0.05
+    found = check("lossless.json", tests_machine=True)
+    assert found.exit_code == 3 and found.verdict.startswith("inconclusive: A/A")
+    assert check("lossless.json", tests_machine=True, inconclusive_fails=False).exit_code == 0
+
+
+@pytest.mark.parametrize("what", ["target", "precision", "device"])
+def test_a_base_of_another_kind_is_not_comparable(what: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded."""
+    profile = load_profile(world / "lossless.json")
+    fields = {
+        "target": {"target": profile.target.model_copy(update={"sha256": "f" * 64})},
+        "precision": {"precision": "bfloat16"},
+        "device": {"hardware": Fingerprint(name="slate", kind="cpu", model="A slate", num_cores=1, memory_bytes=1)},
+    }[what]
+    changed(world, "base.json", **fields)
+    monkeypatch.setattr(models, "load_model", None)
+    with pytest.raises(
+        NotComparable, match=rf"--against base.json: its {what} is .*; compare profiles of the same {what}"
+    ):
+        check("lossless.json", against="base.json")
+
+
+def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: type[InProcess]) -> None:
+    changed(world, "base.json", buckets=(8, 16, 32))
+    workers.edit = lambda side, found: found.model_copy(update={"tokens_sha256": side.name})
+    profile = load_profile(world / "base.json")
+    save_profile(
+        world / "base.json",
+        profile.model_copy(
+            update={
+                "points": [
+                    profile.point.model_copy(
+                        update={"fallback": {"round_steps": 1.0, "level_steps": 0.1, "node_steps": 0.0}}
+                    )
+                ]
+            }
+        ),
+    )
+    found = check("lossless.json", against="base.json")
+    assert (found.exit_code, verdicts(found)["counts of the base"]) == (1, "failed")
+    assert "another answer" in gate(found, "counts of the base").details[0]
+
+
+def test_a_revision_that_is_none_is_refused_before_anything_is_loaded(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "load_model", None)
+    with pytest.raises(UserError, match="--against mian: "):
+        check("lossless.json", against="mian")

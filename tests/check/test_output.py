@@ -1,0 +1,86 @@
+"""What other programs read of a check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from autotune.check.output import SUMMARY_FILE, add_to_step_summary, github, junit, markdown, write_outputs
+from autotune.check.result import Gate, verdict_of
+from tests.check.documents import check_result, gate
+
+GATES = [
+    gate("passed", "lossless"),
+    gate("warned", "counts", details=["a: rounds 1 -> 2"]),
+    gate("failed", "time against the base", summary='slower | by <8 %> & "more"', details=["plain decoding: +0.1 %"]),
+    gate("inconclusive", "minimum speedup"),
+    gate("skipped", "time of other sessions"),
+]
+
+
+def test_junit_has_a_case_for_each_gate_and_workload() -> None:
+    suite = ElementTree.fromstring(junit(check_result(*GATES))).find("testsuite")
+    assert suite is not None
+    assert {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped")} == {
+        "tests": "5",
+        "failures": "1",
+        "errors": "0",
+        "skipped": "2",
+    }
+    cases = {case.get("name"): case for case in suite}
+    assert list(cases) == [one.name for one in GATES]
+    assert {case.get("classname") for case in suite} == {"autotune.check.digits"}
+    failure = cases["time against the base"].find("failure")
+    assert failure is not None
+    assert (failure.get("message"), failure.text) == ('slower | by <8 %> & "more"', "plain decoding: +0.1 %")
+    for name in ("minimum speedup", "time of other sessions"):
+        assert cases[name].find("skipped") is not None
+    assert [
+        len(cases[name].findall("failure") + cases[name].findall("skipped")) for name in ("lossless", "counts")
+    ] == [0, 0]
+
+
+def test_markdown_has_a_row_for_each_gate_and_the_timing() -> None:
+    page = markdown(check_result(*GATES, verdict="failed: slower", exit_code=1))
+    assert page.startswith("### autotune check: failed\n")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "digits" in line]
+    assert len(rows) == len(GATES) and all(row.count("|") - row.count("\\|") == 5 for row in rows)
+    assert "| main (0123456789) | as it is here | 1 | +8.0 % | +7.0 to +9.0 % | 1e-05 | 1 |" in page
+    assert "- a: rounds 1 -> 2" in page
+
+
+def test_github_is_shown_what_needs_an_eye() -> None:
+    lines = github(check_result(*GATES))
+    assert lines == [
+        "::warning title=autotune check%3A counts::digits: it warned%0Aa: rounds 1 -> 2",
+        '::error title=autotune check%3A time against the base::digits: slower | by <8 %25> & "more"%0Aplain decoding: +0.1 %25',
+        "::warning title=autotune check%3A minimum speedup::digits: it inconclusive",
+    ]
+
+
+def test_the_page_joins_the_summary_of_the_step(tmp_path: Path) -> None:
+    (tmp_path / "summary.md").write_text("before\n")
+    add_to_step_summary(check_result(*GATES), {SUMMARY_FILE: str(tmp_path / "summary.md")})
+    assert (tmp_path / "summary.md").read_text().startswith("before\n### autotune check")
+    add_to_step_summary(check_result(*GATES), {})  # on no GitHub
+
+
+def test_files_are_written_where_they_were_asked_for(tmp_path: Path) -> None:
+    write_outputs(check_result(*GATES), junit_path=tmp_path / "new" / "j.xml", markdown_path=None)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["j.xml"]
+
+
+@pytest.mark.parametrize(
+    ("gates", "inconclusive_fails", "expected"),
+    [
+        (GATES[:2], True, ("passed", 0)),
+        (GATES, True, ('failed: slower | by <8 %> & "more"', 1)),
+        (GATES[3:], True, ("inconclusive: it inconclusive", 3)),
+        (GATES[3:], False, ("inconclusive: it inconclusive", 0)),
+        (GATES[4:], True, ("passed", 0)),
+    ],
+)
+def test_all_gates_make_one_exit_code(gates: list[Gate], inconclusive_fails: bool, expected: tuple[str, int]) -> None:
+    assert verdict_of(gates, inconclusive_fails=inconclusive_fails) == expected

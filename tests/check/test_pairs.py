@@ -1,0 +1,116 @@
+"""How pairs are decoded: in turns, in random order, by processes that do not grow old, and never twice."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.check.pairs import Pair, PairRunner
+from autotune.errors import NotComparable
+from autotune.files import read_lines
+from tests.check.workers import BASE, HEAD, World, requests
+
+
+def runner(world: World, folder: Path, **options: Any) -> PairRunner:
+    known: dict[str, Any] = {"seed": 0, "ledger": folder / "pairs.jsonl", "clock": world.clock}
+    return PairRunner(BASE, HEAD, world.launch, requests(), **{**known, **options})
+
+
+def run(world: World, folder: Path, num_pairs: int, **options: Any) -> list[Pair]:
+    with runner(world, folder, **options) as pairs:
+        pairs.run_to(num_pairs)
+        return pairs.pairs
+
+
+def test_a_pair_is_head_over_base_by_token(tmp_path: Path) -> None:
+    world = World(ms=lambda side, prompt: 110.0 if side == "head" else 100.0)
+    (pair, *_) = run(world, tmp_path, 1)
+    assert (pair.base_ms, pair.head_ms) == (10.0, 11.0)  # of ten tokens behind the first
+    assert pair.log_ratio == pytest.approx(math.log(1.1))
+    assert pair.plain_log_ratio == 0.0
+
+
+def test_all_prompts_take_turns(tmp_path: Path) -> None:
+    pairs = run(World(), tmp_path, 12)
+    for turn in range(4):
+        assert {pair.prompt for pair in pairs[3 * turn : 3 * turn + 3]} == {f"prompt {n}" for n in range(3)}
+    assert len({tuple(pair.prompt for pair in pairs[3 * turn : 3 * turn + 3]) for turn in range(4)}) > 1
+
+
+def test_the_order_is_drawn_and_kept(tmp_path: Path) -> None:
+    pairs = run(World(), tmp_path, 40)
+    counted = Counter(pair.head_first for pair in pairs)
+    assert 10 <= counted[True] <= 30
+    again = run(World(), tmp_path / "again", 40)
+    other = run(World(), tmp_path / "other", 40, seed=1)
+    assert [pair.head_first for pair in again] == [pair.head_first for pair in pairs]
+    assert [pair.head_first for pair in other] != [pair.head_first for pair in pairs]
+
+
+def test_who_was_first_was_first(tmp_path: Path) -> None:
+    """Against what the workers saw, pair by pair."""
+    world = World()
+    with runner(world, tmp_path) as pairs:
+        for number in range(10):
+            before = len(world.log)
+            pairs.run_to(number + 1)
+            seen = [entry for entry in world.log[before:] if entry[0] in ("base", "head")]
+            tuned = [entry[0] for entry in seen if entry[2] == "tuned"][-2:]
+            assert tuned == (["head", "base"] if pairs.pairs[-1].head_first else ["base", "head"])
+
+
+def test_both_sides_are_launched_anew_and_warmed_every_five_pairs(tmp_path: Path) -> None:
+    world = World()
+    pairs = run(world, tmp_path, 12)
+    assert [pair.launch for pair in pairs] == [0] * 5 + [1] * 5 + [2] * 2
+    done = Counter(entry[:1] if entry[0] in ("launch", "close") else entry[::2] for entry in world.log)
+    assert done[("launch",)] == done[("close",)] == 6
+    # Every launch warms the two points of the prompts to come, and plain decoding; every fourth pair decodes plainly.
+    assert done["base", "tuned"] == done["head", "tuned"] == 12 + 3 * 2
+    assert done["base", "plain"] == done["head", "plain"] == 3 + 3
+
+
+def test_plain_decoding_is_measured_every_fourth_pair(tmp_path: Path) -> None:
+    pairs = run(World(), tmp_path, 9)
+    assert [pair.number for pair in pairs if pair.plain_base_ms is not None] == [0, 4, 8]
+
+
+def test_nothing_is_lost_and_nothing_done_twice(tmp_path: Path) -> None:
+    """Interrupted in the seventh pair, it goes on with the seventh, by new processes."""
+
+    def interrupt(side: str, prompt: str) -> float:
+        if len(read_lines(tmp_path / "pairs.jsonl")) == 6:
+            raise KeyboardInterrupt
+        return 100.0
+
+    world = World(ms=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(world, tmp_path, 20)
+    assert world.log[-2:] == [("close", "base"), ("close", "head")], "no process is left behind"
+    with (tmp_path / "pairs.jsonl").open("a") as file:
+        file.write('{"number": 6, "launch"')  # torn by a crash
+    world = World()
+    pairs = run(world, tmp_path, 12)
+    assert [pair.number for pair in pairs] == list(range(12))
+    assert [pair.launch for pair in pairs] == [0] * 5 + [1] + [2] * 5 + [3]
+    whole = run(World(), tmp_path / "whole", 12)
+    assert [(pair.prompt, pair.head_first) for pair in pairs] == [(pair.prompt, pair.head_first) for pair in whole]
+    assert sum(entry == ("launch", "base") for entry in world.log) == 2
+
+
+def test_other_answers_are_other_work(tmp_path: Path) -> None:
+    world = World(answer=lambda side, prompt: side)
+    with pytest.raises(NotComparable, match=r"prompt \d: base \(the base\) and head answer differently"):
+        run(world, tmp_path, 1)
+    assert len(run(world, tmp_path / "lossy", 3, must_agree=False)) == 3
+
+
+def test_no_outlier_is_left_out(tmp_path: Path) -> None:
+    times = iter([100.0] * 8 + [1e5] + [100.0] * 100)  # four warm-ups, then two of each pair
+    pairs = run(World(ms=lambda side, prompt: next(times)), tmp_path, 30)
+    assert sorted(abs(pair.log_ratio) for pair in pairs)[-2:] == pytest.approx([0.0, math.log(1e3)])
+    assert len(pairs) == 30

@@ -1,0 +1,70 @@
+"""The figures of the README at fewer repetitions: the same simulator, the same decisions, thresholds that chance does not reach."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autotune.check.power import Shares, replayed, simulate
+from autotune.check.sequential import Design, Floats
+from benchmarks.check_power import BY_PAIR, EVERY_LOOK, SCENARIOS, noises, recorded
+
+CHECKS = 200
+
+
+def shares(name: str, slowdown: float, design: Design | None = None, *, fixed_order: bool = False) -> Shares:
+    return simulate(noises(fixed_order=fixed_order)[name], slowdown, design or Design(), num_checks=CHECKS)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_false_alarm_and_a_slowdown_found(name: str) -> None:
+    """Of 200 checks 1 % is 2 and 95 % is 190: five and 180 are what seeds could do at most."""
+    assert shares(name, 0.0).failed <= 5 / CHECKS
+    assert shares(name, 0.05).failed >= 180 / CHECKS
+    assert shares(name, 0.10).failed >= 198 / CHECKS
+
+
+def test_power_grows_with_the_slowdown() -> None:
+    curve = [shares("shared", slowdown).failed for slowdown in (0.0, 0.02, 0.04, 0.08)]
+    assert curve == sorted(curve) and curve[0] < 0.05 < 0.95 < curve[-1]
+
+
+def test_a_fixed_order_takes_the_second_place_for_a_slowdown() -> None:
+    assert shares("hostile", 0.0, fixed_order=True).failed > shares("hostile", 0.0).failed + 0.02
+
+
+def unlike_processes(rng: np.random.Generator, num_checks: int, num_pairs: int) -> Floats:
+    """Processes that differ by 4 %, each as long as it lives, and runs by 2 %."""
+    of_launch = rng.normal(0.0, 0.04 * 2**0.5, (num_checks, num_pairs // 5))
+    return np.asarray(np.repeat(of_launch, 5, axis=-1) + rng.normal(0.0, 0.02, (num_checks, num_pairs)))
+
+
+@pytest.mark.parametrize("other", [EVERY_LOOK, BY_PAIR], ids=["every look", "by pair"])
+def test_risks_are_kept_at_their_edges_and_by_nothing_simpler(other: Design) -> None:
+    """A slowdown of just the tolerance fails, and one of just the limit passes, no more often than may be; with a look after every
+    launch, or pairs taken for independent of their launch, several times as often.
+    """
+    ours, simpler = (simulate(unlike_processes, 0.01, one, num_checks=500).failed for one in (Design(), other))
+    assert ours <= 0.02 < simpler
+    ours, simpler = (simulate(unlike_processes, 0.05, one, num_checks=500).passed for one in (Design(), other))
+    assert ours <= 0.05 < simpler
+
+
+def test_simulated_checks_repeat() -> None:
+    assert shares("hostile", 0.03) == shares("hostile", 0.03)
+
+
+def test_recorded_noise_is_replayed_launch_by_launch() -> None:
+    launches = [np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([6.0, 7.0, 8.0, 9.0, 10.0]), np.array([99.0])]
+    drawn = replayed(launches)(np.random.default_rng(0), 30, 40)
+    assert drawn.shape == (30, 40)
+    found = {tuple(launch) for launch in np.abs(drawn.reshape(-1, 5))}
+    assert found == {tuple(launch) for launch in launches[:2]}, "the launch that was cut short is left out"
+    assert (drawn < 0).any() and (np.sign(drawn.reshape(-1, 5)).std(axis=1) == 0).all()
+    assert (replayed(launches, either_sign=False)(np.random.default_rng(0), 30, 40) > 0).all()
+
+
+@pytest.mark.parametrize("name", recorded())
+def test_recordings_raise_no_false_alarm(name: str) -> None:
+    assert len(recorded()[name]) >= 8
+    assert shares(f"recorded, {name}", 0.0).failed <= 5 / CHECKS

@@ -1,0 +1,147 @@
+"""The base from git: its own files, its own environment where it asks for another, and one line where it cannot be had."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.check.launch import Side
+from autotune.check.revision import checked_out, packages
+from autotune.errors import UserError
+
+PYPROJECT = '[project]\nname = "thing"\nversion = "1"\ndependencies = ["numpy>=2"]\n'
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=tests", "-c", "user.email=tests@localhost"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def commit(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".", 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "change")
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Someone's project: a profile, its requirements, two commits."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "main")
+    commit(folder, profile_json="old", pyproject_toml=PYPROJECT)
+    commit(folder, profile_json="new", pyproject_toml=PYPROJECT + "[tool.ruff]\nline-length = 9\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def head(folder: Path) -> Side:
+    return Side(name="head", what="as it is here", profile=folder / "profile.json")
+
+
+def test_the_base_decodes_with_the_profile_of_its_revision(repository: Path, tmp_path: Path) -> None:
+    with checked_out("HEAD~1", Path("profile.json"), head(repository), tmp_path) as base:
+        assert base.profile.read_text() == "old"
+        assert base.what == f"HEAD~1 ({git(repository, 'rev-parse', 'HEAD~1')[:10]})"
+        assert base.python == sys.executable, "the linter is no package that is installed"
+        assert base.code == head(repository).code, "the project holds no autotune: the installed one runs on both sides"
+    assert git(repository, "worktree", "list").count("\n") == 0, "nothing is left behind"
+    assert not (tmp_path / "base").exists()
+
+
+def test_a_profile_that_git_does_not_know_is_the_heads(repository: Path, tmp_path: Path) -> None:
+    (repository / "mine.json").write_text("mine")
+    with checked_out("HEAD~1", Path("mine.json"), head(repository), tmp_path) as base:
+        assert base.profile == repository / "mine.json"
+
+
+def test_code_of_this_project_is_the_revisions_own(repository: Path, tmp_path: Path) -> None:
+    commit(repository, autotune____init___py="")
+    (repository / "autotune").mkdir(exist_ok=True)
+    (repository / "autotune" / "__init__.py").write_text("")
+    git(repository, "add", "-A")
+    git(repository, "commit", "-q", "-m", "a package")
+    side = Side(name="head", what="as it is here", profile=repository / "profile.json", code=repository)
+    with checked_out("HEAD", Path("profile.json"), side, tmp_path) as base:
+        assert base.code == tmp_path / "base"
+    with (
+        pytest.raises(
+            UserError, match=r"this repository holds autotune, and the one that runs is that in .*PYTHONPATH="
+        ),
+        checked_out("HEAD", Path("profile.json"), head(repository), tmp_path),
+    ):
+        pass
+    assert git(repository, "worktree", "list").count("\n") == 0
+
+
+def test_other_requirements_get_an_environment_of_their_own(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(repository, pyproject_toml=PYPROJECT.replace("numpy>=2", "numpy>=2.1"), constraints_txt="numpy==2.1\n")
+    commit(repository, pyproject_toml=PYPROJECT)
+    commands = []
+    run = subprocess.run
+
+    def noted(command: list[str], **options: object) -> object:
+        if command[0] == "git":
+            return run(command, **options)  # type: ignore[call-overload]
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    with checked_out("HEAD~1", Path("profile.json"), head(repository), tmp_path) as base:
+        assert base.python == str(tmp_path / "environment" / "bin" / "python")
+        create, install = commands
+        assert create[1:] == ["-m", "venv", str(tmp_path / "environment")]
+        assert install[0] == base.python and install[-3:] == [
+            "-c",
+            str(tmp_path / "base" / "constraints.txt"),
+            str(tmp_path / "base"),
+        ]
+
+
+@pytest.mark.slow
+def test_a_revision_that_does_not_build_is_one_line(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    commit(repository, pyproject_toml=PYPROJECT.replace("numpy>=2", "no-such-thing>=2"))
+    commit(repository, pyproject_toml=PYPROJECT)
+    with (
+        pytest.raises(
+            UserError, match=r"--against HEAD~1 does not build: ERROR: .*; choose a revision whose packages"
+        ) as caught,
+        checked_out("HEAD~1", Path("profile.json"), head(repository), tmp_path),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+    assert git(repository, "worktree", "list").count("\n") == 0
+
+
+def test_what_is_no_revision_is_refused(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(ref: str) -> None:
+        with checked_out(ref, Path("profile.json"), head(repository), tmp_path):
+            pass
+
+    with pytest.raises(UserError, match="--against mian: neither a file nor a git revision; fetch it first"):
+        opened("mian")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--against main: no such file, and this folder is in no git repository"):
+        opened("main")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="--against a revision needs git, which is not here"):
+        opened("main")
+
+
+def test_only_what_is_installed_counts(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    assert packages(tmp_path) == {"requirements.txt": b"torch\n", "dependencies": ["numpy>=2"], "requires-python": None}

@@ -1,0 +1,136 @@
+"""The test itself: exact where it says so, honest about what launches share, and spending no more than it has."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import wilcoxon
+
+from autotune.check.sequential import (
+    Design,
+    Verdict,
+    decide,
+    estimate,
+    hodges_lehmann,
+    launches_of,
+    look,
+    p_value,
+)
+
+BY_PAIR = Design(looks=(20, 40, 80, 160, 240), by_launch=False)
+
+
+def test_pairs_on_their_own_are_wilcoxons_test() -> None:
+    x = np.random.default_rng(0).normal(0.01, 0.05, (20, 40))
+    expected = [wilcoxon(row, alternative="greater", method="exact").pvalue for row in x]
+    np.testing.assert_allclose(p_value(x, None), expected)
+
+
+def test_launches_are_tested_exactly() -> None:
+    """Against the obvious way: every one of the 2^8 ways to give the launches' values a sign."""
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        x = rng.normal(0.02, 0.05, 40) + np.repeat(rng.normal(0.0, 0.03, 8), 5)
+        launches = launches_of(40)
+
+        def statistic(x: np.ndarray) -> float:
+            signed = np.sign(x) * (np.abs(x).argsort().argsort() + 1)
+            sums = signed.reshape(8, 5).sum(1) + 1e-3 * x.reshape(8, 5).sum(1)
+            return float((np.abs(sums).argsort().argsort() + 1)[sums > 0].sum())
+
+        flipped = [statistic(x * np.repeat(signs, 5)) for signs in itertools.product((1, -1), repeat=8)]
+        expected = np.mean(np.array(flipped) >= statistic(x))
+        assert p_value(x, launches) == pytest.approx(expected, abs=1e-12)
+
+
+def test_launches_that_were_cut_short_count_as_they_are() -> None:
+    """After an interruption a launch has fewer pairs; values of one launch need not be five."""
+    x = np.full(12, 0.1) + np.linspace(0, 0.01, 12)
+    launches = np.array([0] * 5 + [1] * 2 + [2] * 5)
+    assert p_value(x, launches) == pytest.approx(1 / 8)
+    assert p_value(-x, launches) == 1.0
+
+
+def test_the_looks_share_what_may_be_mistaken() -> None:
+    design = Design()
+    assert sum(design.share(number) for number in range(len(design.looks))) == pytest.approx(1.0)
+    assert sum(BY_PAIR.share(number) for number in range(5)) == pytest.approx(1.0)
+    assert [BY_PAIR.share(number) * 15 for number in range(5)] == pytest.approx([1, 2, 3, 4, 5])
+    shared = Design(num_workloads=3)
+    assert sum(shared.share(number) for number in range(len(shared.looks))) == pytest.approx(1 / 3)
+
+
+def test_no_look_is_without_a_chance() -> None:
+    """The least probability that signs of so many launches can have is small enough to pass at the first look, and to fail at the
+    second; at 20 pairs it would decide nothing.
+    """
+    design = Design()
+    for number, num_pairs in enumerate(design.looks):
+        least = 0.5 ** (num_pairs // 5)
+        assert least <= design.pass_risk * design.share(number)
+        assert (least <= design.fail_risk * design.share(number)) == (number > 0)
+    assert BY_PAIR.pass_risk * BY_PAIR.share(0) < 0.5 ** (20 // 5)
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "verdict", "pairs"),
+    [(0.0, Verdict.PASS, 40), (0.08, Verdict.FAIL, 80), (-0.2, Verdict.PASS, 40)],
+)
+def test_what_is_clear_is_decided_at_the_first_look_that_can(slowdown: float, verdict: Verdict, pairs: int) -> None:
+    x = np.random.default_rng(2).normal(math.log1p(slowdown), 0.005, (1, 240))
+    verdicts, taken = decide(x, Design())
+    assert (verdicts[0], taken[0]) == (verdict, pairs)
+
+
+def test_what_lies_between_tolerance_and_limit_stays_open() -> None:
+    x = np.random.default_rng(3).normal(math.log1p(0.03), 0.3, (1, 240))
+    verdicts, taken = decide(x, Design())
+    assert (verdicts[0], taken[0]) == (Verdict.GO_ON, 240)
+
+
+def test_a_look_at_one_check_is_the_look_at_many() -> None:
+    x = np.random.default_rng(4).normal(0.03, 0.05, (6, 80))
+    launches = launches_of(80)
+    together = look(x, launches, 1, Design())
+    for number, row in enumerate(x):
+        alone = look(row, launches, 1, Design())
+        assert alone.verdict is together.verdicts[number]
+        assert float(alone.p_within_tolerance) == pytest.approx(together.p_within_tolerance[number])
+
+
+def test_the_two_sides_are_mirrored() -> None:
+    """Slower by so much is as probable as faster by so much."""
+    x = np.random.default_rng(5).normal(0.0, 0.05, 80)
+    swapped = Design(tolerance=0.0, limit=1e-12)
+    one, other = (look(values, launches_of(80), 1, swapped) for values in (x, -x))
+    assert float(one.p_within_tolerance) == pytest.approx(float(other.p_beyond_limit), abs=1e-9)
+
+
+def test_the_estimate_is_the_median_of_means_and_its_interval_holds_it() -> None:
+    assert hodges_lehmann(np.array([1.0, 2.0, 10.0])) == 3.75  # of 1, 1.5, 2, 5.5, 6, 10
+    x = np.random.default_rng(6).normal(math.log1p(0.05), 0.02, 240)
+    found = estimate(x, launches_of(240))
+    low, high = found.ci95
+    assert low < found.slowdown < high and low < 0.05 < high and high - low < 0.012
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """Though the pairs of a launch move together: 100 checks, of which 95 are expected, give or take 2."""
+    rng = np.random.default_rng(7)
+    held = 0
+    for _ in range(100):
+        x = rng.normal(0.02, 0.01, 80) + np.repeat(rng.normal(0.0, 0.02, 16), 5)
+        low, high = estimate(x, launches_of(80)).ci95
+        held += low <= math.expm1(0.02) <= high
+    assert 88 <= held <= 100
+
+
+def test_few_launches_say_little_and_break_nothing() -> None:
+    x = np.random.default_rng(8).normal(0.0, 0.02, 10)
+    low, high = estimate(x, launches_of(10)).ci95
+    assert low == pytest.approx(math.expm1(x.min()), abs=1e-6) and high == pytest.approx(math.expm1(x.max()), abs=1e-6)
+    equal = estimate(np.zeros(40), launches_of(40))
+    assert (equal.slowdown, equal.ci95) == (0.0, (0.0, 0.0))

@@ -1,0 +1,101 @@
+"""The timed gate by workers that decode nothing: what it decides, and that it keeps its budget."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.check.pairs import PairRunner
+from autotune.check.result import Gate
+from autotune.check.sequential import Design
+from autotune.check.timed import Outcome, judge_machine, judge_time, run_looks, timing_of
+from autotune.errors import UserError
+from tests.check.workers import BASE, HEAD, World, requests
+
+DESIGN = Design()
+UNLIMITED = 1e9
+
+
+def noisy(slowdown: float, jitter: float, *, seed: int = 0) -> World:
+    """A head that is slower by so much; runs differ by ``jitter``."""
+    draws = random.Random(seed)
+    return World(ms=lambda side, prompt: 100.0 * (1 + slowdown * (side == "head")) * draws.lognormvariate(0.0, jitter))
+
+
+def looked(world: World, folder: Path, budget_s: float = UNLIMITED, **options: Any) -> tuple[PairRunner, Outcome]:
+    ledger = folder / "pairs.jsonl"
+    with PairRunner(BASE, HEAD, world.launch, requests(), seed=0, ledger=ledger, clock=world.clock) as runner:
+        return runner, run_looks(runner, DESIGN, budget_s=budget_s, **options)
+
+
+def judged(world: World, folder: Path, budget_s: float = UNLIMITED) -> Gate:
+    runner, outcome = looked(world, folder, budget_s)
+    return judge_time(timing_of(runner, outcome, DESIGN), outcome, "digits")
+
+
+def test_a_slowdown_fails(tmp_path: Path) -> None:
+    gate = judged(noisy(0.08, 0.02), tmp_path)
+    assert gate.verdict == "failed"
+    assert gate.summary.startswith("head +8.") and "after 80 pairs: slower by more than 1 % (p = " in gate.summary
+    assert gate.details[0].startswith("plain decoding, as a control: +0.0 %; speedup of head: 1.8")
+
+
+def test_no_change_passes(tmp_path: Path) -> None:
+    gate = judged(noisy(0.0, 0.01), tmp_path)
+    assert gate.verdict == "passed" and "after 40 pairs: not slower by 5 %" in gate.summary
+
+
+def test_a_faster_head_passes(tmp_path: Path) -> None:
+    assert judged(noisy(-0.3, 0.02), tmp_path).verdict == "passed"
+
+
+def test_too_much_noise_stays_open(tmp_path: Path) -> None:
+    gate = judged(noisy(0.03, 0.3), tmp_path)
+    assert gate.verdict == "inconclusive" and "after 240 pairs: undecided at the last look" in gate.summary
+
+
+def test_the_budget_ends_it_at_a_look(tmp_path: Path) -> None:
+    """40 pairs take 8 launches of about 11 s, and less than half a second each: 80 would not fit 120 s."""
+    world = noisy(0.03, 0.1)
+    gate = judged(world, tmp_path, budget_s=120.0)
+    assert gate.verdict == "inconclusive" and "after 40 pairs: the budget ended before the next look" in gate.summary
+    assert 80 < world.now_s < 120
+
+
+def test_a_larger_budget_goes_on_with_the_pairs_so_far(tmp_path: Path) -> None:
+    judged(noisy(0.03, 0.1), tmp_path, budget_s=120.0)
+    world = noisy(0.08, 0.02, seed=1)
+    runner, outcome = looked(world, tmp_path)
+    assert outcome.look.num_pairs == 80 and len(runner.pairs) == 80
+    assert sum(entry == ("launch", "head") for entry in world.log) == 8
+
+
+def test_a_budget_too_small_for_the_first_look_is_refused_with_the_estimate(tmp_path: Path) -> None:
+    world = noisy(0.0, 0.01)
+    with pytest.raises(
+        UserError, match=r"--budget 30s: the first look, at 40 pairs, takes about 1\d\d s here; give --budget 3m"
+    ):
+        judged(world, tmp_path, budget_s=30.0)
+    assert world.now_s < 30.0, "five pairs tell"
+    runner, _ = looked(noisy(0.0, 0.01), tmp_path)
+    assert runner.pairs[0].base_ms != 10.0 and len(runner.pair_s) == 35, "they are kept"
+
+
+def test_equal_sides_say_what_the_machine_can_find(tmp_path: Path) -> None:
+    runner, outcome = looked(noisy(0.0, 0.01), tmp_path, stops_early=False)
+    assert len(runner.pairs) == 240
+    gate = judge_machine(timing_of(runner, outcome, DESIGN), outcome, "digits", DESIGN)
+    assert gate.verdict == "passed" and gate.summary.endswith("after 240 pairs: fit to find a slowdown of 5 %")
+    assert gate.details[1].startswith("replayed, a change of 0 % fails 0.0 % of checks, passes 100.0 %, after 40 pairs")
+    assert gate.details[2].startswith("replayed, a change of 5 % fails ")
+
+
+@pytest.mark.parametrize("world", [noisy(0.0, 0.3), noisy(0.05, 0.01)], ids=["noisy", "unequal"])
+def test_a_machine_that_cannot_tell_says_so(world: World, tmp_path: Path) -> None:
+    """Too noisy for the limit; or equal sides that differ, so that something is wrong with it or with the check."""
+    runner, outcome = looked(world, tmp_path, stops_early=False)
+    gate = judge_machine(timing_of(runner, outcome, DESIGN), outcome, "digits", DESIGN)
+    assert gate.verdict == "inconclusive" and "not fit to find a slowdown of 5 %" in gate.summary

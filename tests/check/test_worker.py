@@ -1,0 +1,153 @@
+"""The worker: what it says of a prompt, by the public interface alone; and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+import autotune
+from autotune.check import worker
+from autotune.check.launch import WORKER, Decoded, Request, Side, WorkerProcess
+from autotune.cost.device import fingerprint
+from autotune.decoding_profile import save_profile
+from autotune.errors import UserError
+from autotune.models import reference
+from tests.conftest import Inputs, Pair
+from tests.documents import decoding_profile
+
+
+@pytest.fixture
+def profile(pair: Pair, tmp_path: Path) -> Path:
+    target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
+    save_profile(tmp_path / "profile.json", decoding_profile(target, draft, hardware=fingerprint("cpu")))
+    return tmp_path / "profile.json"
+
+
+def request(inputs: Inputs, folder: Path) -> Request:
+    path = folder / "inputs.safetensors"
+    save_file({name: value.contiguous() for name, value in inputs.items()}, path)
+    return Request("prompt", "sha", path, {"max_new_tokens": 20, "temperature": 0.0}, "prompt", 0)
+
+
+def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
+    """What it answers, in this process."""
+    answers = io.StringIO()
+    lines = io.StringIO("".join(json.dumps(one) + "\n" for one in requests))
+    worker.serve(lines, answers, {"profile": str(profile), "device": "cpu"})
+    return [json.loads(line) for line in answers.getvalue().splitlines()]
+
+
+def test_it_says_what_decoding_took(profile: Path, prompts: dict[str, Inputs], tmp_path: Path) -> None:
+    """Against the decoder itself."""
+    one = request(prompts["image"], tmp_path)
+    fields = {"inputs": str(one.inputs), "settings": one.settings, "task": one.task}
+    ready, tuned, plain = served(profile, {**fields, "plain": False}, {**fields, "plain": True})
+    assert Path(ready["ready"]) == Path(autotune.__file__).parent
+    stats = autotune.load(profile, device="cpu").generate(**prompts["image"], **one.settings).stats
+    found = Decoded.model_validate(tuned)
+    assert found.accepted_lengths == stats.accepted_lengths and sum(found.accepted_lengths) > 0
+    assert (found.target_forwards, found.draft_forwards) == (stats.target_forwards, stats.draft_forwards)
+    assert found.verified_nodes == sum(stats.verified_nodes) and found.plain_steps == 0
+    assert found.new_tokens == 20 and found.decode_ms > 0 < found.first_token_ms
+    other = Decoded.model_validate(plain)
+    assert other.tokens_sha256 == found.tokens_sha256
+    assert (other.target_forwards, other.draft_forwards) == (19, 0)
+
+
+def test_its_clock_runs_from_the_first_token_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 1.1, 1.5, 1.6, 1.75])
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(times))
+    watch = worker.Stopwatch()
+    for tokens in ("the prompt", "its first token", "the next"):
+        watch.put(tokens)
+    watch.end()
+    assert watch.first_token_ms == pytest.approx(500.0) and watch.decode_ms == pytest.approx(250.0)
+
+
+def test_an_error_is_an_answer(profile: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (answer,) = served(tmp_path / "gone.json")
+    assert answer["error"].startswith("UserError: ") and "gone.json: no such file" in answer["error"]
+    assert "Traceback" in capfd.readouterr().err, "for its log"
+    ready, broken = served(profile, {"plain": False})
+    assert "ready" in ready and broken["error"] == "KeyError: 'inputs'"
+
+
+def test_it_knows_the_public_interface_alone() -> None:
+    """It is run by other versions of autotune than its own."""
+    names = set()
+    for node in ast.walk(ast.parse(WORKER.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert all(module == "autotune" or not module.startswith("autotune") for module in modules)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "autotune":
+            names.add(node.attr)
+    assert names - {"__file__"} <= set(autotune.__all__)
+
+
+def test_an_older_program_is_asked_for_nothing_that_it_lacks() -> None:
+    def old(input_ids: Any, streamer: Any = None) -> None: ...
+
+    assert worker._as_far_as_taken({"workload": "sort", "streamer": 1}, old) == {"streamer": 1}
+
+
+# ---------------------------------------------------------------------------------------------- processes of their own
+
+
+def stub(folder: Path, body: str) -> Path:
+    """A package named autotune that is no autotune."""
+    (folder / "autotune").mkdir(parents=True)
+    (folder / "autotune" / "__init__.py").write_text(body)
+    return folder
+
+
+STUB = """
+print("a library that prints")
+class Model: device = "cpu"
+class Decoder:
+    target_model = Model()
+    def __init__(self, target=None, draft=None): ...
+def load(profile, device):
+    {load}
+"""
+
+
+def process(code: Path, folder: Path) -> WorkerProcess:
+    side = Side(name="base", what="main (0123456789)", profile=folder / "profile.json", code=code)
+    return WorkerProcess(side, device="cpu", log=folder / "base.log")
+
+
+def test_a_process_runs_the_code_that_was_meant(tmp_path: Path) -> None:
+    made = process(stub(tmp_path, STUB.format(load="return Decoder()")), tmp_path)
+    made.wait()
+    made.close()
+    assert made._process.returncode == 0
+    assert "a library that prints" in (tmp_path / "base.log").read_text(), "not among its answers"
+    side = Side(name="base", what="x", profile=tmp_path / "p.json", code=tmp_path)
+    other = WorkerProcess(side, device="cpu", log=tmp_path / "base.log")
+    other.side = Side(name="base", what="x", profile=tmp_path / "p.json", code=tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"the base, x, imports autotune from .*, not from .*elsewhere"):
+        other.wait()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        ("raise ValueError('no such' + chr(10) + 'profile')", "ValueError: no such profile"),
+        ("import os; os._exit(3)", "a library that prints"),
+    ],
+)
+def test_a_base_that_cannot_load_is_one_line(load: str, message: str, tmp_path: Path) -> None:
+    made = process(stub(tmp_path, STUB.format(load=load)), tmp_path)
+    with pytest.raises(UserError) as caught:
+        made.wait()
+    made.close()
+    assert str(caught.value) == (
+        f"the base, main (0123456789), cannot decode with the profile: {message}; its log is {tmp_path / 'base.log'}"
+    )

@@ -1,0 +1,65 @@
+"""Workers that decode nothing: a clock that they turn themselves, and times as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autotune.check.launch import Decoded, Request, Side
+
+BASE, HEAD = (Side(name=name, what=f"the {name}", profile=Path("profile.json")) for name in ("base", "head"))
+
+
+def requests(count: int = 3) -> list[Request]:
+    return [Request(f"prompt {n}", f"{n}", Path(f"{n}.safetensors"), {}, "prompt", n % 2) for n in range(count)]
+
+
+def decoded(decode_ms: float = 100.0, **fields: object) -> Decoded:
+    known = {
+        "first_token_ms": 1.0,
+        "decode_ms": decode_ms,
+        "new_tokens": 11,
+        "tokens_sha256": "same",
+        "target_forwards": 5,
+        "draft_forwards": 10,
+        "plain_steps": 0,
+        "verified_nodes": 10,
+        "accepted_lengths": [1] * 5,
+    }
+    return Decoded.model_validate({**known, **fields})
+
+
+@dataclass
+class World:
+    """Two sides whose decoding takes what ``ms`` says of a side and a prompt, plain decoding twice as long."""
+
+    ms: Callable[[str, str], float] = lambda side, prompt: 100.0
+    answer: Callable[[str, str], str] = lambda side, prompt: "same"
+    launch_s: float = 10.0
+    now_s: float = 0.0
+    log: list[tuple[str, ...]] = field(default_factory=list)
+    """Everything that was done: ("launch", side), (side, prompt, "tuned" or "plain"), ("close", side)."""
+
+    def launch(self, side: Side) -> World.Worker:
+        self.log.append(("launch", side.name))
+        self.now_s += self.launch_s / 2
+        return World.Worker(self, side.name)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    @dataclass
+    class Worker:
+        world: World
+        name: str
+
+        def decode(self, request: Request, *, plain: bool) -> Decoded:
+            world = self.world
+            world.log.append((self.name, request.name, "plain" if plain else "tuned"))
+            ms = 200.0 if plain else world.ms(self.name, request.name)
+            world.now_s += ms / 1e3
+            return decoded(ms, tokens_sha256=world.answer(self.name, request.name))
+
+        def close(self) -> None:
+            self.world.log.append(("close", self.name))
