@@ -98,6 +98,7 @@ class Judging:
                 deadline=time.monotonic() + 0.4 * (self.deadline - time.monotonic()),
                 report=lambda done, of: update(done, of, ""),
             )
+        self.finalists = []
         for name, one in of_arm.items():
             runs = found.runs[name]
             summary = summarise(name, runs, found.runs[AR][: len(runs)])
