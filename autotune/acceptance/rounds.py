@@ -70,13 +70,14 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
             added = np.arange(first, int(tree.size[0]))
             row[added] = recorded.proposals[row[tree.parent[added]], tree.rank[added]]["row"]
         grower.prune()
-        path, node = [], ROOT
+        path: list[int] = []
+        node = ROOT
         while position + len(path) + 1 < len(answer):
             node = find_child(tree, node, int(answer[position + len(path) + 1]))
             if node < 0:
                 break
             path.append(node)
-        found = Round(position, Tree(*(array.copy() for array in tree)), np.array(path, np.int64), num_missing)
+        found = Round(position, Tree._make(array.copy() for array in tree), np.array(path, np.int64), num_missing)
         grower.learn(len(path))
         resting.learn(draft_forwards=num_levels, nodes=found.num_nodes, accepted=len(path))
         yield found

@@ -76,7 +76,7 @@ def _fronts(content: Content) -> dict[str, str]:
         front = [one for one in sized if one.is_on_front]
         drawn["front-memory"] = figures.front(
             "front-memory",
-            [Line(draft, *zip(*points, strict=True)) for draft, points in by_draft.items()],
+            [Line(draft, [mib for mib, _ in found], [ms for _, ms in found]) for draft, found in by_draft.items()],
             Line("nothing is better", [o.draft_mib or 0.0 for o in front], [o.best.ms_per_token for o in front]),
             x="memory of the draft and its cache, MiB",
             y="predicted ms a token",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116")
 MARKERS = ("o", "s", "^", "D", "v", "P")  # colour is never the only mark
 DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1, 1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {c: f"--series-{i}" for i, c in enumerate(SERIES)}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.5,
     "text.color": INK,

@@ -15,7 +15,7 @@ from autotune.report.sample_tree import draw_tree, round_to_draw, rows_of, stret
 from autotune.report.samples import Sample, data_uri, samples
 from autotune.report.sources import find_sources
 from autotune.trees.policy import parse_policy
-from autotune.trees.tree import Tree, new_tree
+from autotune.trees.tree import new_tree
 from tests.documents import random_trace
 from tests.report.conftest import QUESTION, MadeStudy
 
@@ -70,7 +70,7 @@ def test_the_answers_end_has_no_token_of_the_targets_own(found: list[Round]) -> 
 
 
 def test_a_root_alone_can_be_drawn() -> None:
-    tree = Tree(*(array.copy() for array in new_tree(3)))
+    tree = new_tree(3)
     tree.size[0] = 1
     assert classes(draw_tree(tree, [], ["a"], "b", "")) == ["node root", "node own"]
 
