@@ -187,12 +187,13 @@ class Evaluator:
         return trace, policy, prices
 
     def can_replay(self, configuration: Configuration) -> bool:
-        """Whether its draft and subnet were recorded, and its trees lie within traces and prices."""
+        """Whether its draft and subnet were recorded, and its trees lie within traces and prices: nodes that a trace does not
+        hold would not be priced.
+        """
         try:
-            self._reach(configuration)
+            return self.replay(configuration).is_covered
         except UserError:
             return False
-        return True
 
     def round_ms(self, place: Place, policy: Policy) -> float:
         """Latency of the largest round that a policy can make, at the longest KV length."""

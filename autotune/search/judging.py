@@ -216,9 +216,7 @@ class Judging:
         predicted = {
             arm.name: evaluator.evaluate(arm.configuration)
             for arm in arms
-            if arm.configuration is not None
-            and evaluator.can_replay(arm.configuration)
-            and evaluator.replay(arm.configuration).is_covered
+            if arm.configuration is not None and evaluator.can_replay(arm.configuration)
         }
         labels = {arm.name: arm.configuration.label for arm in arms if arm.configuration is not None}
         if len(document.points) > 1:
