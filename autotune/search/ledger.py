@@ -57,8 +57,7 @@ class Ledger:
         """
         self.storage = storage
         self.lease_s = lease_s
-        self.used: dict[str, dict[str, None]] = {}
-        """Keys of the records that ``work`` returned, by stage."""
+        self._used: dict[str, dict[str, None]] = {}
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._table = sql.Table(
             "autotune_ledger",
@@ -89,6 +88,11 @@ class Ledger:
         except (AttributeError, sql.exc.SQLAlchemyError):
             return False
 
+    @property
+    def used_keys(self) -> dict[str, list[str]]:
+        """Of the records that this worker's calls of ``work`` returned, by stage."""
+        return {stage: list(keys) for stage, keys in self._used.items()}
+
     def get(self, key: str) -> Record | None:
         """A record, if it was made."""
         return self.records([key]).get(key)
@@ -102,13 +106,6 @@ class Ledger:
                 chosen = table.c.key.in_(keys[begin : begin + 500]) & table.c.record.is_not(None)
                 found.update(connection.execute(sql.select(table.c.key, table.c.record).where(chosen)).tuples().all())
         return {key: json.loads(found[key]) for key in keys if key in found}
-
-    def keys_of(self, stage: str) -> list[str]:
-        """Of all records of a stage, the last claimed last."""
-        table = self._table
-        chosen = (table.c.stage == stage) & table.c.record.is_not(None)
-        with self._engine.connect() as connection:
-            return list(connection.execute(sql.select(table.c.key).where(chosen).order_by(table.c.lapses)).scalars())
 
     def missing(self, keys: list[str]) -> list[str]:
         """Those of ``keys`` that have no record."""
@@ -179,7 +176,7 @@ class Ledger:
         if report is not None:
             report(len(keys) - len(waiting), len(keys))
         found = self.records(keys)
-        self.used.setdefault(stage, {}).update(dict.fromkeys(found))
+        self._used.setdefault(stage, {}).update(dict.fromkeys(found))
         return found
 
     @contextlib.contextmanager
