@@ -228,6 +228,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # Out of documents alone: of the search it may import what loads no torch.
     "report": {
+        "acceptance.replay",
         "acceptance.rounds",
         "acceptance.trace",
         "console",

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.acceptance.rounds import health_of
-from autotune.acceptance.trace import Trace
-from autotune.decoding_profile import OperatingPoint
 from autotune.report.chosen import when_of
 from autotune.report.sources import Sources
 from autotune.search.space import configuration_of
@@ -38,8 +36,7 @@ def acceptance(sources: Sources) -> list[Acceptance]:
     for number, point in enumerate(sources.profile.points):
         if point.tree is None:
             continue
-        trace = trace_of(sources, point)
-        prompts = [] if trace is None else prompts_of(sources, number, trace)
+        trace, prompts = sources.trace_of(point), sources.prompts_of(number)
         replayed = DraftHealth() if trace is None else health_of(trace, point.tree, prompts, point.fallback)
         runs = judged_runs(sources, number)
         measured = DraftHealth()
@@ -50,29 +47,6 @@ def acceptance(sources: Sources) -> list[Acceptance]:
                 Acceptance(number, when_of(sources.profile, number), replayed, len(prompts), measured, len(runs))
             )
     return found
-
-
-def trace_of(sources: Sources, point: OperatingPoint) -> Trace | None:
-    """The trace of the point's draft and subnet."""
-    for trace in sources.traces:
-        header = trace.header
-        if point.draft is not None and (header.draft.id, header.subnet) == (point.draft.id, point.draft.subnet):
-            return trace
-    return None
-
-
-def prompts_of(sources: Sources, number: int, trace: Trace) -> list[int]:
-    """Numbers of the recorded prompts that the profile decodes by its point ``number``; the recorded ones are taken as
-    greedy, for traces keep no temperature.
-    """
-    assert sources.profile is not None
-    lengths = trace.prompt_length.tolist()
-    wanted = sources.profile.points[number]
-    return [
-        prompt
-        for prompt, (task, length) in enumerate(zip(trace.header.tasks, lengths, strict=True))
-        if sources.profile.point_for(0.0, length, task) is wanted
-    ]
 
 
 def judged_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
@@ -86,7 +60,7 @@ def judged_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
         run["prompt_sha256"]: run
         for run in sources.runs
         if run.get("arm") == configuration.key
-        and run.get("point", 0) == number
+        and run.get("point") == number
         and (evidence := judged.get(run.get("prompt_sha256", ""))) is not None
         and evidence.decode_ms == run["decode_ms"]  # of this very run
     }

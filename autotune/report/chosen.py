@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.acceptance.replay import plain_decode_ms
 from autotune.decoding_profile import AR, TUNED, ComparedArm, DecodingProfile, OperatingPoint
+from autotune.report.sources import Sources
+from autotune.search.space import configuration_of
 from autotune.subnet import Subnet
 from autotune.trees.static import StaticPolicy
 
@@ -24,10 +27,15 @@ class ChosenPoint:
     """Name, value, the paper's default."""
     is_of_few: bool
     """Its measurement stands on few prompts."""
+    num_own: int
+    """Recorded prompts that are decoded by it."""
+    own_speedup: float | None
+    """Predicted over them alone; the profile's prediction is over all."""
 
 
-def chosen_points(profile: DecodingProfile) -> list[ChosenPoint]:
+def chosen_points(sources: Sources) -> list[ChosenPoint]:
     """All of them, in the order in which requests try them."""
+    profile = sources.profile
     return [
         ChosenPoint(
             number=number,
@@ -36,9 +44,26 @@ def chosen_points(profile: DecodingProfile) -> list[ChosenPoint]:
             words=words_of(point),
             hyperparameters=hyperparameters(point),
             is_of_few=point.measured is not None and point.measured.num_prompts < FEW_PROMPTS,
+            num_own=len(sources.prompts_of(number)),
+            own_speedup=own_speedup(sources, number),
         )
-        for number, point in enumerate(profile.points)
+        for number, point in enumerate(profile.points if profile is not None else [])
+        if profile is not None
     ]
+
+
+def own_speedup(sources: Sources, number: int) -> float | None:
+    """Predicted over the recorded prompts that a point decodes; None where they, or their prices, are not at hand."""
+    assert sources.profile is not None
+    point = sources.profile.points[number]
+    trace, prompts, evaluator = sources.trace_of(point), sources.prompts_of(number), sources.evaluator
+    configuration = configuration_of(point)
+    if trace is None or not prompts or evaluator is None or configuration is None:
+        return None
+    if not evaluator.can_replay(configuration):
+        return None
+    plain_ms = plain_decode_ms(trace, evaluator.prices[trace.header.draft.id, trace.header.subnet])
+    return float(plain_ms[prompts].sum() / evaluator.replay(configuration).decode_ms[prompts].sum())
 
 
 def when_of(profile: DecodingProfile, number: int) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 4.8  # inches: as wide as a phone can show with readable text
+WIDTH = 4.4  # inches: narrow enough that its text can be read on a phone
 
 
 class Bar(NamedTuple):
@@ -127,7 +127,7 @@ def lines(
             axes.set_xticks(ticks, [str(tick) for tick in ticks])
             axes.minorticks_off()
         if from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.07 * max(max(line.y) for line in found))
         if whole_x:
             axes.set_xticks(range(1, 1 + int(max(max(line.x) for line in found))))
         axes.set_xlabel(x)

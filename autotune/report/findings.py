@@ -83,7 +83,9 @@ def grids(screened: Sequence[Screened]) -> list[Grid]:
     """A grid for every draft and layer, layers in their order."""
     found = []
     keeps = sorted({one.subnet.visual_keep for one in screened})
-    for draft, layer in sorted({(one.draft, one.subnet.injection_layer) for one in screened}, key=repr):
+    for draft, layer in sorted(
+        {(one.draft, one.subnet.injection_layer) for one in screened}, key=lambda place: (place[0], place[1] or 0)
+    ):
         known = {
             (one.subnet.head_shares, one.subnet.visual_keep): one.speedup
             for one in screened
@@ -108,15 +110,18 @@ class Importance:
 
 
 def importance(trials: Sequence[Any], *, min_trials: int = 20, seed: int = 0) -> list[Importance]:
-    """By Optuna's fANOVA and PED-ANOVA. The groups are all trials, by the parameters that they have in common, and those of
-    each policy, whose hyperparameters only they have; groups of fewer than ``min_trials`` are left out.
+    """By Optuna's fANOVA and PED-ANOVA. The groups are the trials of each policy, whose hyperparameters only they have, and,
+    where there are several policies, all trials by the parameters that they have in common; groups of fewer than
+    ``min_trials`` are left out.
     """
     import optuna
     from optuna.importance import FanovaImportanceEvaluator, PedAnovaImportanceEvaluator, get_param_importances
 
-    groups = {"all trials": list(trials)}
+    groups: dict[str, list[Any]] = {}
     for trial in trials:
         groups.setdefault(str(trial.params.get("policy")), []).append(trial)
+    if len(groups) > 1:
+        groups = {"all trials": list(trials), **groups}
     found = []
     for group, of_group in groups.items():
         if len(of_group) < min_trials:

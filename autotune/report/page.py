@@ -4,6 +4,7 @@ plots and images are inside it, and there is no script.
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 from autotune.console import Console
@@ -62,6 +63,7 @@ def render(content: Content) -> str:
         "percent": _percent,
         "signed": _signed,
         "counts": counts_of,
+        "moment": _moment,
     }
     drawn = all_plots(content) | {f"tree-{one.number}": one.svg for one in content.samples if one.svg}
     plots = {name: Markup(svg) for name, svg in drawn.items()}  # drawn here, from escaped text
@@ -86,3 +88,8 @@ def _percent(value: float | None, digits: int = 1) -> str:
 
 def _signed(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:+.1f} %"
+
+
+def _moment(created: str) -> str:
+    """Of a stamp, to the minute."""
+    return f"{datetime.datetime.fromisoformat(created):%Y-%m-%d %H:%M %Z}"

@@ -163,14 +163,14 @@ def _costs(content: Content) -> dict[str, str]:
         chosen = [one for one in content.curves if one.is_draft == is_draft and len(one.tokens) > 1]
         if is_draft:  # the first level of a round costs a little more: the table has it
             chosen = [one for one in chosen if one.part.endswith("other levels")][:MOST_LINES]
-        found = [Line(one.part.removesuffix(", other levels"), one.tokens, one.ms) for one in chosen]
-        found += [
-            Line(f"limit: {one.part.removesuffix(', other levels')}", one.tokens, one.limit_ms)
-            for one in chosen
-            if one.limit_ms is not None
-        ]
+        found = []
+        for one in chosen:
+            name_of = one.part.removesuffix(", other levels")
+            found.append(Line(name_of, one.tokens, [one.ms(n) or 0.0 for n in one.tokens]))
+            if one.limit_ms(1) is not None:
+                found.append(Line(f"limit: {name_of}", one.tokens, [one.limit_ms(n) or 0.0 for n in one.tokens]))
         if found:
-            plain = next((one.ms[0] for one in content.curves if len(one.tokens) == 1), None)
+            plain = next((one.ms(1) for one in content.curves if len(one.tokens) == 1), None)
             drawn[name] = figures.lines(
                 name,
                 found,

@@ -20,23 +20,34 @@ class Curve:
 
     part: str
     is_draft: bool
-    tokens: list[int]
-    ms: list[float]
-    limit_ms: list[float] | None
-    """What the datasheet promises; None without one, or where the model's shape is not known."""
-    model: str
-    held_out_error: float | None
+    kv_length: int
+    surface: Surface
+    limits: DeviceLimits | None
+    shape: ModelShape | None
+    """With the datasheet's limits it makes the roofline; either may be missing."""
 
-    def at(self, size: int) -> float | None:
-        """Latency at a number of tokens, if it is one of the curve's."""
-        return dict(zip(self.tokens, self.ms, strict=True)).get(size)
+    @property
+    def tokens(self) -> list[int]:
+        """Those that were measured."""
+        return sorted({point.tokens for point in self.surface.points})
 
-    def share_of_limit(self, size: int) -> float | None:
-        """Of the speed that the datasheet allows, what was reached; None where either is not known."""
-        ms = self.at(size)
-        if ms is None or self.limit_ms is None:
+    def ms(self, tokens: int) -> float | None:
+        """Latency, as replay is charged; None beyond what was measured, and between the sizes of a part that has one."""
+        if tokens > self.surface.max_tokens:
             return None
-        return self.limit_ms[self.tokens.index(size)] / ms
+        at = np.array([tokens], np.float64), np.array([self.kv_length], np.float64)
+        return float(self.surface.latency_ms(*at)[0, 0])
+
+    def limit_ms(self, tokens: int) -> float | None:
+        """What the datasheet promises."""
+        if self.limits is None or self.shape is None:
+            return None
+        return step_ms(self.shape, self.limits, tokens, self.kv_length)
+
+    def share_of_limit(self, tokens: int) -> float | None:
+        """Of the speed that the datasheet allows, what was reached."""
+        ms, limit = self.ms(tokens), self.limit_ms(tokens)
+        return None if ms is None or limit is None else limit / ms
 
 
 def limits_of(table: CostTable) -> DeviceLimits | None:
@@ -52,17 +63,12 @@ def middle_kv_length(table: CostTable) -> int:
 
 def curves(table: CostTable, study: StudyDocument | None) -> list[Curve]:
     """The target's steps, then of every draft the first and every other level."""
-    limits = limits_of(table)
+    limits = None if table.estimated else limits_of(table)  # an estimate is the limit itself
     kv_length = middle_kv_length(table)
     of_draft = {one.reference.sha256: one.shape for one in (study.drafts if study else [])}
 
     def curve(part: str, surface: Surface, shape: ModelShape | None, *, is_draft: bool) -> Curve:
-        tokens = sorted({point.tokens for point in surface.points})
-        ms = surface.latency_ms(np.array(tokens, np.float64), np.array([kv_length], np.float64))[:, 0]
-        limit = None
-        if limits is not None and shape is not None and not table.estimated:
-            limit = [step_ms(shape, limits, n, kv_length) for n in tokens]
-        return Curve(part, is_draft, tokens, ms.tolist(), limit, surface.model, surface.held_out_error)
+        return Curve(part, is_draft, kv_length, surface, limits, shape)
 
     target = study.target_shape if study else None
     found = [

@@ -11,9 +11,9 @@ import numpy as np
 from autotune.acceptance.rounds import Round
 from autotune.trees.tree import ROOT, Ints, Tree
 
-COLUMN, ROW = 104, 40  # pixels from node to node
-BOX_WIDTH, BOX_HEIGHT = 82, 30
-MOST_LETTERS = 9
+COLUMN, ROW = 93, 40  # pixels from node to node
+BOX_WIDTH, BOX_HEIGHT = 74, 30
+MOST_LETTERS = 8
 
 
 def visible(text: str) -> str:

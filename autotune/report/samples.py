@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from autotune.acceptance.rounds import Round, rounds
 from autotune.acceptance.trace import Trace
 from autotune.decoding_profile import DecodingProfile
-from autotune.report.acceptance import prompts_of, trace_of
 from autotune.report.chosen import when_of
 from autotune.report.prompts import TokenTexts
 from autotune.report.sample_tree import Stretch, draw_tree, round_to_draw, stretches
@@ -59,10 +58,10 @@ def samples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: TokenT
     if sources.profile is None:
         return found
     for number, point in enumerate(sources.profile.points):
-        trace = trace_of(sources, point)
+        trace = sources.trace_of(point)
         if trace is None:
             continue
-        able = [p for p in prompts_of(sources, number, trace) if trace.answer_start[p + 1] - trace.answer_start[p] > 1]
+        able = [p for p in sources.prompts_of(number) if trace.answer_start[p + 1] - trace.answer_start[p] > 1]
         if able:
             chosen = next((p for p in able if trace.num_visual_tokens[p] > 0), able[0])
             known = prompts.get(trace.header.prompts[chosen])

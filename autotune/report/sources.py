@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable, load_table
-from autotune.decoding_profile import DecodingProfile, load_profile
+from autotune.decoding_profile import DecodingProfile, OperatingPoint, load_profile
 from autotune.errors import UserError
 from autotune.files import parse, read_json, read_lines
 from autotune.search.evaluator import Candidate, Evaluator
@@ -64,6 +64,26 @@ class Sources:
             return [one.reference.id for one in self.study.drafts]
         priced = [costs.draft.id for costs in self.table.drafts] if self.table is not None else []
         return list(dict.fromkeys([*priced, *(one.draft for one in self.screened)]))
+
+    def trace_of(self, point: OperatingPoint) -> Trace | None:
+        """The trace of the point's draft and subnet."""
+        for trace in self.traces:
+            header = trace.header
+            if point.draft is not None and (header.draft.id, header.subnet) == (point.draft.id, point.draft.subnet):
+                return trace
+        return None
+
+    def prompts_of(self, number: int) -> list[int]:
+        """Numbers of the recorded prompts that the profile decodes by its point ``number``. Traces keep no temperature: all
+        prompts are taken as greedy.
+        """
+        assert self.profile is not None
+        point = self.profile.points[number]
+        trace = self.trace_of(point)
+        if trace is None:
+            return []
+        kinds = zip(trace.prompt_length.tolist(), trace.header.tasks, strict=True)
+        return [n for n, (length, task) in enumerate(kinds) if self.profile.point_for(0.0, length, task) is point]
 
 
 def find_sources(given: Path, *, study: Path | None = None, storage: str | None = None) -> Sources:
@@ -121,9 +141,12 @@ def _with_study(profile: DecodingProfile | None, path: Path | None, folder: Path
     notes = []
     study = load_study(folder)
     if study is None:
-        notes.append(f"The folder has no {STUDY}, so the records of all of its searches are shown together.")
+        notes.append(
+            f"The study has no {STUDY}, which says which records are of one search, so none are shown. "
+            "The same autotune search leaves one, and makes nothing anew."
+        )
     elif profile is not None and study.tune_sha256 != profile.workload.tune_sha256:
-        notes.append(f"{STUDY} speaks of a later search over another workload; the records of all searches are shown.")
+        notes.append(f"The study's {STUDY} is of another search, over another workload: its records are not shown.")
         study = None
     # Headers of another workload are left from an earlier search.
     headers = _headers(folder)
@@ -136,8 +159,8 @@ def _with_study(profile: DecodingProfile | None, path: Path | None, folder: Path
         ledger = Ledger(folder / LEDGER)
     screened = _screened(_records(ledger, study, "subnets"))
     candidates = _candidates(_records(ledger, study, "trees"))
-    if not candidates:
-        notes.append("No records of trees are here; if workers shared a database, name it by --storage.")
+    if study is not None and study.records.get("trees") and not candidates:
+        notes.append("The study's records are not in its folder: if workers shared a database, name it by --storage.")
     return Sources(
         profile=profile,
         profile_path=path,
@@ -165,11 +188,10 @@ def _table(folder: Path, study: StudyDocument | None, profile: DecodingProfile |
 
 
 def _records(ledger: Ledger | None, study: StudyDocument | None, stage: str) -> list[Record]:
-    """Of one stage of the search, or of all searches."""
-    if ledger is None:
+    """Of one stage of the search."""
+    if ledger is None or study is None:
         return []
-    keys = ledger.keys_of(stage) if study is None else study.records.get(stage, [])
-    return list(ledger.records(keys).values())
+    return list(ledger.records(study.records.get(stage, [])).values())
 
 
 def _screened(records: list[Record]) -> list[Screened]:
@@ -185,19 +207,16 @@ def _candidates(records: list[Record]) -> list[Candidate]:
 
 
 def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
-    """What TPE drew, as Optuna keeps it: of the search, or of the last one in the folder."""
+    """What TPE drew, as Optuna keeps it."""
     import optuna
 
-    if ledger is None or (isinstance(ledger.storage, Path) and not ledger.storage.with_suffix(".optuna").exists()):
+    if ledger is None or study is None or study.sampled is None:
+        return []
+    if isinstance(ledger.storage, Path) and not ledger.storage.with_suffix(".optuna").exists():
         return []
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = optuna_storage(ledger.storage)
-    kept = {one.study_name: one for one in optuna.get_all_study_summaries(storage)}
-    if study is not None:
-        kept = {name: one for name, one in kept.items() if name == study.sampled}
-    started = {name: one.datetime_start for name, one in kept.items() if one.datetime_start is not None}
-    if not started:
+    try:
+        found = optuna.load_study(study_name=study.sampled, storage=optuna_storage(ledger.storage))
+    except KeyError:  # nothing was drawn
         return []
-    name = max(started, key=lambda one: started[one])
-    trials = optuna.load_study(study_name=name, storage=storage).get_trials(deepcopy=False)
-    return [trial for trial in trials if trial.state == optuna.trial.TrialState.COMPLETE]
+    return found.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])

@@ -21,7 +21,7 @@ DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1, 1, 1)), (0, (8, 2)), (
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {c: f"--series-{i}" for i, c in enumerate(SERIES)}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "font.size": 9.5,
+    "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": MUTED,

@@ -57,8 +57,7 @@ class Ledger:
         """
         self.storage = storage
         self.lease_s = lease_s
-        self.used: dict[str, dict[str, None]] = {}
-        """Keys of the records that ``work`` returned, by stage."""
+        self._used: dict[str, dict[str, None]] = {}
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._table = sql.Table(
             "autotune_ledger",
@@ -83,6 +82,11 @@ class Ledger:
                 f"--storage {storage}: the storage does not answer ({_first_line(error)}); check the URL and its driver"
             ) from None
 
+    @property
+    def used_keys(self) -> dict[str, list[str]]:
+        """Of the records that this worker's calls of ``work`` returned, by stage."""
+        return {stage: list(keys) for stage, keys in self._used.items()}
+
     def records(self, keys: list[str]) -> dict[str, Record]:
         """Those of the records that were made, in the order of ``keys``."""
         table = self._table
@@ -92,13 +96,6 @@ class Ledger:
                 chosen = table.c.key.in_(keys[begin : begin + 500]) & table.c.record.is_not(None)
                 found.update(connection.execute(sql.select(table.c.key, table.c.record).where(chosen)).tuples().all())
         return {key: json.loads(found[key]) for key in keys if key in found}
-
-    def keys_of(self, stage: str) -> list[str]:
-        """Of all records of a stage, the last claimed last."""
-        table = self._table
-        chosen = (table.c.stage == stage) & table.c.record.is_not(None)
-        with self._engine.connect() as connection:
-            return list(connection.execute(sql.select(table.c.key).where(chosen).order_by(table.c.lapses)).scalars())
 
     def missing(self, keys: list[str]) -> list[str]:
         """Those of ``keys`` that have no record."""
@@ -169,7 +166,7 @@ class Ledger:
         if report is not None:
             report(len(keys) - len(waiting), len(keys))
         found = self.records(keys)
-        self.used.setdefault(stage, {}).update(dict.fromkeys(found))
+        self._used.setdefault(stage, {}).update(dict.fromkeys(found))
         return found
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ from autotune.search.evaluator import Constraints, Evaluator
 from autotune.search.judging import Judging
 from autotune.search.ledger import Ledger
 from autotune.search.space import SearchSpace, largest_policies, load_space
-from autotune.search.study import Found, search_trees
+from autotune.search.study import search_trees
 from autotune.search.study_document import LEDGER, PROFILE, Contender, StudyDocument, save_study
 from autotune.search.subnets import measure, print_screened, screen, survivors
 from autotune.trees.buckets import check_buckets
@@ -180,11 +180,15 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         table = local_table(contenders, priced, tune, folder, ledger, console, time_limit_s=limit_s)
     clock.ended("cost table")
     settings.constraints.check_table(table)
+    left = _study_of(settings, contenders, table, tune, space)
+    save_study(folder, left)
     print_table(table, console)
     if len(places) > space.survivors:
         screened = screen(contenders, places, table, tune, folder, ledger, console)
         if settings.measure_all and device is not None:
             screened = measure(contenders, screened, table.threads, tune, ledger, console)
+        left = left.model_copy(update={"records": ledger.used_keys})
+        save_study(folder, left)
         places = survivors(screened, space.survivors)
         print_screened(screened, places, console)
         clock.ended("subnets")
@@ -208,7 +212,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     console.say(
         f"{found.num_replayed:,} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token"
     )
-    left = _study_of(settings, contenders, table, tune, space, ledger, found)
+    left = left.model_copy(update={"records": ledger.used_keys, "sampled": found.sampled})
     save_study(folder, left)
     judging = Judging(found, contenders, table, evaluator, folder, tune, evaluate, settings.seed, deadline, console)
     if device is None:
@@ -235,10 +239,8 @@ def _study_of(
     table: CostTable,
     tune: Workload,
     space: SearchSpace,
-    ledger: Ledger,
-    found: Found,
 ) -> StudyDocument:
-    """What the search has used and made so far."""
+    """What the search was asked, before it has made any record."""
     return StudyDocument(
         provenance=stamp(),
         command=settings.command,
@@ -253,8 +255,6 @@ def _study_of(
         tune_sha256=tune.sha256,
         space=space.name,
         cost_table=table.content,
-        records={stage: list(keys) for stage, keys in ledger.used.items()},
-        sampled=found.sampled,
     )
 
 

@@ -1,5 +1,6 @@
-"""``study.json``, which a search leaves in its study's folder: what it was asked, which of the folder's documents and of the
-ledger's records are its own, and how its finalists did. A folder, and a ledger more so, may hold those of other searches.
+"""``study.json``, which a search leaves in its study's folder as its stages end: what it was asked, which of the folder's
+documents and of the ledger's records are its own, and how its finalists did. A folder, and a ledger more so, may hold those
+of other searches: other workloads, other prices.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class StudyDocument(Document):
     space: str
     cost_table: str
     """``CostTable.content``: its file is in the folder."""
-    records: dict[str, list[str]]
-    """Keys in the ledger, by stage."""
-    sampled: str
-    """Name of the Optuna study that shows TPE's trials."""
+    records: dict[str, list[str]] = Field(default_factory=dict)
+    """Keys in the ledger, by stage, of the stages that have ended."""
+    sampled: str | None = None
+    """Name of the Optuna study that shows TPE's trials; None before there are trees."""
     finalists: list[Finalist] = Field(default_factory=list)
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     """How long this run of the search took; what it found done took no time."""

@@ -86,7 +86,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         for number in range(4)
     ]
     workload = load_workload(str(write_workload(home, prompts)), "tune")
-    traces = [_of_workload(random_trace(7, visual_keep=keep, num_tokens=24), workload) for keep in KEEPS]
+    traces = [_of_workload(random_trace(7, visual_keep=keep, num_tokens=24, depth=5), workload) for keep in KEEPS]
     for trace in traces:
         save_trace(folder / "traces" / "evil-draft" / f"{trace.header.subnet.name}.trace.json", trace)
     table = cost_table(EVIL)
@@ -129,7 +129,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         tune_sha256=workload.sha256,
         space=space.name,
         cost_table=table.content,
-        records={stage: list(keys) for stage, keys in ledger.used.items()},
+        records=ledger.used_keys,
         sampled=found.sampled,
         finalists=[finalist, finalist.model_copy(update={"is_standing": False, "speedup": 1.4, "ci95": (1.2, 1.6)})],
         stage_seconds={"cost table": 12.0, "trees": 3.0},

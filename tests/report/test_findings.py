@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from autotune.acceptance.replay import plain_decode_ms
 from autotune.report.acceptance import acceptance, judged_runs
+from autotune.report.chosen import chosen_points
 from autotune.report.findings import fastest_by_place, fastest_by_size, front, grids, importance
 from autotune.report.prices import curves, middle_kv_length
 from autotune.report.sources import Sources, find_sources
 from autotune.report.worth import SCREENING, TREES, dimension_worth, ladder, policies
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.screened import Screened
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration
+from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, configuration_of
 from autotune.subnet import Subnet
 from tests.documents import DEVICE, cost_table
 from tests.report.conftest import EVIL, KEEPS, SHAPE, MadeStudy
@@ -71,16 +73,15 @@ def test_dimensions_fixed_in_turn(sources: Sources) -> None:
     assert worth["heads"].gain == pytest.approx(1 - best / (best + 0.1))
     assert sources.evaluator is not None
     by_force = [
-        sources.evaluator.evaluate(configuration).ms_per_token
-        for default in PUBLISHED_DEFAULTS.values()
+        sources.evaluator.evaluate(
+            Configuration(tree=tree, draft=EVIL.id, subnet=Subnet(visual_keep=keep))
+        ).ms_per_token
         for keep in KEEPS
-        if sources.evaluator.can_replay(
-            configuration := Configuration(tree=default.tree, draft=EVIL.id, subnet=Subnet(visual_keep=keep))
-        )
+        for tree in [PUBLISHED_DEFAULTS["chain"].tree]  # the others reach beyond five levels
     ]
-    assert ("tree" in worth) == bool(by_force) and "draft" not in worth, "there is but one draft"
-    if by_force:
-        assert (worth["tree"].stage, worth["tree"].fixed_ms) == (TREES, pytest.approx(min(by_force)))
+    tree = worth["tree"]
+    assert (tree.stage, tree.fixed_ms, tree.free_ms) == (TREES, min(by_force), sources.candidates[0].ms_per_token)
+    assert "draft" not in worth, "there is but one"
 
 
 def test_a_dimension_with_one_value_is_worth_nothing_and_not_named(made: MadeStudy) -> None:
@@ -159,7 +160,7 @@ def test_few_trials_say_nothing() -> None:
 
 def test_the_studys_own_trials_are_found(sources: Sources) -> None:
     assert len(sources.trials) == 40
-    assert {one.group for one in importance(sources.trials)} == {"all trials", "eagle2"}
+    assert [one.group for one in importance(sources.trials)] == ["eagle2"], "of one policy all trials are its own"
 
 
 # --------------------------------------------------------------------------------------------------------------- acceptance
@@ -183,6 +184,24 @@ def test_runs_of_other_arms_and_times_do_not_count(sources: Sources) -> None:
     assert len(sources.runs) == 5 and [len(judged_runs(sources, number)) for number in (0, 1)] == [2, 1]
 
 
+def test_a_points_own_prediction_is_over_its_own_prompts(sources: Sources) -> None:
+    """Weighted by plain decoding's time, those of the prompts make that of all of them."""
+    evaluator = sources.evaluator
+    assert evaluator is not None and sources.profile is not None
+    first, last = chosen_points(sources)
+    assert (first.num_own, last.num_own) == (2, 2)
+    configuration = configuration_of(last.point)
+    assert configuration is not None
+    trace = sources.trace_of(last.point)
+    assert trace is not None
+    found = evaluator.replay(configuration)
+    plain_ms = plain_decode_ms(trace, evaluator.prices[EVIL.id, trace.header.subnet])
+    assert last.own_speedup == pytest.approx((plain_ms[1] + plain_ms[3]) / (found.decode_ms[1] + found.decode_ms[3]))
+    assert last.own_speedup != pytest.approx(evaluator.evaluate(configuration).speedup)
+    alone = Sources(profile=sources.profile)
+    assert [one.own_speedup for one in chosen_points(alone)] == [None, None]
+
+
 # -------------------------------------------------------------------------------------------------------------------- prices
 
 
@@ -193,19 +212,21 @@ def test_curves_are_the_tables_own(sources: Sources) -> None:
     assert middle_kv_length(table) == 256
     for point in table.verify.points:
         if point.kv_length == 256:
-            assert found["target, verification"].at(point.tokens) == pytest.approx(point.latency_ms)
-    assert len(found) == 4 and all(one.limit_ms is None for one in found.values()), "an abacus has no datasheet"
+            assert found["target, verification"].ms(point.tokens) == pytest.approx(point.latency_ms)
+    assert found["target, verification"].tokens == [1, 2, 8, 65]
+    assert found["target, verification"].ms(66) is None is found["target, plain step"].ms(2)
+    assert len(found) == 4 and all(one.limit_ms(1) is None for one in found.values()), "an abacus has no datasheet"
 
 
 def test_a_datasheet_gives_a_limit(sources: Sources) -> None:
     """By hand: two layers launch in 0.3 ms, which is longer than reading a million parameters takes."""
     table = cost_table(EVIL).model_copy(update={"device": DEVICE.model_copy(update={"name": "h100", "kind": "cuda"})})
     verify = curves(table, sources.study)[1]
-    assert verify.limit_ms == pytest.approx([SHAPE.num_layers * 0.15] * len(verify.tokens))
-    assert verify.share_of_limit(8) == pytest.approx(0.3 / verify.ms[verify.tokens.index(8)])
-    assert curves(table, None)[1].limit_ms is None, "without a study the model's shape is not known"
+    assert [verify.limit_ms(n) for n in verify.tokens] == pytest.approx([SHAPE.num_layers * 0.15] * 4)
+    assert verify.share_of_limit(8) == pytest.approx(0.3 / (1.0 + 0.02 * 8 + 0.001 * 256))
+    assert curves(table, None)[1].limit_ms(1) is None, "without a study the model's shape is not known"
     estimated = table.model_copy(update={"estimated": True})
-    assert curves(estimated, sources.study)[1].limit_ms is None, "an estimate is the limit itself"
+    assert curves(estimated, sources.study)[1].limit_ms(1) is None, "an estimate is the limit itself"
 
 
 def test_an_evaluator_needs_a_table_that_prices_the_drafts(sources: Sources) -> None:

@@ -72,20 +72,31 @@ def test_of_several_studies_the_newest(copied: MadeStudy) -> None:
 
 
 def test_records_of_other_searches_do_not_count(copied: MadeStudy) -> None:
-    """Unless nothing says which are whose."""
+    """Where nothing says which are whose, none do."""
     few = copied.study.model_copy(update={"records": {"subnets": copied.study.records["subnets"][:3]}})
     save_study(copied.folder, few)
     assert len(find_sources(copied.folder).screened) == 3
     (copied.folder / STUDY).unlink()
     found = find_sources(copied.folder)
-    assert len(found.screened) == len(copied.screened) and "records of all of its searches" in found.notes[0]
-    assert found.trials, "the last Optuna study in the folder"
+    assert not found.screened and not found.candidates and not found.trials and found.traces
+    assert "says which records are of one search" in found.notes[0]
 
 
 def test_another_workloads_study_document_is_not_believed(copied: MadeStudy) -> None:
     save_study(copied.folder, copied.study.model_copy(update={"tune_sha256": "f" * 64}))
     found = find_sources(copied.profile_path)
-    assert found.study is None and "later search over another workload" in found.notes[0] and len(found.traces) == 2
+    assert (
+        found.study is None and "of another search, over another workload" in found.notes[0] and len(found.traces) == 2
+    )
+
+
+def test_records_that_are_elsewhere_are_missed(copied: MadeStudy, tmp_path: Path) -> None:
+    """In a database that workers share, here a file of SQLite."""
+    (copied.folder / "ledger.sqlite").rename(tmp_path / "shared.sqlite")
+    found = find_sources(copied.profile_path)
+    assert not found.candidates and "name it by --storage" in found.notes[0]
+    shared = find_sources(copied.profile_path, storage=f"sqlite:///{tmp_path / 'shared.sqlite'}")
+    assert len(shared.screened) == len(copied.screened) and shared.candidates and shared.notes == []
 
 
 @pytest.mark.parametrize(
