@@ -19,8 +19,6 @@ from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.provenance import version_of
 from autotune.workload import BUNDLED
 
-OK, REGRESSED, USAGE, INCONCLUSIVE, NOT_COMPARABLE = range(5)
-
 
 class _Duration(click.ParamType[float]):
     """``90``, ``90s``, ``10m`` or ``1h``, as seconds."""
@@ -82,7 +80,7 @@ class _Verbs(click.Group):
         except click.Abort:
             click.echo("autotune: interrupted; the same command goes on", err=True)
             sys.exit(130)
-        sys.exit(code or OK)
+        sys.exit(code or 0)
 
 
 def _model_options(command: Callable[..., None]) -> Callable[..., None]:

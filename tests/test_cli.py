@@ -144,6 +144,23 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["check", "profile.json", "--workload", "workload.jsonl", "--min-speedup", "0"],
         r"--min-speedup must be above 0; got 0\.0",
     ),
+    "limit that is no percentage": (["check", "profile.json", "--limit", "5"], "'5' is not a percentage; write for example 5% or 0.05"),
+    "limit below the tolerance": (
+        ["check", "profile.json", "--limit", "1%", "--tolerance", "0.02"],
+        "--tolerance must lie below --limit, and not below 0; got 2 % and 1 %",
+    ),
+    "no such base": (
+        ["check", "profile.json", "--workload", "workload.jsonl", "--against", "nowhere"],
+        "--against nowhere: (no such file, and this folder is in no git repository|neither a file nor a git revision)",
+    ),
+    "base that is no profile": (
+        ["check", "profile.json", "--workload", "workload.jsonl", "--against", "workload.jsonl"],
+        r"workload\.jsonl: not a complete JSON document",
+    ),
+    "unwritable JUnit": (
+        ["check", "profile.json", "--workload", "workload.jsonl", "--junit", "file/junit.xml"],
+        r"file/junit\.xml: cannot be written .* with --junit",
+    ),
     "missing recipe": (["train", "gone.yaml"], r"gone\.yaml: no such file"),
     "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),
     "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),
@@ -197,6 +214,20 @@ def test_a_mistake_is_one_line_in_a_process_of_its_own(name: str, world: Path, p
     assert done.returncode == 2
     assert_one_line(done.stdout, done.stderr, message)
     assert contents(world) == before
+
+
+def test_what_cannot_be_compared_exits_with_4(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, as every mistake, and before anything is loaded."""
+    monkeypatch.chdir(world)
+    profile = load_profile(world / "profile.json")
+    other = profile.target.model_copy(update={"id": "another/model", "sha256": "f" * 64})
+    save_profile(world / "another.json", profile.model_copy(update={"target": other}))
+    case = ["check", "profile.json", "--workload", "workload.jsonl", "--against", "another.json"]
+    result = CliRunner().invoke(main, case)
+    assert isinstance(result.exception, SystemExit) and result.exit_code == 4, result.exception
+    assert_one_line(
+        result.stdout, result.stderr, r"--against another\.json: its target is another/model, that of profile\.json"
+    )
 
 
 def test_answers_of_one_token_are_nothing_to_compare(
@@ -293,10 +324,11 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert bench["speedup_by_task"]["ar"] == {"prompt": 1.0, "read": 1.0}
 
     check = stage("check", "tree.json", *workload, "--min-speedup", "0.001")
-    assert (check["verdict"], check["exit_code"], check["identical_outputs"]) == ("passed", 0, 3)
+    assert (check["schema"], check["verdict"], check["exit_code"]) == ("autotune.check-result/1", "passed", 0)
+    assert check["workloads"][0]["identical_outputs"] == 3
     failed = run_command("check", "tree.json", *workload, "--min-speedup", "1000", "--json", folder=tmp_path)
     assert failed.returncode == 1
-    assert json.loads(failed.stdout)["verdict"] == "failed: the speedup lies below 1000"
+    assert json.loads(failed.stdout)["verdict"].startswith("failed: the speedup lies below 1000")
 
 
 def assert_complete(path: Path) -> None:

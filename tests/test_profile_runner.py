@@ -11,7 +11,7 @@ from autotune.decoding_profile import DecodingProfile
 from autotune.profile_runner import TUNED, ProfileRunner, points_used
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.way import Way
-from autotune.search.finalists import Arm
+from autotune.search.finalists import AR, HF, Arm
 from autotune.trees.fallback import RequestMemory
 from autotune.workload import Prompt, Workload, WorkloadPrompt
 from tests.conftest import Pair
@@ -67,3 +67,23 @@ def test_a_comparison_begins_with_nothing_learnt(runner: ProfileRunner) -> None:
     assert runner.decoder.ways[0].fallback.memory != RequestMemory()
     again = runner.compare([Arm(TUNED)], PROMPTS)[TUNED]
     assert [run.draft_forwards for run in again] == [run.draft_forwards for run in first]
+
+
+def test_a_disturbed_run_teaches_nothing(runner: ProfileRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts are the same whether the machine was busy or not: the useless draft does not lose one request twice."""
+    arms = [Arm(AR), Arm(HF), Arm(TUNED)]  # two of three say what is usual
+    expected = runner.compare(arms, PROMPTS)[TUNED]
+    decode, disturbed = runner.decode, [PROMPTS.prompts[0]]
+
+    def slowed(arm: Arm, inputs: Any, prompt: WorkloadPrompt) -> Any:
+        tokens, stats = decode(arm, inputs, prompt)
+        stats.target_prefill_ms = 10.0
+        if arm.name == TUNED and prompt in disturbed:
+            disturbed.remove(prompt)
+            stats.target_prefill_ms = 1000.0
+        return tokens, stats
+
+    monkeypatch.setattr(runner, "decode", slowed)
+    found = runner.compare(arms, PROMPTS)[TUNED]
+    assert runner.num_disturbed >= 1
+    assert [run.draft_forwards for run in found] == [run.draft_forwards for run in expected]

@@ -7,10 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from autotune.cli import main
 from autotune.digits import TASKS, make_example
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +35,26 @@ def test_every_file_of_the_tree_is_in_the_readme():
         if path.name != "__init__.py" and path.name not in listing
     ]
     assert not missing
+
+
+def test_ci_examples_are_yaml_and_their_commands_exist() -> None:
+    """As the CI would read them; variables are put in as it does."""
+    checks = []
+    for block in blocks("yaml"):
+        words = list(strings_of(yaml.safe_load(block)))
+        checks += [re.sub(r"\$\{\{.*?\}\}|\$\w+", "main", word) for word in words if word.startswith("autotune check")]
+    assert len(checks) == 2, "one for GitHub and one for GitLab"
+    for command in checks:
+        context = main.commands["check"].make_context("check", command.split()[2:])
+        assert context.params["against"] and context.params["budget"] == 900 and context.params["junit"]
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """All of a document, however deep."""
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from strings_of(part)
 
 
 @pytest.mark.slow
@@ -70,8 +94,11 @@ def test_readme_runs(tmp_path: Path, postgresql: str) -> None:
         command = command.replace("autotune record", "autotune record --workload prompts.jsonl")
         command = command.replace("autotune profile", "autotune profile --workload prompts.jsonl --budget 10s")
         command = command.replace("autotune bench", "autotune bench --workload prompts.jsonl")
-        # The short answers of this test decide nothing about speed.
-        command = command.replace("--min-speedup 1.3", "--min-speedup 0.1 --workload prompts.jsonl")
+        command = command.replace("autotune check", "autotune check --workload prompts.jsonl")
+        # The short answers of this test decide nothing about speed, and its folder has no history.
+        command = command.replace("--min-speedup 1.3", "--min-speedup 0.1").replace(
+            "--against main", "--against profile.json"
+        )
         run(command)
         if "--gpu h100" in command:
             point = json.loads((tmp_path / f"profile{number}.json").read_text())["points"][0]

@@ -70,14 +70,13 @@ class Sides:
         return content_key([*codes, *profiles, here.workload.sha256, seed, device])
 
 
+# What a side decodes with, below its folder: the package, and the models beside it or, where it is installed, inside.
+CODE = ("autotune/**/*.py", "drafts/**/*.safetensors", "drafts/**/*.json", "autotune/_data/drafts/**/*.safetensors")
+
+
 def code_hash(side: Side) -> str:
-    """Of everything that a side decodes with: its package, and the models beside it."""
-    files = [
-        path
-        for pattern in ("autotune/**/*.py", "drafts/**/*.safetensors", "drafts/**/*.json")
-        for path in side.code.glob(pattern)
-    ]
-    return sha256_of(*sorted(files))
+    """Of everything that a side decodes with."""
+    return sha256_of(*sorted(path for pattern in CODE for path in side.code.glob(pattern)))
 
 
 @contextmanager

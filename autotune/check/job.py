@@ -104,14 +104,11 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
             sides = stack.enter_context(open_sides(settings.against, settings.profile, folder))
         found, processor = _decode_all(settings, workloads, device, console)
         sessions = [_session(here, hardware) for here in found]
-        gates: list[Gate] = []
-        for here, then, session in zip(found, evidence, sessions, strict=True):
-            gates.append(judge_lossless(here))
-            gates.append(_judge_evidence(settings, here, then))
-            if settings.min_speedup is not None:
-                gates.append(judge_speedup(here, settings.min_speedup))
-            if settings.baseline is not None:
-                gates += _judge_baseline(settings, settings.baseline, here, session)
+        gates = [
+            gate
+            for here, then, session in zip(found, evidence, sessions, strict=True)
+            for gate in _judge_here(settings, here, then, session)
+        ]
         timings: list[Timing | None] = [None] * len(found)
         if sides is not None:
             requests = [write_requests(here, processor, folder / f"{number}") for number, here in enumerate(found)]
@@ -130,7 +127,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         verdict=verdict,
         exit_code=code,
     )
-    if settings.baseline is not None and not has_failed(gates):
+    if settings.baseline is not None and verdict == "passed":
         add_sessions(settings.baseline, sessions)
     write_outputs(result, junit_path=settings.junit, markdown_path=settings.markdown)
     print_result(result, console)
@@ -156,20 +153,22 @@ def _decode_all(
     return found, processor
 
 
-def _judge_evidence(settings: CheckSettings, here: Here, then: list[PromptEvidence] | str) -> Gate:
-    """Counts beside the profile's evidence, or why there is none."""
+def _judge_here(settings: CheckSettings, here: Here, then: list[PromptEvidence] | str, session: Session) -> list[Gate]:
+    """All that needs no other process. ``then`` is the profile's evidence, or why there is none."""
+    gates = [judge_lossless(here)]
     if isinstance(then, str):
-        return skipped(here, COUNTS, then)
-    profile = here.profile
-    return judge_counts(
-        here,
-        then,
-        COUNTS,
-        source="the profile's evidence",
-        made=profile.provenance,
-        device=profile.hardware.key,
-        tolerance=settings.tolerance,
-    )
+        gates.append(skipped(here, COUNTS, then))
+    else:
+        made, device = here.profile.provenance, here.profile.hardware.key
+        source = "the profile's evidence"
+        gates.append(
+            judge_counts(here, then, COUNTS, source=source, made=made, device=device, tolerance=settings.tolerance)
+        )
+    if settings.min_speedup is not None:
+        gates.append(judge_speedup(here, settings.min_speedup))
+    if settings.baseline is not None:
+        gates += _judge_baseline(settings, settings.baseline, here, session)
+    return gates
 
 
 def _judge_baseline(settings: CheckSettings, path: Path, here: Here, session: Session) -> list[Gate]:

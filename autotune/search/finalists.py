@@ -167,8 +167,9 @@ class Runner:
     def _run_prompt(self, arms: Sequence[Arm], prompt: WorkloadPrompt, order: random.Random) -> dict[str, Run]:
         """All arms on one prompt, in random order. What a stranger on the machine disturbed is measured again: the
         target's prefill is the same work in every arm, and no part of what is compared, so a run in which it took several
-        times as long as in the others says nothing; nor does one in which the machine stood still.
+        times as long as in the others says nothing, and teaches no fallback; nor does one in which the machine stood still.
         """
+        learnt = {arm.name: [way.fallback.memory for way in self.decoder_of(arm).ways] for arm in arms}
         runs = {arm.name: self.run(arm, prompt) for arm in order.sample(list(arms), len(arms))}
         for _ in range(MAX_REPEATS):
             usual_ms = float(np.median([run.target_prefill_ms for run in runs.values()]))
@@ -181,6 +182,8 @@ class Runner:
             ]
             for arm in disturbed:
                 self.num_disturbed += 1
+                for way, memory in zip(self.decoder_of(arm).ways, learnt[arm.name], strict=True):
+                    way.fallback.memory = memory
                 runs[arm.name] = self.run(arm, prompt)
             if not disturbed:
                 break

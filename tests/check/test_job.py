@@ -23,6 +23,7 @@ from autotune.models import reference
 from autotune.profile_runner import TUNED, ProfileRunner
 from autotune.provenance import stamp
 from autotune.runtime import decoder as decoder_module
+from autotune.trees.fallback import RoundPrice
 from autotune.trees.verification import WetapVerification, accept_path
 from tests.conftest import Pair
 from tests.documents import DEVICE, decoding_profile, write_workload
@@ -422,24 +423,20 @@ def test_a_base_of_another_kind_is_not_comparable(what: str, world: Path, monkey
 
 
 def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: type[InProcess]) -> None:
-    changed(world, "base.json", buckets=(8, 16, 32))
+    """The same choices with the same target, and another answer: exact counts see it first."""
+    point = load_profile(world / "lossless.json").point
+    priced = point.model_copy(update={"fallback": RoundPrice(round_steps=1.0, level_steps=0.1, node_steps=0.0)})
+    changed(world, "base.json", points=[priced])
     workers.edit = lambda side, found: found.model_copy(update={"tokens_sha256": side.name})
-    profile = load_profile(world / "base.json")
-    save_profile(
-        world / "base.json",
-        profile.model_copy(
-            update={
-                "points": [
-                    profile.point.model_copy(
-                        update={"fallback": {"round_steps": 1.0, "level_steps": 0.1, "node_steps": 0.0}}
-                    )
-                ]
-            }
-        ),
-    )
     found = check("lossless.json", against="base.json")
     assert (found.exit_code, verdicts(found)["counts of the base"]) == (1, "failed")
     assert "another answer" in gate(found, "counts of the base").details[0]
+    deeper = decoding_profile(
+        tree={"policy": "chain", "depth": 2}
+    ).point.tree  # no counts to compare, so that times are
+    changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])
+    with pytest.raises(NotComparable, match=r"workload.jsonl:\d: base \(base.json\) and head answer differently"):
+        check("lossless.json", against="base.json")
 
 
 def test_a_revision_that_is_none_is_refused_before_anything_is_loaded(
