@@ -23,6 +23,7 @@ SCHEMA_VERSIONS = {
     "decoding-profile": 1,
     "check-result": 1,
     "study": 1,
+    "export": 1,
     "recipe": 1,
     "draft": 1,
     "search-space": 1,

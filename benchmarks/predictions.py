@@ -19,14 +19,13 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from autotune.acceptance.trace import load_trace
+from autotune.cost.table import load_table
 from autotune.decoding_profile import load_profile
 from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.contenders import Contenders
-from autotune.search.documents import load_table
 from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import Arm, Run
-from autotune.search.judging import configuration_of
-from autotune.search.space import Configuration, SearchSpace, load_space
+from autotune.search.space import Configuration, SearchSpace, configuration_of, load_space
 from autotune.workload import Workload, load_workload
 
 

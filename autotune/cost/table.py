@@ -5,6 +5,7 @@ no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from pydantic import Field
@@ -12,7 +13,7 @@ from pydantic import Field
 from autotune.cost.device import Fingerprint
 from autotune.cost.surface import Surface
 from autotune.errors import UserError
-from autotune.files import Document, content_key
+from autotune.files import Document, content_key, parse, read_json
 from autotune.provenance import ModelReference, Provenance
 from autotune.subnet import Subnet
 from autotune.trees.buckets import round_up
@@ -255,6 +256,11 @@ class CostTable(Document):
             overhead_level_ms=costs.overhead.level_ms,
             draft_prefill=costs.prefill,
         )
+
+
+def load_table(path: Path) -> CostTable:
+    """The cost table in ``path``."""
+    return parse(CostTable, "cost-table", read_json(path), source=path)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from autotune.cost.device import choose_device, fingerprint, local_devices, ship
 from autotune.cost.profiler import kv_lengths_for, profile
 from autotune.cost.roofline import datasheets, estimate_table
 from autotune.cost.sampling import ProfileSettings
-from autotune.cost.table import CostTable
+from autotune.cost.table import CostTable, load_table
 from autotune.errors import UserError, nearest
-from autotune.files import SCHEMA_VERSIONS, content_key, parse, read_json, write_document
+from autotune.files import SCHEMA_VERSIONS, content_key, write_document
 from autotune.search.contenders import Contenders, shape_of
 from autotune.search.ledger import Ledger
 from autotune.search.space import Place
@@ -41,11 +41,6 @@ def device_for(gpu: str) -> str | None:
             f"--gpu {gpu}: neither a device of this machine nor one with a shipped cost table or datasheet; {hint}"
         )
     return None
-
-
-def load_table(path: Path) -> CostTable:
-    """The cost table in ``path``."""
-    return parse(CostTable, "cost-table", read_json(path), source=path)
 
 
 def foreign_table(gpu: str, contenders: Contenders, priced: Sequence[Place]) -> CostTable:

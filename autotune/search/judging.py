@@ -34,7 +34,7 @@ from autotune.search.contenders import Contenders
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import AR, Arm, Run, Summary, eliminate, summarise
 from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_workload, choose_points
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration
+from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, configuration_of
 from autotune.search.study import Found, choose_finalists
 from autotune.trees.policy import parse_policy
 from autotune.workload import Workload, WorkloadPrompt
@@ -349,17 +349,4 @@ def _prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
         accepted_tokens=sum(run.accepted_lengths),
         decode_ms=run.decode_ms,
         ar_decode_ms=plain.decode_ms,
-    )
-
-
-def configuration_of(point: OperatingPoint) -> Configuration | None:
-    """A point as a configuration; None for plain decoding."""
-    if point.draft is None or point.tree is None:
-        return None
-    return Configuration(
-        tree=point.tree.model_dump(),
-        draft=point.draft.id,
-        subnet=point.draft.subnet,
-        verification=point.verification,
-        fallback=point.fallback,
     )

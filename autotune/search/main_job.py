@@ -14,7 +14,7 @@ from autotune.console import Console
 from autotune.cost.table import TOKENS
 from autotune.decoding_profile import DecodingProfile, save_profile
 from autotune.errors import UserError
-from autotune.files import content_key, require_writable
+from autotune.files import content_key, require_writable, write_document
 from autotune.search.contenders import Contenders
 from autotune.search.documents import (
     device_for,
@@ -143,6 +143,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     priced = priced_apart(places)
     if device is None:
         table = foreign_table(settings.gpu, contenders, priced)
+        write_document(folder / f"{settings.gpu}.cost.json", "cost-table", table)  # for those who replay its choice
     else:
         table = local_table(contenders, priced, tune, folder, ledger, console)
     clock.ended("cost table")
