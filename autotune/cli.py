@@ -19,6 +19,8 @@ from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.provenance import version_of
 from autotune.workload import BUNDLED
 
+EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
+
 
 class _Duration(click.ParamType[float]):
     """``90``, ``90s``, ``10m`` or ``1h``, as seconds."""
@@ -74,7 +76,9 @@ class _Verbs(click.Group):
         try:
             code = super().main(args, prog_name="autotune", standalone_mode=False)
         except (UserError, click.UsageError) as error:
-            message = error.format_message() if isinstance(error, click.UsageError) else str(error)
+            message = str(error)
+            if isinstance(error, click.UsageError):  # which may list choices line by line
+                message = " ".join(error.format_message().split())
             click.echo(f"autotune: {message}", err=True)
             sys.exit(error.exit_code)
         except click.Abort:
@@ -577,6 +581,50 @@ def report(source: Path, output: Path, study: Path | None, storage: str | None, 
 
     write_report(source, output, Console(), study=study, storage=storage, workload=workload)
     click.echo(output)
+
+
+@main.command()
+@click.argument("profile", type=click.Path(path_type=Path))
+@click.option("--to", "engine", type=click.Choice(EXPORT_ENGINES), required=True, help="The engine.")
+@click.option(
+    "--study",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Folder of the search's documents; looked for in .autotune, beside the profile and here, if left out.",
+)
+@click.option(
+    "--point",
+    type=int,
+    default=None,
+    help="Point of the profile, for a server of those requests alone; the last one, for all requests, if left out.",
+)
+@click.option("--draft", default=None, help="Another draft that the search recorded, in place of the point's.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), default=None, help="Folder; exports/ENGINE where left out."
+)
+@_json_option
+def export(
+    profile: Path,
+    engine: str,
+    study: Path | None,
+    point: int | None,
+    draft: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Write the nearest configuration that a serving engine can run, chosen by replay, and print the command that starts
+    it.
+    """
+    from autotune.console import Console
+    from autotune.export.job import export_profile
+    from autotune.files import dump_document
+
+    result = export_profile(profile, engine, study=study, point=point, draft=draft, output=output, console=Console())
+    if as_json:
+        click.echo(dump_document("export", result))
+    else:
+        for variant in result.variants:
+            click.echo(variant.command)
 
 
 @main.command()

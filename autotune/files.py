@@ -24,6 +24,7 @@ SCHEMA_VERSIONS = {
     "check-result": 1,
     "check-baseline": 1,
     "study": 1,
+    "export": 1,
     "recipe": 1,
     "draft": 1,
     "search-space": 1,

@@ -27,7 +27,7 @@ from tests.documents import decoding_profile, write_image, write_workload
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-c", "from autotune.cli import main; main()"]
-VERBS = ("devices", "profile", "record", "search", "run", "bench", "check", "train")
+VERBS = ("devices", "profile", "record", "search", "run", "bench", "check", "export", "train")
 
 
 def run_command(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -161,6 +161,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["check", "profile.json", "--workload", "workload.jsonl", "--junit", "file/junit.xml"],
         r"file/junit\.xml: cannot be written .* with --junit",
     ),
+    "missing profile, export": (["export", "nowhere.json", "--to", "vllm"], r"nowhere\.json: no such file; check the path"),
+    "no engine": (["export", "profile.json"], "Missing option '--to'. Choose from: vllm, sglang, tensorrt-llm, transformers"),
+    "export without a study": (["export", "profile.json", "--to", "vllm"], "name the study's folder with --study, or run autotune search"),
+    "export below a file": (["export", "profile.json", "--to", "vllm", "-o", "file"], r"file/export\.json: cannot be written"),
     "missing recipe": (["train", "gone.yaml"], r"gone\.yaml: no such file"),
     "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),
     "negative seed": (["run", "profile.json", "--prompt", "x", "--seed", "-3"], "seed"),

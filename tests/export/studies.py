@@ -1,0 +1,80 @@
+"""Studies made by hand: a folder with a cost table and traces, and a profile that speaks of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from autotune.acceptance.trace import ForestBounds, Trace, save_trace
+from autotune.cost.table import CostTable
+from autotune.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint, Predicted, save_profile
+from autotune.files import write_document
+from autotune.provenance import ModelReference
+from autotune.search.evaluator import Evaluator
+from autotune.search.space import Configuration, configuration_of
+from autotune.subnet import Subnet
+from autotune.trees.policy import parse_policy
+from tests.documents import DRAFT, cost_table, decoding_profile, random_trace
+
+TREE = {"policy": "sage", "k": 4, "d_max": 4}
+WHOLE = ForestBounds(depth=4, num_proposals=4, beam=4, beam_depth=4)
+"""What random forests hold: every child, so whatever a beam of 4 asks for."""
+
+
+def trace_of(draft: ModelReference = DRAFT, *, seed: int = 0, num_tokens: int = 40, **fields: Any) -> Trace:
+    """A random trace of a draft; ``fields`` of its header."""
+    trace = random_trace(seed, num_tokens=num_tokens)
+    return dataclasses.replace(
+        trace, header=trace.header.model_copy(update={"draft": draft, "bounds": WHOLE, **fields})
+    )
+
+
+def point_of(
+    trace: Trace, table: CostTable, *, kind: str = "independent", tree: dict[str, Any] | None = None, **fields: Any
+) -> OperatingPoint:
+    """A point of a profile, with what its search would predict."""
+    draft = trace.header.draft
+    point = OperatingPoint(
+        draft=DraftChoice(kind=kind, id=draft.id, sha256=draft.sha256, subnet=trace.header.subnet),
+        tree=parse_policy(tree or TREE),
+        predicted=None,
+        measured=None,
+        **fields,
+    )
+    configuration = configuration_of(point)
+    assert isinstance(configuration, Configuration)
+    found = Evaluator([trace], table).evaluate(configuration)
+    predicted = Predicted(
+        speedup=found.speedup, ms_per_token=found.ms_per_token, tokens_per_round=found.tokens_per_round
+    )
+    return point.model_copy(update={"predicted": predicted})
+
+
+def profile_of(*points: OperatingPoint, trace: Trace) -> DecodingProfile:
+    """Tuned on the trace's prompts."""
+    profile = decoding_profile()
+    workload = profile.workload.model_copy(
+        update={"tune_sha256": trace.header.workload_sha256, "num_tune_prompts": trace.num_prompts}
+    )
+    return profile.model_copy(update={"points": list(points), "workload": workload})
+
+
+def write_study(folder: Path, table: CostTable, *traces: Trace) -> Path:
+    """As a search leaves them."""
+    write_document(folder / "abacus.cost.json", "cost-table", table)
+    for trace in traces:
+        name = trace.header.draft.id.replace("/", "-")
+        save_trace(folder / "traces" / name / f"{trace.header.subnet.name}.trace.json", trace)
+    return folder
+
+
+def write_pair(folder: Path, *, kind: str = "independent", table: CostTable | None = None, **fields: Any) -> Path:
+    """A profile of one point, with its study where exports look for it; returns the profile's path."""
+    trace, table = trace_of(**fields), table or cost_table()
+    write_study(folder / ".autotune" / "pair", table, trace)
+    save_profile(folder / "profile.json", profile_of(point_of(trace, table, kind=kind), trace=trace))
+    return folder / "profile.json"
+
+
+PRUNED = Subnet(visual_keep=0.5)
