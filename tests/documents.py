@@ -106,15 +106,19 @@ def random_forest(rng: np.random.Generator, num_tokens: int, *, k: int = 4, dept
     return Forest(answer, np.array(child_token), np.array(child_logprob, np.float32), np.array(child_node))
 
 
-def random_trace(seed: int, *, visual_keep: float = 1.0, num_prompts: int = 4, num_tokens: int = 12) -> Trace:
-    """Prompts of unequal lengths whose forests hold all 4 children of every node to depth 4."""
+def random_trace(
+    seed: int, *, visual_keep: float = 1.0, num_prompts: int = 4, num_tokens: int = 12, depth: int = 4
+) -> Trace:
+    """Prompts of unequal lengths whose forests hold all 4 children of every node to a depth."""
     rng = np.random.default_rng(seed)
     parts = [
-        RecordedPrompt(random_forest(rng, num_tokens + number), 20 + number, 10 + number, 10 * (number % 2))
+        RecordedPrompt(
+            random_forest(rng, num_tokens + number, depth=depth), 20 + number, 10 + number, 10 * (number % 2)
+        )
         for number in range(num_prompts)
     ]
     return join(
-        header(num_prompts, bounds=ForestBounds(depth=4, num_proposals=4), subnet=Subnet(visual_keep=visual_keep)),
+        header(num_prompts, bounds=ForestBounds(depth=depth, num_proposals=4), subnet=Subnet(visual_keep=visual_keep)),
         parts,
     )
 

@@ -92,7 +92,7 @@ def test_readme_runs(tmp_path: Path, postgresql: str) -> None:
         if command.startswith("autotune search"):
             command += f" {quick} -o profile{number}.json"
         command = command.replace("autotune record", "autotune record --workload prompts.jsonl")
-        command = command.replace("autotune profile", "autotune profile --workload prompts.jsonl")
+        command = command.replace("autotune profile", "autotune profile --workload prompts.jsonl --budget 10s")
         command = command.replace("autotune bench", "autotune bench --workload prompts.jsonl")
         command = command.replace("autotune check", "autotune check --workload prompts.jsonl")
         # The short answers of this test decide nothing about speed, and its folder has no history.

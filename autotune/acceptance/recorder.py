@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Recorder:
         self.folder = folder
         self.layers: tuple[int, ...] = ()
         """Of the target: what it makes of prompts is kept for these, where many drafts that read them are recorded."""
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[tuple[str, int], Reading] = {}
         self._plain = Decoder(target)
 
     def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
@@ -118,7 +118,8 @@ class Recorder:
         draft.visual_keep = visual_keep
         parts = []
         subnet = [draft_reference.sha256 or draft_reference.id, draft.subnet.model_dump(), bounds.model_dump()]
-        for number, (prompt, answer) in enumerate(zip(workload.prompts, self.answers(workload), strict=True)):
+        for number, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True)):
+            answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
             path = self.folder / "forests" / content_key(subnet) / f"{self._answer_key(prompt)}.safetensors"
             part = _read_part(path)
             if part is None:
@@ -151,12 +152,13 @@ class Recorder:
             return None
         if not set(layers) <= set(self.layers):
             return read_target(self.target, inputs, answer, layers)
-        if prompt.sha256 not in self._readings:
+        key = prompt.sha256, len(answer.tokens)
+        if key not in self._readings:
             found = read_target(self.target, inputs, answer, self.layers)
             if found.num_bytes + sum(kept.num_bytes for kept in self._readings.values()) > MAX_KEPT_BYTES:
                 return found
-            self._readings[prompt.sha256] = found
-        return self._readings[prompt.sha256]
+            self._readings[key] = found
+        return self._readings[key]
 
 
 def _read_answer(path: Path) -> Answer | None:

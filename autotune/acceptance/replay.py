@@ -28,6 +28,9 @@ _ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING, _PLAIN_STEPS = range(5)
 _DRAFT_MS, _VERIFY_MS = range(2)
 
 
+COVERED = 0.01  # of the nodes verified, so many may be expanded in vain
+
+
 @dataclass(frozen=True)
 class Replay:
     """What decoding the trace's prompts with a policy would do. Arrays are per prompt unless said otherwise."""
@@ -52,6 +55,11 @@ class Replay:
     verify_ms: Floats
     overhead_ms: Floats
     draft_prefill_ms: Floats
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the trace holds next to all that the policy asked for: levels that it does not hold are not priced."""
+        return bool(self.missing.sum() <= COVERED * max(1, self.verified_nodes.sum()))
 
     @property
     def decode_ms(self) -> Floats:

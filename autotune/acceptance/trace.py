@@ -58,6 +58,8 @@ class ForestBounds(Document):
     """...the most probable of a level, so many..."""
     nucleus_depth: int = Field(default=0, ge=0, le=24)
     """...in trees of so many levels."""
+    answer_tokens: int | None = Field(default=None, ge=2)
+    """Of every answer so many tokens at most, the first ones; None: all."""
 
 
 def bounds_for(policies: Iterable[Policy]) -> ForestBounds:

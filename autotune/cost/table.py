@@ -5,6 +5,7 @@ no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from pydantic import Field
@@ -12,12 +13,13 @@ from pydantic import Field
 from autotune.cost.device import Fingerprint
 from autotune.cost.surface import Surface
 from autotune.errors import UserError
-from autotune.files import Document, content_key
+from autotune.files import Document, content_key, parse, read_json
 from autotune.provenance import ModelReference, Provenance
 from autotune.subnet import Subnet
 from autotune.trees.buckets import round_up
 from autotune.trees.tree import Floats
 
+REWEIGHTED = 5  # times a fit is done anew, with the weights that it implies
 KV_STEP = 16  # tokens: the prices of one KV length serve up to this many more
 # Sizes of a table's steps: every small one, because matrix kernels go by blocks and the ninth token may cost more than the
 # eight before it; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
@@ -41,32 +43,14 @@ class PrefillCost(Document):
 
 
 def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
-    """Non-negative least squares of relative errors over the medians of (tokens, images, ms)."""
-    from scipy.optimize import nnls
-
+    """Fitted to the medians of (tokens, images, ms)."""
     by_size: dict[tuple[int, int], list[float]] = {}
     for num_tokens, num_images, sample in samples:
         by_size.setdefault((num_tokens, num_images), []).append(sample)
     sizes = np.array([(1, *size) for size in by_size], np.float64)
-    ms = np.array([np.median(found) for found in by_size.values()])
-
-    def fit(chosen: np.ndarray) -> Floats:
-        found: Floats = nnls(sizes[chosen] / ms[chosen, None], np.ones(chosen.sum()))[0]
-        return found
-
-    errors = []
-    for number in range(len(ms)):
-        others = np.arange(len(ms)) != number
-        # A size that alone tells of something, the only prompt without an image say, cannot be predicted by the others.
-        if np.linalg.matrix_rank(sizes[others]) == np.linalg.matrix_rank(sizes):
-            errors.append(abs(float(sizes[number] @ fit(others)) / ms[number] - 1))
-    intercept, per_token, image = fit(np.ones(len(ms), bool))
+    (intercept, per_token, image), error = _fit(sizes, np.array([np.median(found) for found in by_size.values()]))
     return PrefillCost(
-        intercept_ms=float(intercept),
-        per_token_ms=float(per_token),
-        image_ms=float(image),
-        samples=samples,
-        held_out_error=float(np.median(errors)) if errors else None,
+        intercept_ms=intercept, per_token_ms=per_token, image_ms=image, samples=samples, held_out_error=error
     )
 
 
@@ -85,29 +69,35 @@ class Overhead(Document):
 
 
 def fit_overhead(samples: list[tuple[int, int, float]]) -> Overhead:
-    """Non-negative least squares of relative errors over (rounds, draft forwards, ms)."""
-    from scipy.optimize import nnls
-
+    """Fitted to (rounds, draft forwards, ms)."""
     if not samples:  # every answer ended with its first token
         return Overhead(round_ms=0.0, level_ms=0.0)
     counts = np.array([row[:2] for row in samples], np.float64)
-    ms = np.maximum([row[2] for row in samples], 1e-6)
+    (per_round, per_level), error = _fit(counts, np.maximum([row[2] for row in samples], 1e-6))
+    return Overhead(round_ms=per_round, level_ms=per_level, samples=samples, held_out_error=error)
+
+
+def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:
+    """What each of the counted things costs, by non-negative least squares of errors relative to the cost; and the median
+    relative error of rows left out of the fit, one after the other.
+    """
+    from scipy.optimize import nnls
 
     def fit(chosen: np.ndarray) -> Floats:
-        found: Floats = nnls(counts[chosen] / ms[chosen, None], np.ones(chosen.sum()))[0]
+        # Relative to what is predicted: relative to what was measured, a slow run would count for less than a fast one.
+        weight = 1.0 / ms
+        for _ in range(REWEIGHTED):
+            found: Floats = nnls(counts[chosen] * weight[chosen, None], ms[chosen] * weight[chosen])[0]
+            weight = 1.0 / np.maximum(counts @ found, 1e-9)
         return found
 
     errors = []
-    for number in range(len(ms) if len(ms) > 1 else 0):
-        predicted = counts[number] @ fit(np.arange(len(ms)) != number)
-        errors.append(abs(float(predicted) / ms[number] - 1))
-    per_round, per_level = fit(np.ones(len(ms), bool))
-    return Overhead(
-        round_ms=float(per_round),
-        level_ms=float(per_level),
-        samples=samples,
-        held_out_error=float(np.median(errors)) if errors else None,
-    )
+    for number in range(len(ms)):
+        others = np.arange(len(ms)) != number
+        # A row that alone tells of something, the only prompt without an image say, cannot be predicted by the others.
+        if np.linalg.matrix_rank(counts[others]) == np.linalg.matrix_rank(counts):
+            errors.append(abs(float(counts[number] @ fit(others)) / float(ms[number]) - 1))
+    return fit(np.ones(len(ms), bool)).tolist(), float(np.median(errors)) if errors else None
 
 
 class DraftCosts(Document):
@@ -255,6 +245,11 @@ class CostTable(Document):
             overhead_level_ms=costs.overhead.level_ms,
             draft_prefill=costs.prefill,
         )
+
+
+def load_table(path: Path) -> CostTable:
+    """The cost table in ``path``."""
+    return parse(CostTable, "cost-table", read_json(path), source=path)
 
 
 @dataclass(frozen=True)

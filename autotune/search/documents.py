@@ -14,9 +14,9 @@ from autotune.cost.device import choose_device, fingerprint, local_devices, ship
 from autotune.cost.profiler import kv_lengths_for, profile
 from autotune.cost.roofline import datasheets, estimate_table
 from autotune.cost.sampling import ProfileSettings
-from autotune.cost.table import CostTable
+from autotune.cost.table import CostTable, load_table
 from autotune.errors import UserError, nearest
-from autotune.files import SCHEMA_VERSIONS, content_key, parse, read_json, write_document
+from autotune.files import SCHEMA_VERSIONS, content_key, write_document
 from autotune.search.contenders import Contenders, shape_of
 from autotune.search.ledger import Ledger
 from autotune.search.space import Place
@@ -41,11 +41,6 @@ def device_for(gpu: str) -> str | None:
             f"--gpu {gpu}: neither a device of this machine nor one with a shipped cost table or datasheet; {hint}"
         )
     return None
-
-
-def load_table(path: Path) -> CostTable:
-    """The cost table in ``path``."""
-    return parse(CostTable, "cost-table", read_json(path), source=path)
 
 
 def foreign_table(gpu: str, contenders: Contenders, priced: Sequence[Place]) -> CostTable:
@@ -97,21 +92,25 @@ def local_table(
     folder: Path,
     ledger: Ledger,
     console: Console,
+    *,
+    time_limit_s: float = ProfileSettings.time_limit_s,
 ) -> CostTable:
-    """This device's table: the one in the study's folder or ledger if it was measured for these drafts, else measured now,
-    by one of the study's workers.
+    """This device's table: the one in the study's folder or ledger if it was measured for these drafts in as much time, else
+    measured now, by one of the study's workers.
 
     Raises:
         UserError: a table of another target, device or precision was put in its place.
     """
     described = [[draft, list(subnet.head_shares)] for draft, subnet in priced]
     # Tables of older schemas hold no errors.
-    key = content_key([contenders.key, described, workload.sha256, SCHEMA_VERSIONS["cost-table"]])
+    named = [contenders.key, described, workload.sha256, SCHEMA_VERSIONS["cost-table"]]
+    hurried = [] if time_limit_s == ProfileSettings.time_limit_s else [time_limit_s]
+    key = content_key([*named, *hurried])
     path = folder / f"{key}.cost.json"
     if not path.exists():
         record = ledger.work(
             "cost table",
-            {key: lambda: measure_table(contenders, priced, workload, console).model_dump(mode="json")},
+            {key: lambda: measure_table(contenders, priced, workload, console, time_limit_s).model_dump(mode="json")},
         )[key]
         write_document(path, "cost-table", CostTable.model_validate(record, strict=False))
     else:
@@ -121,7 +120,13 @@ def local_table(
     return table
 
 
-def measure_table(contenders: Contenders, priced: Sequence[Place], workload: Workload, console: Console) -> CostTable:
+def measure_table(
+    contenders: Contenders,
+    priced: Sequence[Place],
+    workload: Workload,
+    console: Console,
+    time_limit_s: float = ProfileSettings.time_limit_s,
+) -> CostTable:
     """Measure target and drafts at the KV lengths that the workload's prompts and answers reach."""
     lengths = [prompt.inputs(contenders.processor)["input_ids"].shape[1] for prompt in workload.prompts]
     longest = max(
@@ -135,7 +140,12 @@ def measure_table(contenders: Contenders, priced: Sequence[Place], workload: Wor
             [(contenders.draft(draft, subnet), contenders.references[draft]) for draft, subnet in priced],
             contenders.processor,
             workload,
-            settings=ProfileSettings(kv_lengths=kv_lengths, held_out_kv_length=between, buckets=contenders.buckets),
+            settings=ProfileSettings(
+                kv_lengths=kv_lengths,
+                held_out_kv_length=between,
+                buckets=contenders.buckets,
+                time_limit_s=time_limit_s,
+            ),
             report=lambda done, of: update(done, of, ""),
         )
 

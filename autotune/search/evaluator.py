@@ -12,11 +12,12 @@ import numpy as np
 
 from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
-from autotune.cost.table import CostTable, DensePrices
+from autotune.cost.table import CostTable, DensePrices, DraftCosts
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import STATIC_FIELDS, Configuration, Place, SearchSpace
+from autotune.subnet import Subnet
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.tree import MAX_STEP, Floats
@@ -57,6 +58,57 @@ class Constraints:
     max_draft_mib: float | None = None
     """Memory of the draft: its own weights, and its cache of the longest prompt and answer with the largest tree."""
 
+    def check(self, round_ms: Iterable[float], draft_mib: Iterable[float | None]) -> None:
+        """Refuse limits that nothing keeps, given the least that rounds take and drafts need.
+
+        Raises:
+            UserError: says which limit binds, and what the least is.
+        """
+        if (limit := self.max_round_ms) is not None and (least := min(round_ms)) > limit:
+            raise UserError(
+                f"--max-round-ms {limit:g}: no tree keeps to it; a round with one drafted token takes {least:.2f} ms; raise it above that"
+            )
+        if (limit := self.max_draft_mib) is not None:
+            sizes = [size for size in draft_mib if size is not None]
+            if sizes and min(sizes) > limit:
+                raise UserError(
+                    f"--max-draft-mib {limit:g}: no draft keeps to it; the smallest takes {min(sizes):.1f} MiB; raise it, or name a smaller draft"
+                )
+
+    def check_table(self, table: CostTable) -> None:
+        """The same before anything is recorded: with empty caches, so what is refused here fits nowhere.
+
+        Raises:
+            UserError: as ``check``.
+        """
+        of_drafts = [(costs.draft, Subnet(heads=costs.heads)) for costs in table.drafts]
+        prices = [table.prices(draft, max_tokens=2, max_kv_length=0, subnet=subnet) for draft, subnet in of_drafts]
+        self.check(
+            (largest_round_ms(found, SMALLEST) for found in prices),
+            (memory_mib(costs, table.precision, 0) for costs in table.drafts),
+        )
+
+
+SMALLEST = parse_policy({"policy": "chain", "depth": 1})
+
+
+def largest_round_ms(prices: DensePrices, policy: Policy) -> float:
+    """Latency of the largest round that a policy can make, at the longest KV length that is priced."""
+    levels = policy.max_depth
+    draft = (
+        prices.commit_ms[1, -1] + (levels - 1) * prices.draft_ms[min(policy.max_width, len(prices.draft_ms) - 1), -1]
+    )
+    overhead = prices.overhead_round_ms + levels * prices.overhead_level_ms
+    return float(draft + prices.verify_ms[policy.max_nodes + 1, -1] + overhead)
+
+
+def memory_mib(costs: DraftCosts, precision: str, num_tokens: int) -> float | None:
+    """Of a draft: its own weights, and a cache of so many tokens, MiB; None where the cost table does not say."""
+    if costs.num_parameters is None or costs.cache_bytes_per_token is None:
+        return None
+    width = {"float32": 4, "float64": 8}.get(precision, 2)
+    return (costs.num_parameters * width + costs.cache_bytes_per_token * num_tokens) / 2**20
+
 
 class Evaluator:
     """Replays configurations over the traces of every draft and subnet."""
@@ -85,8 +137,9 @@ class Evaluator:
             )
         self.longest = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
         self.prices = {place: self._prices_of(trace) for place, trace in self.traces.items()}
-        ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
-        self.ar_ms_per_token = float(ar_ms.sum() / any_trace.num_tokens)
+        self.ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
+        """Of plain decoding, predicted, by prompt."""
+        self.ar_ms_per_token = float(self.ar_ms.sum() / any_trace.num_tokens)
         self.tasks = any_trace.header.tasks
         self._seen: dict[str, Candidate] = {}
 
@@ -134,30 +187,23 @@ class Evaluator:
         return trace, policy, prices
 
     def can_replay(self, configuration: Configuration) -> bool:
-        """Whether its draft and subnet were recorded, and its trees lie within traces and prices."""
+        """Whether its draft and subnet were recorded, and its trees lie within traces and prices: nodes that a trace does not
+        hold would not be priced.
+        """
         try:
-            self._reach(configuration)
+            return self.replay(configuration).is_covered
         except UserError:
             return False
-        return True
 
     def round_ms(self, place: Place, policy: Policy) -> float:
         """Latency of the largest round that a policy can make, at the longest KV length."""
-        prices = self.prices[place]
-        levels = policy.max_depth
-        draft = prices.commit_ms[1, -1] + (levels - 1) * prices.draft_ms[policy.max_width, -1]
-        overhead = prices.overhead_round_ms + levels * prices.overhead_level_ms
-        return float(draft + prices.verify_ms[policy.max_nodes + 1, -1] + overhead)
+        return largest_round_ms(self.prices[place], policy)
 
     def draft_mib(self, place: Place, policy: Policy) -> float | None:
-        """Memory of a draft, MiB; None where the cost table does not say."""
+        """Memory of a draft with its cache at the longest KV length, MiB; None where the cost table does not say."""
         header = self.traces[place].header
         costs = self.table.costs_of(header.draft, header.subnet)
-        if costs.num_parameters is None or costs.cache_bytes_per_token is None:
-            return None
-        width = {"float32": 4, "float64": 8}.get(self.table.precision, 2)
-        cache = costs.cache_bytes_per_token * (self.longest + policy.max_grown)
-        return (costs.num_parameters * width + cache) / 2**20
+        return memory_mib(costs, self.table.precision, self.longest + policy.max_grown)
 
     def is_feasible(self, place: Place, tree: dict[str, Any]) -> bool:
         """Whether a tree keeps to the constraints."""
@@ -175,19 +221,10 @@ class Evaluator:
         Raises:
             UserError: says which constraint binds, and what the least is.
         """
-        chain = parse_policy({"policy": "chain", "depth": 1})
-        if (limit := self.constraints.max_round_ms) is not None:
-            least = min(self.round_ms(place, chain) for place in self.traces)
-            if least > limit:
-                raise UserError(
-                    f"--max-round-ms {limit:g}: no tree keeps to it; a round with one drafted token takes {least:.2f} ms; raise it above that"
-                )
-        if (limit := self.constraints.max_draft_mib) is not None:
-            sizes = [size for place in self.traces if (size := self.draft_mib(place, chain)) is not None]
-            if sizes and min(sizes) > limit:
-                raise UserError(
-                    f"--max-draft-mib {limit:g}: no draft keeps to it; the smallest takes {min(sizes):.1f} MiB; raise it, or name a smaller draft"
-                )
+        self.constraints.check(
+            (self.round_ms(place, SMALLEST) for place in self.traces),
+            (self.draft_mib(place, SMALLEST) for place in self.traces),
+        )
 
     def evaluate(self, configuration: Configuration) -> Candidate:
         """A configuration's figures; a second call costs nothing."""

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from autotune.decoding_profile import AR as AR  # for those who run it
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.prompt_lookup import PromptLookupDraft
@@ -34,8 +35,9 @@ from autotune.search.space import Configuration
 from autotune.workload import Workload, WorkloadPrompt
 
 Report = Callable[[int, int], None]
-AR, HF, HF_ASSISTED, PROMPT_LOOKUP = "ar", "hf", "hf-assisted", "prompt_lookup"
-DISTURBED = 3.0  # times the usual prefill of the same prompt
+HF, HF_ASSISTED, PROMPT_LOOKUP = "hf", "hf-assisted", "prompt_lookup"
+DISTURBED = 3.0  # times the usual prefill of the same prompt...
+STALLED = 8.0  # ...or times the shortest forward of the target: no tree is as large as that
 MAX_REPEATS = 3
 SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple are of one shape
 
@@ -70,6 +72,11 @@ class Run(Document):
     plain_steps: int | None = None
     """This and the next are null in runs of earlier versions."""
     verified_nodes: int | None = None
+
+    @property
+    def forward_ms(self) -> float:
+        """Mean of the target's forwards behind the prefill; 0 where they are not measured, or there is none."""
+        return self.verify_ms / max(1, self.target_forwards)
 
 
 @dataclass(frozen=True)
@@ -160,13 +167,19 @@ class Runner:
     def _run_prompt(self, arms: Sequence[Arm], prompt: WorkloadPrompt, order: random.Random) -> dict[str, Run]:
         """All arms on one prompt, in random order. What a stranger on the machine disturbed is measured again: the
         target's prefill is the same work in every arm, and no part of what is compared, so a run in which it took several
-        times as long as in the others says nothing, and teaches no fallback.
+        times as long as in the others says nothing, and teaches no fallback; nor does one in which the machine stood still.
         """
         learnt = {arm.name: [way.fallback.memory for way in self.decoder_of(arm).ways] for arm in arms}
         runs = {arm.name: self.run(arm, prompt) for arm in order.sample(list(arms), len(arms))}
         for _ in range(MAX_REPEATS):
             usual_ms = float(np.median([run.target_prefill_ms for run in runs.values()]))
-            disturbed = [arm for arm in arms if runs[arm.name].target_prefill_ms > DISTURBED * usual_ms]
+            forward_ms = min((run.forward_ms for run in runs.values() if run.forward_ms > 0), default=0.0)
+            disturbed = [
+                arm
+                for arm in arms
+                if runs[arm.name].target_prefill_ms > DISTURBED * usual_ms
+                or runs[arm.name].forward_ms > STALLED * forward_ms
+            ]
             for arm in disturbed:
                 self.num_disturbed += 1
                 for way, memory in zip(self.decoder_of(arm).ways, learnt[arm.name], strict=True):

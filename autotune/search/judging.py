@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,15 +33,15 @@ from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.contenders import Contenders
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import AR, Arm, Summary, eliminate, summarise
-from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_workload, choose_points
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration
+from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
+from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, configuration_of
 from autotune.search.study import Found, choose_finalists
+from autotune.search.study_document import RUNS, Finalist
 from autotune.trees.policy import parse_policy
 from autotune.workload import Workload, WorkloadPrompt
 
 NUM_FINALISTS = 6
 FINALIST_PROMPTS = 16
-RUNS = "runs.jsonl"
 NUM_POINT_CANDIDATES = 200  # of the fastest of all prompts, among which points are looked for, beside each task's
 
 
@@ -59,6 +60,9 @@ class Judging:
     seed: int
     deadline: float
     console: Console
+
+    finalists: list[Finalist] = field(default_factory=list, init=False)
+    """How they did, once they were measured."""
 
     def __post_init__(self) -> None:
         self.runner = self.contenders.runner(self.table.threads, self.folder / RUNS)
@@ -94,28 +98,26 @@ class Judging:
                 deadline=time.monotonic() + 0.4 * (self.deadline - time.monotonic()),
                 report=lambda done, of: update(done, of, ""),
             )
-        rows = []
+        self.finalists = []
         for name, one in of_arm.items():
             runs = found.runs[name]
             summary = summarise(name, runs, found.runs[AR][: len(runs)])
-            passes = -(-len(runs) // len(prompts.prompts))
-            predicted_ms = np.tile(self.evaluator.replay(one.configuration).decode_ms[: len(prompts.prompts)], passes)
-            error = float(predicted_ms[: len(runs)].sum()) / sum(run.decode_ms for run in runs) - 1
-            rows.append(
-                [
-                    one.configuration.label,
-                    f"{one.speedup:.2f}x",
-                    f"{summary.speedup:.2f}x",
-                    f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
-                    f"{100 * error:+.1f} %",
-                    f"{len(runs)}" + ("" if name in found.standing else ", then out"),
-                ]
+            self.finalists.append(
+                Finalist(
+                    configuration=one.configuration,
+                    predicted_speedup=self._predicted_speedup(one.configuration, len(prompts.prompts), len(runs)),
+                    speedup=summary.speedup,
+                    ci95=summary.ci95,
+                    num_runs=len(runs),
+                    is_standing=name in found.standing,
+                )
             )
-        self.console.table(
-            "Finalists on tuning prompts",
-            ["configuration", "predicted", "measured", "95 % interval", "predicted time against measured", "runs"],
-            rows,
+        print_finalists(self.finalists, self.console)
+        passes = len(found.runs[AR]) / len(prompts.prompts)
+        slower = sum(run.decode_ms for run in found.runs[AR]) / float(
+            self.evaluator.ar_ms[: len(prompts.prompts)].sum() * passes
         )
+        self.console.say(f"plain decoding took {slower:.2f} of the time that the cost table says")
         times = {name: np.array([run.decode_ms for run in found.runs[name]]) for name in found.standing}
         winner = fastest = found.standing[0]
         for name in found.standing[1:]:
@@ -124,6 +126,13 @@ class Judging:
             if is_tied and of_arm[name].nodes_per_round < of_arm[winner].nodes_per_round:
                 winner = name
         return of_arm[winner]
+
+    def _predicted_speedup(self, configuration: Configuration, num_prompts: int, num_runs: int) -> float:
+        """On as many of the tuning prompts as were run, over and over. Of speedups, not of times: a machine that has become
+        slower since its table was measured is slower with and without a draft.
+        """
+        order = np.arange(num_runs) % num_prompts
+        return float(self.evaluator.ar_ms[order].sum() / self.evaluator.replay(configuration).decode_ms[order].sum())
 
     def points(self, winner: Candidate) -> list[tuple[Condition, Candidate]]:
         """Conditions under which another candidate is predicted to be faster than the winner, on tuning prompts that did not
@@ -135,7 +144,11 @@ class Judging:
         trace = next(iter(self.evaluator.traces.values()))
         points = choose_points(
             self.evaluator.prompt_ms([one.configuration for one in chosen_among]),
-            [by_workload(self.evaluator.tasks), *by_prompt_tokens(trace.prompt_length.tolist())],
+            [
+                by_workload(self.evaluator.tasks),
+                by_temperature([prompt.settings.temperature or 0.0 for prompt in self.tune.prompts]),
+                *by_prompt_tokens(trace.prompt_length.tolist()),
+            ],
             seed=self.seed,
         )
         return [(point.condition, chosen_among[point.configuration]) for point in points[:-1]] + [(Condition(), winner)]
@@ -214,15 +227,11 @@ class Judging:
             update={
                 "prompts": [prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
                 "compared": [
-                    ComparedArm(
-                        name=arm.name,
-                        tree=arm.configuration.tree if arm.configuration else None,
-                        visual_keep=arm.configuration.visual_keep if arm.configuration else None,
-                        predicted_speedup=predicted[arm.name].speedup if arm.name in predicted else None,
-                        speedup=summaries[arm.name].speedup,
-                        ci95=summaries[arm.name].ci95,
-                        tokens_per_round=summaries[arm.name].tokens_per_round,
-                        tokens_per_second=summaries[arm.name].tokens_per_second,
+                    _compared(
+                        arm.name,
+                        arm.configuration,
+                        predicted[arm.name].speedup if arm.name in predicted else None,
+                        summaries[arm.name],
                     )
                     for arm in arms
                 ],
@@ -297,6 +306,21 @@ class Judging:
         )
 
 
+def _compared(
+    name: str, configuration: Configuration | None, predicted_speedup: float | None, summary: Summary
+) -> ComparedArm:
+    return ComparedArm(
+        name=name,
+        tree=configuration.tree if configuration else None,
+        visual_keep=configuration.visual_keep if configuration else None,
+        predicted_speedup=predicted_speedup,
+        speedup=summary.speedup,
+        ci95=summary.ci95,
+        tokens_per_round=summary.tokens_per_round,
+        tokens_per_second=summary.tokens_per_second,
+    )
+
+
 def _measured(summary: Summary, plain: Summary) -> Measured:
     return Measured(
         speedup=summary.speedup,
@@ -307,6 +331,26 @@ def _measured(summary: Summary, plain: Summary) -> Measured:
         num_prompts=summary.num_prompts,
         num_tokens=summary.num_tokens,
         identical_outputs=summary.identical_outputs,
+    )
+
+
+def print_finalists(finalists: Sequence[Finalist], console: Console) -> None:
+    """Predicted beside measured."""
+    rows = [
+        [
+            one.configuration.label,
+            f"{one.predicted_speedup:.2f}x",
+            f"{one.speedup:.2f}x",
+            f"{one.ci95[0]:.2f}-{one.ci95[1]:.2f}",
+            f"{100 * one.prediction_error:+.1f} %",
+            f"{one.num_runs}" + ("" if one.is_standing else ", then out"),
+        ]
+        for one in finalists
+    ]
+    console.table(
+        "Finalists on tuning prompts",
+        ["configuration", "predicted", "measured", "95 % interval", "prediction off by", "runs"],
+        rows,
     )
 
 
@@ -335,17 +379,4 @@ def print_comparison(
         ["arm", "predicted", "measured", "95 % interval", "M", "tokens/s", "same output"],
         rows,
         emphasised=len(rows) - 1,
-    )
-
-
-def configuration_of(point: OperatingPoint) -> Configuration | None:
-    """A point as a configuration; None for plain decoding."""
-    if point.draft is None or point.tree is None:
-        return None
-    return Configuration(
-        tree=point.tree.model_dump(),
-        draft=point.draft.id,
-        subnet=point.draft.subnet,
-        verification=point.verification,
-        fallback=point.fallback,
     )

@@ -57,6 +57,7 @@ class Ledger:
         """
         self.storage = storage
         self.lease_s = lease_s
+        self._used: dict[str, dict[str, None]] = {}
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._table = sql.Table(
             "autotune_ledger",
@@ -72,24 +73,19 @@ class Ledger:
             wait = {"timeout": 60} if url.startswith("sqlite") else {"connect_timeout": 10}
             self._engine = sql.create_engine(url, connect_args=wait, pool_pre_ping=True)
             self._now: sql.ColumnElement[float] = sql.literal_column(NOW[self._engine.dialect.name])
-            with self._engine.begin() as connection:
+            # Two workers that begin at the same moment both find no table, and one of them fails to make it.
+            with contextlib.suppress(sql.exc.SQLAlchemyError), self._engine.begin() as connection:
                 self._table.create(connection, checkfirst=True)
+            self.missing([""])
         except (sql.exc.SQLAlchemyError, ImportError) as error:
-            # Two workers that begin at the same moment both find no table.
-            if not (isinstance(error, sql.exc.SQLAlchemyError) and self._has_table()):
-                raise UserError(
-                    f"--storage {storage}: the storage does not answer ({_first_line(error)}); check the URL and its driver"
-                ) from None
+            raise UserError(
+                f"--storage {storage}: the storage does not answer ({_first_line(error)}); check the URL and its driver"
+            ) from None
 
-    def _has_table(self) -> bool:
-        try:
-            return sql.inspect(self._engine).has_table(self._table.name)
-        except (AttributeError, sql.exc.SQLAlchemyError):
-            return False
-
-    def get(self, key: str) -> Record | None:
-        """A record, if it was made."""
-        return self.records([key]).get(key)
+    @property
+    def used_keys(self) -> dict[str, list[str]]:
+        """Of the records that this worker's calls of ``work`` returned, by stage."""
+        return {stage: list(keys) for stage, keys in self._used.items()}
 
     def records(self, keys: list[str]) -> dict[str, Record]:
         """Those of the records that were made, in the order of ``keys``."""
@@ -169,7 +165,9 @@ class Ledger:
                 self.put(mine, units[mine]())
         if report is not None:
             report(len(keys) - len(waiting), len(keys))
-        return self.records(keys)
+        found = self.records(keys)
+        self._used.setdefault(stage, {}).update(dict.fromkeys(found))
+        return found
 
     @contextlib.contextmanager
     def _held(self, key: str) -> Iterator[None]:

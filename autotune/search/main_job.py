@@ -5,17 +5,21 @@ Each stage leaves documents that the next run finds again.
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.console import Console
-from autotune.cost.table import TOKENS
+from autotune.cost.sampling import ProfileSettings
+from autotune.cost.table import TOKENS, CostTable
 from autotune.decoding_profile import DecodingProfile, save_profile
 from autotune.errors import UserError
-from autotune.files import content_key, require_writable
-from autotune.search.contenders import Contenders
+from autotune.files import content_key, require_writable, write_document
+from autotune.provenance import stamp
+from autotune.search.contenders import Contenders, shape_of
 from autotune.search.documents import (
     device_for,
     foreign_table,
@@ -30,11 +34,13 @@ from autotune.search.judging import Judging
 from autotune.search.ledger import Ledger
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.study import search_trees
+from autotune.search.study_document import LEDGER, PROFILE, Contender, StudyDocument, save_study
 from autotune.search.subnets import measure, print_screened, screen, survivors
 from autotune.trees.buckets import check_buckets
-from autotune.workload import load_workload
+from autotune.workload import Workload, load_workload
 
 MIN_TREES_S = 20.0  # for the trees, however late it is
+TABLE_SHARE = 0.3  # of the budget that steps may be timed for, where that is less than they take
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,31 @@ class SearchSettings:
     output: Path = Path("profile.json")
     folder: Path = Path(".autotune")
     """Where studies keep their documents."""
+
+    @property
+    def command(self) -> str:
+        """The command line that asks for this, defaults included; where a database is stays out of documents."""
+        options: list[tuple[str, Any]] = [
+            ("target", self.target),
+            *(("draft", draft) for draft in self.drafts),
+            ("workload", self.workload),
+            ("gpu", self.gpu),
+            ("space", self.space),
+            ("heads", self.heads),
+            ("injection-layer", self.injection_layer),
+            ("budget", f"{self.budget_s:g}s"),
+            ("trials", self.num_trials),
+            ("measure", "all" if self.measure_all else "finalists"),
+            ("max-round-ms", self.constraints.max_round_ms),
+            ("max-draft-mib", self.constraints.max_draft_mib),
+            ("buckets", ",".join(map(str, self.buckets)) or None),
+            ("storage", None if self.storage is None else "..."),
+            ("study", self.study),
+            ("seed", self.seed),
+            ("output", self.output),
+        ]
+        words = [word for name, value in options if value is not None for word in (f"--{name}", str(value))]
+        return shlex.join(["autotune", "search", *words])
 
 
 def check_settings(settings: SearchSettings) -> None:
@@ -133,7 +164,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     contenders = Contenders(settings.target, settings.drafts, device or "cpu", settings.buckets)
     places = contenders.subnets(space)
     folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{contenders.key}")
-    ledger = shared or Ledger(folder / "ledger.sqlite")
+    ledger = shared or Ledger(folder / LEDGER)
     console.say(
         f"target {settings.target}, draft{'s' * (len(settings.drafts) > 1)} {', '.join(settings.drafts)}, "
         f"workload {settings.workload}; study in {folder}"
@@ -143,14 +174,21 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     priced = priced_apart(places)
     if device is None:
         table = foreign_table(settings.gpu, contenders, priced)
+        write_document(folder / f"{table.device.name}.cost.json", "cost-table", table)
     else:
-        table = local_table(contenders, priced, tune, folder, ledger, console)
+        limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
+        table = local_table(contenders, priced, tune, folder, ledger, console, time_limit_s=limit_s)
     clock.ended("cost table")
+    settings.constraints.check_table(table)
+    left = _study_of(settings, contenders, table, tune, space)
+    save_study(folder, left)
     print_table(table, console)
     if len(places) > space.survivors:
         screened = screen(contenders, places, table, tune, folder, ledger, console)
         if settings.measure_all and device is not None:
             screened = measure(contenders, screened, table.threads, tune, ledger, console)
+        left = left.model_copy(update={"records": ledger.used_keys})
+        save_study(folder, left)
         places = survivors(screened, space.survivors)
         print_screened(screened, places, console)
         clock.ended("subnets")
@@ -174,6 +212,8 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     console.say(
         f"{found.num_replayed:,} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token"
     )
+    left = left.model_copy(update={"records": ledger.used_keys, "sampled": found.sampled})
+    save_study(folder, left)
     judging = Judging(found, contenders, table, evaluator, folder, tune, evaluate, settings.seed, deadline, console)
     if device is None:
         document = judging.predicted_profile()
@@ -185,10 +225,37 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         units = {key: lambda: judging.measured_profile().model_dump(mode="json")}
         document = DecodingProfile.model_validate(ledger.work("profile", units)[key], strict=False)
     clock.ended("finalists and evaluation")
-    save_profile(settings.output, document)
+    save_study(folder, left.model_copy(update={"finalists": judging.finalists, "stage_seconds": clock.seconds}))
+    for path in (folder / PROFILE, settings.output):
+        save_profile(path, document)
     console.say(f"time: {clock.said}")
     console.say(f"decoding profile written to {settings.output}")
     return document
+
+
+def _study_of(
+    settings: SearchSettings,
+    contenders: Contenders,
+    table: CostTable,
+    tune: Workload,
+    space: SearchSpace,
+) -> StudyDocument:
+    """What the search was asked, before it has made any record."""
+    return StudyDocument(
+        provenance=stamp(),
+        command=settings.command,
+        target=contenders.target_reference,
+        target_shape=shape_of(contenders.target),
+        drafts=[
+            Contender(kind=contenders.kind(draft), reference=reference, shape=shape_of(contenders.draft(draft)))
+            for draft, reference in contenders.references.items()
+        ],
+        hardware=table.device,
+        workload=settings.workload,
+        tune_sha256=tune.sha256,
+        space=space.name,
+        cost_table=table.content,
+    )
 
 
 class _StageClock:
@@ -196,13 +263,13 @@ class _StageClock:
 
     def __init__(self) -> None:
         self._last = time.monotonic()
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
 
     def ended(self, stage: str) -> None:
         now = time.monotonic()
-        self._seconds[stage] = now - self._last
+        self.seconds[stage] = now - self._last
         self._last = now
 
     @property
     def said(self) -> str:
-        return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self._seconds.items())
+        return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self.seconds.items())

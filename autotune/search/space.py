@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from autotune.decoding_profile import OperatingPoint
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root, parse, read_yaml
 from autotune.subnet import Subnet
@@ -305,3 +306,16 @@ PUBLISHED_DEFAULTS: dict[str, Configuration] = {
     "sage": Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.2)),
     "wetap": Configuration(tree={"policy": "wetap"}),
 }
+
+
+def configuration_of(point: OperatingPoint) -> Configuration | None:
+    """A point as a configuration; None for plain decoding."""
+    if point.draft is None or point.tree is None:
+        return None
+    return Configuration(
+        tree=point.tree.model_dump(),
+        draft=point.draft.id,
+        subnet=point.draft.subnet,
+        verification=point.verification,
+        fallback=point.fallback,
+    )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ TRIALS_AT_ONCE = 50
 NUM_KEPT = 24  # of a unit, the fastest go into its record; with as many of all TPE begins...
 NUM_KEPT_OF_TASK = 2  # ...and so many of the fastest of each task
 MOST_ALIKE = 2  # finalists of one draft and policy
+UNIT = "unit"  # what a trial is tagged with: how many others' come before its unit
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Found:
     """The same over the prompts of each task."""
     num_replayed: int
     """Configurations, by all workers."""
+    sampled: str
+    """Name of the Optuna study that shows what TPE drew."""
 
 
 def search_trees(
@@ -94,6 +99,7 @@ def search_trees(
         fastest=sorted(fastest.values(), key=lambda one: one.rank),
         of_task=of_task,
         num_replayed=sum(record["num_replayed"] for record in records),
+        sampled=stage.optuna_name,
     )
 
 
@@ -119,6 +125,11 @@ class _Stage:
         self.key = content_key([documents, described, trees, seed])
         self.sampled = [p for p in space.trees if p != "static" and space.enumerated(p) is None]
         self._best: Candidate | None = None
+
+    @property
+    def optuna_name(self) -> str:
+        """Of the study for ``optuna-dashboard``."""
+        return f"trees-{self.key}"
 
     def best_so_far(self) -> str:
         """For people."""
@@ -184,33 +195,28 @@ class _Stage:
     def sample(
         self, swept: list[Record], num_trials: int, deadline: float | None, report: Callable[[int, int], None]
     ) -> list[Record]:
-        """TPE over subnets, policies and hyperparameters together, from the best of what was swept. Each unit begins with
-        what the units before it found.
+        """TPE over subnets, policies and hyperparameters together, from the best of what was swept: several samplers that
+        know nothing of each other, so that workers can share them.
         """
-        if not self.sampled or num_trials == 0:
+        if not self.sampled:
             return []
-        found: list[Record] = []
         ranked = sorted(
             (one for record in swept for one in _candidates(record["fastest"]) if one.policy in self.sampled),
             key=lambda one: one.rank,
         )
+        units = {}
         for first in range(0, num_trials, TRIALS_AT_ONCE):
             count = min(TRIALS_AT_ONCE, num_trials - first)
             key = content_key([self.key, "sampled", first, count])
-            earlier = [trial for record in found for trial in record["trials"]]
+            units[key] = partial(self._sample, ranked[:NUM_KEPT], first, count)
 
-            def make(first: int = first, count: int = count, earlier: list[Any] = earlier) -> Record:
-                return self._sample(ranked[:NUM_KEPT], earlier, first, count)
+        def say(done: int, of: int) -> None:
+            report(min(num_trials, done * TRIALS_AT_ONCE), num_trials)
 
-            record = self.ledger.work("trees", {key: make}, deadline=deadline)
-            if not record:
-                break
-            found += record.values()
-            report(first + count, num_trials)
-        return found
+        return list(self.ledger.work("trees", units, deadline=deadline, report=say).values())
 
-    def _sample(self, seeds: list[Candidate], earlier: list[Any], first: int, count: int) -> Record:
-        """``count`` trials behind ``first`` earlier ones, which are [parameters, ms per token]."""
+    def _sample(self, seeds: list[Candidate], first: int, count: int) -> Record:
+        """``count`` trials, of which so many as ``first`` are others' to make."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -222,11 +228,10 @@ class _Stage:
             place = one.configuration.draft or "", one.configuration.subnet
             parameters = {"subnet": names[self.places.index(place)], **self.space.parameters(one.configuration.tree)}
             study.add_trial(_finished(parameters, one.ms_per_token, distributions))
-        for parameters, ms in earlier:
-            study.add_trial(_finished(parameters, ms, distributions))
-        trials, configurations, results = [], [], []
+        configurations, results = [], []
         for _ in range(count):
             trial = study.ask()
+            trial.set_user_attr(UNIT, first)
             place = self.places[names.index(trial.suggest_categorical("subnet", names))]
             feasible = self._feasible([(place, self.space.suggest(trial, self.sampled))])
             if not feasible:
@@ -235,9 +240,8 @@ class _Stage:
             configurations += feasible
             results.append(self.evaluator.replay(feasible[0]))
             study.tell(trial, results[-1].ms_per_token)
-            trials.append([trial.params, results[-1].ms_per_token])
         self._show(study.get_trials(deepcopy=False)[-count:], first)
-        return {**self._record(configurations, results), "trials": trials}
+        return self._record(configurations, results)
 
     def _distributions(self, names: list[str]) -> dict[str, Any]:
         """Of all parameters, by name."""
@@ -251,26 +255,30 @@ class _Stage:
             for name, dimension in self.space.trees[policy].items()
         }
 
-    def _show(self, trials: list[Any], number: int) -> None:
-        """Add trials to an Optuna study beside the ledger, where ``optuna-dashboard`` finds them; ``number`` counts those
-        of the units before, so that a unit done anew adds none twice.
+    def _show(self, trials: list[Any], unit: int) -> None:
+        """Add a unit's trials to an Optuna study beside the ledger, where ``optuna-dashboard`` finds them. A unit done anew
+        adds none twice.
         """
         import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
 
-        place = self.ledger.storage
-        opened: Any = (
-            place if isinstance(place, str) else JournalStorage(JournalFileBackend(str(place.with_suffix(".optuna"))))
-        )
         study = optuna.create_study(
-            study_name=f"trees-{self.key}",
-            storage=storage_url(opened) if isinstance(opened, str) else opened,
+            study_name=self.optuna_name,
+            storage=optuna_storage(self.ledger.storage),
             direction="minimize",
             load_if_exists=True,
         )
-        shown = len(study.get_trials(deepcopy=False))
-        study.add_trials(trials[max(0, shown - number) :])
+        if not any(trial.user_attrs.get(UNIT) == unit for trial in study.get_trials(deepcopy=False)):
+            study.add_trials(trials)
+
+
+def optuna_storage(ledger: str | Path) -> Any:
+    """Where the trials beside a ledger are: a journal beside its file, or the same database."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if isinstance(ledger, Path):
+        return JournalStorage(JournalFileBackend(str(ledger.with_suffix(".optuna"))))
+    return storage_url(ledger)
 
 
 def _finished(parameters: dict[str, Any], ms: float, distributions: dict[str, Any]) -> Any:

@@ -12,45 +12,22 @@ from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
-from autotune.files import Document, content_key
+from autotune.files import content_key
 from autotune.provenance import version_of
 from autotune.search.contenders import Contenders
 from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import AR, Arm, summarise
 from autotune.search.ledger import Ledger, Record
+from autotune.search.screened import Screened
 from autotune.search.space import Configuration, Place
-from autotune.subnet import Subnet
 from autotune.trees.chain import ChainPolicy
 from autotune.workload import Workload
 
 DEPTHS = range(1, 9)  # of the chains that a subnet is screened by
-CHAINS = bounds_for([ChainPolicy(depth=DEPTHS[-1])])
 NUM_PROMPTS = 8
+NUM_TOKENS = 64  # of each answer: all subnets are compared along the same ones
+CHAINS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
 NUM_MEASURED_PROMPTS = 8
-
-
-class Screened(Document):
-    """A subnet, and its best chain."""
-
-    draft: str
-    subnet: Subnet
-    depth: int
-    tokens_per_round: float
-    ms_per_token: float
-    """Predicted."""
-    speedup: float
-    """Over plain decoding, predicted by the same table."""
-    measured_speedup: float | None = None
-    """Of real runs with the same chain, where they were asked for."""
-
-    @property
-    def place(self) -> Place:
-        return self.draft, self.subnet
-
-    @property
-    def rank(self) -> tuple[float, float, str]:
-        """The best first; of equal ones the smaller."""
-        return -(self.measured_speedup or self.speedup), sum(self.subnet.head_shares), self.subnet.name
 
 
 def screen(

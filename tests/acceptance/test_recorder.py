@@ -217,6 +217,23 @@ def test_bounds_reach_as_far_as_the_policies_that_they_are_for() -> None:
 # ------------------------------------------------------------------------------------------------------------- records
 
 
+def test_the_first_tokens_of_answers_are_recorded_alone(
+    fresh: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
+) -> None:
+    """They are what a recording of the whole answers says of the same places."""
+    few, whole = (
+        record(fresh, draft, draft_reference, workload, bounds=SMALL.model_copy(update={"answer_tokens": limit}))
+        for limit in (6, None)
+    )
+    lengths, all_lengths = np.diff(few.answer_start), np.diff(whole.answer_start)
+    assert lengths.tolist() == np.minimum(all_lengths, 6).tolist() and all_lengths.max() > 6
+    for p, length in enumerate(lengths):
+        begin, all_begin = few.answer_start[p], whole.answer_start[p]
+        assert (few.forest.answer[begin : begin + length] == whole.forest.answer[all_begin : all_begin + length]).all()
+        roots, all_roots = (trace.first_node[p] + np.arange(length - 1) for trace in (few, whole))
+        assert (few.forest.child_token[roots] == whole.forest.child_token[all_roots]).all()
+
+
 def test_records_are_found_again(
     fresh: Recorder,
     draft: IndependentDraft,

@@ -217,6 +217,7 @@ def test_a_raised_floor_loses_nodes_and_no_accepted_token(
         assert whole.missing.sum() == 0 < partial.missing.sum()
         assert [a.tolist() for a in partial.accepted_lengths] == [a.tolist() for a in whole.accepted_lengths]
         assert partial.verified_nodes.sum() < whole.verified_nodes.sum()
+        assert whole.is_covered and not partial.is_covered, "trees of whole levels are missing, and so is their price"
 
 
 def test_a_chain_misses_nothing_whatever_the_floor(

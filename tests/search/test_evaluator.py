@@ -11,7 +11,7 @@ from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.cost.profiler import kv_lengths_for
 from autotune.errors import UserError
 from autotune.search import evaluator as evaluator_module
-from autotune.search.evaluator import Candidate, Constraints, Evaluator
+from autotune.search.evaluator import SMALLEST, Candidate, Constraints, Evaluator, largest_round_ms
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration
 from autotune.subnet import Subnet
 from autotune.trees.policy import parse_policy
@@ -165,3 +165,17 @@ def test_real_defaults_are_within_the_default_bounds() -> None:
     for default in PUBLISHED_DEFAULTS.values():
         policy = parse_policy(default.tree)
         assert policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
+
+
+def test_constraints_that_nothing_keeps_are_refused_before_anything_is_recorded() -> None:
+    """With the cost table alone; what an empty cache allows may yet be refused by a full one."""
+    table = cost_table()
+    least = largest_round_ms(table.prices(DRAFT, max_tokens=2, max_kv_length=0), SMALLEST)
+    with pytest.raises(UserError, match="--max-round-ms"):
+        Constraints(max_round_ms=0.99 * least).check_table(table)
+    Constraints(max_round_ms=1.01 * least).check_table(table)
+    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "cache_bytes_per_token": 16})
+    table = table.model_copy(update={"drafts": [costs], "precision": "bfloat16"})
+    with pytest.raises(UserError, match=r"--max-draft-mib 0\.4: no draft keeps to it; the smallest takes 0\.5 MiB"):
+        Constraints(max_draft_mib=0.4).check_table(table)
+    Constraints(max_draft_mib=0.5).check_table(table)

@@ -408,6 +408,30 @@ def test_a_disturbed_run_is_measured_again(
     assert Runner(decoder, processor, ledger).compare(arms, evaluate) == runs
 
 
+def test_a_run_in_which_the_machine_stood_still_is_measured_again(
+    decoder: Decoder, processor: Any, evaluate: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forwards took much longer than any tree's could; five times as long they may."""
+    runner = Runner(decoder, processor)
+    decode, stalls = runner.decode, iter([500.0])
+
+    def slowed(arm: Arm, inputs: Any, prompt: WorkloadPrompt) -> Any:
+        tokens, stats = decode(arm, inputs, prompt)
+        stats.target_prefill_ms, forward_ms = 10.0, 50.0 if arm.name == "chain" else 10.0
+        if arm.name == AR and prompt is evaluate.prompts[1]:
+            forward_ms = next(stalls, forward_ms)
+        stats.verify_ms = forward_ms * stats.target_forwards
+        return tokens, stats
+
+    monkeypatch.setattr(runner, "decode", slowed)
+    monkeypatch.setattr(
+        runner, "_warm", {(arm, sees, n) for arm in (AR, CHAIN.key) for sees in (True, False) for n in range(9)}
+    )
+    runs = runner.compare([Arm(AR), Arm("chain", CHAIN)], evaluate)
+    assert runner.num_disturbed == 1
+    assert {run.forward_ms for run in runs[AR]} == {10.0} and {run.forward_ms for run in runs["chain"]} == {50.0}
+
+
 # ---------------------------------------------------------------------------------------------------------- elimination
 
 

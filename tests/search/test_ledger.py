@@ -74,7 +74,7 @@ def test_work_makes_what_is_missing_and_nothing_twice(storage: str | Path) -> No
     assert made == [2, 3, 5]
     assert records == {"unit-2": {"square": 4}, "unit-3": {"square": 9}, "unit-5": {"square": 25}}
     assert first == {"unit-2": {"square": 4}, "unit-3": {"square": 9}}
-    assert Ledger(storage).get("unit-5") == {"square": 25} and Ledger(storage).get("unit-7") is None
+    assert Ledger(storage).records(["unit-5", "unit-7"]) == {"unit-5": {"square": 25}}
 
 
 def test_twenty_kills_lose_no_record_and_repeat_none(tmp_path: Path) -> None:

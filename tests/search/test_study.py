@@ -208,7 +208,8 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     said: list[tuple[int, int, str]] = []
     search(evaluator(), LARGE, tmp_path / "l", num_trials=60, report=lambda *args: said.append(args))
     sweeps = len(KEEPS) * 2  # one part of each policy
-    assert [(done, of) for done, of, _ in said] == [*((n, sweeps) for n in range(sweeps + 1)), (50, 60), (60, 60)]
+    trials = [(0, 60), (50, 60), (60, 60)]
+    assert [(done, of) for done, of, _ in said] == [*((n, sweeps) for n in range(sweeps + 1)), *trials]
     assert "best so far" in said[1][2]
 
 

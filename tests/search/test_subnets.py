@@ -19,8 +19,9 @@ from autotune.search.contenders import Contenders
 from autotune.search.documents import priced_apart
 from autotune.search.finalists import Runner
 from autotune.search.ledger import Ledger
+from autotune.search.screened import Screened
 from autotune.search.space import SearchSpace, load_space
-from autotune.search.subnets import DEPTHS, Screened, measure, screen, survivors
+from autotune.search.subnets import DEPTHS, measure, screen, survivors
 from autotune.subnet import Subnet
 from autotune.workload import Workload, load_workload
 from tests.conftest import Pair

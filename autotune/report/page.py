@@ -1,0 +1,95 @@
+"""``autotune report``: one page that explains a decoding profile, from the documents of its search. It opens offline: style,
+plots and images are inside it, and there is no script.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+from autotune.console import Console
+from autotune.files import require_writable, write_bytes
+from autotune.report.content import Content, gather
+from autotune.report.plots import all_plots, counts_of
+from autotune.report.prices import SIZES
+from autotune.report.sources import find_sources
+
+FOLDER = Path(__file__).parent
+
+
+def write_report(
+    given: Path,
+    output: Path,
+    console: Console,
+    *,
+    study: Path | None = None,
+    storage: str | None = None,
+    workload: str | None = None,
+) -> None:
+    """Write the page of a profile, or of a study's folder.
+
+    Raises:
+        UserError: the output cannot be written, or a document cannot be read.
+    """
+    require_writable(output)
+    sources = find_sources(given, study=study, storage=storage)
+    if sources.folder is None:
+        console.say(
+            f"{given}: no study was found beside it; the page has what the profile alone says (--study names one)"
+        )
+    elif sources.folder != given:
+        console.say(f"{given}: study in {sources.folder}")
+    page = render(gather(sources, workload=workload)).encode()
+    write_bytes(output, page)
+    console.say(f"report written to {output} ({len(page) / 1e6:.1f} MB)")
+
+
+def render(content: Content) -> str:
+    """The page as HTML. Names and texts of models, prompts and devices are strangers': all of them are escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    templates = Environment(
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {
+        "times": _times,
+        "interval": _interval,
+        "number": _number,
+        "percent": _percent,
+        "signed": _signed,
+        "counts": counts_of,
+        "moment": _moment,
+    }
+    drawn = all_plots(content) | {f"tree-{one.number}": one.svg for one in content.samples if one.svg}
+    plots = {name: Markup(svg) for name, svg in drawn.items()}  # drawn here, from escaped text
+    return templates.get_template("page.html").render(vars(content) | {"plots": plots, "sizes": SIZES})
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _interval(value: tuple[float, float] | None) -> str:
+    return "-" if value is None else f"{value[0]:.2f} to {value[1]:.2f}"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:+.1f} %"
+
+
+def _moment(created: str) -> str:
+    """Of a stamp, to the minute."""
+    return f"{datetime.datetime.fromisoformat(created):%Y-%m-%d %H:%M %Z}"

@@ -1,0 +1,125 @@
+"""What each dimension of the search is worth: the best configuration where it may choose, and where it must keep the
+papers' default, all decoded for real in one run.
+
+Needs a study that `autotune search --space full` has left behind over the drafts named. Adds to its traces those of the
+subnets that are best where some dimension is fixed.
+
+    python benchmarks/dimensions.py .autotune/STUDY --draft digits/star [--draft digits/dream ...] [--prompts 24]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from autotune.console import Console
+from autotune.search.contenders import Contenders
+from autotune.search.documents import load_table, record_traces
+from autotune.search.evaluator import Evaluator
+from autotune.search.finalists import AR, Arm, summarise
+from autotune.search.ledger import Ledger
+from autotune.search.main_job import bounds_of
+from autotune.search.space import Configuration, load_space
+from autotune.search.study import search_trees
+from autotune.search.subnets import Screened, screen
+from autotune.workload import load_workload
+
+DEFAULT_TREE = {
+    "policy": "eagle2",
+    "k": 4,
+    "depth": 6,
+    "budget": 31,
+}  # DREAM, section 4: top-4, depth 6, 32 tokens with the root
+DIMENSIONS = ("tree", "visual tokens", "heads", "injection layer", "draft")
+
+
+def keeps_default(one: Screened, dimension: str, default: Screened) -> bool:
+    """Whether a subnet is as the default in one dimension."""
+    if dimension == "draft":
+        return one.draft == default.draft
+    if one.draft != default.draft:
+        return True  # another draft's heads and layers are its own
+    if dimension == "visual tokens":
+        return one.subnet.visual_keep == default.subnet.visual_keep
+    if dimension == "heads":
+        return one.subnet.head_shares == default.subnet.head_shares
+    return one.subnet.injection_layer == default.subnet.injection_layer
+
+
+def best_subnet(screened: Sequence[Screened], free: Sequence[str], default: Screened) -> Screened:
+    """The best by chains where only some dimensions may choose."""
+    fixed = [dimension for dimension in DIMENSIONS[1:] if dimension not in free]
+    return next(one for one in screened if all(keeps_default(one, dimension, default) for dimension in fixed))
+
+
+@click.command()
+@click.argument("study", type=click.Path(path_type=Path, exists=True))
+@click.option("--draft", "drafts", multiple=True, required=True, help="Those of the study; the first is the default.")
+@click.option(
+    "--layer", default=10, show_default=True, help="The default draft's: STAR's is the middle one of the last five."
+)
+@click.option("--prompts", default=24, show_default=True)
+@click.option("--trials", default=200, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials: int, seed: int) -> None:
+    console, space = Console(), load_space("full")
+    contenders = Contenders("digits/target", drafts, "cpu")
+    table = load_table(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime))
+    tune, evaluate = (
+        load_workload("digits", "tune", num_prompts=48),
+        load_workload("digits", "evaluate", num_prompts=prompts),
+    )
+    ledger, bounds = Ledger(study / "ledger.sqlite"), bounds_of(space)
+    screened = screen(contenders, contenders.subnets(space), table, tune, study, ledger, console)
+    default = next(
+        one
+        for one in screened
+        if one.draft == drafts[0]
+        and set(one.subnet.head_shares) == {1.0}
+        and (one.subnet.visual_keep, one.subnet.injection_layer) == (1.0, layer)
+    )
+
+    # Each dimension set free behind those before it; then all free but one.
+    rows = [(f"{'+ ' * (n > 1)}{DIMENSIONS[n - 1]}", DIMENSIONS[:n]) for n in range(1, len(DIMENSIONS) + 1)]
+    rows += [(f"all but {one}", tuple(other for other in DIMENSIONS if other != one)) for one in DIMENSIONS]
+    arms = [Arm("papers' defaults", Configuration(tree=DEFAULT_TREE, draft=default.draft, subnet=default.subnet))]
+    predicted: dict[str, float] = {}
+    for name, free in rows:
+        subnet = best_subnet(screened, free, default)
+        places = [one.place for one in screened if one.draft != default.draft] if "draft" in free else []
+        # With the draft free the best of every draft competes by its trees, as in a search.
+        best_of_draft = {draft: (draft, s) for draft, s in reversed(places)}
+        chosen = list(dict.fromkeys([subnet.place, *best_of_draft.values()]))
+        evaluator = Evaluator(record_traces(contenders, chosen, tune, study, console, bounds=bounds), table)
+        if "tree" in free:
+            documents = [contenders.key, tune.sha256, table.content, bounds.model_dump(), "dimensions"]
+            found = search_trees(evaluator, space, ledger, num_trials=trials, documents=documents, seed=seed)
+            best = evaluator.guarded(found.fastest[0])
+        else:
+            candidates = [evaluator.evaluate(Configuration(tree=DEFAULT_TREE, draft=d, subnet=s)) for d, s in chosen]
+            best = evaluator.guarded(min(candidates, key=lambda one: one.rank))
+        predicted[name] = best.speedup
+        arms.append(Arm(name, best.configuration))
+
+    with console.stage("measured") as update:
+        runs = contenders.runner(table.threads).compare(
+            [Arm(AR), *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, "")
+        )
+    cells = []
+    for arm in arms:
+        assert arm.configuration is not None
+        summary = summarise(arm.name, runs[arm.name], runs[AR])
+        said = f"{predicted[arm.name]:.2f}x" if arm.name in predicted else "-"
+        interval = f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}"
+        cells.append([arm.name, said, f"{summary.speedup:.2f}x", interval, arm.configuration.label])
+    console.table(
+        f"What each dimension is worth: {prompts} held-out prompts",
+        ["may choose", "predicted", "measured", "95 % interval", "configuration"],
+        cells,
+    )
+
+
+if __name__ == "__main__":
+    main()

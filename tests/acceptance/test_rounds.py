@@ -1,0 +1,68 @@
+"""The rounds that people look at are those that replay counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autotune.acceptance.replay import Replay, replay
+from autotune.acceptance.rounds import health_of, rounds
+from autotune.acceptance.trace import Trace
+from autotune.errors import UserError
+from autotune.trees.fallback import RoundPrice
+from autotune.trees.policy import parse_policy
+from tests.documents import DRAFT, cost_table, random_trace
+
+TREES: list[dict[str, Any]] = [
+    {"policy": "chain", "depth": 3},
+    {"policy": "static", "paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+    {"policy": "eagle2", "depth": 3, "k": 3, "budget": 7},
+    {"policy": "sage", "d_min": 1, "d_max": 4, "w_min": 1, "w_max": 4, "k": 4, "n_max": 12, "window": 3},
+    {"policy": "wetap", "length": 4, "w_min": 1, "w_max": 4, "budget": 6, "top_k": 3, "top_p": 0.8},
+]
+DEAR = RoundPrice(round_steps=2.5, level_steps=0.5, node_steps=0.1)  # falls back now and then
+
+
+def replayed(trace: Trace, tree: dict[str, Any], fallback: RoundPrice | None) -> Replay:
+    prices = cost_table().prices(DRAFT, max_tokens=65, max_kv_length=64)
+    return replay(trace, parse_policy(tree), prices, fallback)
+
+
+@pytest.mark.parametrize("fallback", [None, DEAR], ids=["always", "with fallback"])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree["policy"])
+def test_the_rounds_are_those_of_replay(tree: dict[str, Any], fallback: RoundPrice | None) -> None:
+    trace = random_trace(3, num_tokens=40)
+    counted = replayed(trace, tree, fallback)
+    for prompt in range(trace.num_prompts):
+        found = list(rounds(trace, prompt, parse_policy(tree), fallback))
+        assert [len(one.path) for one in found] == counted.accepted_lengths[prompt].tolist()
+        assert sum(one.num_nodes for one in found) == counted.verified_nodes[prompt]
+        assert sum(one.num_missing for one in found) == counted.missing[prompt]
+        assert sum(one.tree is None for one in found) == counted.plain_steps[prompt]
+    assert (counted.plain_steps.sum() > 0) == (fallback is not None)
+
+
+def test_an_accepted_path_is_the_answer() -> None:
+    trace = random_trace(4, num_tokens=30)
+    for one in rounds(trace, 1, parse_policy(TREES[3])):
+        assert one.tree is not None
+        answer = trace.forest.answer[trace.answer_start[1] + one.position :]
+        assert one.tree.token[[0, *one.path]].tolist() == answer[: len(one.path) + 1].tolist()
+        assert one.tree.parent[one.path].tolist() == [0, *one.path[:-1]][: len(one.path)]
+
+
+def test_health_counts_every_round() -> None:
+    """By depth: what was accepted at depth d is what has a length of d at least."""
+    trace = random_trace(5, num_tokens=30)
+    lengths = np.concatenate(replayed(trace, TREES[0], None).accepted_lengths)
+    health = health_of(trace, parse_policy(TREES[0]), list(range(trace.num_prompts)))
+    by_depth = health.by_depth.sum(0)
+    assert by_depth[1:4, 1].tolist() == [int((lengths >= depth).sum()) for depth in (1, 2, 3)]
+    assert by_depth[1:4, 0].tolist() == [len(lengths), *by_depth[1:3, 1].tolist()]
+
+
+def test_a_policy_beyond_the_trace_is_refused() -> None:
+    with pytest.raises(UserError, match="asks for"):
+        next(rounds(random_trace(0), 0, parse_policy({"policy": "chain", "depth": 9})))

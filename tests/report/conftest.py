@@ -1,0 +1,264 @@
+"""A study made of documents by hand and of a real search over trees: what a report reads, without a model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.acceptance.trace import Trace, save_trace
+from autotune.condition import Condition
+from autotune.cost.roofline import ModelShape
+from autotune.decoding_profile import (
+    ComparedArm,
+    DecodingProfile,
+    DraftChoice,
+    Evidence,
+    Measured,
+    OperatingPoint,
+    Predicted,
+    PromptEvidence,
+    WorkloadReference,
+    save_profile,
+)
+from autotune.files import append_line, write_document
+from autotune.provenance import ModelReference
+from autotune.search import study as study_module
+from autotune.search.evaluator import Evaluator
+from autotune.search.ledger import Ledger
+from autotune.search.screened import Screened
+from autotune.search.space import Configuration, SearchSpace, configuration_of
+from autotune.search.study import search_trees
+from autotune.search.study_document import LEDGER, PROFILE, RUNS, Contender, Finalist, StudyDocument, save_study
+from autotune.subnet import Subnet
+from autotune.trees.policy import parse_policy
+from autotune.workload import load_workload
+from tests.documents import DEVICE, PROVENANCE, TARGET, cost_table, random_trace, write_image, write_workload
+
+# Names and texts of strangers.
+EVIL = ModelReference(id='evil/<script>alert("d")</script>&amp;', sha256="b" * 64)
+QUESTION = """What's in <script>alert("p")</script> & "quotes"?"""
+KEEPS = (1.0, 0.5)
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=64,
+    text_parameters=10**6,
+    vision_parameters=0,
+    kv_bytes_per_token=512,
+    bytes_per_parameter=4,
+)
+TREES: dict[str, Any] = {
+    "chain": {"depth": {"low": 1, "high": 4}},
+    "eagle2": {
+        "depth": {"low": 1, "high": 4},
+        "k": {"low": 1, "high": 3},
+        "budget": {"low": 2, "high": 20, "log": True},
+        "floor": {"low": 0.0, "high": 0.4},
+    },
+}
+TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 9}
+
+
+@dataclass(frozen=True)
+class MadeStudy:
+    """Where it is, and what was put into it."""
+
+    folder: Path
+    profile_path: Path
+    profile: DecodingProfile
+    study: StudyDocument
+    traces: list[Trace]
+    screened: list[Screened]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
+    """A profile of two points, and its study beside it."""
+    home = tmp_path_factory.mktemp("home")
+    folder = home / ".autotune" / "tests-target-0123"
+    prompts = [
+        {"prompt": f"{QUESTION} {number}", "task": ("read", "count")[number % 2], "split": "tune"}
+        | ({"images": [write_image(home / f"{number}.png", number)]} if number % 2 == 0 else {})
+        for number in range(4)
+    ]
+    workload = load_workload(str(write_workload(home, prompts)), "tune")
+    traces = [_of_workload(random_trace(7, visual_keep=keep, num_tokens=24, depth=5), workload) for keep in KEEPS]
+    for trace in traces:
+        save_trace(folder / "traces" / "evil-draft" / f"{trace.header.subnet.name}.trace.json", trace)
+    table = cost_table(EVIL)
+    costs = table.drafts[0].model_copy(update={"num_parameters": 10**6, "cache_bytes_per_token": 1024})
+    table = table.model_copy(update={"drafts": [costs]})
+    write_document(folder / "0123.cost.json", "cost-table", table)
+
+    ledger = Ledger(folder / LEDGER)
+    screened = _screened()
+    ledger.work(
+        "subnets", {str(number): (lambda o=one: o.model_dump(mode="json")) for number, one in enumerate(screened)}
+    )
+    evaluator = Evaluator(traces, table, jobs=1)
+    space = SearchSpace.model_validate({"name": "by hand", "visual_keep": {"choices": list(KEEPS)}, "trees": TREES})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study_module, "NUM_SWEPT", 64)
+        patch.setattr(study_module, "SWEPT_AT_ONCE", 32)
+        found = search_trees(evaluator, space, ledger, num_trials=40, documents="by hand")
+
+    profile = _profile(evaluator, workload.sha256)
+    overall = configuration_of(profile.point)
+    assert overall is not None
+    append_line(folder / RUNS, *_runs(profile, overall))
+    finalist = Finalist(
+        configuration=overall,
+        predicted_speedup=1.9,
+        speedup=1.8,
+        ci95=(1.7, 1.9),
+        num_runs=8,
+        is_standing=True,
+    )
+    study = StudyDocument(
+        provenance=PROVENANCE,
+        command="autotune search --draft '<evil>'",
+        target=TARGET,
+        target_shape=SHAPE,
+        drafts=[Contender(kind="independent", reference=EVIL, shape=SHAPE)],
+        hardware=DEVICE,
+        workload=workload.name,
+        tune_sha256=workload.sha256,
+        space=space.name,
+        cost_table=table.content,
+        records=ledger.used_keys,
+        sampled=found.sampled,
+        finalists=[finalist, finalist.model_copy(update={"is_standing": False, "speedup": 1.4, "ci95": (1.2, 1.6)})],
+        stage_seconds={"cost table": 12.0, "trees": 3.0},
+    )
+    save_study(folder, study)
+    path = home / "profile.json"
+    save_profile(path, profile)
+    save_profile(folder / PROFILE, profile)
+    yield MadeStudy(folder, path, profile, study, traces, screened)
+
+
+def _of_workload(trace: Trace, workload: Any) -> Trace:
+    names = [prompt.name for prompt in workload.prompts]
+    tasks = [prompt.settings.task for prompt in workload.prompts]
+    header = trace.header.model_copy(
+        update={
+            "draft": EVIL,
+            "workload": workload.name,
+            "workload_sha256": workload.sha256,
+            "prompts": names,
+            "tasks": tasks,
+        }
+    )
+    return replace(trace, header=header)
+
+
+def _screened() -> list[Screened]:
+    """Two shares of heads, two layers, three of visual tokens; the fastest reads layer 3 with half of the heads."""
+    return [
+        Screened(
+            draft=EVIL.id,
+            subnet=Subnet(heads=heads, injection_layer=layer, visual_keep=keep),
+            depth=3,
+            tokens_per_round=2.5,
+            ms_per_token=(ms := 1.0 + 0.1 * (heads is None) + 0.05 * (layer == 4) + 0.02 * keep),
+            speedup=2.0 / ms,
+        )
+        for heads, layer, keep in itertools.product((None, 0.5), (3, 4), (1.0, 0.5, 0.25))
+    ]
+
+
+def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
+    candidate = evaluator.evaluate(Configuration(tree=TREE, draft=EVIL.id, subnet=Subnet(visual_keep=0.5)))
+    measured = Measured(
+        speedup=1.83,
+        ci95=(1.55, 2.17),
+        tokens_per_round=2.34,
+        tokens_per_second=876.0,
+        ar_tokens_per_second=479.0,
+        num_prompts=2,
+        num_tokens=40,
+        identical_outputs=2,
+    )
+    last = OperatingPoint(
+        draft=DraftChoice(kind="independent", id=EVIL.id, sha256=EVIL.sha256, subnet=Subnet(visual_keep=0.5)),
+        tree=parse_policy(TREE),
+        fallback=evaluator.round_price(candidate.configuration),
+        predicted=Predicted(
+            speedup=candidate.speedup, ms_per_token=candidate.ms_per_token, tokens_per_round=candidate.tokens_per_round
+        ),
+        measured=measured.model_copy(update={"num_prompts": 12, "identical_outputs": 12}),
+    )
+    first = last.model_copy(
+        update={
+            "when": Condition(workload="read"),
+            "tree": parse_policy({"policy": "chain", "depth": 3}),
+            "measured": measured.model_copy(update={"speedup": 2.71}),
+        }
+    )
+    arms = [("ar", None, 1.0), ("chain", 1.51, 1.49), ("eagle2", 1.23, 1.18), ("tuned", None, 1.83)]
+    return DecodingProfile(
+        provenance=PROVENANCE,
+        target=TARGET,
+        workload=WorkloadReference(
+            name="workload.jsonl",
+            tune_sha256=tune_sha256,
+            evaluate_sha256="e" * 64,
+            num_tune_prompts=4,
+            num_evaluate_prompts=3,
+        ),
+        hardware=DEVICE,
+        precision="float32",
+        points=[first, last],
+        evidence=Evidence(
+            configurations_replayed=1234,
+            prompts=[
+                PromptEvidence(
+                    name=f"held/{number}",
+                    sha256=f"{number}" * 64,
+                    tokens_sha256="t" * 16,
+                    rounds=4,
+                    draft_forwards=8,
+                    accepted_tokens=6,
+                    decode_ms=10.0 + number,
+                    ar_decode_ms=20.0,
+                )
+                for number in range(3)
+            ],
+            compared=[
+                ComparedArm(
+                    name=name,
+                    tree=None,
+                    visual_keep=None,
+                    predicted_speedup=predicted,
+                    speedup=speedup,
+                    ci95=(speedup - 0.1, speedup + 0.2) if name != "ar" else (1.0, 1.0),
+                    tokens_per_round=2.0,
+                    tokens_per_second=100 * speedup,
+                )
+                for name, predicted, speedup in arms
+            ],
+        ),
+    )
+
+
+def _runs(profile: DecodingProfile, overall: Configuration) -> list[dict[str, Any]]:
+    """Of the profile's evidence, by turns of both points; and two that are not: of another arm, and of another time."""
+    health = {
+        "text": {"by_depth": [[4, 3], [3, 2]], "by_rank": [[7, 4], [7, 1]]},
+        "near_image": {"by_depth": [[1, 1]], "by_rank": [[1, 1]]},
+    }
+    runs = [
+        {
+            "arm": overall.key,
+            "prompt_sha256": one.sha256,
+            "point": number % 2,
+            "decode_ms": one.decode_ms,
+            "health": health,
+        }
+        for number, one in enumerate(profile.evidence.prompts)
+    ]
+    return [*runs, runs[0] | {"arm": "another"}, runs[0] | {"decode_ms": 99.0}]

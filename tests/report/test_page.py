@@ -1,0 +1,244 @@
+"""The page: whole, escaped, without a network, and saying what the documents say."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autotune.cli import main
+from autotune.decoding_profile import save_profile
+from autotune.report.content import gather
+from autotune.report.page import render
+from autotune.report.sources import find_sources
+from tests.documents import decoding_profile
+from tests.report.conftest import EVIL, QUESTION, MadeStudy
+
+SECTIONS = (
+    "chosen",
+    "compared",
+    "predicted",
+    "fronts",
+    "worth",
+    "importance",
+    "acceptance",
+    "trees",
+    "costs",
+    "subnets",
+    "provenance",
+)
+VOID = {"meta", "img", "link", "br", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """What a page holds; complains of tags that do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.tables: list[list[list[str]]] = []
+        self.missing: list[str] = []
+        self.texts: list[str] = []
+        self.headings: list[int] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        known = {name: value or "" for name, value in attrs}
+        self.attributes += [(tag, name, value) for name, value in known.items()]
+        self.ids += [known["id"]] if "id" in known else []
+        if known.get("class") == "missing":
+            self.missing.append("")
+        if re.fullmatch(r"h\d", tag):
+            self.headings.append(int(tag[1]))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & {*self.open} and self.tables:
+            self.tables[-1][-1][-1] += data
+        if "style" not in self.open:
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", "".join(self.texts))
+
+    def table(self, header: str) -> list[list[str]]:
+        """The rows of the table with such a column, blanks taken together."""
+        (found,) = [rows for rows in self.tables if any(header == cell.strip() for cell in rows[0])][:1]
+        return [[re.sub(r"\s+", " ", cell).strip() for cell in row] for row in found]
+
+
+@pytest.fixture(scope="module")
+def text(made: MadeStudy) -> str:
+    return render(gather(find_sources(made.profile_path)))
+
+
+@pytest.fixture(scope="module")
+def page(text: str) -> Page:
+    return Page(text)
+
+
+def test_every_section_is_there_and_filled(page: Page) -> None:
+    assert set(SECTIONS) <= {*page.ids} and len(page.ids) == len({*page.ids}), "ids are of one element each"
+    assert page.missing == []
+    assert page.headings[0] == 1 and all(b - a <= 1 for a, b in zip(page.headings, page.headings[1:], strict=False))
+    links = {value[1:] for tag, name, value in page.attributes if tag == "a" and name == "href"}
+    assert {*SECTIONS} <= links <= {*page.ids}
+
+
+def test_nothing_is_fetched_and_nothing_runs(text: str, page: Page) -> None:
+    for tag, name, value in page.attributes:
+        assert not name.startswith("on"), (tag, name)
+        if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+            assert value.startswith(("#", "data:image/png;base64,")), (tag, name, value[:80])
+    assert not {"script", "iframe", "object", "embed", "link"} & {tag for tag, _, _ in page.attributes}
+    assert "default-src 'none'" in text
+    outside = {*re.findall(r"https?://[^\"' )<]+", text)}
+    assert outside <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, "names of XML, not addresses"
+    assert "@import" not in text and not re.search(r"url\((?!#)", text)
+
+
+def test_what_strangers_wrote_is_text(text: str, page: Page) -> None:
+    """The draft's name and the prompt hold a script: they are shown, in tables and in plots, and are none."""
+    assert "<script" not in text.lower()
+    assert EVIL.id in page.text and QUESTION in page.text
+    assert "--draft '<evil>'" in page.text
+    plots = text[text.index('id="fronts"') : text.index('id="worth"')]
+    assert "evil/&lt;script&gt;" in plots.split("<svg")[2], "a legend"
+
+
+def test_plots_take_the_colours_of_the_page(text: str) -> None:
+    for svg in re.findall(r'<svg[^>]*class="plot".*?</svg>', text, re.S):
+        assert not re.search(r"#0101\w\w", svg) and "var(--ink)" in svg
+        assert not re.search(r"(?:fill|stroke): #[0-9a-f]{6}", svg), "a colour of its own would be lost in the dark"
+    for _, name, value in Page(text).attributes:
+        if name == "aria-label":
+            assert value.strip()
+
+
+def test_numbers_are_the_documents(page: Page, made: MadeStudy) -> None:
+    rows = {row[0].split(":")[0]: row for row in page.table("arm")[1:]}
+    for arm in made.profile.evidence.compared:
+        predicted = "-" if arm.predicted_speedup is None else f"{arm.predicted_speedup:.2f}x"
+        interval = f"{arm.ci95[0]:.2f} to {arm.ci95[1]:.2f}"
+        assert rows[arm.name][1:] == [
+            predicted,
+            f"{arm.speedup:.2f}x",
+            interval,
+            "2.00",
+            f"{arm.tokens_per_second:.0f}",
+        ]
+    assert "1,234 configurations over 4 recorded prompts" in page.text
+    finalists = page.table("prediction off by")[1:]
+    assert [row[1:] for row in finalists] == [
+        ["1.90x", "1.80x", "1.70 to 1.90", "+5.6 %", "8"],
+        ["1.90x", "1.40x", "1.20 to 1.60", "+35.7 %", "8, then out"],
+    ]
+    points = [rows for rows in page.tables if rows[0][-1:] == ["same output"]]
+    for rows, point in zip(points, made.profile.points, strict=True):
+        measured = point.measured
+        assert measured is not None and point.predicted is not None
+        assert rows[2][1] == f"{point.predicted.speedup:.2f}x"
+        assert rows[3][1:] == [
+            f"{measured.speedup:.2f}x",
+            "1.55 to 2.17",
+            "2.34",
+            "876",
+            f"{measured.num_prompts}",
+            f"{measured.num_prompts}/{measured.num_prompts}",
+        ]
+    assert page.text.count("Measured on 2 prompts only") == 1
+    grid = page.table("heads")
+    assert grid == [["heads", "25 %", "50 %", "100 %"], *grid[1:]]
+    speedups = {
+        (one.subnet.heads or 1.0, one.subnet.injection_layer, one.subnet.visual_keep): one for one in made.screened
+    }
+    assert grid[1][1:] == [f"{speedups[1.0, 3, keep].speedup:.2f}" for keep in (0.25, 0.5, 1.0)]
+    assert grid[2][1:] == [f"{speedups[0.5, 3, keep].speedup:.2f}" for keep in (0.25, 0.5, 1.0)]
+    for sha256 in (made.profile.target.sha256, EVIL.sha256, made.profile.workload.tune_sha256):
+        assert sha256 in page.text
+
+
+def test_words_say_what_decodes(page: Page) -> None:
+    said = "(independent) drafts, seeing 50 % of the visual tokens. Its trees grow by chain: at most 3 drafted tokens a round, in up to 3 levels."
+    assert said in page.text
+    assert "The output is the target's own, token for token." in page.text
+
+
+def test_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path: Path) -> None:
+    save_profile(tmp_path / "p.json", made.profile)
+    page = Page(render(gather(find_sources(tmp_path / "p.json"))))
+    assert {*SECTIONS} <= {*page.ids}
+    assert page.text.count("No study was found beside the profile") == 7 and "autotune report" in page.text
+    assert [row[0].split(":")[0] for row in page.table("arm")[1:]] == ["ar", "chain", "eagle2", "tuned"]
+
+
+def test_predictions_alone_say_so(tmp_path: Path) -> None:
+    save_profile(tmp_path / "p.json", decoding_profile())
+    page = Page(render(gather(find_sources(tmp_path / "p.json"))))
+    assert "Nothing was measured" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
+
+
+def test_plain_decoding_is_a_profile_too(tmp_path: Path) -> None:
+    save_profile(tmp_path / "p.json", decoding_profile(draft=None))
+    assert "The target decodes alone" in Page(render(gather(find_sources(tmp_path / "p.json")))).text
+
+
+def test_a_study_without_a_profile(made: MadeStudy, tmp_path: Path) -> None:
+    folder = tmp_path / ".autotune" / "s"
+    shutil.copytree(made.folder, folder)
+    (folder / "profile.json").unlink()
+    page = Page(render(gather(find_sources(folder))))
+    assert "has not come to its end. The same command goes on" in page.text and "Best predicted so far" in page.text
+
+
+# ------------------------------------------------------------------------------------------------------------- command line
+
+
+def test_the_command_line(made: MadeStudy, tmp_path: Path) -> None:
+    output = tmp_path / "sub" / "report.html"
+    done = CliRunner().invoke(main, ["report", str(made.profile_path), "-o", str(output)])
+    assert done.exit_code == 0 and done.stdout == f"{output}\n"
+    assert output.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_the_same_documents_make_the_same_page(made: MadeStudy, text: str) -> None:
+    """But for the time that it was made."""
+    again = render(gather(find_sources(made.profile_path)))
+    assert again.split("<footer>")[0] == text.split("<footer>")[0]
+
+
+def test_a_workload_that_is_not_there_is_one_clear_line(made: MadeStudy, tmp_path: Path) -> None:
+    command = ["report", str(made.profile_path), "-o", str(tmp_path / "r.html"), "--workload", "nothing.jsonl"]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 2 and "nothing.jsonl: no such file" in done.stderr and not (tmp_path / "r.html").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(made: MadeStudy, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "no such profile"), "-o", "/proc/nowhere/r.html"])
+    assert done.exit_code == 2 and "cannot be written" in done.stderr
+    done = CliRunner().invoke(main, ["report", str(made.profile_path), "-o", str(tmp_path)])
+    assert done.exit_code == 2 and "must be a file" in done.stderr

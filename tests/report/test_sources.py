@@ -1,0 +1,155 @@
+"""Which documents a report is made of: the profile's own, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from autotune.decoding_profile import save_profile
+from autotune.errors import UserError
+from autotune.report.prompts import TokenTexts, find_prompts
+from autotune.report.sources import Sources, find_sources
+from autotune.search.study_document import PROFILE, STUDY, save_study
+from tests.documents import DEVICE, decoding_profile, write_workload
+from tests.report.conftest import QUESTION, MadeStudy
+
+
+@pytest.fixture
+def copied(made: MadeStudy, tmp_path: Path) -> MadeStudy:
+    """The same elsewhere, to be changed."""
+    shutil.copytree(made.profile_path.parent, tmp_path / "home")
+    folder = tmp_path / "home" / made.folder.relative_to(made.profile_path.parent)
+    return MadeStudy(folder, tmp_path / "home" / "profile.json", made.profile, made.study, made.traces, made.screened)
+
+
+def test_a_profile_finds_the_study_beside_it(made: MadeStudy) -> None:
+    found = find_sources(made.profile_path)
+    assert found.folder == made.folder and found.study == made.study and found.profile == made.profile
+    assert found.table is not None and found.table.content == made.study.cost_table
+    assert sorted(found.screened, key=repr) == sorted(made.screened, key=repr)
+    assert len(found.traces) == 2 and found.notes == []
+    speeds = [one.ms_per_token for one in found.candidates]
+    assert speeds == sorted(speeds) and len({one.key for one in found.candidates}) == len(found.candidates)
+
+
+def test_a_study_brings_its_profile(made: MadeStudy) -> None:
+    found = find_sources(made.folder)
+    assert found.profile == made.profile and found.profile_path == made.folder / PROFILE
+
+
+def test_a_study_without_a_profile_is_what_was_found_so_far(copied: MadeStudy) -> None:
+    (copied.folder / PROFILE).unlink()
+    found = find_sources(copied.folder)
+    assert found.profile is None and found.candidates and found.traces
+
+
+def test_a_profile_alone_is_no_mistake(made: MadeStudy, tmp_path: Path) -> None:
+    save_profile(tmp_path / "p.json", made.profile)
+    assert find_sources(tmp_path / "p.json") == Sources(profile=made.profile, profile_path=tmp_path / "p.json")
+
+
+def test_the_study_of_another_device_is_left_alone(copied: MadeStudy) -> None:
+    other = made_on(copied, "another machine")
+    assert find_sources(other).folder is None
+    with pytest.raises(UserError, match=r"of another target, device or workload than .*own study"):
+        find_sources(other, study=copied.folder)
+
+
+def made_on(copied: MadeStudy, model: str) -> Path:
+    path = copied.profile_path.with_name("other.json")
+    save_profile(path, copied.profile.model_copy(update={"hardware": DEVICE.model_copy(update={"model": model})}))
+    return path
+
+
+def test_of_several_studies_the_newest(copied: MadeStudy) -> None:
+    later = copied.folder.with_name("tests-target-4567")
+    shutil.copytree(copied.folder, later)
+    os.utime(later, (2e9, 2e9))
+    assert find_sources(copied.profile_path).folder == later
+
+
+def test_records_of_other_searches_do_not_count(copied: MadeStudy) -> None:
+    """Where nothing says which are whose, none do."""
+    few = copied.study.model_copy(update={"records": {"subnets": copied.study.records["subnets"][:3]}})
+    save_study(copied.folder, few)
+    assert len(find_sources(copied.folder).screened) == 3
+    (copied.folder / STUDY).unlink()
+    found = find_sources(copied.folder)
+    assert not found.screened and not found.candidates and not found.trials and found.traces
+    assert "says which records are of one search" in found.notes[0]
+
+
+def test_another_workloads_study_document_is_not_believed(copied: MadeStudy) -> None:
+    save_study(copied.folder, copied.study.model_copy(update={"tune_sha256": "f" * 64}))
+    found = find_sources(copied.profile_path)
+    assert (
+        found.study is None and "of another search, over another workload" in found.notes[0] and len(found.traces) == 2
+    )
+
+
+def test_records_that_are_elsewhere_are_missed(copied: MadeStudy, tmp_path: Path) -> None:
+    """In a database that workers share, here a file of SQLite."""
+    (copied.folder / "ledger.sqlite").rename(tmp_path / "shared.sqlite")
+    found = find_sources(copied.profile_path)
+    assert not found.candidates and "name it by --storage" in found.notes[0]
+    shared = find_sources(copied.profile_path, storage=f"sqlite:///{tmp_path / 'shared.sqlite'}")
+    assert len(shared.screened) == len(copied.screened) and shared.candidates and shared.notes == []
+
+
+@pytest.mark.parametrize(
+    ("given", "study", "message"),
+    [
+        ("nothing.json", None, "no such file"),
+        ("empty", None, "this one has neither; give a folder of .autotune/, or a profile"),
+        ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/1'"),
+        ("profile.json", "nowhere", "--study nowhere: no such folder"),
+        (".autotune/tests-target-0123", "empty", "is a study already"),
+    ],
+)
+def test_bad_input(copied: MadeStudy, given: str, study: str | None, message: str) -> None:
+    home = copied.profile_path.parent
+    (home / "empty").mkdir()
+    shutil.copy(copied.folder / "0123.cost.json", home)
+    with pytest.raises(UserError, match=message):
+        find_sources(home / given, study=None if study is None else Path(study))
+
+
+# --------------------------------------------------------------------------------------------------- prompts and tokens
+
+
+def test_prompts_are_found_where_the_search_ran(made: MadeStudy) -> None:
+    found = find_prompts(find_sources(made.profile_path), None)
+    assert [prompt.settings.prompt for prompt in found.values()] == [f"{QUESTION} {number}" for number in range(4)]
+    assert [len(prompt.pixels) for prompt in found.values()] == [1, 0, 1, 0]
+
+
+def test_other_prompts_are_not_shown(copied: MadeStudy, tmp_path: Path) -> None:
+    """The file has changed since: no prompts. A file that the user names: a mistake."""
+    changed = write_workload(copied.profile_path.parent, [{"prompt": "Another.", "split": "tune"}])
+    sources = find_sources(copied.profile_path)
+    assert find_prompts(sources, None) == {}
+    with pytest.raises(UserError, match="are not those that were recorded; give the workload of the search"):
+        find_prompts(sources, str(changed))
+    with pytest.raises(UserError, match="no such file"):
+        find_prompts(sources, str(tmp_path / "nothing.jsonl"))
+
+
+def test_tokens_as_text() -> None:
+    """Joined, they are the text; blanks are kept."""
+    from tokenizers import Tokenizer
+
+    from autotune.models import resolve
+
+    tokens = TokenTexts("digits/target")
+    text = "Row 1 reads 3, 1, 4.\nThat makes 6."
+    numbers = Tokenizer.from_file(f"{resolve('digits/target')}/tokenizer.json").encode(text).ids
+    assert tokens.is_known and "".join(tokens.text(numbers[:n], token) for n, token in enumerate(numbers)) == text
+    assert tokens.text([], -1) == "?"
+
+
+def test_tokens_without_a_tokenizer() -> None:
+    tokens = TokenTexts(decoding_profile().target.id)
+    assert not tokens.is_known and tokens.text([1], 17) == "[17]"
