@@ -85,7 +85,7 @@ SCENARIOS = {
     "quiet": Scenario(jitter=0.005, launch=0.003),
     "shared": Scenario(tails=0.02, speed=0.05, memory=0.95, drift=0.1, spikes=0.01, second=0.01, launch=0.01),
     "hostile": Scenario(tails=0.02, speed=0.08, drift=0.3, periodic=0.1, spikes=0.05, second=0.02, launch=0.015),
-    "unlike processes": Scenario(jitter=0.02, launch=0.04),
+    "unlike processes": Scenario(jitter=0.02, launch=0.03),
 }
 
 
