@@ -1,8 +1,8 @@
 """How often would `autotune check --against` be right? Simulated and recorded noise through the code that decides.
 
 Prints, for every scenario, how often an unchanged program fails, how often a slowdown of 5 % does, how many pairs both
-take, the power from 0 to 10 %, and what becomes of them where the design is left: pairs in a fixed order, a look after every launch
-without sharing the risk, pairs taken for independent of their launch.
+take, the power from 0 to 10 %, and what becomes of them where the design is left: pairs in a fixed order, a look after
+every launch without sharing the risk, pairs taken for independent of their launch.
 
     python benchmarks/check_power.py [--checks 2000]
 """

@@ -222,9 +222,10 @@ def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: 
     write_evidence(world)
     accept_less(monkeypatch)
     monkeypatch.setattr(against, "WorkerProcess", None)  # nothing is launched
-    found = check("proven.json", tests_machine=True)
-    assert found.exit_code == 1
-    assert verdicts(found) == {"lossless": "passed", "counts": "failed", "time against the base": "skipped"}
+    for asked in ({"tests_machine": True}, {"against": "lossless.json"}):
+        found = check("proven.json", **asked)
+        assert found.exit_code == 1
+        assert verdicts(found) == {"lossless": "passed", "counts": "failed", "time against the base": "skipped"}
     assert "count worse" in found.verdict and "accepted tokens" in gate(found, "counts").details[0]
 
 

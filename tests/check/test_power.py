@@ -1,4 +1,6 @@
-"""The figures of the README at fewer repetitions: the same simulator, the same decisions, thresholds that chance does not reach."""
+"""The figures of the README at fewer repetitions: the same simulator, the same decisions, thresholds that chance does
+not reach.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ def test_a_fixed_order_takes_the_second_place_for_a_slowdown() -> None:
 
 @pytest.mark.parametrize("other", [EVERY_LOOK, BY_PAIR], ids=["every look", "by pair"])
 def test_risks_are_kept_at_their_edges_and_by_nothing_simpler(other: Design) -> None:
-    """A slowdown of just the tolerance fails, and one of just the limit passes, no more often than may be; with a look after every
-    launch, or pairs taken for independent of their launch, several times as often.
+    """A slowdown of just the tolerance fails, and one of just the limit passes, no more often than may be; with a look
+    after every launch, or pairs taken for independent of their launch, several times as often.
     """
     ours, simpler = (simulate(UNLIKE_PROCESSES, 0.01, one, num_checks=1000).failed for one in (Design(), other))
     assert ours <= 0.01 < simpler
