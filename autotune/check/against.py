@@ -39,7 +39,9 @@ class Sides:
 
     @property
     def decode_alike(self) -> bool:
-        """Whether both profiles choose the same drafts and trees: else counts are others by design, and time decides."""
+        """Whether both profiles choose the same drafts and trees: else counts are others by design, and time
+        decides.
+        """
         mine, others = (
             [point.model_dump(exclude={"predicted", "measured", "fallback"}) for point in profile.points]
             for profile in (self.base_profile, self.head_profile)
@@ -81,11 +83,13 @@ def code_hash(side: Side) -> str:
 
 @contextmanager
 def open_sides(against: str | None, profile: Path, folder: Path) -> Iterator[Sides]:
-    """The base, which is a profile where a file of that name exists and a git revision otherwise, or the head again for None.
+    """The base, which is a profile where a file of that name exists and a git revision otherwise, or the head again for
+    None.
 
     Raises:
         UserError: it is neither, or cannot be read or built.
         NotComparable: it decodes another target, in another precision, or for another device.
+
     """
     head_profile = load_profile(profile)
     head = Side(name="head", what="as it is here", profile=_lean(head_profile, folder / "head.json"))
@@ -181,7 +185,9 @@ class SidesAtWork:
             worker.close()
 
     def judge_time(self, here: Here, requests: list[Request], *, budget_s: float) -> tuple[Gate, Timing | None]:
-        """Pairs of base and head until a look decides; A/A until the cap or the budget, for its noise is what is asked for."""
+        """Pairs of base and head until a look decides; A/A until the cap or the budget, for its noise is what is asked
+        for.
+        """
         sides, name = self.sides, here.workload.name
         if sides.are_equal and not sides.is_aa:
             same = f"{sides.base.what} has the same code, models, packages and choices: nothing to time"

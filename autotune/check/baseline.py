@@ -1,8 +1,10 @@
-"""Sessions of other days: what a profile took whenever it was checked. They judge by time only where that means something.
+"""Sessions of other days: what a profile took whenever it was checked. They judge by time only where that means
+something.
 
-A stored time is of another process on another day, and a stored ratio to plain decoding is no better: the machine's speed cancels, its
-state does not. How far unchanged programs differ from day to day is therefore taken from the sessions themselves, and what that
-leaves of power is said. Counts have no such trouble: those of the latest session are compared exactly.
+A stored time is of another process on another day, and a stored ratio to plain decoding is no better: the machine's
+speed cancels, its state does not. How far unchanged programs differ from day to day is therefore taken from the
+sessions themselves, and what that leaves of power is said. Counts have no such trouble: those of the latest session are
+compared exactly.
 """
 
 from __future__ import annotations
@@ -88,8 +90,8 @@ def comparable_sessions(baseline: Baseline, now: Session, source: Path) -> list[
 
 
 def judge_times(sessions: list[Session], now: Session, design: Design) -> Gate:
-    """Whether this session is slower than the others by more than they differ. Without enough of them, or where they differ too
-    much, it is only said.
+    """Whether this session is slower than the others by more than they differ. Without enough of them, or where they
+    differ too much, it is only said.
     """
     verdict, summary = _verdict(sessions, now, design)
     return Gate(name=SESSIONS, workload=now.workload, verdict=verdict, summary=summary)
@@ -117,7 +119,9 @@ def _verdict(sessions: list[Session], now: Session, design: Design) -> tuple[Gat
 
 
 def predicted_power(spread: float, num_sessions: int, design: Design) -> float:
-    """The chance that one more session finds a slowdown of the limit, by how far these differ: Student's t of one new value."""
+    """The chance that one more session finds a slowdown of the limit, by how far these differ: Student's t of one new
+    value.
+    """
     degrees = num_sessions - 1
     shift = math.log1p(design.limit) - math.log1p(design.tolerance)
     critical = t.isf(design.fail_risk / design.num_workloads, degrees)
@@ -125,5 +129,7 @@ def predicted_power(spread: float, num_sessions: int, design: Design) -> float:
 
 
 def _spread_of_next(spread: float, num_sessions: int) -> float:
-    """Of the difference between one more session and the mean of these; equal ones differ by what a clock tells apart."""
+    """Of the difference between one more session and the mean of these; equal ones differ by what a clock
+    tells apart.
+    """
     return max(spread, 1e-6) * math.sqrt(1 + 1 / num_sessions)

@@ -1,7 +1,8 @@
 """The exact gate: counts of decoding, which have no noise, against those of another time or another version.
 
-What a prompt takes of target forwards, draft forwards and nodes is decided by models, tree and prompt alone, so that any change is a
-change of the program. What it costs is priced in plain decoding steps by the profile's own prices, which the cost table gave.
+What a prompt takes of target forwards, draft forwards and nodes is decided by models, tree and prompt alone, so that
+any change is a change of the program. What it costs is priced in plain decoding steps by the profile's own prices,
+which the cost table gave.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Call
 def _divergences(
     runner: ProfileRunner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]
 ) -> dict[str, Divergence]:
-    """Where an arm's outputs part from plain decoding's though the prompt's point is lossless, by prompt; decoding is repeated,
-    as runs keep no tokens.
+    """Where an arm's outputs part from plain decoding's though the prompt's point is lossless, by prompt; decoding is
+    repeated, as runs keep no tokens.
     """
     found = {}
     assert runner.decoder.profile is not None
@@ -122,8 +122,8 @@ def _divergences(
 
 
 def judge_lossless(here: Here) -> Gate:
-    """An answer other than plain decoding's fails, unless the prompt's point is lossy, or it begins at a near tie in a precision below
-    float32.
+    """An answer other than plain decoding's fails, unless the prompt's point is lossy, or it begins at a near tie in a
+    precision below float32.
     """
     summary = here.summary
     verdict: GateVerdict = "passed"

@@ -137,7 +137,9 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
 def _decode_all(
     settings: CheckSettings, workloads: Sequence[Workload], device: str, console: Console
 ) -> tuple[list[Here], Any]:
-    """Every workload, decoded in this process; and the processor. The models are gone afterwards: workers need their memory."""
+    """Every workload, decoded in this process; and the processor. The models are gone afterwards: workers need their
+    memory.
+    """
     decoder = load(settings.profile, device=device)
     found = []
     for workload in workloads:
@@ -198,8 +200,8 @@ def _compare_sides(
     gates: list[Gate],
     budget_s: float,
 ) -> list[Timing | None]:
-    """Counts of the base first; what they leave open is timed. Adds its gates."""
-    if not comparison.sides.is_aa:
+    """Counts of the base first; what they leave open is timed. Adds its gates, and spends nothing on what has failed."""
+    if not comparison.sides.is_aa and not has_failed(gates):
         gates += [comparison.judge_counts(here, of) for here, of in zip(found, requests, strict=True)]
     if has_failed(gates):
         gates += [

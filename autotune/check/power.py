@@ -41,7 +41,9 @@ def simulate(noise: Noise, slowdown: float, design: Design, *, num_checks: int, 
 
 
 def replayed(launches: Sequence[Floats], *, either_sign: bool = True) -> Noise:
-    """Recorded launches of equal sides in random order; of either sign, for the sides could have been named the other way round."""
+    """Recorded launches of equal sides in random order; of either sign, for the sides could have been named the other
+    way round.
+    """
     whole = np.array([launch for launch in launches if len(launch) == PAIRS_PER_LAUNCH])
     signs = np.array([-1.0, 1.0] if either_sign else [1.0])
 

@@ -20,11 +20,12 @@ PACKAGE = Path("autotune/__init__.py")
 
 @contextmanager
 def checked_out(ref: str, profile: Path, head: Side, folder: Path) -> Iterator[Side]:
-    """The side that decodes with the code of ``ref``: with the profile that it has at the same path, or the head's where git does
-    not know it, and in this environment where it asks for the same packages, else in one made for it.
+    """The side that decodes with the code of ``ref``: with the profile that it has at the same path, or the head's
+    where git does not know it, and in this environment where it asks for the same packages, else in one made for it.
 
     Raises:
         UserError: no repository, no such revision, or one whose packages cannot be installed.
+
     """
     root = Path(
         _git(

@@ -1,13 +1,13 @@
 """Has the program become slower? A sequential test on pairs of times, decided at few looks fixed beforehand.
 
-A pair's x = ln(t_head / t_base), of the same prompt, in an order drawn at random. The test is Wilcoxon's exact signed-rank test, against
-two nulls: "slower by the tolerance at most" must fall for a failure, "slower by the limit at least" for a pass. What may be mistaken is
-spent over the looks, more at later ones, so that looking often costs nothing.
+A pair's x = ln(t_head / t_base), of the same prompt, in an order drawn at random. The test is Wilcoxon's exact signed
+ranks, against two nulls: "slower by the tolerance at most" must fall for a failure, "slower by the limit at least" for
+a pass. What may be mistaken is spent over the looks, more at later ones, so that looking often costs nothing.
 
-Pairs of one launch are not independent: two processes of one program differ, by one or two per cent, for as long as they live, which five
-pairs in a row see with the same sign. The signed ranks of the pairs are therefore summed by launch, and the sums are what is tested
-(Rosner, Glynn and Lee 2003, exact). Taken pair by pair, the same test would call an unchanged program slower several times as often as it
-says (``benchmarks/check_power.py``).
+Pairs of one launch are not independent: two processes of one program may differ by several per cent for as long as
+they live, which five pairs in a row see with the same sign. The signed ranks of the pairs are therefore summed by
+launch, and the sums are what is tested (after Rosner, Glynn and Lee 2006, but exactly). Taken pair by pair, the same
+test would call an unchanged program slower several times as often as it says (``benchmarks/check_power.py``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Design:
     pass_risk: float = 0.05
     """That a slowdown of ``limit`` or more passes."""
     looks: tuple[int, ...] = (40, 80, 160, 240)
-    """Numbers of pairs. At 20 pairs, four launches, the smallest probability that signs can have is 1/16: nothing to decide."""
+    """Numbers of pairs. At 20 pairs, four launches, the smallest probability that signs can have is 1/16: nothing to
+    decide.
+    """
     num_workloads: int = 1
     """Which share the risks."""
     by_launch: bool = True
@@ -91,7 +93,9 @@ def look(x: Floats, launches: Floats | NDArray[np.int64], number: int, design: D
 
 
 def p_value(x: Floats, launches: NDArray[Any] | None) -> Floats:
-    """How probable such positive values, or more positive ones, are if every launch's might as well have had the other sign: [...]."""
+    """How probable such positive values, or more positive ones, are if every launch's might as well have had the other
+    sign: [...].
+    """
     if launches is not None:
         signed = np.sign(x) * rankdata(np.abs(x), axis=-1)
         # Whole numbers tie; the launch's own sum breaks the ties, and changes its sign with it.
@@ -101,8 +105,8 @@ def p_value(x: Floats, launches: NDArray[Any] | None) -> Floats:
 
 
 def decide(x: Floats, design: Design) -> tuple[NDArray[np.object_], NDArray[np.int64]]:
-    """Whole checks, [checks, pairs] of whole launches: the verdicts, open where the cap decided nothing, and the pairs that each
-    took.
+    """Whole checks, [checks, pairs] of whole launches: the verdicts, open where the cap decided nothing, and the pairs
+    that each took.
     """
     verdicts = np.full(len(x), Verdict.GO_ON, dtype=object)
     taken = np.full(len(x), design.cap)
@@ -129,7 +133,9 @@ class Estimate:
 
 
 def estimate(x: Floats, launches: NDArray[np.int64]) -> Estimate:
-    """Hodges and Lehmann's estimate of the slowdown, and what its test cannot tell from it: all values whose null it keeps."""
+    """Hodges and Lehmann's estimate of the slowdown, and what its test cannot tell from it: all values whose null it
+    keeps.
+    """
     centre = hodges_lehmann(x)
     return Estimate(math.expm1(centre), (math.expm1(_edge(x, launches, -1)), math.expm1(_edge(x, launches, 1))))
 
@@ -141,8 +147,8 @@ def hodges_lehmann(x: Floats) -> float:
 
 
 def _edge(x: Floats, launches: NDArray[np.int64], side: int) -> float:
-    """Where the one-sided probability falls through 2.5 %, found by ever finer steps outwards from the estimate. Of too few launches to
-    exclude anything it is the outermost value itself.
+    """Where the one-sided probability falls through 2.5 %, found by ever finer steps outwards from the estimate. Of too
+    few launches to exclude anything it is the outermost value itself.
     """
     inside, outside = hodges_lehmann(x), side * float(np.max(side * x))
     for _ in range(4):

@@ -131,7 +131,9 @@ def judge_time(timing: Timing, outcome: Outcome, workload: str) -> Gate:
 
 
 def judge_machine(timing: Timing, outcome: Outcome, workload: str, design: Design) -> Gate:
-    """What an A/A run says of this machine: equal sides must not differ, and their noise, replayed, tells what a check here finds."""
+    """What an A/A run says of this machine: equal sides must not differ, and their noise, replayed, tells what a check
+    here finds.
+    """
     pairs = timing.pairs
     x, of = log_ratios(pairs), launches(pairs)
     noise = replayed([x[of == number] for number in np.unique(of)])

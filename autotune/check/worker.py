@@ -1,8 +1,8 @@
 """One side of a timed comparison: decodes the prompts that it is told to, and says how long that took.
 
 Runs as a script, by the code under test, which may be older than this file: of autotune it knows the public interface
-alone. Requests come as lines of JSON on standard input, answers go as lines of JSON to standard output; it ends when the
-requests do.
+alone. Requests come as lines of JSON on standard input, answers go as lines of JSON to standard output; it ends when
+the requests do.
 
     python -P worker.py '{"profile": FILE, "device": "cpu"}'
 """

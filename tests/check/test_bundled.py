@@ -1,7 +1,7 @@
 """The exact gate on the bundled pair, in this project's own CI: as lossless as ever, and a lower acceptance is found.
 
-Which counts are right is decided on the device that made the profile. On another one a near tie may fall the other way, so that the
-shipped counts advise, and what gates is compared with counts of this very machine.
+Which counts are right is decided on the device that made the profile. On another one a near tie may fall the other way,
+so that the shipped counts advise, and what gates is compared with counts of this very machine.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from autotune import models
 from autotune.check import against
 from autotune.check.job import CheckResult, CheckSettings, run_check
 from autotune.check.launch import Decoded, Request, Side
+from autotune.check.pairs import Pair as TimedPair
 from autotune.check.result import Gate
 from autotune.check.worker import Side as WorkerSide
 from autotune.condition import Condition
@@ -18,7 +19,7 @@ from autotune.console import Console
 from autotune.cost.device import Fingerprint, fingerprint
 from autotune.decoding_profile import DecodingProfile, Evidence, load_profile, save_profile
 from autotune.errors import NotComparable, UserError
-from autotune.files import read_json
+from autotune.files import read_json, read_lines
 from autotune.models import reference
 from autotune.profile_runner import TUNED, ProfileRunner
 from autotune.provenance import stamp
@@ -221,9 +222,10 @@ def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: 
     write_evidence(world)
     accept_less(monkeypatch)
     monkeypatch.setattr(against, "WorkerProcess", None)  # nothing is launched
-    found = check("proven.json", tests_machine=True)
-    assert found.exit_code == 1
-    assert verdicts(found) == {"lossless": "passed", "counts": "failed", "time against the base": "skipped"}
+    for asked in ({"tests_machine": True}, {"against": "lossless.json"}):
+        found = check("proven.json", **asked)
+        assert found.exit_code == 1
+        assert verdicts(found) == {"lossless": "passed", "counts": "failed", "time against the base": "skipped"}
     assert "count worse" in found.verdict and "accepted tokens" in gate(found, "counts").details[0]
 
 
@@ -445,3 +447,17 @@ def test_a_revision_that_is_none_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(models, "load_model", None)
     with pytest.raises(UserError, match="--against mian: "):
         check("lossless.json", against="mian")
+
+
+@pytest.mark.slow
+def test_real_processes_decode_in_pairs(world: Path) -> None:
+    """Two of them, with another tree on one side; no budget is so small that five pairs are not decoded and kept."""
+    point = load_profile(world / "lossless.json").point
+    deeper = decoding_profile(tree={"policy": "chain", "depth": 2}).point.tree
+    changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])
+    with pytest.raises(UserError, match=r"--budget 1s: the first look, at 40 pairs, takes about \d+ s here"):
+        check("lossless.json", against="base.json", budget_s=1.0)
+    (ledger,) = (world / ".autotune" / "checks").glob("*.jsonl")
+    pairs = [TimedPair.model_validate(record) for record in read_lines(ledger)]
+    assert [pair.number for pair in pairs] == list(range(5)) and {pair.launch for pair in pairs} == {0}
+    assert all(pair.base_ms > 0 < pair.head_ms for pair in pairs) and pairs[0].plain_head_ms is not None

@@ -1,4 +1,6 @@
-"""The base from git: its own files, its own environment where it asks for another, and one line where it cannot be had."""
+"""The base from git: its own files, its own environment where it asks for another, and one line where it
+cannot be had.
+"""
 
 from __future__ import annotations
 

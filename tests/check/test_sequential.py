@@ -64,8 +64,8 @@ def test_the_looks_share_what_may_be_mistaken() -> None:
 
 
 def test_no_look_is_without_a_chance() -> None:
-    """The least probability that signs of so many launches can have is small enough to pass at the first look, and to fail at the
-    second; at 20 pairs it would decide nothing.
+    """The least probability that signs of so many launches can have is small enough to pass at the first look, and to
+    fail at the second; at 20 pairs it would decide nothing.
     """
     design = Design()
     for number, num_pairs in enumerate(design.looks):
