@@ -27,7 +27,7 @@ from tests.documents import decoding_profile, write_image, write_workload
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-c", "from autotune.cli import main; main()"]
-VERBS = ("devices", "profile", "record", "search", "run", "bench", "check", "export", "train")
+VERBS = ("devices", "profile", "record", "search", "run", "bench", "check", "report", "export", "train")
 
 
 def run_command(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:

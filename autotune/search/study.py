@@ -213,7 +213,15 @@ class _Stage:
         def say(done: int, of: int) -> None:
             report(min(num_trials, done * TRIALS_AT_ONCE), num_trials)
 
+        self.ledger.work("optuna", {content_key(["optuna's tables"]): self._open_optuna})
         return list(self.ledger.work("trees", units, deadline=deadline, report=say).values())
+
+    def _open_optuna(self) -> Record:
+        """Optuna makes its tables in steps that two workers cannot take at once."""
+        import optuna
+
+        optuna.storages.get_storage(optuna_storage(self.ledger.storage))
+        return {}
 
     def _sample(self, seeds: list[Candidate], first: int, count: int) -> Record:
         """``count`` trials, of which so many as ``first`` are others' to make."""
