@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autotune.errors import UserError, nearest
 
+WORKSPACE = Path(".autotune")
+"""Below the folder where a command is called: what commands keep for those to come, studies above all."""
+
 # Version of each document kind that this program writes; it reads no newer one.
 SCHEMA_VERSIONS = {
     "cost-table": 3,

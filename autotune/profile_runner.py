@@ -7,22 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.condition import first_match
 from autotune.decoding_profile import TUNED as TUNED  # for those who run it
 from autotune.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.stats import DecodingStats
 from autotune.search.finalists import Arm, Run, Runner
-from autotune.trees.fallback import RequestMemory
 from autotune.workload import WorkloadPrompt
 
 
 class ProfileRunner(Runner):
-    """Runs the arm ``tuned`` with the decoder itself, as it was loaded from a profile; a prompt's task is its tag."""
+    """Runs the arm ``tuned`` with the decoder itself, as it was loaded from a profile."""
 
     def __init__(self, decoder: Decoder, ledger: Path | None = None, **options: Any) -> None:
         super().__init__(decoder, decoder.processor, ledger, **options)
-        self._warm_points: set[int] = set()
-        self._memories: list[RequestMemory] = []  # of all points, before the run
 
     def decoder_of(self, arm: Arm) -> Decoder:
         """An arm's own decoder, or the profile's."""
@@ -34,26 +31,21 @@ class ProfileRunner(Runner):
             way.fallback.forget()
         return super().compare(*args, **options)
 
-    def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
-        """One arm on one prompt, as in ``Runner``."""
-        self._memories = [way.fallback.memory for way in self.decoder.ways]
-        return super().run(arm, prompt)
-
-    def decode(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:
-        """The arm's new tokens for a prompt, and what it did. A point's first prompt is decoded twice: its warm-up, of which
-        nothing is learnt.
-        """
+    def shape_of(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[Any, ...]:
+        """As in ``Runner``; every point of the profile is warmed up by itself."""
+        shape = super().shape_of(arm, inputs, prompt)
         if arm.name != TUNED:
-            return super().decode(arm, inputs, prompt)
-        is_warm = False
-        while not is_warm:
-            for way, memory in zip(self.decoder.ways, self._memories, strict=False):
-                way.fallback.memory = memory
-            output = self.decoder.generate(**inputs, **prompt.settings.generation, workload=prompt.settings.task)
-            number = output.stats.point
-            is_warm = number in self._warm_points
-            self._warm_points.add(number)
-        return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats
+            return shape
+        conditions = [way.when for way in self.decoder.ways]
+        settings, num_tokens = prompt.settings, inputs["input_ids"].shape[1]
+        temperature = settings.temperature or 0.0
+        point = first_match(conditions, temperature=temperature, prompt_tokens=num_tokens, workload=settings.task)
+        return (*shape, point)
+
+    def settings_of(self, arm: Arm, prompt: WorkloadPrompt) -> dict[str, Any]:
+        """As in ``Runner``; a prompt's task is its tag."""
+        task = {"workload": prompt.settings.task} if arm.name == TUNED else {}
+        return {**super().settings_of(arm, prompt), **task}
 
 
 def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:

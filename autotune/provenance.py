@@ -25,6 +25,10 @@ class ModelReference(Document):
     id: str
     sha256: str
 
+    def is_same(self, other: ModelReference) -> bool:
+        """Whether both are of the same weights; without a hash the name decides."""
+        return self.sha256 == other.sha256 and bool(self.sha256 or self.id == other.id)
+
 
 def version_of(package: str) -> str:
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from autotune.condition import Condition
 from autotune.decoding_profile import DecodingProfile
 from autotune.profile_runner import TUNED, ProfileRunner, points_used
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.request import Call, Request
 from autotune.runtime.way import Way
 from autotune.search.finalists import AR, HF, Arm
 from autotune.trees.fallback import RequestMemory
@@ -44,18 +46,17 @@ def test_every_point_is_warmed_up_once_and_learns_nothing_of_it(
     runner: ProfileRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The useless draft loses time in two requests and is then left alone: had the warm-ups counted, after the first."""
-    calls: list[tuple[int, bool]] = []
-    generate = runner.decoder.generate
+    begun: list[int] = []
+    decode = runner.decoder._decode
 
-    def noted(**settings: Any) -> Any:
-        out = generate(**settings)
-        calls.append((out.stats.point, out.stats.draft_forwards > 0))
-        return out
+    def noted(request: Request, call: Call) -> Iterator[list[int]]:
+        begun.append(request.stats.point)
+        return decode(request, call)
 
-    monkeypatch.setattr(runner.decoder, "generate", noted)
+    monkeypatch.setattr(runner.decoder, "_decode", noted)
     runs = runner.compare([Arm(TUNED)], PROMPTS)[TUNED]
     assert [run.draft_forwards > 0 for run in runs] == [True, True, True, True, False, False]
-    assert [point for point, _ in calls].count(1) == 3, "two prompts, and one warm-up"
+    assert (begun.count(0), begun.count(1)) == (5, 3), "four prompts and two, and a warm-up each"
     assert [run.point for run in runs] == [int(prompt.settings.task == "easy") for prompt in PROMPTS.prompts]
     assert runner.decoder.profile is not None
     assert points_used(runner.decoder.profile, runs) == "4 by point 0 (workload hard), 2 by point 1 (any request)"

@@ -22,9 +22,9 @@ from autotune.check.timed import judge_machine, judge_time, run_looks, timing_of
 from autotune.console import Console
 from autotune.decoding_profile import DecodingProfile, Evidence, load_profile, save_profile
 from autotune.errors import NotComparable
-from autotune.files import content_key, sha256_of
+from autotune.files import WORKSPACE, content_key, sha256_of
 
-CHECKS = Path(".autotune/checks")
+CHECKS = WORKSPACE / "checks"
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.acceptance.trace import Trace, TraceHeader, load_trace
-from autotune.cost.table import CostTable, load_table
+from autotune.acceptance.trace import Trace, load_trace
+from autotune.cost.table import CostTable
 from autotune.decoding_profile import DecodingProfile, OperatingPoint, load_profile
 from autotune.errors import UserError
-from autotune.files import parse, read_json, read_lines
+from autotune.files import WORKSPACE, read_lines
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.ledger import Ledger, Record
 from autotune.search.screened import Screened
 from autotune.search.study import optuna_storage
 from autotune.search.study_document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
-
-STUDIES = ".autotune"  # where searches keep their studies, beside where they were called
+from autotune.search.study_folder import load_headers, load_tables, studies_beside, study_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
             raise UserError(f"--study {study}: {given} is a study already; give a profile, or leave --study out")
         if not any(given.glob("*.cost.json")) and not (given / STUDY).exists():
             raise UserError(
-                f"{given}: a study's folder holds a cost table and {STUDY}; this one has neither; give a folder of {STUDIES}/, or a profile"
+                f"{given}: a study's folder holds a cost table and {STUDY}; this one has neither; give a folder of {WORKSPACE}/, or a profile"
             )
         path = given / PROFILE
         return _with_study(
@@ -106,35 +105,16 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
     profile = load_profile(given)
     if study is not None:
         if not study.is_dir():
-            raise UserError(f"--study {study}: no such folder; give the one that autotune search named, in {STUDIES}/")
-        if not _speaks_of(study, profile):
+            raise UserError(
+                f"--study {study}: no such folder; give the one that autotune search named, in {WORKSPACE}/"
+            )
+        if not ((own := study_of(profile, study)) and own.holds_all):
             raise UserError(
                 f"--study {study}: its documents are of another target, device or workload than {given}; give that profile's own study"
             )
         return _with_study(profile, given, study, storage)
-    places = dict.fromkeys(place.resolve() / STUDIES for place in (given.parent, Path()))
-    folders = [folder for place in places for folder in sorted(place.glob("*")) if folder.is_dir()]
-    known = [folder for folder in folders if _speaks_of(folder, profile)]
-    if not known:
-        return Sources(profile=profile, profile_path=given)
-    return _with_study(profile, given, max(known, key=lambda folder: folder.stat().st_mtime), storage)
-
-
-def _speaks_of(folder: Path, profile: DecodingProfile) -> bool:
-    """Whether a study's documents are of the profile's target, device, drafts and tuning prompts."""
-    headers = _headers(folder).values()
-    recorded = {h.draft.sha256 for h in headers if h.workload_sha256 == profile.workload.tune_sha256}
-    drafts = {point.draft.sha256 for point in profile.points if point.draft is not None}
-    if not recorded or not drafts <= recorded:
-        return False
-    tables = [load_table(path) for path in folder.glob("*.cost.json")]
-    return any(t.target.sha256 == profile.target.sha256 and t.device.key == profile.hardware.key for t in tables)
-
-
-def _headers(folder: Path) -> dict[Path, TraceHeader]:
-    """Of a study's traces, the last recorded last."""
-    paths = sorted((folder / "traces").glob("*/*.trace.json"), key=lambda path: (path.stat().st_mtime, path.name))
-    return {path: parse(TraceHeader, "trace", read_json(path), source=path) for path in paths}
+    own = next((one for one in studies_beside(profile, given) if one.holds_all), None)
+    return _with_study(profile, given, own.path, storage) if own else Sources(profile=profile, profile_path=given)
 
 
 def _with_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:
@@ -149,7 +129,7 @@ def _with_study(profile: DecodingProfile | None, path: Path | None, folder: Path
         notes.append(f"The study's {STUDY} is of another search, over another workload: its records are not shown.")
         study = None
     # Headers of another workload are left from an earlier search.
-    headers = _headers(folder)
+    headers = load_headers(folder)
     wanted = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
     if wanted is None and headers:
         wanted = [*headers.values()][-1].workload_sha256
@@ -178,8 +158,7 @@ def _with_study(profile: DecodingProfile | None, path: Path | None, folder: Path
 
 def _table(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> CostTable | None:
     """The one that the search used; where nothing says which, the newest of the profile's device."""
-    paths = sorted(folder.glob("*.cost.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    tables = [load_table(path) for path in paths]
+    tables = load_tables(folder)
     if study is not None:
         tables = [table for table in tables if table.content == study.cost_table]
     elif profile is not None:

@@ -8,6 +8,7 @@ compared was measured on the same prompt within seconds.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 import time
@@ -39,6 +40,7 @@ HF, HF_ASSISTED, PROMPT_LOOKUP = "hf", "hf-assisted", "prompt_lookup"
 DISTURBED = 3.0  # times the usual prefill of the same prompt...
 STALLED = 8.0  # ...or times the shortest forward of the target: no tree is as large as that
 MAX_REPEATS = 3
+WARM_UP_TOKENS = 32
 SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple are of one shape
 
 
@@ -126,7 +128,7 @@ class Runner:
         self.ledger = ledger
         self.context = context
         """Models and device: runs of other ones do not count."""
-        self._warm: set[tuple[str, bool, int]] = set()
+        self._warm: set[tuple[Any, ...]] = set()
 
     def compare(
         self,
@@ -206,16 +208,13 @@ class Runner:
             append_line(self.ledger, *({"comparison": comparison, **run.model_dump()} for run in runs))
 
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
-        """One arm on one prompt. The arm's first prompt of a shape is decoded twice, the first time being its warm-up:
-        buffers grow and kernels are chosen once per shape.
+        """One arm on one prompt. The beginning of the arm's first prompt of a shape is decoded twice, the first time being
+        its warm-up: buffers grow and kernels are chosen once per shape.
         """
         inputs = prompt.inputs(self.processor, self.decoder.target.device)
-        shape = (arm.key, bool(prompt.pixels), -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS))
+        shape = self.shape_of(arm, inputs, prompt)
         if shape not in self._warm:
-            fallback = self.decoder_of(arm).fallback
-            memory = fallback.memory
-            self.decode(arm, inputs, prompt)
-            fallback.memory = memory  # of a warm-up nothing is learnt
+            self._warm_up(arm, inputs, prompt)
             self._warm.add(shape)
         tokens, stats = self.decode(arm, inputs, prompt)
         return Run(
@@ -241,9 +240,30 @@ class Runner:
             verified_nodes=sum(stats.verified_nodes),
         )
 
+    def shape_of(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[Any, ...]:
+        """What an arm is warmed up for: it runs the same kernels in the same buffers on all prompts of a shape."""
+        return arm.key, bool(prompt.pixels), -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS)
+
+    def settings_of(self, arm: Arm, prompt: WorkloadPrompt) -> dict[str, Any]:
+        """What the arm is told beside a prompt."""
+        return prompt.settings.generation
+
+    def _warm_up(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> None:
+        """Some rounds, of which nothing is learnt."""
+        if arm.name in (HF, HF_ASSISTED):
+            self.decode(arm, inputs, prompt)
+            return
+        decoder = self.decoder_of(arm)
+        learnt = [way.fallback.memory for way in decoder.ways]
+        stream = decoder.stream(**inputs, **self.settings_of(arm, prompt))
+        for _ in itertools.islice(stream, WARM_UP_TOKENS):
+            pass
+        for way, memory in zip(decoder.ways, learnt, strict=True):
+            way.fallback.memory = memory
+
     def decode(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:
         """The arm's new tokens for a prompt, and what it did."""
-        settings = prompt.settings.generation
+        settings = self.settings_of(arm, prompt)
         if arm.name in (HF, HF_ASSISTED):
             assistant = self.assistant if arm.name == HF_ASSISTED else None
             return hf_generate(self.decoder.target_model, inputs, assistant=assistant, **settings)

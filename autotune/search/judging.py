@@ -165,7 +165,7 @@ class Judging:
             met = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
             arms = [Arm("winner", winner.configuration), Arm("point", own.configuration)]
             prompts = Workload(self.tune.name, self.tune.split, met)
-            runs = self.runner.compare([Arm(AR), *arms], prompts, seed=self.seed, min_prompts=len(met))
+            runs = self.runner.compare(arms, prompts, seed=self.seed, min_prompts=len(met))
             ms = {name: sum(run.decode_ms for run in of_arm) for name, of_arm in runs.items()}
             is_faster = ms["point"] <= (1 - MIN_GAIN) * ms["winner"]
             self.console.say(

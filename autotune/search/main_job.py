@@ -17,7 +17,7 @@ from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import TOKENS, CostTable
 from autotune.decoding_profile import DecodingProfile, save_profile
 from autotune.errors import UserError
-from autotune.files import content_key, require_writable, write_document
+from autotune.files import WORKSPACE, content_key, require_writable, write_document
 from autotune.provenance import stamp
 from autotune.search.contenders import Contenders, shape_of
 from autotune.search.documents import (
@@ -72,7 +72,7 @@ class SearchSettings:
     num_tune_prompts: int = 48
     num_evaluate_prompts: int = 64
     output: Path = Path("profile.json")
-    folder: Path = Path(".autotune")
+    folder: Path = WORKSPACE
     """Where studies keep their documents."""
 
     @property

@@ -14,7 +14,7 @@ from autotune.drafters.checkpoint import new_network, save_draft
 from autotune.drafters.network import BlocksNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
-from autotune.files import content_key
+from autotune.files import WORKSPACE, content_key
 from autotune.models import load_model, load_processor, reference
 from autotune.runtime.target import Target
 from autotune.subnet import Subnet
@@ -26,7 +26,6 @@ from autotune.training.memory import BatchShape, check_needs, lesson_bytes, memo
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher
 
-CACHE = Path(".autotune")  # as of searches: they find each other's answers
 FIRST_SEED = 1000  # of examples for drafts: far from those of the models that the pair is made of
 NUM_HELD_OUT = 3  # batches
 EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.0)
@@ -71,7 +70,7 @@ class DraftTask:
         self._taking_part: list[Tensor] | None = None
         self._lines = None
         if file is not None:
-            recorder = Recorder(self.target, self.target_reference, self.processor, CACHE)
+            recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
             self._lines = file.read(recorder, accelerator, report)
 
     def _examples(self, stage: Stage) -> tuple[Examples, Path]:
@@ -105,7 +104,7 @@ class DraftTask:
             num_batches = None if data.num_examples is None else max(1, data.num_examples // stage.batch_size)
             examples = Share(DigitsExamples(batches, self.target, num_batches), *self.share)
             described["tasks"] = self.recipe.tasks
-        return examples, CACHE / "lessons" / content_key(described)
+        return examples, WORKSPACE / "lessons" / content_key(described)
 
     def _held_out_examples(self, stage: Stage) -> Examples:
         """In batches of the size that a process trains on."""
@@ -165,7 +164,7 @@ class DraftTask:
             in_half=in_half,
         )
         return check_needs(
-            needs, self.accelerator.device, CACHE / "lessons", num_processes=self.share[1], source=self.recipe_path
+            needs, self.accelerator.device, WORKSPACE / "lessons", num_processes=self.share[1], source=self.recipe_path
         )
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:

@@ -71,6 +71,16 @@ def test_of_several_studies_the_newest(copied: MadeStudy) -> None:
     assert find_sources(copied.profile_path).folder == later
 
 
+def test_a_study_that_cannot_be_read_is_in_nobodys_way(copied: MadeStudy) -> None:
+    """One of an earlier version, say; named, it is refused."""
+    old = copied.folder.with_name("a-study-of-long-ago")
+    old.mkdir()
+    (old / "0123.cost.json").write_text('{"schema": "autotune.cost-table/1"}')
+    assert find_sources(copied.profile_path).folder == copied.folder
+    with pytest.raises(UserError, match=r"long-ago/0123\.cost\.json: "):
+        find_sources(copied.profile_path, study=old)
+
+
 def test_records_of_other_searches_do_not_count(copied: MadeStudy) -> None:
     """Where nothing says which are whose, none do."""
     few = copied.study.model_copy(update={"records": {"subnets": copied.study.records["subnets"][:3]}})

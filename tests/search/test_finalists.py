@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,13 +222,24 @@ def test_sampled_prompts_say_the_same_with_and_without_a_draft(
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Every decoding that a runner does, as (arm, prompt), warm-ups included."""
     calls: list[tuple[str, str]] = []
-    original = Runner.decode
+    of_ours, of_hf = Decoder._decode, finalists.hf_generate
+    prompt_of_run: list[tuple[str, str]] = []
+    run = Runner.run
 
-    def noting(self: Runner, arm: Arm, inputs: Any, prompt: WorkloadPrompt) -> Any:
-        calls.append((arm.name, prompt.name))
-        return original(self, arm, inputs, prompt)
+    def noting_run(self: Runner, arm: Arm, prompt: WorkloadPrompt) -> Any:
+        prompt_of_run[:] = [(arm.name, prompt.name)]
+        return run(self, arm, prompt)
 
-    monkeypatch.setattr(Runner, "decode", noting)
+    def noting(decoding: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            calls.extend(prompt_of_run)
+            return decoding(*args, **options)
+
+        return noted
+
+    monkeypatch.setattr(Runner, "run", noting_run)
+    monkeypatch.setattr(Decoder, "_decode", noting(of_ours))
+    monkeypatch.setattr(finalists, "hf_generate", noting(of_hf))
     return calls
 
 
