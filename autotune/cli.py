@@ -113,6 +113,13 @@ _buckets_option = click.option(
     default=(),
     help="Sizes that forwards are rounded up to, for devices that prepare them: 4,8,16,32,64. Every size as it is where left out.",
 )
+_runner_option = click.option(
+    "--runner",
+    type=click.Choice(["eager", "compile", "graph"]),
+    default="eager",
+    show_default=True,
+    help="How steps run: as transformers runs them, compiled, or as CUDA graphs; the last two prepare sizes (--buckets).",
+)
 _injection_option = click.option(
     "--injection-layer", type=int, default=None, help="Layer of the target whose output the draft reads: star has five."
 )
@@ -193,6 +200,7 @@ def devices(as_json: bool) -> None:
 @_device_option
 @click.option("--budget", type=_Duration(), default="90s", show_default=True, help="Time for the steps' timings.")
 @_buckets_option
+@_runner_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("pair.cost.json"), show_default=True)
 @_json_option
 def profile(
@@ -204,6 +212,7 @@ def profile(
     device: str,
     budget: float,
     buckets: tuple[int, ...],
+    runner: str,
     output: Path,
     as_json: bool,
 ) -> None:
@@ -219,7 +228,7 @@ def profile(
     require_writable(output)
     console = Console()
     prompts = load_workload(workload, "tune")
-    contenders = Contenders(target, drafts, choose_device(device), buckets)
+    contenders = Contenders(target, drafts, choose_device(device), buckets, runner)
     subnets = [Subnet(heads=share, injection_layer=injection_layer) for share in heads or (None,)]
     places = [(draft, subnet) for draft in contenders.references for subnet in subnets]
     table = measure_table(contenders, places, prompts, console, budget)
@@ -342,6 +351,7 @@ def record(
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @_buckets_option
+@_runner_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("profile.json"), show_default=True)
 @_json_option
 def search(
@@ -362,6 +372,7 @@ def search(
     jobs: int | None,
     seed: int,
     buckets: tuple[int, ...],
+    runner: str,
     output: Path,
     as_json: bool,
 ) -> None:
@@ -391,6 +402,7 @@ def search(
         jobs=jobs,
         seed=seed,
         buckets=buckets,
+        runner=runner,
         output=output,
     )
     check_settings(settings)

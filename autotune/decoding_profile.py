@@ -147,6 +147,8 @@ class DecodingProfile(Document):
     precision: str
     buckets: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to; none: every size as it is."""
+    runner: str = "eager"
+    """How forwards behind the prefills run (``runtime/graphs.py``)."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the steps behind the prefills; None: as many as torch uses."""
     points: list[OperatingPoint] = Field(min_length=1)
@@ -296,6 +298,7 @@ def decoder_for(
             for point in profile.points
         ],
         buckets=profile.buckets,
+        runner=profile.runner,
         threads=threads,
         processor=processor,
         profile=profile,

@@ -7,6 +7,7 @@ from typing import Any
 
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, sha256_of
+from autotune.memory import check_room
 from autotune.provenance import ModelReference
 
 BUNDLED_TARGET = "digits/target"
@@ -62,13 +63,15 @@ def load_model(name: str, *, device: str = "cpu") -> Any:
     """The model on a device, for inference, in the precision that its config declares.
 
     Raises:
-        UserError: nothing there that transformers can load.
+        UserError: nothing there that transformers can load, or more than fits the device.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     from transformers.utils import logging
 
     source = resolve(name)
+    weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # of an id nothing is known yet
+    check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
     try:
         config = AutoConfig.from_pretrained(source)
         sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -23,6 +23,7 @@ from autotune.search.ledger import Ledger
 from autotune.search.main_job import bounds_of
 from autotune.search.space import Configuration, load_space
 from autotune.search.study import search_trees
+from autotune.search.study_document import RUNS
 from autotune.search.subnets import Screened, screen
 from autotune.workload import load_workload
 
@@ -104,7 +105,7 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         arms.append(Arm(name, best.configuration))
 
     with console.stage("measured") as update:
-        runs = contenders.runner(table.threads).compare(
+        runs = contenders.runner(table.threads, study / RUNS).compare(
             [Arm(AR), *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, "")
         )
     cells = []
@@ -113,10 +114,11 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         summary = summarise(arm.name, runs[arm.name], runs[AR])
         said = f"{predicted[arm.name]:.2f}x" if arm.name in predicted else "-"
         interval = f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}"
-        cells.append([arm.name, said, f"{summary.speedup:.2f}x", interval, arm.configuration.label])
+        label = f"{arm.name}: {arm.configuration.label}"
+        cells.append([label, said, f"{summary.speedup:.2f}x", interval])
     console.table(
         f"What each dimension is worth: {prompts} held-out prompts",
-        ["may choose", "predicted", "measured", "95 % interval", "configuration"],
+        ["may choose", "predicted", "measured", "95 % interval"],
         cells,
     )
 

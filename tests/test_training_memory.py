@@ -16,12 +16,13 @@ from PIL import Image
 from autotune import console
 from autotune.drafters.checkpoint import new_network
 from autotune.errors import UserError
+from autotune.memory import free_memory
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.target import Target
 from autotune.training import memory
 from autotune.training.curve import draw_curve, logged
 from autotune.training.draft_task import EVALUATION, DraftTask
-from autotune.training.memory import BatchShape, MemoryNeeds, check_needs, free_disk, free_memory, memory_needs
+from autotune.training.memory import BatchShape, MemoryNeeds, check_needs, free_disk, memory_needs
 from autotune.training.teacher import Example, Lesson, Teacher
 from autotune.training.trainer import train, train_with_progress
 from tests.conftest import Pair, new_llama

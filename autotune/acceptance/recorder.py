@@ -26,6 +26,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.target import Target
 from autotune.runtime.text_runner import causal_block
+from autotune.trees.buckets import EAGER
 from autotune.trees.tree import MAX_STEP, Floats, Ints
 from autotune.workload import Workload, WorkloadPrompt
 
@@ -189,6 +190,7 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 def read_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> Reading:
     """The target reads a prompt and its own answer again."""
     tokens = np.array(answer.tokens[:-1], np.int64)  # nothing follows the last token
+    target.use_runner(EAGER)  # sizes of recording are not those of decoding
     target.watched = tuple(layers)
     read = target.encode(inputs).prompts
     target.reserve(answer.prompt_length + len(answer.tokens))
@@ -225,6 +227,7 @@ def record_forest(
     largest = widest * (bounds.depth - 1)  # forest
     most_at_once = min(MAX_STEP, max(ROOTS_AT_ONCE, NODES_AT_ONCE // max(1, largest)))
     capacity = answer.prompt_length + len(tokens) + most_at_once * largest + MAX_STEP
+    draft.use_runner(EAGER)
     scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
     if reading is None and draft.reads:
         reading = read_target(target, inputs, answer, draft.reads)

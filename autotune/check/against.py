@@ -51,10 +51,11 @@ class Sides:
     @property
     def are_equal(self) -> bool:
         """Whether the same code decodes by the same choices in the same environment."""
+        base, head = self.base_profile, self.head_profile
         return (
             self.decode_alike
-            and [point.fallback for point in self.base_profile.points]
-            == [point.fallback for point in self.head_profile.points]
+            and (base.runner, base.buckets, base.threads) == (head.runner, head.buckets, head.threads)
+            and [point.fallback for point in base.points] == [point.fallback for point in head.points]
             and self.base.python == self.head.python
             and code_hash(self.base) == code_hash(self.head)
         )

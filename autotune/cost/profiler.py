@@ -87,7 +87,7 @@ def profile(
                 commit=sampler.commits[number].surface(),
                 propose=sampler.proposes[number].surface(),
                 prefill=draft_prefill,
-                overhead=measure_overhead(target, draft, processor, workload, threads=threads),
+                overhead=measure_overhead(target, draft, processor, workload, settings, threads=threads),
             )
         )
     tell(100)
@@ -95,6 +95,7 @@ def profile(
         provenance=stamp(),
         device=fingerprint(str(target.device)),
         precision=str(target.dtype).removeprefix("torch."),
+        runner=settings.runner,
         buckets=settings.buckets,
         threads=threads,
         remeasured_samples=sampler.remeasured_samples,
@@ -118,8 +119,10 @@ class _Bench:
             target.reserve(capacity)
             draft.reserve(capacity)
             self.draft = draft
-            self.decoder = Decoder(target, draft, buckets=settings.buckets)
+            self.decoder = Decoder(target, draft, buckets=settings.buckets, runner=settings.runner)
             draft.buckets = settings.buckets
+            for model in (target, draft):
+                model.use_runner(settings.runner)
             self.tree = self.decoder._grower.tree = new_tree(MAX_STEP)
             for _ in range(WARM_UPS):
                 self.plain_ms()
@@ -244,12 +247,19 @@ def measure_prefills(
 
 
 def measure_overhead(
-    target: Target, draft: LoadedDraft, processor: Any, workload: Workload, *, threads: int | None = None
+    target: Target,
+    draft: LoadedDraft,
+    processor: Any,
+    workload: Workload,
+    settings: ProfileSettings | None = None,
+    *,
+    threads: int | None = None,
 ) -> Overhead:
     """Real decoding with shallow and deep trees: time outside the models, as so much a round and so much a draft level."""
     samples = []
+    settings = settings or ProfileSettings()
     for tree in ({"policy": "chain", "depth": 1}, {"policy": "chain", "depth": 8}, {"policy": "sage"}):
-        decoder = Decoder(target, draft, tree=tree, threads=threads)
+        decoder = Decoder(target, draft, tree=tree, buckets=settings.buckets, runner=settings.runner, threads=threads)
         for number, prompt in enumerate((*workload.prompts[:1], *workload.prompts[:4])):  # the first twice: warm-up
             inputs = prompt.inputs(processor, target.device)
             stats = decoder.generate(**inputs, max_new_tokens=4 if number == 0 else 24).stats

@@ -24,6 +24,7 @@ import numpy as np
 
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import TOKENS
+from autotune.trees.buckets import EAGER
 
 Size = tuple[int, int]
 """(tokens, KV length)."""
@@ -63,6 +64,8 @@ class ProfileSettings:
     """Between the first two; its mirror image is held out as well."""
     buckets: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to: where there are any, they are the sizes measured."""
+    runner: str = EAGER
+    """How forwards run (``runtime/graphs.py``)."""
     min_samples: int = 6
     max_samples: int = 30
     settled: float = 0.015

@@ -128,8 +128,7 @@ class DraftCosts(Document):
 
     def speaks_of(self, draft: ModelReference, subnet: Subnet) -> bool:
         """Whether these are the weights, and the heads that a subnet keeps. Without a hash the name decides."""
-        is_draft = self.draft.sha256 == draft.sha256 and (draft.sha256 or self.draft.id == draft.id)
-        return bool(is_draft) and Subnet(heads=self.heads).head_shares == subnet.head_shares
+        return self.draft.is_same(draft) and Subnet(heads=self.heads).head_shares == subnet.head_shares
 
 
 class CostTable(Document):
@@ -184,8 +183,7 @@ class CostTable(Document):
             UserError: another target, another device, or another precision.
         """
         profile = "delete that table, or run autotune profile for what is here"
-        is_target = self.target.sha256 == target.sha256 and (target.sha256 or self.target.id == target.id)
-        if not is_target:
+        if not self.target.is_same(target):
             raise UserError(
                 f"{source}: a cost table prices the model that it was measured with; this one speaks of {self.target.id!r} "
                 f"({self.target.sha256[:8] or 'no hash'}), not of {target.id!r} ({target.sha256[:8] or 'no hash'}); {profile}"

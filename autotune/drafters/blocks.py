@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autotune.runtime.graphs import Slots
+
 
 def rotation(places: Tensor, head_size: int, theta: float) -> Tensor:
     """Rotary factors of tokens at ``places`` [..., n] for their (query, key, value): complex, [..., n, 3, 1, head size / 2].
@@ -37,13 +39,17 @@ class BlockCache:
     ) -> None:
         self.slab = torch.zeros(num_heads, 2, capacity, head_size, dtype=dtype, device=device)
 
-    def write(self, keys_values: Tensor, begin: int) -> tuple[Tensor, Tensor]:
-        """Put ``keys_values`` [heads, 2, n, head size] at ``begin``; returns keys and values up to their end, each [1, heads,
-        begin + n, head size].
+    def write(self, keys_values: Tensor, begin: int | Slots) -> tuple[Tensor, Tensor]:
+        """Put ``keys_values`` [heads, 2, n, head size] at ``begin``, or at the columns of a prepared forward; returns keys and
+        values up to their end, or as far as that forward looks, each [1, heads, that many, head size].
         """
-        count = keys_values.shape[2]
-        self.slab.narrow(2, begin, count).copy_(keys_values)
-        keys, values = self.slab.narrow(2, 0, begin + count).unsqueeze(0).unbind(2)
+        if isinstance(begin, Slots):
+            self.slab.index_copy_(2, begin.columns, keys_values)
+            end = begin.extent
+        else:
+            end = begin + keys_values.shape[2]
+            self.slab.narrow(2, begin, keys_values.shape[2]).copy_(keys_values)
+        keys, values = self.slab.narrow(2, 0, end).unsqueeze(0).unbind(2)
         return keys, values
 
 
@@ -80,7 +86,7 @@ class DraftBlock(nn.Module):
         *,
         mask: Tensor | None = None,
         cache: BlockCache | None = None,
-        begin: int = 0,
+        begin: int | Slots = 0,
         head_mask: Tensor | None = None,
     ) -> Tensor:
         """The stream [batch, n, hidden] behind this block.

@@ -41,6 +41,9 @@ class Draft(Protocol):
             UserError: a draft of another vocabulary.
         """
 
+    def use_runner(self, name: str) -> None:
+        """How its forwards run from now on (``graphs.RUNNERS``)."""
+
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt]) -> Sequence[Any]:
         """What it reads of each row of a batch, made as the target's processor made it, padding left out. ``read`` is what
         the target reads of them.

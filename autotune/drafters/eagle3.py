@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import (
 from autotune.drafters.blocks import BlockCache
 from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.errors import UserError
+from autotune.runtime.graphs import Slots
 
 WEIGHTS = "model.safetensors"
 LAYER_PREFIXES = ("midlayer.", "layers.0.")  # EAGLE's name of the layer, and that of speculators
@@ -113,7 +114,7 @@ class Eagle3Network(DraftNetwork):
         *,
         mask: Tensor | None = None,
         caches: Sequence[BlockCache] | None = None,
-        begin: int = 0,
+        begin: int | Slots = 0,
     ) -> Tensor:
         """The layer's output [batch, n, state size] for embeddings ``stream`` beside ``features``."""
         return self.layer(  # type: ignore[no-any-return]
@@ -145,7 +146,7 @@ class Eagle3Layer(nn.Module):
         *,
         mask: Tensor | None,
         cache: BlockCache | None,
-        begin: int,
+        begin: int | Slots,
     ) -> Tensor:
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
@@ -172,7 +173,7 @@ class Eagle3Attention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
 
     def forward(
-        self, rows: Tensor, factors: Tensor, *, mask: Tensor | None, cache: BlockCache | None, begin: int
+        self, rows: Tensor, factors: Tensor, *, mask: Tensor | None, cache: BlockCache | None, begin: int | Slots
     ) -> Tensor:
         query, key, value = (
             project(rows).unflatten(-1, (-1, self.head_size)) for project in (self.q_proj, self.k_proj, self.v_proj)

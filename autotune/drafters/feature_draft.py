@@ -14,6 +14,7 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
+from autotune.runtime.graphs import Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
 from autotune.runtime.kv_cache import CachedModel
 from autotune.runtime.masks import Block, MaskBuffer
 from autotune.runtime.prompt import Prompt
@@ -127,6 +128,16 @@ class FeatureDraft(CachedDraft, CachedModel):
         self._factors = self.network.factors(torch.arange(2 * capacity, device=self.device))
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"a {self.kind} draft"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What a token takes in the cache."""
+        return self.cache_bytes_per_token
+
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt]) -> Sequence[Prompt]:
         """What the target reads."""
         return read
@@ -186,17 +197,52 @@ class FeatureDraft(CachedDraft, CachedModel):
             features = network.target_features(hidden)
         if len(features) < len(tokens):  # a prepared size is larger
             features = torch.nn.functional.pad(features, (0, 0, 0, len(tokens) - len(features)))
-        begin, mask = self.cache.length + num_uncommitted, None
-        if len(tokens) > 1 or block.any():  # a chain's node sees all before it
-            mask = self._masks.write(block, self.cache.length, places, np.zeros(block.shape[1], np.int64))
-            assert isinstance(mask, Tensor)
-        factors = _rows(self._factors, places + (self.cache.length + self._num_condensed))
-        stream = network.fuse(self._embed(torch.from_numpy(tokens).to(self.device)), features)
-        states = network(stream[None], features[None], factors[None], mask=mask, caches=self.cache.blocks, begin=begin)[
-            0
-        ]
+        begin = self.cache.length + num_uncommitted
+        rotations = places + (self.cache.length + self._num_condensed)
+        if self.prepared is not None:
+            states, logits = self._run_prepared(self.prepared, tokens, features, rotations, block, begin)
+        else:
+            mask: Any = None
+            if len(tokens) > 1 or block.any():  # a chain's node sees all before it
+                mask = self._masks.write(block, self.cache.length, places, np.zeros(block.shape[1], np.int64))
+            ids = torch.from_numpy(tokens).to(self.device)
+            states, logits = self._states(ids, features, _rows(self._factors, rotations), mask, begin)
         self._own[1 + num_uncommitted : 1 + num_uncommitted + len(tokens)] = states
-        return network.logits(states, self._target.text.logits)
+        return logits
+
+    def _states(
+        self, ids: Tensor, features: Tensor, factors: Tensor, mask: Tensor | None, begin: int | Slots
+    ) -> tuple[Tensor, Tensor]:
+        """States and logits of n tokens."""
+        stream = self.network.fuse(self._embed(ids), features)
+        (states,) = self.network(
+            stream[None], features[None], factors[None], mask=mask, caches=self.cache.blocks, begin=begin
+        )
+        return states, self.network.logits(states, self._target.text.logits)
+
+    def _run_prepared(
+        self,
+        prepared: PreparedForwards,
+        tokens: NDArray[np.int64],
+        features: Tensor,
+        rotations: Ints,
+        block: Block,
+        begin: int,
+    ) -> Outputs:
+        columns = np.arange(begin, begin + len(tokens))
+        size = Size(len(tokens), extent_of(begin + len(tokens)))
+        places = np.zeros(block.shape[1], np.int64)
+        masks = extent_masks(
+            {"mask": None}, block, self.cache.length, places, places, extent=size.extent, closed=self.closed
+        )
+        numbers = np.stack([tokens, columns, rotations])
+        return prepared.run(size, {"numbers": numbers, "features": features, **masks}, self.dtype)
+
+    def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """See ``CachedModel``. ``numbers`` [3, n] are tokens, columns of the cache, and rows of the rotary factors."""
+        ids, columns, rotations = inputs["numbers"]
+        slots = Slots(columns, inputs["mask"].shape[-1])
+        return self._states(ids, inputs["features"], self._factors[rotations], inputs["mask"], slots)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         return {layer: torch.cat([one[layer] for one in self._pending_features]) for layer in self.reads}

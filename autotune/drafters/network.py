@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autotune.drafters.blocks import BlockCache, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
+from autotune.runtime.graphs import Slots
 
 
 class NetworkConfig(Document):
@@ -115,7 +116,7 @@ class DraftNetwork(nn.Module, ABC):
         *,
         mask: Tensor | None = None,
         caches: Sequence[BlockCache] | None = None,
-        begin: int = 0,
+        begin: int | Slots = 0,
     ) -> Tensor:
         """States [batch, n, hidden]; masks and caches as in ``DraftBlock``."""
 
@@ -191,7 +192,7 @@ class BlocksNetwork(DraftNetwork):
         *,
         mask: Tensor | None = None,
         caches: Sequence[BlockCache] | None = None,
-        begin: int = 0,
+        begin: int | Slots = 0,
         head_masks: Sequence[Tensor] | None = None,
         early: list[Tensor] | None = None,
     ) -> Tensor:

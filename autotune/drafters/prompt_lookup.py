@@ -48,6 +48,9 @@ class PromptLookupDraft:
         check_vocabulary(target, self.vocab_size)
         self._placeholders = placeholders_of(target.model.config)
 
+    def use_runner(self, name: str) -> None:
+        """No forward, no runner."""
+
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt] = ()) -> list[list[int]]:
         """The tokens of each row."""
         return [row.tolist() for row in rows_of(inputs)]

@@ -14,6 +14,7 @@ from torch.nn import functional
 from autotune.condition import first_match
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
+from autotune.runtime.graphs import check_runner
 from autotune.runtime.hf_call import check_names, generation_settings, hf_call, prepared_call, processors_of_row
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.request import Call, Request
@@ -22,7 +23,7 @@ from autotune.runtime.target import Target
 from autotune.runtime.threads import limited_threads
 from autotune.runtime.token_rule import TokenRule
 from autotune.runtime.way import Way
-from autotune.trees.buckets import check_buckets, round_up
+from autotune.trees.buckets import EAGER, round_up, sizes_for
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.health import NEAR_IMAGE_TOKENS
 from autotune.trees.policy import TreeGrower
@@ -49,6 +50,8 @@ class Decoder:
         ways: in place of all of these: several ways to decode, each with its condition. A request is decoded by the first
             whose condition it meets; every request must meet the last one's.
         buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
+        runner: how forwards behind the prefills run: ``eager``, ``compile``, or ``graph`` for CUDA graphs (see ``graphs.py``).
+            What prepares forwards prepares sizes: without ``buckets``, those of ``PREPARED_SIZES``.
         threads: CPU threads of the steps behind the prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer, kept for the caller; stop strings need it.
 
@@ -67,6 +70,7 @@ class Decoder:
         fallback: RoundPrice | None = None,
         ways: Sequence[Way] = (),
         buckets: Sequence[int] = (),
+        runner: str = EAGER,
         threads: int | None = None,
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
@@ -84,7 +88,8 @@ class Decoder:
         for way in self.ways:
             if way.draft is not None:
                 way.draft.attach(self.target)
-        self.buckets = check_buckets(buckets)
+        self.runner = check_runner(runner, self.target.device)
+        self.buckets = sizes_for(self.runner, buckets)
         self.threads = threads
         self._path = np.zeros(MAX_STEP, np.int64)
         self._block = np.zeros((MAX_STEP, MAX_STEP), np.float32)
@@ -356,8 +361,10 @@ class Decoder:
             started = clock()
             self.target.owner = request
             self.target.watched = () if draft is None else draft.reads
-            if draft is not None:  # which other decoders may have used
+            self.target.use_runner(self.runner)  # other decoders may have used these models otherwise
+            if draft is not None:
                 draft.visual_keep, draft.buckets = way.visual_keep, self.buckets
+                draft.use_runner(self.runner)
             # Of all ways, so that caches do not grow with a change of ways.
             longest = max(way.policy.max_grown for way in self.ways) + 1 + max(self.buckets, default=0)
             capacity = len(request.prompt) + request.max_new_tokens + longest

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from autotune.errors import UserError
+from autotune.memory import check_room
+from autotune.runtime.graphs import EXTENT_STEP, Outputs, PreparedForwards, Slots
 from autotune.runtime.masks import MaskBuffer, first_visible
+from autotune.trees.buckets import EAGER
 
 
 class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -40,6 +44,10 @@ class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.keys is None:
             self.keys, self.values = self.cache.allocate(self.index, key_states, value_states)
         assert self.keys is not None and self.values is not None
+        if (slots := self.cache.slots) is not None:
+            self.keys.index_copy_(2, slots.columns, key_states)
+            self.values.index_copy_(2, slots.columns, value_states)
+            return self.keys[:, :, : slots.extent], self.values[:, :, : slots.extent]
         begin = self.get_seq_length()
         end = begin + key_states.shape[2]
         self.keys[:, :, begin:end] = key_states
@@ -80,6 +88,8 @@ class SlabCache(Cache):  # type: ignore[misc]
         self.length = 0
         self.num_uncommitted = 0
         """Tokens written earlier this round, behind the committed ones, that the next forward may see."""
+        self.slots: Slots | None = None
+        """Of a prepared forward, while it runs (``graphs.py``)."""
         self._devices = list(devices)
         self._slabs: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(layers=[_SlabLayer(self, index, window) for index, window in enumerate(windows)])
@@ -140,11 +150,46 @@ class CachedModel(ABC):
     """A model that keeps a cache and the masks over it; both grow when a request needs more room."""
 
     cache: Any
+    device: torch.device
+    dtype: torch.dtype
+    prepared: PreparedForwards | None = None
+    """Its forwards behind the prefill, where they are prepared; None: they run eagerly."""
     _masks: MaskBuffer
 
     @abstractmethod
     def _allocate(self, capacity: int) -> None:
         """Make a cache and masks for that many tokens."""
+
+    @property
+    @abstractmethod
+    def what(self) -> str:
+        """For messages."""
+
+    @property
+    @abstractmethod
+    def kv_bytes_per_token(self) -> int:
+        """What a token takes in the cache."""
+
+    @abstractmethod
+    def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """A forward over prepared buffers."""
+
+    @cached_property
+    def _prepared_by(self) -> dict[str, PreparedForwards]:
+        return {}
+
+    def use_runner(self, name: str) -> None:
+        """How forwards behind the prefill run from now on (``graphs.RUNNERS``); what was prepared before is kept.
+
+        Raises:
+            UserError: a runner that does not run here.
+        """
+        if name == EAGER:
+            self.prepared = None
+            return
+        if name not in self._prepared_by:
+            self._prepared_by[name] = PreparedForwards(name, self._prepared_forward, self.device, what=self.what)
+        self.prepared = self._prepared_by[name]
 
     @property
     def length(self) -> int:
@@ -157,7 +202,20 @@ class CachedModel(ABC):
         return self._masks.closed
 
     def reserve(self, num_tokens: int) -> None:
-        """Empty the cache and make sure that it holds that many tokens."""
+        """Empty the cache and make sure that it holds that many tokens.
+
+        Raises:
+            UserError: more than there is memory for.
+        """
         if num_tokens > self.cache.capacity:
-            self._allocate(-(-num_tokens // 256) * 256)
+            check_room(
+                self.device,
+                {"cache": self.kv_bytes_per_token * num_tokens},
+                what=f"a sequence of {num_tokens} tokens",
+                advice="shorten the prompt, or lower max_new_tokens",
+                freed=self.cache.memory_bytes,
+            )
+            self._allocate(-(-num_tokens // EXTENT_STEP) * EXTENT_STEP)
+            for prepared in self._prepared_by.values():
+                prepared.forget()
         self.cache.clear()

@@ -82,6 +82,14 @@ class TextModel:
     def is_known(self) -> bool:
         return self.config.model_type in KNOWN_TEXT_TYPES
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of keys and values in all layers."""
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * len(self.layers) * heads * head_size * self.dtype.itemsize)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped as the config says."""
         logits = self.head(hidden)

@@ -4,6 +4,7 @@ independent draft run through it alike.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autotune.runtime.graphs import Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
 from autotune.runtime.kv_cache import CachedModel, SlabCache
 from autotune.runtime.masks import Block, MaskBuffer
 from autotune.runtime.prompt import Encoded, Prompt, encode
@@ -51,6 +53,16 @@ class TextRunner(CachedModel):
         self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
         self._columns = np.zeros(capacity, np.int64)  # places of the uncommitted tokens
 
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"a model of type {self.text.config.model_type}"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What a token takes in the cache."""
+        return self.text.kv_bytes_per_token
+
     def reserve(self, num_tokens: int) -> None:
         """Empty the cache and make sure that it holds that many tokens."""
         super().reserve(num_tokens)
@@ -88,13 +100,15 @@ class TextRunner(CachedModel):
         """
         columns = self._columns[: num_uncommitted + len(tokens)]
         columns[num_uncommitted:] = places
-        # A single token right behind the prefix needs none.
-        mask = self._masks.write(block, self.cache.length, places, columns) if len(columns) > 1 else None
-        self.cache.num_uncommitted = num_uncommitted
         # Nodes behind the end of the context are never emitted. They must not stretch rotary embeddings that depend on
         # the largest position, nor look learned ones up that do not exist.
         before = self.cache.length + self._num_pruned
         positions = before + np.minimum(places, self.text.max_context - 1 - before) + self._shift[:, None]
+        if self.prepared is not None:
+            return self._run_prepared(self.prepared, tokens, positions, places, block, columns)
+        # A single token right behind the prefix needs none.
+        mask = self._masks.write(block, self.cache.length, places, columns) if len(columns) > 1 else None
+        self.cache.num_uncommitted = num_uncommitted
         try:
             hidden = self._run(
                 input_ids=torch.from_numpy(tokens)[None].to(self.device),
@@ -104,6 +118,49 @@ class TextRunner(CachedModel):
         finally:
             self.cache.num_uncommitted = 0
         return self.text.logits(hidden)
+
+    def _run_prepared(
+        self,
+        prepared: PreparedForwards,
+        tokens: NDArray[np.int64],
+        positions: Ints,
+        places: Ints,
+        block: Block,
+        columns: Ints,
+    ) -> Tensor:
+        end = self.cache.length + len(columns)
+        size = Size(len(tokens), extent_of(end), self.watched)
+        masks = extent_masks(
+            self.text.windows,
+            block,
+            self.cache.length,
+            places,
+            columns,
+            extent=size.extent,
+            closed=self.closed,
+        )
+        numbers = np.concatenate([tokens[None], np.arange(end - len(tokens), end)[None], positions])
+        logits, *hidden = prepared.run(size, {"numbers": numbers, **masks}, self.dtype)
+        # Whoever keeps features keeps them for longer than the buffers do.
+        self.hidden = {layer: states.clone() for layer, states in zip(self.watched, hidden, strict=True)}
+        return logits
+
+    def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """See ``CachedModel``. ``numbers`` [2 + axes, n] are tokens, columns of the cache, and positions."""
+        numbers = inputs["numbers"]
+        masks = {kind: inputs[kind] for kind in self.text.windows}
+        mask = next(iter(masks.values()))
+        positions = numbers[2:]
+        self.cache.slots = Slots(numbers[1], mask.shape[-1])
+        try:
+            hidden = self._run(
+                input_ids=numbers[:1],
+                position_ids=positions if len(positions) == 1 else positions[:, None],
+                attention_mask=masks if len(masks) > 1 else mask,
+            )
+        finally:
+            self.cache.slots = None
+        return self.text.logits(hidden), *(self.hidden[layer] for layer in self.watched)
 
     def _run(self, **inputs: Any) -> Tensor:
         """Final hidden states [n, hidden size]."""

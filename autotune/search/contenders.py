@@ -14,25 +14,30 @@ from autotune.files import content_key
 from autotune.models import load_model, load_processor, reference
 from autotune.provenance import ModelReference, version_of
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.graphs import check_runner
 from autotune.runtime.target import Target
 from autotune.runtime.text_runner import TextRunner
 from autotune.runtime.vision import vision_parts
 from autotune.search.finalists import Runner
 from autotune.search.space import Configuration, Place, SearchSpace
 from autotune.subnet import Subnet
+from autotune.trees.buckets import EAGER, sizes_for
 
 
 class Contenders:
     """The target and the drafts that contend for it, loaded when first asked for."""
 
-    def __init__(self, target: str, drafts: Sequence[str], device: str, buckets: Sequence[int] = ()) -> None:
+    def __init__(
+        self, target: str, drafts: Sequence[str], device: str, buckets: Sequence[int] = (), runner: str = EAGER
+    ) -> None:
         """Raises:
         UserError: a model that cannot be loaded, or no draft for this target.
         """
         self.target_reference = reference(target)
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
-        self.buckets = tuple(buckets)
+        self.step_runner = check_runner(runner, self.target.device)
+        self.buckets = sizes_for(runner, buckets)
         self.device = fingerprint(device)
         self._loaded: dict[Place, LoadedDraft] = {}
         self._wholes: dict[str, LoadedDraft] = {}
@@ -42,7 +47,9 @@ class Contenders:
             found = reference(name)
             self.references[found.id] = found
             whole = load_draft(name, self.target)
-            Decoder(self.target, whole, buckets=buckets, processor=self.processor)  # checks that vocabularies agree
+            Decoder(
+                self.target, whole, buckets=self.buckets, processor=self.processor
+            )  # checks that vocabularies agree
             self._wholes[found.id] = whole
 
     @property
@@ -71,7 +78,9 @@ class Contenders:
 
     def runner(self, threads: int | None, ledger: Path | None = None) -> Runner:
         """Runs configurations of any of the drafts, with steps on so many CPU threads."""
-        plain = Decoder(self.target, buckets=self.buckets, threads=threads, processor=self.processor)
+        plain = Decoder(
+            self.target, buckets=self.buckets, runner=self.step_runner, threads=threads, processor=self.processor
+        )
         return Runner(plain, self.processor, ledger, context=[self.key, threads], draft_of=self.draft_of)
 
     def draft_of(self, configuration: Configuration) -> LoadedDraft:
@@ -103,7 +112,8 @@ class Contenders:
     def key(self) -> str:
         """Names documents that speak of these models on this device, through these versions."""
         models = [found.sha256 or found.id for found in (self.target_reference, *self.references.values())]
-        sizes = [list(self.buckets)] if self.buckets else []
+        sizes: list[object] = [list(self.buckets)] if self.buckets else []
+        sizes += [self.step_runner] if self.step_runner != EAGER else []
         versions = [version_of("torch"), version_of("transformers")]
         return content_key([*models, self.device.key, *versions, *sizes])
 
@@ -121,7 +131,6 @@ def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:
             bytes_per_parameter=width,
         )
     config = runner.text.config
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = runner.dtype.itemsize
     layers = sum(parameter.numel() for layer in runner.text.layers for parameter in layer.parameters())
     vision = sum(p.numel() for part in vision_parts(runner.model) for p in part.parameters())
@@ -130,6 +139,6 @@ def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:
         hidden_size=config.hidden_size,
         text_parameters=layers + config.hidden_size * config.vocab_size,
         vision_parameters=vision,
-        kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_size * width,
+        kv_bytes_per_token=runner.text.kv_bytes_per_token,
         bytes_per_parameter=width,
     )

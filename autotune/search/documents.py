@@ -17,6 +17,7 @@ from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import CostTable, load_table
 from autotune.errors import UserError, nearest
 from autotune.files import SCHEMA_VERSIONS, content_key, write_document
+from autotune.memory import gib
 from autotune.search.contenders import Contenders, shape_of
 from autotune.search.ledger import Ledger
 from autotune.search.space import Place
@@ -134,7 +135,7 @@ def measure_table(
     )
     kv_lengths, between = kv_lengths_for(min(lengths), longest)
     with console.stage("cost table") as update:
-        return profile(
+        table = profile(
             contenders.target,
             contenders.target_reference,
             [(contenders.draft(draft, subnet), contenders.references[draft]) for draft, subnet in priced],
@@ -144,10 +145,15 @@ def measure_table(
                 kv_lengths=kv_lengths,
                 held_out_kv_length=between,
                 buckets=contenders.buckets,
+                runner=contenders.step_runner,
                 time_limit_s=time_limit_s,
             ),
             report=lambda done, of: update(done, of, ""),
         )
+    for model in (contenders.target, *(contenders.draft(draft, subnet) for draft, subnet in priced)):
+        if (prepared := model.prepared) is not None:
+            console.say(f"{len(prepared)} forwards of {prepared.what} prepared, {gib(prepared.memory_bytes)}")
+    return table
 
 
 def record_traces(

@@ -275,7 +275,7 @@ class Runner:
         if arm.key not in self._decoders:
             target, c = self.decoder.target, arm.configuration
             if c is None:
-                made = Decoder(target, threads=self.decoder.threads)
+                made = Decoder(target, runner=self.decoder.runner, threads=self.decoder.threads)
             else:
                 draft = self.decoder.draft
                 if arm.drafter == PROMPT_LOOKUP:
@@ -290,6 +290,7 @@ class Runner:
                     verification=c.verification,
                     fallback=c.fallback,
                     buckets=self.decoder.buckets,
+                    runner=self.decoder.runner,
                     threads=self.decoder.threads,
                 )
             self._decoders[arm.key] = made

@@ -300,6 +300,7 @@ class Judging:
             hardware=device,
             precision=self.table.precision,
             buckets=self.table.buckets,
+            runner=self.table.runner,
             threads=self.table.threads,
             points=points,
             evidence=Evidence(configurations_replayed=self.found.num_replayed),

@@ -36,7 +36,7 @@ from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.study import search_trees
 from autotune.search.study_document import LEDGER, PROFILE, Contender, StudyDocument, save_study
 from autotune.search.subnets import measure, print_screened, screen, survivors
-from autotune.trees.buckets import check_buckets
+from autotune.trees.buckets import EAGER, check_buckets
 from autotune.workload import Workload, load_workload
 
 MIN_TREES_S = 20.0  # for the trees, however late it is
@@ -64,6 +64,8 @@ class SearchSettings:
     seed: int = 0
     buckets: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to; none: every size as it is."""
+    runner: str = EAGER
+    """How forwards run (``runtime/graphs.py``)."""
     measure_all: bool = False
     """Run every subnet for real before its trees are searched."""
     constraints: Constraints = field(default_factory=Constraints)
@@ -92,6 +94,7 @@ class SearchSettings:
             ("max-round-ms", self.constraints.max_round_ms),
             ("max-draft-mib", self.constraints.max_draft_mib),
             ("buckets", ",".join(map(str, self.buckets)) or None),
+            ("runner", self.runner),
             ("storage", None if self.storage is None else "..."),
             ("study", self.study),
             ("seed", self.seed),
@@ -161,7 +164,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
     device = device_for(settings.gpu)
     shared = None if settings.storage is None else Ledger(settings.storage)
-    contenders = Contenders(settings.target, settings.drafts, device or "cpu", settings.buckets)
+    contenders = Contenders(settings.target, settings.drafts, device or "cpu", settings.buckets, settings.runner)
     places = contenders.subnets(space)
     folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{contenders.key}")
     ledger = shared or Ledger(folder / LEDGER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from autotune.errors import UserError
+from autotune.memory import free_memory, gib
 from autotune.runtime.target import Target
 
 READINGS = 2  # of every lesson: behind the target's features, and behind the draft's own states
@@ -75,11 +75,6 @@ class MemoryNeeds:
             "logits": self.logits_bytes,
         }
         return ", ".join(f"{name} {gib(number)}" for name, number in parts.items())
-
-
-def gib(number: float) -> str:
-    """As people read it."""
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
 
 
 def lesson_bytes(shape: BatchShape, hidden_size: int, num_kept: int, num_bytes: int = 2) -> int:
@@ -166,20 +161,6 @@ def check_needs(
 def weight_bytes(module: nn.Module) -> int:
     """Of parameters and buffers."""
     return sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that this process can still take; None where the system does not say."""
-    if device.type == "cuda":
-        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + spare
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
 
 
 def free_disk(folder: Path) -> int:

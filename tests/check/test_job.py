@@ -376,6 +376,11 @@ def test_equal_sides_need_no_timing(world: Path, workers: type[InProcess]) -> No
     assert found.exit_code == 0 and verdicts(found)["counts of the base"] == "passed"
     assert "nothing to time" in gate(found, "time against the base").summary
     assert workers.launched == ["base"], "once, to count"
+    for number, steps in enumerate(({"threads": 3}, {"runner": "fixed"}, {"buckets": (1, 8, 64)})):
+        changed(world, f"{number}.json", **steps)
+        found = check("lossless.json", against=f"{number}.json")
+        assert verdicts(found)["counts of the base"] == "passed", "the same trees"
+        assert found.workloads[0].timing is not None, "but other steps"
 
 
 def test_a_head_that_accepts_less_than_its_base_fails_without_timing(world: Path, workers: type[InProcess]) -> None:

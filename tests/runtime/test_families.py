@@ -122,6 +122,19 @@ class TestEveryFamily:
     def test_decoding_changes_no_token(self, member: Member) -> None:
         self.check_prompts(member, NUM_PROMPTS, seed=0)
 
+    def test_prepared_forwards_decode_as_eager_ones(self, member: Member) -> None:
+        """Over masks of a whole extent, windows among them, and positions and columns that are read from buffers."""
+        rng = np.random.default_rng(15)
+        for number, sight in enumerate(member.sights):
+            inputs = member.inputs(rng, sight)
+            options = {"tree": TREES[2 + 2 * number], "visual_keep": 0.5, "buckets": (1, 4, 16, 64)}
+            expected = Decoder(member.target, member.draft, **options).generate(**inputs, max_new_tokens=NEW_TOKENS)
+            decoder = Decoder(member.target, member.draft, **options, runner="fixed")
+            found = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
+            assert torch.equal(found.sequences, greedy(member.target, inputs))
+            assert found.stats.accepted_lengths == expected.stats.accepted_lengths
+            assert decoder.target.prepared is not None and len(decoder.target.prepared) > 0
+
     @pytest.mark.slow
     def test_decoding_changes_no_token_of_many_prompts(self, member: Member) -> None:
         self.check_prompts(member, NUM_SLOW_PROMPTS, seed=1)
