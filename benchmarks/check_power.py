@@ -110,7 +110,7 @@ def noises(*, fixed_order: bool = False) -> dict[str, Noise]:
 
 # What the design rules out, each with what it would be replaced by.
 BY_PAIR = Design(looks=(20, 40, 80, 160, 240), by_launch=False)
-EVERY_LOOK = Design(looks=tuple(range(40, 241, PAIRS_PER_LAUNCH)), spends=False)
+EVERY_LOOK = Design(looks=tuple(range(DESIGN.looks[0], 241, PAIRS_PER_LAUNCH)), spends=False)
 
 
 def variants() -> dict[str, tuple[Design, Callable[[str], Noise]]]:

@@ -12,6 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -21,6 +22,7 @@ from autotune.check.sequential import PAIRS_PER_LAUNCH
 from autotune.errors import NotComparable
 from autotune.files import Document, append_line, read_lines
 
+WARM_UP_TOKENS = 32
 AR_EVERY = 4  # pairs: plain decoding, for the speedup and as a control
 
 
@@ -157,7 +159,7 @@ class PairRunner:
             )
 
     def _relaunch(self, coming: Sequence[Request]) -> None:
-        """New processes, warm: of every point among the coming prompts one is decoded, on both sides."""
+        """New processes, warm: of every point among the coming prompts the beginning of one is decoded, on both sides."""
         self._end()
         began = self.clock()
         first = random.Random(f"{self.seed}/launch/{len(self.pairs)}").randrange(2)
@@ -165,9 +167,9 @@ class PairRunner:
         self._workers = made[0], made[1]
         for request in {request.point: request for request in coming}.values():
             for worker in self._workers:
-                worker.decode(request, plain=False)
+                worker.decode(_beginning(request), plain=False)
         for worker in self._workers:
-            worker.decode(coming[0], plain=True)
+            worker.decode(_beginning(coming[0]), plain=True)
         self._left = PAIRS_PER_LAUNCH
         self.launch_s.append(self.clock() - began)
 
@@ -176,6 +178,12 @@ class PairRunner:
         for worker in workers or ():
             with contextlib.suppress(OSError):
                 worker.close()
+
+
+def _beginning(request: Request) -> Request:
+    """Enough of it to warm up."""
+    longest = min(WARM_UP_TOKENS, request.settings.get("max_new_tokens") or WARM_UP_TOKENS)
+    return replace(request, settings={**request.settings, "max_new_tokens": longest})
 
 
 def _known_pairs(ledger: Path) -> list[Pair]:

@@ -43,9 +43,9 @@ class Design:
     """That a slowdown of ``tolerance`` or less fails."""
     pass_risk: float = 0.05
     """That a slowdown of ``limit`` or more passes."""
-    looks: tuple[int, ...] = (40, 80, 160, 240)
-    """Numbers of pairs. At 20 pairs, four launches, the smallest probability that signs can have is 1/16: nothing to
-    decide.
+    looks: tuple[int, ...] = (55, 80, 160, 240)
+    """Numbers of pairs. Of fewer than 55, eleven launches, the smallest probability that signs can have, 1/2048, is more
+    than the first look may spend on a failure, if two workloads share it: nothing could fail.
     """
     num_workloads: int = 1
     """Which share the risks."""

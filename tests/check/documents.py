@@ -49,7 +49,7 @@ def timing(**fields: Any) -> Timing:
         "seed": 0,
         "limit": 0.05,
         "tolerance": 0.01,
-        "looks": (40, 80),
+        "looks": (55, 80),
         "slowdown": 0.08,
         "ci95": (0.07, 0.09),
         "p_within_tolerance": 1e-5,

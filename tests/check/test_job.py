@@ -363,9 +363,9 @@ def test_a_slower_head_fails(world: Path, workers: type[InProcess]) -> None:
         "time against the base": "failed",
     }
     timing = found.workloads[0].timing
-    assert timing is not None and timing.slowdown == pytest.approx(0.08, abs=0.01) and len(timing.pairs) == 80
+    assert timing is not None and timing.slowdown == pytest.approx(0.08, abs=0.01) and len(timing.pairs) == 55
     (ledger,) = (world / ".autotune" / "checks").glob("*.jsonl")
-    assert len(ledger.read_text().splitlines()) == 80 and "-" in ledger.stem, "put by: the next check measures anew"
+    assert len(ledger.read_text().splitlines()) == 55 and "-" in ledger.stem, "put by: the next check measures anew"
     workers.slowdown = 0.0
     assert verdicts(check("lossless.json", against="base.json"))["time against the base"] == "passed"
 
@@ -460,7 +460,7 @@ def test_real_processes_decode_in_pairs(world: Path) -> None:
     point = load_profile(world / "lossless.json").point
     deeper = decoding_profile(tree={"policy": "chain", "depth": 2}).point.tree
     changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])
-    with pytest.raises(UserError, match=r"--budget 1s: the first look, at 40 pairs, takes about \d+ s here"):
+    with pytest.raises(UserError, match=r"--budget 1s: the first look, at 55 pairs, takes about \d+ s here"):
         check("lossless.json", against="base.json", budget_s=1.0)
     (ledger,) = (world / ".autotune" / "checks").glob("*.jsonl")
     pairs = [TimedPair.model_validate(record) for record in read_lines(ledger)]

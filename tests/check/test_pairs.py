@@ -72,6 +72,7 @@ def test_both_sides_are_launched_anew_and_warmed_every_five_pairs(tmp_path: Path
     # Every launch warms the two points of the prompts to come, and plain decoding; every fourth pair decodes plainly.
     assert done["base", "tuned"] == done["head", "tuned"] == 12 + 3 * 2
     assert done["base", "plain"] == done["head", "plain"] == 3 + 3
+    assert world.num_short == 3 * 2 * (2 + 1), "warm-ups are short, and nothing else is"
 
 
 def test_plain_decoding_is_measured_every_fourth_pair(tmp_path: Path) -> None:

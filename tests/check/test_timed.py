@@ -39,13 +39,13 @@ def judged(world: World, folder: Path, budget_s: float = UNLIMITED) -> Gate:
 def test_a_slowdown_fails(tmp_path: Path) -> None:
     gate = judged(noisy(0.08, 0.02), tmp_path)
     assert gate.verdict == "failed"
-    assert gate.summary.startswith("head +8.") and "after 80 pairs: slower by more than 1 % (p = " in gate.summary
+    assert gate.summary.startswith("head +8.") and "after 55 pairs: slower by more than 1 % (p = " in gate.summary
     assert gate.details[0].startswith("plain decoding, as a control: +0.0 %; speedup of head: 1.8")
 
 
 def test_no_change_passes(tmp_path: Path) -> None:
     gate = judged(noisy(0.0, 0.01), tmp_path)
-    assert gate.verdict == "passed" and "after 40 pairs: not slower by 5 %" in gate.summary
+    assert gate.verdict == "passed" and "after 55 pairs: not slower by 5 %" in gate.summary
 
 
 def test_a_faster_head_passes(tmp_path: Path) -> None:
@@ -58,30 +58,30 @@ def test_too_much_noise_stays_open(tmp_path: Path) -> None:
 
 
 def test_the_budget_ends_it_at_a_look(tmp_path: Path) -> None:
-    """40 pairs take 8 launches of about 11 s, and less than half a second each: 80 would not fit 120 s."""
+    """55 pairs take 11 launches of about 11 s, and less than half a second each: 80 would not fit 180 s."""
     world = noisy(0.03, 0.1)
-    gate = judged(world, tmp_path, budget_s=120.0)
-    assert gate.verdict == "inconclusive" and "after 40 pairs: the budget ended before the next look" in gate.summary
-    assert 80 < world.now_s < 120
+    gate = judged(world, tmp_path, budget_s=180.0)
+    assert gate.verdict == "inconclusive" and "after 55 pairs: the budget ended before the next look" in gate.summary
+    assert 120 < world.now_s < 180
 
 
 def test_a_larger_budget_goes_on_with_the_pairs_so_far(tmp_path: Path) -> None:
-    judged(noisy(0.03, 0.1), tmp_path, budget_s=120.0)
+    judged(noisy(0.03, 0.1), tmp_path, budget_s=180.0)
     world = noisy(0.08, 0.02, seed=1)
     runner, outcome = looked(world, tmp_path)
     assert outcome.look.num_pairs == 80 and len(runner.pairs) == 80
-    assert sum(entry == ("launch", "head") for entry in world.log) == 8
+    assert sum(entry == ("launch", "head") for entry in world.log) == 5
 
 
 def test_a_budget_too_small_for_the_first_look_is_refused_with_the_estimate(tmp_path: Path) -> None:
     world = noisy(0.0, 0.01)
     with pytest.raises(
-        UserError, match=r"--budget 30s: the first look, at 40 pairs, takes about 1\d\d s here; give --budget 3m"
+        UserError, match=r"--budget 30s: the first look, at 55 pairs, takes about 1\d\d s here; give --budget 3m"
     ):
         judged(world, tmp_path, budget_s=30.0)
     assert world.now_s < 30.0, "five pairs tell"
     runner, _ = looked(noisy(0.0, 0.01), tmp_path)
-    assert runner.pairs[0].base_ms != 10.0 and len(runner.pair_s) == 35, "they are kept"
+    assert runner.pairs[0].base_ms != 10.0 and len(runner.pair_s) == 50, "they are kept"
 
 
 def test_equal_sides_say_what_the_machine_can_find(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_equal_sides_say_what_the_machine_can_find(tmp_path: Path) -> None:
     assert len(runner.pairs) == 240
     gate = judge_machine(timing_of(runner, outcome, DESIGN), outcome, "digits", DESIGN)
     assert gate.verdict == "passed" and gate.summary.endswith("after 240 pairs: fit to find a slowdown of 5 %")
-    assert gate.details[1].startswith("replayed, a change of 0 % fails 0.0 % of checks, passes 100.0 %, after 40 pairs")
+    assert gate.details[1].startswith("replayed, a change of 0 % fails 0.0 % of checks, passes 100.0 %, after 55 pairs")
     assert gate.details[2].startswith("replayed, a change of 5 % fails ")
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.check.launch import Decoded, Request, Side
+from autotune.check.pairs import WARM_UP_TOKENS
 
 BASE, HEAD = (Side(name=name, what=f"the {name}", profile=Path("profile.json")) for name in ("base", "head"))
 
 
 def requests(count: int = 3) -> list[Request]:
-    return [Request(f"prompt {n}", f"{n}", Path(f"{n}.safetensors"), {}, "prompt", n % 2) for n in range(count)]
+    long = {"max_new_tokens": 128}
+    return [Request(f"prompt {n}", f"{n}", Path(f"{n}.safetensors"), long, "prompt", n % 2) for n in range(count)]
 
 
 def decoded(decode_ms: float = 100.0, **fields: object) -> Decoded:
@@ -40,6 +42,8 @@ class World:
     now_s: float = 0.0
     log: list[tuple[str, ...]] = field(default_factory=list)
     """Everything that was done: ("launch", side), (side, prompt, "tuned" or "plain"), ("close", side)."""
+    num_short: int = 0
+    """Decodings that were told to end after a few tokens: warm-ups."""
 
     def launch(self, side: Side) -> World.Worker:
         self.log.append(("launch", side.name))
@@ -57,6 +61,7 @@ class World:
         def decode(self, request: Request, *, plain: bool) -> Decoded:
             world = self.world
             world.log.append((self.name, request.name, "plain" if plain else "tuned"))
+            world.num_short += request.settings["max_new_tokens"] <= WARM_UP_TOKENS
             ms = 200.0 if plain else world.ms(self.name, request.name)
             world.now_s += ms / 1e3
             return decoded(ms, tokens_sha256=world.answer(self.name, request.name))
