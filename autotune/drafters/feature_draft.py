@@ -236,7 +236,8 @@ class FeatureDraft(CachedDraft, CachedModel):
             {"mask": None}, block, self.cache.length, places, places, extent=size.extent, closed=self.closed
         )
         numbers = np.stack([tokens, columns, rotations])
-        return prepared.run(size, {"numbers": numbers, "features": features, **masks}, self.dtype)
+        outputs = prepared.run(size, {"numbers": numbers, "features": features, **masks}, self.dtype)
+        return tuple(out.clone() for out in outputs)  # those of the buffers are valid until the next forward
 
     def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
         """See ``CachedModel``. ``numbers`` [3, n] are tokens, columns of the cache, and rows of the rotary factors."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autotune.runtime.target import Target
 from autotune.runtime.text_runner import causal_block
+from autotune.trees.buckets import EAGER
 from autotune.trees.tree import MAX_STEP
 
 
@@ -21,6 +22,7 @@ def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> 
     (prompt,) = target.encode(inputs).prompts
     target.reserve(len(prompt) + len(tokens))
     target.owner = None
+    target.use_runner(EAGER)  # sizes of no round
     logits = [target.prefill(prompt).logits[None]]
     for begin in range(0, len(tokens) - 1, MAX_STEP):
         part = np.array(tokens[begin : min(begin + MAX_STEP, len(tokens) - 1)])

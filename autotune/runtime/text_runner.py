@@ -140,9 +140,9 @@ class TextRunner(CachedModel):
             closed=self.closed,
         )
         numbers = np.concatenate([tokens[None], np.arange(end - len(tokens), end)[None], positions])
-        logits, *hidden = prepared.run(size, {"numbers": numbers, **masks}, self.dtype)
-        # Whoever keeps features keeps them for longer than the buffers do.
-        self.hidden = {layer: states.clone() for layer, states in zip(self.watched, hidden, strict=True)}
+        # Whoever keeps logits or features keeps them for longer than the buffers do.
+        logits, *hidden = (out.clone() for out in prepared.run(size, {"numbers": numbers, **masks}, self.dtype))
+        self.hidden = dict(zip(self.watched, hidden, strict=True))
         return logits
 
     def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:

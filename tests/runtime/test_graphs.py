@@ -80,7 +80,7 @@ def test_a_size_is_prepared_once(pair: Pair, prompts: dict[str, Inputs], monkeyp
     assert prepared.memory_bytes > 0
 
 
-def test_features_outlive_the_buffers(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_what_a_forward_gives_outlives_the_buffers(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """Plain steps tell the draft features of several forwards, one after the other, before it reads them."""
     target = Target(pair.target)
     target.watched = (4,)
@@ -90,9 +90,9 @@ def test_features_outlive_the_buffers(pair: Pair, prompts: dict[str, Inputs]) ->
         target.prefill(target.encode(prompts["text"]).prompts[0])
         kept = []
         for token in (7, 8, 9):
-            target.step(token)
-            kept.append((target.hidden[4], target.hidden[4].clone()))
-    assert all(torch.equal(states, copied) for states, copied in kept)
+            logits = target.step(token)
+            kept += [(logits, logits.clone()), (target.hidden[4], target.hidden[4].clone())]
+    assert all(torch.equal(out, copied) for out, copied in kept)
 
 
 @pytest.mark.slow
