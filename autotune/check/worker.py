@@ -59,9 +59,12 @@ class Side:
 
         self.where = os.path.dirname(os.path.abspath(autotune.__file__))
         self.tuned = autotune.load(profile, device=device)
-        threads = {"threads": getattr(self.tuned, "threads", None)}
+        # Steps as the profile runs them: a baseline that is slower than it could be would flatter the draft.
+        steps = {
+            name: getattr(self.tuned, name) for name in ("threads", "runner", "buckets") if hasattr(self.tuned, name)
+        }
         self.plain = autotune.Decoder(
-            target=self.tuned.target_model, draft=None, **_as_far_as_taken(threads, autotune.Decoder.__init__)
+            target=self.tuned.target_model, draft=None, **_as_far_as_taken(steps, autotune.Decoder.__init__)
         )
 
     def decode(self, request: dict[str, Any]) -> dict[str, Any]:

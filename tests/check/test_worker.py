@@ -15,7 +15,7 @@ import autotune
 from autotune.check import worker
 from autotune.check.launch import WORKER, Decoded, Request, Side, WorkerProcess
 from autotune.cost.device import fingerprint
-from autotune.decoding_profile import save_profile
+from autotune.decoding_profile import load_profile, save_profile
 from autotune.errors import UserError
 from autotune.models import reference
 from tests.conftest import Inputs, Pair
@@ -58,6 +58,18 @@ def test_it_says_what_decoding_took(profile: Path, prompts: dict[str, Inputs], t
     other = Decoded.model_validate(plain)
     assert other.tokens_sha256 == found.tokens_sha256
     assert (other.target_forwards, other.draft_forwards) == (19, 0)
+
+
+def test_plain_decoding_steps_as_the_profile_does(profile: Path) -> None:
+    """By its runner, sizes and threads: an eager baseline would flatter a compiled draft."""
+    steps = {"runner": "fixed", "buckets": (1, 8, 64), "threads": 1}
+    save_profile(profile, load_profile(profile).model_copy(update=steps))
+    side = worker.Side(str(profile), "cpu")
+    assert (
+        {name: getattr(side.plain, name) for name in steps}
+        == {name: getattr(side.tuned, name) for name in steps}
+        == steps
+    )
 
 
 def test_its_clock_runs_from_the_first_token_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
