@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WorkloadSplit = Literal["tune", "evaluate"]
 BUNDLED = "digits"
+WARM_UP_TOKENS = 32  # of an answer: enough to warm up whoever decodes it
 FIRST_EVALUATE_EXAMPLE = 100_000  # the bundled workload's held-out examples from here on judge; those before it tune
 
 

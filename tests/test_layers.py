@@ -203,7 +203,7 @@ ALLOWED: dict[str, set[str]] = {
     "check.power": {"check.sequential"},
     "check.worker": {"autotune"},  # the public interface alone: it is run by other versions
     "check.launch": {"errors", "files"},
-    "check.pairs": {"check.launch", "check.sequential", "errors", "files"},
+    "check.pairs": {"check.launch", "check.sequential", "errors", "files", "workload"},
     "check.result": {"check.pairs", "cost.device", "decoding_profile", "files", "provenance"},
     "check.exact": {"check.launch", "check.result", "decoding_profile", "trees"},
     "check.baseline": {

@@ -21,8 +21,8 @@ from autotune.check.launch import Decoded, Launch, Request, Side, Worker
 from autotune.check.sequential import PAIRS_PER_LAUNCH
 from autotune.errors import NotComparable
 from autotune.files import Document, append_line, read_lines
+from autotune.workload import WARM_UP_TOKENS
 
-WARM_UP_TOKENS = 32
 AR_EVERY = 4  # pairs: plain decoding, for the speedup and as a control
 
 

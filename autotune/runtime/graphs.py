@@ -147,7 +147,7 @@ class PreparedForwards:
     def _compile(self, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
         """One compiled function for all sizes: torch tells sizes apart as far as it has to."""
         if self._compiled is None:
-            self._compiled = torch.compile(self._function, dynamic=None)
+            self._compiled = torch.compile(self._function)
         compiled = self._compiled
         compiled(inputs)  # now, not in the first round that is timed
         return lambda: compiled(inputs)

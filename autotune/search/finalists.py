@@ -33,14 +33,13 @@ from autotune.runtime.perplexity import perplexity
 from autotune.runtime.stats import DecodingStats
 from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.space import Configuration
-from autotune.workload import Workload, WorkloadPrompt
+from autotune.workload import WARM_UP_TOKENS, Workload, WorkloadPrompt
 
 Report = Callable[[int, int], None]
 HF, HF_ASSISTED, PROMPT_LOOKUP = "hf", "hf-assisted", "prompt_lookup"
 DISTURBED = 3.0  # times the usual prefill of the same prompt...
 STALLED = 8.0  # ...or times the shortest forward of the target: no tree is as large as that
 MAX_REPEATS = 3
-WARM_UP_TOKENS = 32
 SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple are of one shape
 
 
