@@ -1,9 +1,12 @@
 """Workloads: prompts, images and generation settings, from a JSONL file or the bundled digits.
 
-A JSONL line is ``{"prompt": text, "images": [paths], "task": name, "split": "tune" | "evaluate", "max_new_tokens": n,
-"temperature": t, "top_p": p, "seed": s}``; only ``prompt`` is required, image paths are relative to the file. Prompts
-of the ``tune`` split choose a configuration, those of the ``evaluate`` split judge it; without a split they alternate,
-so that no prompt does both.
+A JSONL line is ``{"prompt": text, "images": [paths], "task": name, "split": "tune" | "evaluate" | "train",
+"max_new_tokens": n, "temperature": t, "top_k": k, "top_p": p, "seed": s}``; only ``prompt`` is required, or in its place
+``messages`` as in a chat: ``[{"role": "user", "content": text or parts}, ...]``. Image paths are relative to the file.
+
+Prompts of the ``tune`` split choose a configuration, those of the ``evaluate`` split judge it, those of ``train`` are for
+training drafts alone; without a split they alternate between the first two. No prompt does two of these: of equal ones
+in two splits the one that judges stays.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from autotune.digits import MAX_NEW_TOKENS as DIGITS_MAX_NEW_TOKENS
 from autotune.digits import PASSAGE_TOKENS, TASKS, make_example
@@ -26,22 +30,67 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 WorkloadSplit = Literal["tune", "evaluate"]
+LATER = ("messages", "top_k")  # settings that earlier versions did not have
 BUNDLED = "digits"
 WARM_UP_TOKENS = 32  # of an answer: enough to warm up whoever decodes it
 FIRST_EVALUATE_EXAMPLE = 100_000  # the bundled workload's held-out examples from here on judge; those before it tune
 
 
-class Prompt(Document):
-    """One prompt with its settings. ``images`` are paths; the bundled workload draws its own instead."""
+class Part(Document):
+    """Of a message: text, or the place of the next of the prompt's images."""
 
-    prompt: str
+    type: Literal["text", "image"]
+    text: str = ""
+
+
+class Message(Document):
+    """Of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[Part]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+
+class Prompt(Document):
+    """One prompt with its settings: ``prompt``, which is a user's only message, or ``messages``. ``images`` are paths; the
+    bundled workload draws its own instead.
+    """
+
+    prompt: str = ""
+    messages: list[Message] | None = Field(default=None, min_length=1)
     images: list[str] = Field(default_factory=list)
     task: str = "prompt"
-    split: WorkloadSplit | None = None
+    split: Literal["tune", "evaluate", "train"] | None = None
     max_new_tokens: int = Field(default=128, ge=1)
     temperature: float = Field(default=0.0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    """0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Prompt:
+        if ("prompt" in self.model_fields_set) == (self.messages is not None):
+            raise ValueError("a line has either prompt or messages; give one of them")
+        if self.messages is not None:
+            if self.messages[-1].role == "assistant":
+                raise ValueError("messages end before the answer; drop the assistant's last one")
+            places = sum(part.type == "image" for message in self.messages for part in message.parts)
+            if places not in (0, len(self.images)):
+                raise ValueError(f"messages have {places} image parts for {len(self.images)} images; give one for each")
+        return self
+
+    @property
+    def text(self) -> str:
+        """For people: what was said last."""
+        return self.prompt if self.messages is None else self.messages[-1].text
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -49,6 +98,7 @@ class Prompt(Document):
         return {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
+            "top_k": self.top_k,
             "top_p": self.top_p,
             "seed": self.seed,
         }
@@ -71,7 +121,10 @@ class WorkloadPrompt:
         Raises:
             UserError: an image for a model that reads text alone, or text that does not fit the images.
         """
-        text = chat_text(processor, self.settings.prompt, num_images=len(self.pixels))
+        said = self.settings.messages or self.settings.prompt
+        if self.settings.messages is not None and not getattr(processor, "chat_template", None):
+            raise UserError(f"{self.name}: the target's processor knows no chat; give prompt in place of messages")
+        text = chat_text(processor, said, num_images=len(self.pixels))
         sees = hasattr(processor, "image_processor")
         if self.pixels and not sees:
             raise UserError(
@@ -88,9 +141,10 @@ class WorkloadPrompt:
     @functools.cached_property
     def sha256(self) -> str:
         """Hash of everything that decides the answer."""
-        digest = hashlib.sha256(
-            json.dumps(self.settings.model_dump(exclude={"images", "split"}), sort_keys=True).encode()
-        )
+        # What came later than the first hashes counts where it says something.
+        later = {name for name in LATER if name not in self.settings.model_fields_set}
+        settings = self.settings.model_dump(exclude={"images", "split", *later})
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for image in self.pixels:
             digest.update(repr((image.mode, image.size)).encode())
             digest.update(image.tobytes())
@@ -120,13 +174,17 @@ def load_workload(name: str, split: WorkloadSplit, *, num_prompts: int | None = 
 
     Raises:
         UserError: no such file, a line that is no JSON or has unknown keys, an image that is none, a split without
-            prompts.
+            prompts of its own.
     """
     if name == BUNDLED:
         return Workload(name, split, tuple(_digits(split, num_prompts or 8 * len(TASKS))))
     path = Path(name)
     prompts = [load_prompt(path, number, settings) for number, settings in read_jsonl(path, Prompt)]
-    chosen = [p for i, p in enumerate(prompts) if (p.settings.split or ("evaluate" if i % 2 else "tune")) == split]
+    of_split: dict[str, list[WorkloadPrompt]] = {"tune": [], "evaluate": [], "train": []}
+    for i, prompt in enumerate(prompts):
+        of_split[prompt.settings.split or ("evaluate" if i % 2 else "tune")].append(prompt)
+    judges = {prompt.sha256 for prompt in of_split["evaluate"]} if split == "tune" else set()
+    chosen = [prompt for prompt in of_split[split] if prompt.sha256 not in judges]
     if not chosen:
         raise UserError(
             f'{path}: a workload needs prompts of both splits; none is for {split!r}; add prompts, or mark some with "split": "{split}"'
@@ -205,12 +263,23 @@ def load_image(path: Path) -> Image:
         raise UserError(f"{path}: not an image that can be read ({error}); give a PNG or JPEG file") from None
 
 
-def chat_text(processor: Any, prompt: str, *, num_images: int) -> str:
-    """The prompt as the processor's chat template words it, images first, ready for the answer; a processor without a
-    template gets it as it is.
+def chat_text(processor: Any, said: str | Sequence[Message], *, num_images: int) -> str:
+    """The prompt as the processor's chat template words it, ready for the answer; a processor without a template gets
+    text as it is. Images stand where the messages say, or first in the user's first one.
     """
     if not getattr(processor, "chat_template", None):
-        return f"{getattr(processor, 'image_token', '')}\n" * num_images + prompt
-    content = [*({"type": "image"} for _ in range(num_images)), {"type": "text", "text": prompt}]
-    messages = [{"role": "user", "content": content if hasattr(processor, "image_processor") else prompt}]
-    return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        assert isinstance(said, str)
+        return f"{getattr(processor, 'image_token', '')}\n" * num_images + said
+    chat = [Message(role="user", content=said)] if isinstance(said, str) else said
+    if not hasattr(processor, "image_processor"):
+        messages = [{"role": message.role, "content": message.text} for message in chat]
+        return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    has_places = any(part.type == "image" for message in chat for part in message.parts)
+    first_images: list[dict[str, str]] = [] if has_places else [{"type": "image"}] * num_images
+    worded = []
+    for message in chat:
+        content = [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.parts]
+        if message.role == "user":
+            content, first_images = [*first_images, *content], []
+        worded.append({"role": message.role, "content": content})
+    return str(processor.apply_chat_template(worded, add_generation_prompt=True, tokenize=False))

@@ -30,12 +30,24 @@ def test_a_line_is_a_prompt(tmp_path: Path) -> None:
     write_image(tmp_path / "images" / "a.png", 0)
     full = {"prompt": "What?", "images": ["images/a.png"], "task": "see", "max_new_tokens": 9, "temperature": 0.5}
     path = write_workload(
-        tmp_path, [{**full, "top_p": 0.9, "seed": 3, "split": "tune"}, "", {"prompt": "x", "split": "tune"}]
+        tmp_path, [{**full, "top_k": 7, "top_p": 0.9, "seed": 3, "split": "tune"}, "", {"prompt": "x", "split": "tune"}]
     )
     first, second = load_workload(str(path), "tune").prompts
-    assert first.settings.generation == {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9, "seed": 3}
+    assert first.settings.generation == {
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "seed": 3,
+    }
     assert (first.name, first.settings.task, first.pixels[0].size) == ("workload.jsonl:1", "see", (32, 32))
-    assert second.settings.generation == {"max_new_tokens": 128, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    assert second.settings.generation == {
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "seed": 0,
+    }
     assert (second.name, second.settings.task, second.pixels) == ("workload.jsonl:3", "prompt", ())
 
 
@@ -52,6 +64,47 @@ def test_without_a_split_prompts_alternate(tmp_path: Path) -> None:
     assert [p.settings.prompt for p in load_workload(str(marked), "evaluate").prompts] == ["0"]
 
 
+def test_what_judges_does_nothing_else(tmp_path: Path) -> None:
+    """A prompt that stands in both splits judges; lines to train on neither tune nor judge."""
+    lines = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "b"}, {"prompt": "c", "split": "train"}, {"prompt": "d"}]
+    path = str(write_workload(tmp_path, lines))
+    tune, evaluate = (load_workload(path, split).prompts for split in ("tune", "evaluate"))
+    assert [[p.settings.prompt for p in prompts] for prompts in (tune, evaluate)] == [["a", "d"], ["b"]]
+    only = str(write_workload(tmp_path, [{"prompt": "b", "split": "tune"}, {"prompt": "b", "split": "evaluate"}]))
+    with pytest.raises(UserError, match="needs prompts of both splits; none is for 'tune'"):
+        load_workload(only, "tune")
+
+
+def test_a_chat_is_worded_by_the_processor_s_template(tmp_path: Path, processor: Any) -> None:
+    """A single message of a user is the same prompt; images stand where parts say, or first."""
+    write_image(tmp_path / "a.png", 0)
+    image = {"images": ["a.png"], "split": "tune"}
+
+    def text(line: dict[str, Any], of: Any = processor) -> str:
+        (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, **line}])), "tune").prompts
+        return chat_text(of, prompt.settings.messages or prompt.settings.prompt, num_images=len(prompt.pixels))
+
+    plain = text({"prompt": "What is this?"})
+    assert text({"messages": [{"role": "user", "content": "What is this?"}]}) == plain
+    parts = [{"type": "text", "text": "What is "}, {"type": "image"}, {"type": "text", "text": "this?"}]
+    placed = text({"messages": [{"role": "user", "content": parts}]})
+    assert placed != plain and placed.count("<image>") == plain.count("<image>") == 1
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is this?"},
+        {"role": "assistant", "content": "A seven."},
+        {"role": "user", "content": "And beside it?"},
+    ]
+    worded = text({"messages": talk})
+    places = [worded.index(message["content"]) for message in talk if message["role"] != "system"]
+    assert places == sorted(places) and worded.index("<image>") < places[0] and worded.count("<image>") == 1
+    (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, "messages": talk}])), "tune").prompts
+    assert prompt.settings.text == "And beside it?"
+    assert prompt.inputs(processor)["input_ids"].shape[1] > NUM_VISUAL_TOKENS
+    with pytest.raises(UserError, match="knows no chat; give prompt in place of messages"):
+        prompt.inputs(processor.image_processor)
+
+
 def test_the_first_prompts_are_taken(tmp_path: Path) -> None:
     path = write_workload(tmp_path, [{"prompt": str(number), "split": "tune"} for number in range(5)])
     assert [p.settings.prompt for p in load_workload(str(path), "tune", num_prompts=2).prompts] == ["0", "1"]
@@ -66,9 +119,17 @@ def test_the_first_prompts_are_taken(tmp_path: Path) -> None:
         ('["a list"]', "the document: .*got \\['a list'\\]"),
         pytest.param({"promt": "What?"}, "unknown key 'promt'; did you mean 'prompt'"),
         ({"prompt": "x", "image": "a.png"}, "unknown key 'image'; did you mean 'images'"),
-        ({"task": "x"}, "key 'prompt' is required and missing"),
+        ({"task": "x"}, "either prompt or messages; give one of them"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "either prompt or messages"),
+        ({"messages": []}, "messages: .*at least 1 item"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role: .*'system', 'user' or 'assistant'; got 'robot'"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "end before the answer; drop the assistant's last one"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "1 image parts for 0 images; give one for each",
+        ),
         ({"prompt": 3}, "prompt: .*valid string; got 3"),
-        ({"prompt": "x", "split": "test"}, "split: .*'tune' or 'evaluate'; got 'test'"),
+        ({"prompt": "x", "split": "test"}, "split: .*'tune', 'evaluate' or 'train'; got 'test'"),
         ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens: .*greater than or equal to 1; got 0"),
         ({"prompt": "x", "temperature": -1}, "temperature: .*greater than or equal to 0; got -1"),
         ({"prompt": "x", "top_p": 0}, "top_p: .*greater than 0; got 0"),

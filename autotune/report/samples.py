@@ -89,7 +89,7 @@ def _sample(
         when=when_of(profile, number),
         policy=point.tree.policy,
         prompt=trace.header.prompts[prompt],
-        question=None if known is None else known.settings.prompt,
+        question=None if known is None else known.settings.text,
         images=[] if known is None else [data_uri(image) for image in known.pixels[:MOST_IMAGES]],
         first_text=texts[0],
         answer=stretches(taken, texts, drawn),

@@ -65,6 +65,7 @@ def hf_generate(
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
+    top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
     assistant: Any | None = None,
@@ -75,7 +76,7 @@ def hf_generate(
     prompt, and the target reads the prompt and the first candidates together: that forward is the prefill, and decoding
     is everything else between prompt and last token. What was spent inside the two models is not measured.
     """
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     settings = sampling if temperature > 0 else {"do_sample": False}
     helper = {} if assistant is None else {"assistant_model": assistant}
     clock, target, draft = _TokenClock(model.device), _ForwardClock(), _ForwardClock()

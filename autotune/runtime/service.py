@@ -35,7 +35,7 @@ def answer_prompts(profile: Path, prompts: Sequence[WorkloadPrompt], *, device: 
         )
         lossy = "" if measured is None else f"; LOSSY, perplexity {measured:.3f}"
         yield {
-            "prompt": prompt.settings.prompt,
+            "prompt": prompt.settings.text,
             "text": text,
             "lossless": point.lossless,
             "perplexity": measured,

@@ -57,6 +57,7 @@ class Line:
 
 class JsonlFile:
     """The lines of a file, those that training must not see apart: those marked for evaluation, or else the last ones.
+    Where lines are marked for training, only they are trained on.
 
     Args:
         batch_size: the largest of any stage: so much is held out where there is enough.
@@ -79,9 +80,11 @@ class JsonlFile:
             )
         held_out = [line for line in written if line[1].split == "evaluate"]
         training = [line for line in written if line[1].split != "evaluate"]
+        if any(line[1].split == "train" for line in training):
+            training = [line for line in training if line[1].split == "train"]
         if not held_out:
-            number = min(max(len(written) // HELD_OUT_SHARE, batch_size), len(written) - batch_size)
-            training, held_out = written[:-number], written[-number:]
+            number = max(1, min(max(len(training) // HELD_OUT_SHARE, batch_size), len(training) - batch_size))
+            training, held_out = training[:-number], training[-number:]
         if len(training) < max(num_examples or 0, batch_size):
             raise UserError(
                 f"{path}: there must be as many examples as num_examples says and a batch has; got {len(training)} for "
