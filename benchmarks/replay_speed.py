@@ -22,8 +22,8 @@ from autotune.console import Console
 from autotune.cost.table import DensePrices, PrefillCost
 from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.search.contenders import Contenders
-from autotune.search.documents import record_traces
 from autotune.search.finalists import Arm
+from autotune.search.recording import record_traces
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import Configuration, load_space
 from autotune.subnet import Subnet
@@ -43,7 +43,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
 def prices() -> DensePrices:
     """Any will do: a price is looked up, whatever it is."""
     free = PrefillCost(intercept_ms=0.0, per_token_ms=0.0, image_ms=0.0, samples=[])
-    return DensePrices(np.ones(40), *[np.ones((130, 40))] * 3, 16, 0.0, 0.0, free)
+    return DensePrices(np.ones(40), *[np.ones((130, 40))] * 3, 16, 0.0, 0.0, 0.0, free)
 
 
 def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:

@@ -167,7 +167,7 @@ def cost_table(draft: ModelReference = DRAFT, **fields: Any) -> CostTable:
 def free_prices() -> DensePrices:
     """Where only counts are of interest."""
     nothing = np.zeros((2, 1))
-    return DensePrices(nothing[0], nothing, nothing, nothing, 16, 0.0, 0.0, NO_PREFILL)
+    return DensePrices(nothing[0], nothing, nothing, nothing, 16, 0.0, 0.0, 0.0, NO_PREFILL)
 
 
 # -------------------------------------------------------------------------------------------------------------- profiles

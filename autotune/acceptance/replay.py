@@ -124,7 +124,9 @@ def replay(trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPri
         ],
         draft_ms=times[:, _DRAFT_MS],
         verify_ms=times[:, _VERIFY_MS],
-        overhead_ms=prices.overhead_round_ms * (rounds - plain_steps) + prices.overhead_level_ms * draft_forwards,
+        overhead_ms=prices.overhead_round_ms * (rounds - plain_steps)
+        + prices.overhead_level_ms * draft_forwards
+        + prices.overhead_node_ms * counts[:, _NODES],
         draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0),
     )
 

@@ -12,7 +12,7 @@ import torch
 
 from autotune.cost.device import fingerprint
 from autotune.cost.sampling import ProfileSettings, Sampler
-from autotune.cost.table import CostTable, DraftCosts, Overhead, PrefillCost, fit_overhead, fit_prefill
+from autotune.cost.table import CostTable, DraftCosts, PrefillCost, fit_overhead, fit_prefill
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.errors import UserError
 from autotune.provenance import ModelReference, stamp
@@ -73,11 +73,18 @@ def profile(
     with limited_threads(threads), torch.inference_mode():
         sampler.run(lambda share: tell(60 * share))
     prefill, draft_prefills = measure_prefills(target, loaded, processor, workload)
+    # How many heads a subnet has kept is nothing to what comes between its forwards.
+    outside: dict[ModelReference, list[tuple[int, int, int, float]]] = {}
+    for number, (draft, draft_reference) in enumerate(drafts):
+        tell(70 + 30 * number / len(loaded))
+        outside.setdefault(draft_reference, []).extend(
+            overhead_runs(target, draft, processor, workload, settings, threads=threads)
+        )
+    overheads = {found: fit_overhead(runs) for found, runs in outside.items()}
     costs = []
     for number, (draft, draft_reference, draft_prefill) in enumerate(
         zip(loaded, references, draft_prefills, strict=True)
     ):
-        tell(70 + 30 * number / len(loaded))
         costs.append(
             DraftCosts(
                 draft=draft_reference,
@@ -87,7 +94,7 @@ def profile(
                 commit=sampler.commits[number].surface(),
                 propose=sampler.proposes[number].surface(),
                 prefill=draft_prefill,
-                overhead=measure_overhead(target, draft, processor, workload, settings, threads=threads),
+                overhead=overheads[draft_reference],
             )
         )
     tell(100)
@@ -246,7 +253,7 @@ def measure_prefills(
     return fit_prefill(of_target), [fit_prefill(samples) for samples in of_drafts]
 
 
-def measure_overhead(
+def overhead_runs(
     target: Target,
     draft: LoadedDraft,
     processor: Any,
@@ -254,15 +261,16 @@ def measure_overhead(
     settings: ProfileSettings | None = None,
     *,
     threads: int | None = None,
-) -> Overhead:
-    """Real decoding with shallow and deep trees: time outside the models, as so much a round and so much a draft level."""
-    samples = []
+) -> list[tuple[int, int, int, float]]:
+    """Real decoding with shallow, deep and wide trees: (rounds, draft forwards, verified nodes, ms outside the models)."""
+    runs = []
     settings = settings or ProfileSettings()
-    for tree in ({"policy": "chain", "depth": 1}, {"policy": "chain", "depth": 8}, {"policy": "sage"}):
+    trees: list[dict[str, Any]] = [{"policy": "chain", "depth": 1}, {"policy": "chain", "depth": 8}, {"policy": "sage"}]
+    for tree in trees:
         decoder = Decoder(target, draft, tree=tree, buckets=settings.buckets, runner=settings.runner, threads=threads)
         for number, prompt in enumerate((*workload.prompts[:1], *workload.prompts[:4])):  # the first twice: warm-up
             inputs = prompt.inputs(processor, target.device)
             stats = decoder.generate(**inputs, max_new_tokens=4 if number == 0 else 24).stats
             if number > 0 and stats.rounds > 0:
-                samples.append((stats.rounds, stats.draft_forwards, stats.overhead_ms))
-    return fit_overhead(samples)
+                runs.append((stats.rounds, stats.draft_forwards, sum(stats.verified_nodes), stats.overhead_ms))
+    return runs

@@ -4,6 +4,7 @@ no torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,19 +63,30 @@ class Overhead(Document):
     round_ms: float = Field(ge=0)
     level_ms: float = Field(ge=0)
     """For every draft forward."""
+    node_ms: float = Field(default=0.0, ge=0)
+    """For every verified node."""
     samples: list[tuple[int, int, float]] = Field(default_factory=list)
     """(rounds, draft forwards, ms) of each run."""
+    nodes: list[int] = Field(default_factory=list)
+    """Verified nodes of each run."""
     held_out_error: float | None = None
     """The median relative error of runs left out of the fit, one after the other; None where there is but one."""
 
 
-def fit_overhead(samples: list[tuple[int, int, float]]) -> Overhead:
-    """Fitted to (rounds, draft forwards, ms)."""
-    if not samples:  # every answer ended with its first token
+def fit_overhead(runs: Sequence[tuple[int, int, int, float]]) -> Overhead:
+    """Fitted to (rounds, draft forwards, verified nodes, ms)."""
+    if not runs:  # every answer ended with its first token
         return Overhead(round_ms=0.0, level_ms=0.0)
-    counts = np.array([row[:2] for row in samples], np.float64)
-    (per_round, per_level), error = _fit(counts, np.maximum([row[2] for row in samples], 1e-6))
-    return Overhead(round_ms=per_round, level_ms=per_level, samples=samples, held_out_error=error)
+    counts = np.array([run[:3] for run in runs], np.float64)
+    (per_round, per_level, per_node), error = _fit(counts, np.maximum([run[3] for run in runs], 1e-6))
+    return Overhead(
+        round_ms=per_round,
+        level_ms=per_level,
+        node_ms=per_node,
+        samples=[(rounds, levels, ms) for rounds, levels, _, ms in runs],
+        nodes=[nodes for _, _, nodes, _ in runs],
+        held_out_error=error,
+    )
 
 
 def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:
@@ -166,8 +178,9 @@ class CostTable(Document):
             "prefill": self.prefill,
         }
         for costs in self.drafts:
-            for name in ("commit", "propose", "prefill", "overhead"):
+            for name in ("commit", "propose", "prefill"):
                 parts[f"{costs.name}: {name}"] = getattr(costs, name)
+            parts[f"{costs.draft.id}: overhead"] = costs.overhead  # one for all of its subnets
         return {name: part.held_out_error for name, part in parts.items() if part.held_out_error is not None}
 
     @property
@@ -241,6 +254,7 @@ class CostTable(Document):
             kv_step=KV_STEP,
             overhead_round_ms=costs.overhead.round_ms,
             overhead_level_ms=costs.overhead.level_ms,
+            overhead_node_ms=costs.overhead.node_ms,
             draft_prefill=costs.prefill,
         )
 
@@ -261,4 +275,5 @@ class DensePrices:
     kv_step: int
     overhead_round_ms: float
     overhead_level_ms: float
+    overhead_node_ms: float
     draft_prefill: PrefillCost

@@ -98,7 +98,7 @@ def largest_round_ms(prices: DensePrices, policy: Policy) -> float:
     draft = (
         prices.commit_ms[1, -1] + (levels - 1) * prices.draft_ms[min(policy.max_width, len(prices.draft_ms) - 1), -1]
     )
-    overhead = prices.overhead_round_ms + levels * prices.overhead_level_ms
+    overhead = prices.overhead_round_ms + levels * prices.overhead_level_ms + policy.max_nodes * prices.overhead_node_ms
     return float(draft + prices.verify_ms[policy.max_nodes + 1, -1] + overhead)
 
 
@@ -269,7 +269,9 @@ class Evaluator:
         round_ms = (float(result.verify_ms.sum()) - node_ms * nodes) / rounds + prices.overhead_round_ms
         step_ms = self.ar_ms_per_token
         return RoundPrice(
-            round_steps=max(round_ms / step_ms, 0.01), level_steps=level_ms / step_ms, node_steps=node_ms / step_ms
+            round_steps=max(round_ms / step_ms, 0.01),
+            level_steps=level_ms / step_ms,
+            node_steps=(node_ms + prices.overhead_node_ms) / step_ms,
         )
 
     def guarded(self, candidate: Candidate) -> Candidate:

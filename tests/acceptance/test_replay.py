@@ -166,7 +166,7 @@ def test_those_configurations_are_no_easy_ones(traces: dict[float, Trace]) -> No
 def test_nothing_is_asked_of_the_draft_for_a_single_token(traces: dict[float, Trace], workload: Workload) -> None:
     """Neither at inference nor in replay: no round, and no prefill is paid."""
     single = [prompt.settings.max_new_tokens for prompt in workload.prompts].index(1)
-    prices = DensePrices(np.ones(1), *[np.ones((2, 1))] * 3, 16, 1.0, 1.0, one_ms_per_prefill())
+    prices = DensePrices(np.ones(1), *[np.ones((2, 1))] * 3, 16, 1.0, 1.0, 1.0, one_ms_per_prefill())
     replayed = replay(traces[1.0], ChainPolicy(), prices)
     assert replayed.rounds[single] == 0 and replayed.decode_ms[single] == 0
     assert (np.delete(replayed.draft_prefill_ms, single) == 1).all()
@@ -296,12 +296,13 @@ def prices_by_hand() -> DensePrices:
     """A draft level of n tokens costs n, the first of a round 0.5 more, a verification of n costs 10 n; every 4 cached
     tokens add 0.1, 0.1 and 1.
 
-    The prefill costs 1 + 0.5 a token + 2 with an image; outside the models a round takes 0.25, a level 0.125.
+    The prefill costs 1 + 0.5 a token + 2 with an image; outside the models a round takes 0.25, a level 0.125, a
+    verified node 0.0625.
     """
     tokens, bins = np.arange(5.0)[:, None], np.arange(6.0)[None, :]
     prefill = PrefillCost(intercept_ms=1, per_token_ms=0.5, image_ms=2, samples=[])
     draft = tokens + 0.1 * bins
-    return DensePrices(5 + bins[0], draft + 0.5, draft, 10 * tokens + bins, 4, 0.25, 0.125, prefill)
+    return DensePrices(5 + bins[0], draft + 0.5, draft, 10 * tokens + bins, 4, 0.25, 0.125, 0.0625, prefill)
 
 
 def test_a_chain_by_hand() -> None:
@@ -320,9 +321,9 @@ def test_a_chain_by_hand() -> None:
     verify_ms = (30 + 2) + (30 + 3) + (20 + 3)
     assert replayed.draft_ms[0] == pytest.approx(draft_ms)
     assert replayed.verify_ms[0] == pytest.approx(verify_ms)
-    assert replayed.overhead_ms[0] == pytest.approx(3 * 0.25 + 6 * 0.125)
+    assert replayed.overhead_ms[0] == pytest.approx(3 * 0.25 + 6 * 0.125 + 5 * 0.0625)
     assert replayed.draft_prefill_ms[0] == pytest.approx(1 + 5 * 0.5 + 2)
-    total = draft_ms + verify_ms + 1.5 + 5.5
+    total = draft_ms + verify_ms + 1.8125 + 5.5
     assert replayed.decode_ms[0] == pytest.approx(total)
     assert replayed.ms_per_token == pytest.approx(total / 6)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autotune.cost.device import fingerprint
-from autotune.cost.profiler import kv_lengths_for, measure_overhead, profile
+from autotune.cost.profiler import kv_lengths_for, overhead_runs, profile
 from autotune.cost.sampling import ProfileSettings
 from autotune.cost.surface import Surface
 from autotune.cost.table import TOKENS, CostTable, Overhead
@@ -136,8 +136,8 @@ def test_a_table_needs_a_draft(pair: Pair, workload: Workload, processor: Any, t
 
 def test_a_single_prompt_is_enough(pair: Pair, processor: Any, workload: Workload) -> None:
     single = Workload(workload.name, workload.split, workload.prompts[:1])
-    overhead = measure_overhead(Target(pair.target), IndependentDraft(pair.draft), processor, single)
-    assert overhead.round_ms >= 0
+    runs = overhead_runs(Target(pair.target), IndependentDraft(pair.draft), processor, single)
+    assert len(runs) == 3 and all(rounds <= levels <= nodes and ms > 0 for rounds, levels, nodes, ms in runs)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_prepared_sizes_are_the_sizes_measured(
     monkeypatch.setattr(
         decoder.target, "forward", lambda tokens, *rest: (sizes.add(len(tokens)), forward(tokens, *rest))[1]
     )
-    monkeypatch.setattr("autotune.cost.profiler.measure_overhead", lambda *_, **__: Overhead(round_ms=0, level_ms=0))
+    monkeypatch.setattr("autotune.cost.profiler.overhead_runs", lambda *_, **__: [])
     settings = replace(SETTINGS, buckets=(4, 9))
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     table = profile(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)

@@ -63,17 +63,19 @@ def test_the_only_prompt_with_an_image_is_not_predicted_without_it() -> None:
 
 
 def test_overhead_coefficients_are_recovered() -> None:
-    counts = [(rounds, rounds * depth) for rounds in (5, 12, 20) for depth in (1, 8)]
-    fitted = fit_overhead([(r, d, 0.3 * r + 0.05 * d) for r, d in counts])
-    assert (fitted.round_ms, fitted.level_ms, fitted.held_out_error) == pytest.approx((0.3, 0.05, 0.0), abs=1e-9)
-    assert len(fitted.samples) == 6
+    shapes = ((1, 1), (8, 8), (6, 30))  # levels and nodes of a round
+    counts = [(rounds, rounds * depth, rounds * nodes) for rounds in (5, 12, 20) for depth, nodes in shapes]
+    fitted = fit_overhead([(r, d, n, 0.3 * r + 0.05 * d + 0.01 * n) for r, d, n in counts])
+    assert (fitted.round_ms, fitted.level_ms, fitted.node_ms) == pytest.approx((0.3, 0.05, 0.01), abs=1e-9)
+    assert fitted.held_out_error == pytest.approx(0.0, abs=1e-9)
+    assert [(*run[:2], nodes) for run, nodes in zip(fitted.samples, fitted.nodes, strict=True)] == counts
 
 
 def test_overheads_are_tested_by_runs_left_out() -> None:
     """One run of two is predicted by the other: 2 ms a round by 1, and 1 by 2."""
-    fitted = fit_overhead([(10, 0, 10.0), (10, 0, 20.0)])
+    fitted = fit_overhead([(10, 0, 0, 10.0), (10, 0, 0, 20.0)])
     assert fitted.held_out_error == pytest.approx((1.0 + 0.5) / 2)
-    assert fit_overhead([(10, 0, 10.0)]).held_out_error is None
+    assert fit_overhead([(10, 0, 0, 10.0)]).held_out_error is None
     assert fit_overhead([]) == Overhead(round_ms=0, level_ms=0)
 
 
@@ -96,7 +98,7 @@ def test_prices_are_read_off_the_surfaces() -> None:
     assert prices.draft_ms[10, 2] == pytest.approx(0.2 + 0.01 * 10 + 0.0001 * 40)
     assert prices.commit_ms[10, 2] == pytest.approx(0.3 + 0.01 * 10 + 0.0001 * 40)
     assert prices.decode_ms[2] == pytest.approx(1.0 + 0.001 * 40)
-    assert (prices.overhead_round_ms, prices.overhead_level_ms) == (0.05, 0.01)
+    assert (prices.overhead_round_ms, prices.overhead_level_ms, prices.overhead_node_ms) == (0.05, 0.01, 0.0)
     assert prices.draft_prefill == table.drafts[0].prefill
 
 
@@ -164,13 +166,16 @@ def test_every_part_has_its_error_under_its_name() -> None:
     tested = surface(lambda n, m: 1.0 + n, held_out=[(5, 100)]).with_best_model()
     (costs,) = cost_table().drafts
     half = costs.model_copy(update={"heads": 0.5, "commit": tested, "propose": tested})
-    half = half.model_copy(update={"overhead": Overhead(round_ms=1, level_ms=0, held_out_error=0.25)})
+    overhead = {"overhead": Overhead(round_ms=1, level_ms=0, held_out_error=0.25)}
+    costs, half = costs.model_copy(update=overhead), half.model_copy(update=overhead)
     table = cost_table(verify=tested, drafts=[costs, half])
     assert list(table.held_out_errors) == [
         "verify",
-        *(f"tests/draft heads-0.5: {part}" for part in ("commit", "propose", "overhead")),
-    ]
-    assert table.held_out_errors["tests/draft heads-0.5: overhead"] == 0.25
+        "tests/draft: overhead",
+        "tests/draft heads-0.5: commit",
+        "tests/draft heads-0.5: propose",
+    ], "an overhead is that of all subnets"
+    assert table.held_out_errors["tests/draft: overhead"] == 0.25
     assert cost_table().held_out_errors == {}
 
 
