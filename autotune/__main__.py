@@ -2,4 +2,5 @@
 
 from autotune.cli import main
 
-main()
+if __name__ == "__main__":  # helpers of a search import it as well
+    main()

@@ -278,7 +278,8 @@ def record(
     from autotune.cost.device import choose_device
     from autotune.files import require_writable
     from autotune.search.contenders import Contenders
-    from autotune.search.documents import print_agreement, record_traces
+    from autotune.search.documents import print_agreement
+    from autotune.search.recording import record_traces
     from autotune.subnet import Subnet
     from autotune.workload import load_workload
 
@@ -347,7 +348,10 @@ def record(
     "--max-draft-mib", type=click.FloatRange(min=0), default=None, help="Most memory of a draft and its cache allowed."
 )
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=None, help="Replays at once; one for each core if left out."
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Replays and recordings at once; one for each core if left out.",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @_buckets_option

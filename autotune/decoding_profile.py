@@ -116,6 +116,8 @@ class ComparedArm(Document):
     ci95: tuple[float, float]
     tokens_per_round: float | None
     tokens_per_second: float
+    num_prompts: int | None = None
+    """That it decoded, the first ones of those that judged the profile; null in profiles of earlier versions: all."""
 
 
 class Evidence(Document):

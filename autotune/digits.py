@@ -13,7 +13,7 @@ import ast
 import functools
 import hashlib
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -261,6 +261,8 @@ _GRID_TASKS: dict[str, tuple[Callable[[Grid, Generator], str], tuple[str, ...]]]
 
 # ------------------------------------------------------------------------------------------------------------ passages
 
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
 
 @functools.cache
 def _passages(split: Split) -> list[str]:
@@ -273,11 +275,10 @@ def _passages(split: Split) -> list[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, OSError):
             continue  # deliberately broken sources are part of some distributions
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = " ".join((ast.get_docstring(node) or "").split())
-                if len(text) >= 200 and text.isascii():
-                    passages.add(text)
+        for node in _documented(tree):
+            text = " ".join((ast.get_docstring(node, clean=False) or "").split())
+            if len(text) >= 200 and text.isascii():
+                passages.add(text)
 
     def is_held_out(text: str) -> bool:
         return hashlib.sha256(text.encode()).digest()[0] % 10 == 0
@@ -286,6 +287,18 @@ def _passages(split: Split) -> list[str]:
     if not chosen:
         raise RuntimeError("the standard library of this interpreter has no docstrings (stripped sources?)")
     return chosen
+
+
+def _documented(tree: ast.Module) -> Iterator[Documented]:
+    """All that may have a docstring. Statements alone are walked: nothing is defined inside an expression."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Documented):
+            yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            children = getattr(node, name, None)
+            waiting += children if isinstance(children, list) else ()
 
 
 def _passage(split: Split, rng: Generator) -> tuple[str, str]:

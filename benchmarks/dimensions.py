@@ -16,11 +16,12 @@ import click
 
 from autotune.console import Console
 from autotune.search.contenders import Contenders
-from autotune.search.documents import load_table, record_traces
+from autotune.search.documents import load_table
 from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import AR, Arm, summarise
 from autotune.search.ledger import Ledger
 from autotune.search.main_job import bounds_of
+from autotune.search.recording import record_traces
 from autotune.search.space import Configuration, load_space
 from autotune.search.study import search_trees
 from autotune.search.study_document import RUNS

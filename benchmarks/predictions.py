@@ -1,8 +1,9 @@
 """Replay against the runtime, over random configurations of every policy of a search space, each decoded for real.
 
-Needs a study that `autotune search` has left behind. Prints how often rounds and accepted lengths agree, how well
-decoding time is predicted and ranked, how much faster replay is than decoding, and whether any of the configurations is
-faster than the one that a search has chosen.
+Needs a study that `autotune search` has left behind: its cost table prices, and what it has not recorded of the subnets
+drawn, any of the space, is recorded first. Prints how often rounds and accepted lengths agree, how well decoding time is
+predicted and ranked (and how well one measurement ranks another, which no prediction can surpass), how much faster
+replay is than decoding, and whether any of the configurations is faster than the one that a search has chosen.
 
     python benchmarks/predictions.py .autotune/STUDY [--profile profile.json] [--configurations 12] [--prompts 4]
 """
@@ -18,28 +19,39 @@ import click
 import numpy as np
 from scipy.stats import spearmanr
 
-from autotune.acceptance.trace import load_trace
+from autotune.console import Console
 from autotune.cost.table import load_table
 from autotune.decoding_profile import load_profile
 from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.contenders import Contenders
 from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import AR, Arm, Run
-from autotune.search.space import Configuration, SearchSpace, configuration_of, load_space
+from autotune.search.main_job import SearchSettings, bounds_of
+from autotune.search.recording import record_traces
+from autotune.search.space import Configuration, Place, SearchSpace, configuration_of, load_space
+from autotune.search.study_document import load_study
 from autotune.workload import Workload, load_workload
 
+NUM_TUNE = SearchSettings.num_tune_prompts
 
-def drawn_from(space: SearchSpace, evaluator: Evaluator, count: int, rng: random.Random) -> list[Configuration]:
-    """Configurations spread over policies, drafts, subnets and trees; random ones of Sequoia's trees for ``static``."""
+
+def places_of(space: SearchSpace, contenders: Contenders, count: int, rng: random.Random) -> list[tuple[str, Place]]:
+    """A policy and a subnet of any draft, ``count`` of every policy."""
+    known = contenders.subnets(space)
+    return [(policy, rng.choice(known)) for policy in space.trees for _ in range(count)]
+
+
+def drawn_from(
+    space: SearchSpace, evaluator: Evaluator, places: list[tuple[str, Place]], rng: random.Random
+) -> list[Configuration]:
+    """A tree for each of the places; random ones of Sequoia's trees for ``static``."""
+    swept = {
+        policy: space.sweep(policy, len(places), rng.randrange(1 << 31)) for policy in space.trees if policy != "static"
+    }
     found = []
-    for policy in space.trees:
-        places = [rng.choice(list(evaluator.traces)) for _ in range(count)]
-        if policy == "static":
-            planned = {place: evaluator.static_trees(place, space) for place in dict.fromkeys(places)}
-            trees = [rng.choice(planned[place]) for place in places]
-        else:
-            trees = space.sweep(policy, count, rng.randrange(1 << 31))
-        found += [Configuration(tree=t, draft=draft, subnet=s) for (draft, s), t in zip(places, trees, strict=True)]
+    for policy, place in places:
+        tree = rng.choice(evaluator.static_trees(place, space)) if policy == "static" else swept[policy].pop(0)
+        found.append(Configuration(tree=tree, draft=place[0], subnet=place[1]))
     return found
 
 
@@ -51,28 +63,46 @@ def drawn_from(space: SearchSpace, evaluator: Evaluator, count: int, rng: random
 @click.option("--space", default="quick", show_default=True)
 @click.option("--configurations", default=12, show_default=True, help="Of every policy.")
 @click.option("--prompts", default=4, show_default=True)
+@click.option("--repeats", default=1, show_default=True, help="Measurements of every prompt.")
 @click.option("--seed", default=0, show_default=True)
-def main(study: Path, profile: Path | None, space: str, configurations: int, prompts: int, seed: int) -> None:
-    traces = [load_trace(path) for path in sorted((study / "traces").glob("*/*.trace.json"))]
-    drafts = list(dict.fromkeys(trace.header.draft.id for trace in traces))
-    contenders = Contenders(traces[0].header.target.id, drafts, "cpu")
+def main(
+    study: Path, profile: Path | None, space: str, configurations: int, prompts: int, repeats: int, seed: int
+) -> None:
+    asked = load_study(study)
+    assert asked is not None, "there is no study in that folder"
+    contenders = Contenders(asked.target.id, [draft.reference.id for draft in asked.drafts], "cpu")
     tables = [load_table(path) for path in sorted(study.glob("*.cost.json"))]
     table = max(tables, key=lambda found: found.provenance.created)
-    evaluator = Evaluator(traces, table)
-    tune = load_workload("digits", "tune", num_prompts=traces[0].num_prompts)
-    assert tune.sha256 == traces[0].header.workload_sha256, "the study recorded other prompts"
+    tune = load_workload(asked.workload, "tune", num_prompts=NUM_TUNE)
+    assert tune.sha256 == asked.tune_sha256, "the study recorded other prompts"
     chosen = Workload(tune.name, tune.split, tune.prompts[:prompts])
 
-    drawn = drawn_from(load_space(space), evaluator, configurations, random.Random(seed))
+    rng, searched = random.Random(seed), load_space(space)
+    places = places_of(searched, contenders, configurations, rng)
+    wanted = list(dict.fromkeys(place for _, place in places))
+    traces = record_traces(contenders, wanted, chosen, study, Console(), bounds=bounds_of(searched))
+    evaluator = Evaluator(traces, table)
+    drawn = drawn_from(searched, evaluator, places, rng)
     arms = [Arm(f"{i}", c) for i, c in enumerate(drawn)]
     winner = None if profile is None else configuration_of(load_profile(profile).point)
     if winner is not None:
         arms.append(Arm("winner", winner))
-    runs = contenders.runner(table.threads).compare(
-        [*arms, Arm(AR)], chosen, seed=seed, report=lambda done, of: print(f"prompt {done}/{of}", flush=True)
-    )
+    runner = contenders.runner(table.threads)
+    passes = []
+    for number in range(repeats):
+        passes.append(
+            runner.compare(
+                [*arms, Arm(AR)],
+                chosen,
+                seed=seed + number,
+                min_prompts=prompts,
+                repeat=number,
+                report=lambda done, of, n=number: print(f"pass {n + 1}: prompt {done}/{of}", flush=True),
+            )
+        )
 
-    plain = runs.pop(AR)
+    plain = [run for found in passes for run in found.pop(AR)]
+    runs = {name: [run for found in passes for run in found[name]] for name in passes[0]}
     if winner is not None:
         print_regret(runs, {arm.name: arm for arm in arms})
     same, total, incomplete = Counter[str](), Counter[str](), Counter[str]()
@@ -80,12 +110,12 @@ def main(study: Path, profile: Path | None, space: str, configurations: int, pro
     for arm, drawn_configuration in zip(arms, drawn, strict=False):
         policy = drawn_configuration.tree["policy"]
         replayed = evaluator.replay(drawn_configuration)
-        for p, run in enumerate(runs[arm.name]):
+        for p, run in enumerate(passes[0][arm.name]):
             total[policy] += 1
             is_same = replayed.accepted_lengths[p].tolist() == run.accepted_lengths
             same[policy] += is_same
             incomplete[policy] += bool(replayed.missing[p]) and not is_same
-        predicted.append(float(replayed.decode_ms[: len(runs[arm.name])].sum()))
+        predicted.append(repeats * float(replayed.decode_ms.sum()))
         measured.append(sum(run.decode_ms for run in runs[arm.name]))
         errors.append(predicted[-1] / measured[-1] - 1)
     for policy in total:
@@ -95,16 +125,24 @@ def main(study: Path, profile: Path | None, space: str, configurations: int, pro
         )
     print_errors("predicted decoding time", errors)
     # The machine is not always as fast as when its table was measured; with and without a draft alike.
-    speed = sum(run.decode_ms for run in plain) / float(evaluator.ar_ms[: len(plain)].sum())
+    speed = sum(run.decode_ms for run in plain) / (repeats * float(evaluator.ar_ms.sum()))
     print(f"plain decoding takes {speed:.2f} of the time that the table says")
     print_errors("predicted speedup", [(1 + error) * speed - 1 for error in errors])
-    print(f"Spearman's rank correlation {spearmanr(predicted, measured).statistic:.3f}")
+    ranked = spearmanr(predicted, measured).statistic
+    spread = np.quantile(measured, 0.9) / np.quantile(measured, 0.1)
+    print(
+        f"Spearman's rank correlation {ranked:.3f}; the middle eight tenths of the configurations lie within a factor of {spread:.2f}"
+    )
+    if repeats > 1:
+        halves = [[sum(run.decode_ms for run in one[arm.name]) for arm in arms[: len(drawn)]] for one in passes]
+        again = spearmanr(halves[0], halves[1]).statistic
+        print(f"of the first pass with the second {again:.3f}")
 
     started = time.perf_counter()
     for drawn_configuration in drawn:
         evaluator.replay(drawn_configuration)
     replay_s = (time.perf_counter() - started) / len(drawn)
-    decode_s = float(np.mean(measured)) / 1e3 * len(tune.prompts) / len(chosen.prompts)
+    decode_s = float(np.mean(measured)) / 1e3 / repeats
     print(
         f"replay: {1e3 * replay_s:.2f} ms a configuration, decoding: {decode_s:.1f} s; {decode_s / replay_s:,.0f} times faster"
     )

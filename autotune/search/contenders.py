@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from autotune.cost.device import fingerprint
 from autotune.cost.roofline import ModelShape
@@ -11,6 +15,7 @@ from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
 from autotune.files import content_key
+from autotune.memory import free_memory
 from autotune.models import load_model, load_processor, reference
 from autotune.provenance import ModelReference, version_of
 from autotune.runtime.decoder import Decoder
@@ -19,9 +24,25 @@ from autotune.runtime.target import Target
 from autotune.runtime.text_runner import TextRunner
 from autotune.runtime.vision import vision_parts
 from autotune.search.finalists import Runner
+from autotune.search.helpers import MOST_HELPERS
 from autotune.search.space import Configuration, Place, SearchSpace
 from autotune.subnet import Subnet
 from autotune.trees.buckets import EAGER, sizes_for
+
+SHARE_OF_MEMORY = 0.5  # of what is free, that helpers may take
+BYTES_OF_PROCESS = 1 << 30  # torch, and what is kept of prompts
+
+
+class Asked(NamedTuple):
+    """What contenders are loaded from, for a process that loads the same."""
+
+    target: str
+    drafts: tuple[str, ...]
+    device: str
+    buckets: tuple[int, ...]
+    runner: str
+    threads: int
+    """That torch used then: part of the device's fingerprint, and so of every document's name."""
 
 
 class Contenders:
@@ -33,6 +54,7 @@ class Contenders:
         """Raises:
         UserError: a model that cannot be loaded, or no draft for this target.
         """
+        self.asked = Asked(target, tuple(drafts), device, tuple(buckets), runner, torch.get_num_threads())
         self.target_reference = reference(target)
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
@@ -51,6 +73,30 @@ class Contenders:
                 self.target, whole, buckets=self.buckets, processor=self.processor
             )  # checks that vocabularies agree
             self._wholes[found.id] = whole
+
+    @classmethod
+    def as_asked(cls, asked: Asked, *, threads: int) -> Contenders:
+        """The same in a process of its own, which uses so many CPU threads."""
+        torch.set_num_threads(asked.threads)
+        contenders = cls(asked.target, asked.drafts, asked.device, asked.buckets, asked.runner)
+        torch.set_num_threads(threads)
+        return contenders
+
+    def room_for_helpers(self, jobs: int | None) -> tuple[int, int]:
+        """How many more processes may work with these models at once, and on how many CPU threads each: ``jobs`` in all
+        (None: one for each core) as far as memory goes; none where an accelerator works.
+        """
+        cores = os.cpu_count() or 1
+        jobs = jobs or cores
+        if self.target.device.type != "cpu":
+            return 0, cores
+        drafts = [draft.num_parameters for draft in self._wholes.values()]
+        weights = (self.target.model.num_parameters() + sum(drafts)) * self.target.dtype.itemsize
+        free = free_memory(self.target.device)
+        if free is not None:
+            jobs = min(jobs, 1 + int(SHARE_OF_MEMORY * free / (weights + BYTES_OF_PROCESS)))
+        number = min(jobs, 1 + MOST_HELPERS) - 1
+        return number, max(1, cores // (1 + number))
 
     @property
     def precision(self) -> str:

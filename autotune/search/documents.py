@@ -1,4 +1,4 @@
-"""The documents that a search stands on, found again or made: the cost table of a device, the traces of a draft."""
+"""The cost table that a search stands on, found again or made; and what cost tables and traces say, for people."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.acceptance.recorder import Recorder
-from autotune.acceptance.trace import ForestBounds, Trace, agreement, save_trace
+from autotune.acceptance.trace import Trace, agreement
 from autotune.console import Console
 from autotune.cost.device import choose_device, fingerprint, local_devices, shipped_tables
 from autotune.cost.profiler import kv_lengths_for, profile
@@ -156,41 +155,6 @@ def measure_table(
     return table
 
 
-def record_traces(
-    contenders: Contenders,
-    places: Sequence[Place],
-    workload: Workload,
-    folder: Path,
-    console: Console,
-    *,
-    bounds: ForestBounds | None = None,
-) -> list[Trace]:
-    """The target's answers, then a trace of every draft and subnet, saved under ``folder``."""
-    bounds = bounds or ForestBounds()
-    recorder = Recorder(contenders.target, contenders.target_reference, contenders.processor, folder)
-    with console.stage("answers of the target") as update:
-        recorder.answers(workload, lambda done, of: update(done, of, ""))
-    traces: list[Trace] = []
-    with console.stage("traces of the draft" if len(contenders.references) == 1 else "traces of drafts") as update:
-        for number, (draft, subnet) in enumerate(places):
-
-            def report(done: int, of: int, first: int = number) -> None:
-                update(first * of + done, len(places) * of, "")
-
-            trace = recorder.trace(
-                contenders.draft(draft, subnet),
-                contenders.references[draft],
-                workload,
-                visual_keep=subnet.visual_keep,
-                bounds=bounds,
-                report=report,
-            )
-            path = folder / "traces" / draft.replace("/", "-") / f"{trace.header.subnet.name}.trace.json"
-            save_trace(path, trace)
-            traces.append(trace)
-    return traces
-
-
 def print_table(table: CostTable, console: Console) -> None:
     """The cost table's summary: latency by size, and how well every part predicts what it was not fitted to."""
     sizes = (1, 4, 8, 16, 32, 64)
@@ -227,7 +191,7 @@ def print_table(table: CostTable, console: Console) -> None:
             size = f"{costs.num_parameters / 1e6:.3g}M parameters of its own, {costs.cache_bytes_per_token} bytes of cache a token; "
         console.say(
             f"draft {costs.name}: {size}outside the models {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft "
-            f"level (held-out error {_percent(overhead.held_out_error)})"
+            f"level + {1e3 * overhead.node_ms:.0f} us a node (held-out error {_percent(overhead.held_out_error)})"
         )
     if errors := table.held_out_errors:
         worst = max(errors, key=lambda part: errors[part])

@@ -328,16 +328,19 @@ def eliminate(
     report: Report | None = None,
 ) -> Elimination:
     """Arms decode the prompts block by block, beside plain decoding and each other; after each block those leave that are
-    surely slower than the fastest. It ends when one is left, the prompts were read ``MAX_PASSES`` times, or, past the
-    deadline, behind a block.
+    surely slower than the fastest. It ends when one is left, the prompts were read ``MAX_PASSES`` times, or where another
+    block would not be over by the deadline.
     """
     standing = [arm.name for arm in arms]
     runs: dict[str, list[Run]] = {name: [] for name in (AR, *standing)}
     blocks = [workload.prompts[begin : begin + BLOCK] for begin in range(0, len(workload.prompts), BLOCK)]
     total = len(workload.prompts) * MAX_PASSES
+    began = time.monotonic()
     for number in range(MAX_PASSES * len(blocks)):
         prompts = blocks[number % len(blocks)]
-        if number > 0 and (len(standing) == 1 or (deadline is not None and time.monotonic() > deadline)):
+        now = time.monotonic()
+        is_late = deadline is not None and number > 0 and now + (now - began) / number > deadline
+        if number > 0 and (len(standing) == 1 or is_late):
             break
         found = runner.compare(
             [Arm(AR), *(arm for arm in arms if arm.name in standing)],

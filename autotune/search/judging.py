@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from autotune.provenance import stamp
 from autotune.search.bootstrap import bootstrap_ratio
 from autotune.search.contenders import Contenders
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.finalists import AR, Arm, Summary, eliminate, summarise
+from autotune.search.finalists import AR, RISK, Arm, Run, Summary, eliminate, summarise, surely_slower
 from autotune.search.points import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
 from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, configuration_of
 from autotune.search.study import Found, choose_finalists
@@ -42,6 +43,10 @@ from autotune.workload import Workload, WorkloadPrompt
 
 NUM_FINALISTS = 6
 FINALIST_PROMPTS = 16
+FINALISTS_SHARE = 0.3  # of the time that is left
+POINT_BLOCK = 4  # prompts of a point between two looks
+MIN_PROMPTS = 16  # that judge the profile, however late it is...
+DEFAULTS_PROMPTS = 6  # ...of which all published defaults decode so many
 NUM_POINT_CANDIDATES = 200  # of the fastest of all prompts, among which points are looked for, beside each task's
 
 
@@ -95,7 +100,7 @@ class Judging:
                 arms,
                 prompts,
                 seed=self.seed,
-                deadline=time.monotonic() + 0.4 * (self.deadline - time.monotonic()),
+                deadline=time.monotonic() + FINALISTS_SHARE * (self.deadline - time.monotonic()),
                 report=lambda done, of: update(done, of, ""),
             )
         self.finalists = []
@@ -164,13 +169,20 @@ class Judging:
                 continue
             met = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
             arms = [Arm("winner", winner.configuration), Arm("point", own.configuration)]
-            prompts = Workload(self.tune.name, self.tune.split, met)
-            runs = self.runner.compare(arms, prompts, seed=self.seed, min_prompts=len(met))
-            ms = {name: sum(run.decode_ms for run in of_arm) for name, of_arm in runs.items()}
-            is_faster = ms["point"] <= (1 - MIN_GAIN) * ms["winner"]
+            ms = {arm.name: np.zeros(0) for arm in arms}
+            for begin in range(0, len(met), POINT_BLOCK):
+                prompts = Workload(self.tune.name, self.tune.split, met[begin : begin + POINT_BLOCK])
+                runs = self.runner.compare(
+                    arms, prompts, seed=self.seed + begin, min_prompts=POINT_BLOCK, goes_on=begin > 0
+                )
+                ms = {name: np.append(ms[name], [run.decode_ms for run in runs[name]]) for name in ms}
+                if any(surely_slower(ms[a], ms[b], risk=RISK) for a, b in itertools.permutations(ms)):
+                    break
+            share = float(ms["point"].sum() / ms["winner"].sum())
+            is_faster = share <= 1 - MIN_GAIN
             self.console.say(
-                f"for {condition.label}: {own.configuration.label} takes {ms['point'] / ms['winner']:.2f} of the winner's time on "
-                f"{len(met)} tuning prompts: {'a point of its own' if is_faster else 'left out'}"
+                f"for {condition.label}: {own.configuration.label} takes {share:.2f} of the winner's time on "
+                f"{len(ms['point'])} tuning prompts: {'a point of its own' if is_faster else 'left out'}"
             )
             if is_faster:
                 kept.append((condition, own))
@@ -203,16 +215,8 @@ class Judging:
         tuned = Arm(TUNED, overall)
         defaults = [Arm(name, default) for name, default in self._defaults().items()]
         arms = [Arm(AR), *defaults, tuned]
-        with self.console.stage("evaluation, measured") as update:
-            runs = runner.compare(
-                arms,
-                self.evaluate,
-                seed=self.seed + 1,
-                deadline=self.deadline,
-                min_prompts=16,
-                report=lambda done, of: update(done, of, ""),
-            )
-        summaries = {name: summarise(name, arm_runs, runs[AR]) for name, arm_runs in runs.items()}
+        runs = self._evaluated(runner, tuned, defaults)
+        summaries = {name: summarise(name, own, runs[AR][: len(own)]) for name, own in runs.items()}
         predicted = {
             arm.name: evaluator.evaluate(arm.configuration)
             for arm in arms
@@ -253,6 +257,32 @@ class Judging:
                 measured = _measured(own, summarise(AR, plain_runs, plain_runs))
             points.append(point.model_copy(update={"measured": measured}))
         return document.model_copy(update={"points": points, "evidence": evidence})
+
+    def _evaluated(self, runner: ProfileRunner, tuned: Arm, defaults: list[Arm]) -> dict[str, list[Run]]:
+        """Runs of plain decoding, the published defaults and the profile, by arm name. All of them decode the first prompts;
+        the others, as many as there is time for, only the fastest of the defaults beside the profile.
+        """
+        prompts = self.evaluate.prompts
+        with self.console.stage("evaluation, measured") as update:
+
+            def compare(arms: list[Arm], begin: int, end: int, **options: Any) -> dict[str, list[Run]]:
+                def report(done: int, _: int) -> None:
+                    update(begin + done, len(prompts), "")
+
+                part = Workload(self.evaluate.name, self.evaluate.split, prompts[begin:end])
+                return runner.compare(arms, part, seed=self.seed + 1 + begin, report=report, **options)
+
+            runs = compare([Arm(AR), *defaults, tuned], 0, DEFAULTS_PROMPTS, min_prompts=DEFAULTS_PROMPTS)
+            fastest = min(defaults, key=lambda arm: sum(run.decode_ms for run in runs[arm.name]))
+            left = compare(
+                [Arm(AR), fastest, tuned],
+                DEFAULTS_PROMPTS,
+                len(prompts),
+                deadline=self.deadline,
+                min_prompts=MIN_PROMPTS - DEFAULTS_PROMPTS,
+                goes_on=True,
+            )
+        return {name: [*own, *left.get(name, ())] for name, own in runs.items()}
 
     def _defaults(self) -> dict[str, Configuration]:
         """What users run today, each with a draft of the paper's own kind where there is one."""
@@ -319,6 +349,7 @@ def _compared(
         ci95=summary.ci95,
         tokens_per_round=summary.tokens_per_round,
         tokens_per_second=summary.tokens_per_second,
+        num_prompts=summary.num_prompts,
     )
 
 
@@ -373,7 +404,7 @@ def print_comparison(
                 f"{summary.identical_outputs}/{summary.num_prompts}",
             ]
         )
-    first = next(iter(summaries.values()))
+    first = next(iter(summaries.values()))  # on all prompts
     title = f"Evaluation on {first.num_prompts} held-out prompts, {first.num_tokens} tokens"
     console.table(
         title,

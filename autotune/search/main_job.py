@@ -27,11 +27,11 @@ from autotune.search.documents import (
     priced_apart,
     print_agreement,
     print_table,
-    record_traces,
 )
 from autotune.search.evaluator import Constraints, Evaluator
 from autotune.search.judging import Judging
 from autotune.search.ledger import Ledger
+from autotune.search.recording import record_traces
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.study import search_trees
 from autotune.search.study_document import LEDGER, PROFILE, Contender, StudyDocument, save_study
@@ -70,7 +70,7 @@ class SearchSettings:
     """Run every subnet for real before its trees are searched."""
     constraints: Constraints = field(default_factory=Constraints)
     jobs: int | None = None
-    """Replays at once; None: one for each core."""
+    """Replays and recordings at once; None: one for each core."""
     num_tune_prompts: int = 48
     num_evaluate_prompts: int = 64
     output: Path = Path("profile.json")
@@ -187,7 +187,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
     save_study(folder, left)
     print_table(table, console)
     if len(places) > space.survivors:
-        screened = screen(contenders, places, table, tune, folder, ledger, console)
+        screened = screen(contenders, places, table, tune, folder, ledger, console, jobs=settings.jobs)
         if settings.measure_all and device is not None:
             screened = measure(contenders, screened, table.threads, tune, ledger, console)
         left = left.model_copy(update={"records": ledger.used_keys})
@@ -195,7 +195,7 @@ def search(settings: SearchSettings, console: Console) -> DecodingProfile:
         places = survivors(screened, space.survivors)
         print_screened(screened, places, console)
         clock.ended("subnets")
-    traces = record_traces(contenders, places, tune, folder, console, bounds=bounds)
+    traces = record_traces(contenders, places, tune, folder, console, bounds=bounds, jobs=settings.jobs)
     print_agreement(traces, console)
     clock.ended("traces")
 

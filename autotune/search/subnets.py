@@ -4,7 +4,7 @@ along recorded answers, priced by the cost table, which takes a second or two ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +14,11 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.files import content_key
 from autotune.provenance import version_of
-from autotune.search.contenders import Contenders
+from autotune.runtime.threads import limited_threads
+from autotune.search.contenders import Asked, Contenders
 from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import AR, Arm, summarise
+from autotune.search.helpers import Helpers
 from autotune.search.ledger import Ledger, Record
 from autotune.search.screened import Screened
 from autotune.search.space import Configuration, Place
@@ -38,8 +40,46 @@ def screen(
     folder: Path,
     ledger: Ledger,
     console: Console,
+    *,
+    jobs: int | None = None,
 ) -> list[Screened]:
-    """All of ``places``, the best first. Every subnet is a record of the ledger."""
+    """All of ``places``, the best first. Every subnet is a record of the ledger; ``jobs`` processes make them where that takes
+    long (None: one for each core).
+    """
+    number, threads = contenders.room_for_helpers(jobs)
+    arguments = threads, contenders.asked, list(places), table, workload, folder, ledger.storage
+    with (
+        console.stage("subnets by chains") as update,
+        Helpers(number, _help, *arguments) as helpers,
+        limited_threads(threads),
+    ):
+
+        def report(done: int, of: int) -> None:
+            update(done, of, "")
+            helpers.report(done, of)
+
+        records = ledger.work("subnets", _units(contenders, places, table, workload, folder), report=report)
+    return _ranked(records)
+
+
+def _help(
+    rank: int,
+    threads: int,
+    asked: Asked,
+    places: list[Place],
+    table: CostTable,
+    workload: Workload,
+    folder: Path,
+    storage: str | Path,
+) -> None:
+    """Screen what nobody has claimed."""
+    contenders = Contenders.as_asked(asked, threads=threads)
+    Ledger(storage).work("subnets", _units(contenders, places, table, workload, folder))
+
+
+def _units(
+    contenders: Contenders, places: Sequence[Place], table: CostTable, workload: Workload, folder: Path
+) -> dict[str, Callable[[], Record]]:
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
     recorder = Recorder(contenders.target, contenders.target_reference, contenders.processor, folder)
     recorder.layers = tuple(sorted({layer for place in places for layer in contenders.draft(*place).reads}))
@@ -67,7 +107,7 @@ def screen(
         )
 
     documents = ["screened", table.content, prompts.sha256, CHAINS.model_dump()]
-    return _all_of(contenders, places, make, documents, ledger, console, "subnets by chains")
+    return _units_of(contenders, places, make, documents)
 
 
 def measure(
@@ -95,30 +135,28 @@ def measure(
 
     depths = sorted([one.draft, one.subnet.name, one.depth] for one in screened)
     documents = ["measured", prompts.sha256, depths]
-    return _all_of(contenders, list(of_place), make, documents, ledger, console, "subnets, measured")
+    units = _units_of(contenders, list(of_place), make, documents)
+    with console.stage("subnets, measured") as update:
+        return _ranked(ledger.work("subnets", units, report=lambda done, of: update(done, of, "")))
 
 
-def _all_of(
-    contenders: Contenders,
-    places: Sequence[Place],
-    make: Callable[[Place], Screened],
-    documents: object,
-    ledger: Ledger,
-    console: Console,
-    stage: str,
-) -> list[Screened]:
-    """What ``make`` says of every subnet, a record each, the best first."""
+def _units_of(
+    contenders: Contenders, places: Sequence[Place], make: Callable[[Place], Screened], documents: object
+) -> dict[str, Callable[[], Record]]:
+    """A unit for every subnet, named by what its record depends on."""
     common = [version_of("autotune"), contenders.key, documents]
 
     def unit(place: Place) -> Record:
         return make(place).model_dump(mode="json")
 
-    units = {
+    return {
         content_key([common, draft, subnet.model_dump(mode="json")]): partial(unit, (draft, subnet))
         for draft, subnet in places
     }
-    with console.stage(stage) as update:
-        records = ledger.work("subnets", units, report=lambda done, of: update(done, of, ""))
+
+
+def _ranked(records: Mapping[str, Record]) -> list[Screened]:
+    """The best first."""
     return sorted((Screened.model_validate(one, strict=False) for one in records.values()), key=lambda one: one.rank)
 
 

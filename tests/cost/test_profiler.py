@@ -13,7 +13,7 @@ from autotune.cost.device import fingerprint
 from autotune.cost.profiler import kv_lengths_for, overhead_runs, profile
 from autotune.cost.sampling import ProfileSettings
 from autotune.cost.surface import Surface
-from autotune.cost.table import TOKENS, CostTable, Overhead
+from autotune.cost.table import TOKENS, CostTable
 from autotune.drafters.checkpoint import load_draft, new_network, save_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -512,6 +513,16 @@ def test_an_elimination_ends_behind_a_block_once_time_is_up() -> None:
     arms = [Arm("one", CHAIN), Arm("other", CHAIN)]
     found = eliminate(runner, arms, some_prompts(16), deadline=time.monotonic() - 1)
     assert len(found.runs[AR]) == finalists.BLOCK and len(runner.compared) == 1
+
+
+@pytest.mark.parametrize(("seconds", "blocks"), [(5.0, 1), (19.0, 1), (21.0, 2), (29.0, 2), (31.0, 3)])
+def test_a_block_that_would_be_late_is_not_begun(seconds: float, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes ten seconds here, and so will the next."""
+    runner = TimedRunner({AR: 100.0, "one": 50.0, "other": 50.0}, noise=0.05)
+    clock = SimpleNamespace(monotonic=lambda: 10.0 * len(runner.compared))
+    monkeypatch.setattr(finalists, "time", clock)
+    eliminate(runner, [Arm("one", CHAIN), Arm("other", CHAIN)], some_prompts(16), deadline=seconds)
+    assert len(runner.compared) == blocks
 
 
 def test_repeats_of_a_comparison_are_measured_again(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ import pytest
 from autotune.console import Console
 from autotune.decoding_profile import OperatingPoint
 from autotune.search.contenders import Contenders
-from autotune.search.documents import record_traces
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import AR, Arm, Run, Runner
-from autotune.search.judging import Judging, configuration_of
+from autotune.search.judging import DEFAULTS_PROMPTS, POINT_BLOCK, Judging, configuration_of
 from autotune.search.ledger import Ledger
 from autotune.search.main_job import bounds_of
+from autotune.search.recording import record_traces
 from autotune.search.space import Configuration, SearchSpace
 from autotune.search.study import search_trees
 from autotune.workload import Workload, WorkloadPrompt, load_workload
@@ -44,7 +45,7 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workload, Workl
     images = [write_image(folder / "0.png", 0)]
     known: dict[str, Any] = {"images": images, "task": "read", "max_new_tokens": 24}
     lines = [
-        {**known, "prompt": f"Read {number} rows.", "split": split, "temperature": float(number % 2)}
+        {**known, "prompt": f"Read {number} rows to {split}.", "split": split, "temperature": float(number % 2)}
         for split, count in (("tune", 16), ("evaluate", 4))
         for number in range(count)
     ]
@@ -111,7 +112,9 @@ def test_ties_go_to_the_smaller_tree(judging: Judging, clock: Callable[[Speed], 
     assert max(one.nodes_per_round for one in finalists) > smallest
 
 
-def test_a_point_of_its_own_must_be_faster_in_real_runs(judging: Judging, clock: Callable[[Speed], None]) -> None:
+def test_a_point_of_its_own_must_be_faster_in_real_runs(
+    judging: Judging, clock: Callable[[Speed], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     winner, other = finalists_of(judging)[:2]
     points = [(judging.points(winner)[-1][0].model_copy(update={"workload": "read"}), other)]
     points += judging.points(winner)[-1:]
@@ -119,6 +122,9 @@ def test_a_point_of_its_own_must_be_faster_in_real_runs(judging: Judging, clock:
     assert [when.label for when, _ in judging.confirmed(points, winner)] == ["any request"]
     clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0}.get(arm.name, 10.0))
     kept = judging.confirmed(points, winner)
+    assert f"on {POINT_BLOCK} tuning prompts: a point of its own" in " ".join(capsys.readouterr().err.split()), (
+        "more would say no more"
+    )
     assert [when.workload for when, _ in kept] == ["read", None] and kept[0][1].key == other.key
 
 
@@ -149,6 +155,21 @@ def test_a_profile_says_what_was_measured(judging: Judging, clock: Callable[[Spe
     configuration = configuration_of(point)
     assert configuration is not None
     assert configuration.key in {judging.evaluator.guarded(one).key for one in judging.found.fastest}
+
+
+def test_only_the_fastest_default_goes_on(judging: Judging, clock: Callable[[Speed], None]) -> None:
+    """All published defaults decode the first prompts, the profile and the fastest of them every one."""
+    prompts = tuple(replace(prompt, name=f"{n}") for n in range(5) for prompt in judging.evaluate.prompts)
+    more = replace(judging, evaluate=Workload("x", "evaluate", prompts))
+    clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0, "dream": 4.5}.get(arm.name, 5.0))
+    document = more.measured_profile()
+    compared = {one.name: one for one in document.evidence.compared}
+    assert {name: one.num_prompts for name, one in compared.items()} == {
+        **dict.fromkeys(compared, DEFAULTS_PROMPTS),
+        **dict.fromkeys((AR, "tuned", "dream"), 20),
+    }
+    assert compared["dream"].speedup == pytest.approx(10 / 4.5) and compared["sage"].speedup == pytest.approx(2.0)
+    assert len(document.evidence.prompts) == 20
 
 
 def test_a_draft_that_loses_on_held_out_prompts_is_left_alone(judging: Judging, clock: Callable[[Speed], None]) -> None:

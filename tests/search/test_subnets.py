@@ -9,16 +9,20 @@ import pytest
 import torch
 
 from autotune.acceptance.recorder import Recorder
+from autotune.acceptance.trace import ForestBounds
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.drafters.checkpoint import save_draft
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
+from autotune.search import recording, subnets
 from autotune.search.contenders import Contenders
 from autotune.search.documents import priced_apart
 from autotune.search.finalists import Runner
+from autotune.search.helpers import MOST_HELPERS
 from autotune.search.ledger import Ledger
+from autotune.search.recording import record_traces
 from autotune.search.screened import Screened
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.subnets import DEPTHS, measure, screen, survivors
@@ -131,6 +135,39 @@ def test_what_is_screened_stays_screened(
     dearer = table.model_copy(update={"verify": table.decode.model_copy(), "precision": "bfloat16"})
     with pytest.raises(UserError):  # which prices one token at a time
         screen(contenders, places[:1], dearer, workload, tmp_path, ledger, Console())
+
+
+def test_a_helper_s_records_are_the_search_s_own(
+    contenders: Contenders, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads the models for itself, uses fewer threads, and names what it makes as the search does."""
+    places = contenders.subnets(SearchSpace.model_validate(GRID))
+    threads = torch.get_num_threads()
+    try:
+        subnets._help(1, 1, contenders.asked, places, table, workload, tmp_path, tmp_path / "ledger.sqlite")
+        recording._help(1, 1, contenders.asked, places[:3], workload, tmp_path, ForestBounds())
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr("autotune.acceptance.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    screened = screen(contenders, places, table, workload, tmp_path, ledger, Console())
+    assert {one.place for one in screened} == set(places)
+    traces = record_traces(contenders, places[:3], workload, tmp_path, Console())
+    assert [(trace.header.draft.id, trace.header.subnet.name) for trace in traces] == [
+        (draft, subnet.name) for draft, subnet in places[:3]
+    ]
+
+
+def test_helpers_have_room(contenders: Contenders, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("autotune.search.contenders.free_memory", lambda device: 1 << 50)
+    assert contenders.room_for_helpers(None) == (7, 1)
+    assert contenders.room_for_helpers(2) == (1, 4)
+    assert contenders.room_for_helpers(1) == (0, 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert contenders.room_for_helpers(None) == (MOST_HELPERS, 8)
+    monkeypatch.setattr("autotune.search.contenders.free_memory", lambda device: 1 << 31)
+    assert contenders.room_for_helpers(None) == (0, 64), "half of 2 GiB holds no other process"
 
 
 def test_every_subnet_can_be_measured(
