@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
+from autotune.runtime import transfer
 
 _MASK64 = (1 << 64) - 1
 # Hugging Face's processors that do not look at the tokens before.
@@ -92,7 +93,7 @@ class TokenRule:
         """The token after each of n nodes, whose own logits are [n, vocabulary]; ``positions`` [n] are where those
         tokens will stand.
         """
-        return self.scores(logits, positions).argmax(-1).cpu().numpy()
+        return transfer.to_host(self.scores(logits, positions).argmax(-1))
 
     def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
         """What the tokens are the argmax of, [n, vocabulary]."""
@@ -118,7 +119,7 @@ class TokenRule:
         if self.temperature > 0.0:
             scores = self._warped(scores / self.temperature)
         picked = scores.log_softmax(-1)[torch.from_numpy(rows), torch.from_numpy(tokens)]
-        return np.concatenate([[0.0], picked.double().cpu().numpy()])
+        return np.concatenate([[0.0], transfer.to_host(picked.double())])
 
     def _warped(self, scores: Tensor) -> Tensor:
         """Warpers know nothing of the prefix; they are given an empty one."""
