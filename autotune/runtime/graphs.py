@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +100,6 @@ class PreparedForwards:
         self.why_eager: str | None = None
         """What kept a forward from being prepared; from then on all run eagerly, over the same buffers."""
         self._function = function
-        self._compiled: Function | None = None
         self._pool: Any = None
         self._made: dict[Size, PreparedForward] = {}
 
@@ -145,11 +145,10 @@ class PreparedForwards:
         return lambda: function(inputs)
 
     def _compile(self, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
-        """One compiled function for all sizes: torch tells sizes apart as far as it has to."""
-        if self._compiled is None:
-            self._compiled = torch.compile(self._function)
-        compiled = self._compiled
-        compiled(inputs)  # now, not in the first round that is timed
+        """Compiled for this size alone, now and not in the first round that is timed."""
+        compiled = torch.compile(_own_code(self._function), dynamic=False)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            compiled(inputs)
         return lambda: compiled(inputs)
 
     def _captured(self, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
@@ -174,6 +173,17 @@ class PreparedForwards:
 
     def _allocated(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+
+def _own_code(function: Function) -> Function:
+    """The same function behind code of its own. Torch keeps what it compiles beside the code that was called, searches it
+    from the start at every call, and stops compiling after a few (``recompile_limit``), without a word.
+    """
+
+    def run(inputs: Mapping[str, Tensor]) -> Outputs:
+        return function(inputs)
+
+    return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
 def _fill(inputs: Mapping[str, Tensor], values: Mapping[str, NDArray[Any] | Tensor]) -> None:

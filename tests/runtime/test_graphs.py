@@ -110,6 +110,50 @@ def test_compiled_forwards_decode_as_eager_ones(pair: Pair, prompts: dict[str, I
         assert model is not None and model.prepared.why_eager is None
 
 
+def test_every_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each, and more of them than torch compiles of one function before it gives up in silence."""
+    graphs, compiled = [], torch.compile
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend=count, **options))
+    forwards = PreparedForwards("compile", lambda inputs: (inputs["x"] * 2,), torch.device("cpu"), what="a doubling")
+    sizes = range(1, torch._dynamo.config.recompile_limit + 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerNotice)
+        for _ in range(2):
+            for size in sizes:
+                values = {"x": np.arange(size, dtype=np.float32)}
+                (found,) = forwards.run(Size(size, EXTENT_STEP), values, torch.float32)
+                assert found.tolist() == [2.0 * number for number in range(size)]
+    assert len(graphs) == len(sizes)
+
+
+def test_what_torch_gives_up_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a forward that torch compiles by itself, behind a break, has one code for all sizes."""
+
+    @torch._dynamo.disable
+    def opaque(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def broken(inputs: Any) -> tuple[torch.Tensor, ...]:
+        return (behind_the_break(opaque(inputs["x"])),)
+
+    def behind_the_break(x: torch.Tensor) -> torch.Tensor:
+        return opaque(x) * 2
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend="eager", **options))
+    forwards = PreparedForwards("compile", broken, torch.device("cpu"), what="a doubling")
+    with pytest.warns(EagerNotice, match="a doubling cannot be prepared by runner compile"):
+        for size in range(1, torch._dynamo.config.recompile_limit + 4):
+            (found,) = forwards.run(Size(size, EXTENT_STEP), {"x": np.arange(size, dtype=np.float32)}, torch.float32)
+            assert found.tolist() == [2.0 * number for number in range(size)]
+    assert forwards.why_eager is not None
+
+
 def test_what_cannot_be_prepared_runs_eagerly_and_says_why(
     pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
