@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.runtime.transfer import rows_to_host
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
@@ -108,12 +107,7 @@ def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: fl
     return is_kept.nonzero()[:, 0]
 
 
-def top_proposals(logits: Tensor, num_proposals: int) -> Proposals:
-    """The best tokens of each row and their log-probabilities in float32."""
-    return rows_to_host(*top_on_device(logits, num_proposals))
-
-
-def top_on_device(logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:
-    """The same, left where the logits are."""
+def top_proposals(logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:
+    """The best tokens of each row and their log-probabilities in float32, left where the logits are."""
     top = logits.float().log_softmax(-1).topk(num_proposals)
     return top.indices, top.values

@@ -44,6 +44,7 @@ class DecodingStats:
     draft_prefill_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
+    """Of rounds that the device leads, all of the round: drafting, acceptance and commits as well (``device_round.py``)."""
     decode_ms: float = 0.0
     """From the first token to the last: draft prefill, drafting, verification and everything between them."""
 

@@ -95,6 +95,20 @@ class TokenRule:
         """
         return transfer.to_host(self.scores(logits, positions).argmax(-1))
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token is the argmax of the logits themselves."""
+        return self.temperature == 0.0 and not self.warpers and not self.processors
+
+    def tokens_on_device(self, logits: Tensor, first: int, depths: Tensor, num_depths: int) -> Tensor:
+        """``tokens`` where only the device knows how far each node stands, ``depths`` [n] below ``num_depths``, behind a root
+        whose own token will stand at ``first``; left on the device.
+        """
+        if self.temperature == 0.0:
+            return self._warped(logits).argmax(-1)
+        noise = torch.stack([self.noise(first + depth, logits.shape[-1]) for depth in range(num_depths)])
+        return (self._warped(logits.float() / self.temperature) + noise[depths]).argmax(-1)
+
     def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
         """What the tokens are the argmax of, [n, vocabulary]."""
         if self.temperature == 0.0:

@@ -13,7 +13,15 @@ import torch
 
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.graphs import EXTENT_STEP, EagerNotice, PreparedForwards, Size, extent_masks, extent_of
+from autotune.runtime.graphs import (
+    EXTENT_STEP,
+    EagerNotice,
+    PreparedForwards,
+    Size,
+    device_masks,
+    extent_masks,
+    extent_of,
+)
 from autotune.runtime.masks import MaskBuffer, first_visible
 from autotune.runtime.target import Target
 from autotune.runtime.way import as_draft
@@ -49,7 +57,9 @@ def test_tokens_and_counts_are_those_of_eager_forwards(pair: Pair, prompts: dict
                 found = fixed.generate(**inputs, max_new_tokens=24, **settings)
                 assert torch.equal(found.sequences, expected.sequences)
                 assert found.stats.accepted_lengths == expected.stats.accepted_lengths
-                assert found.stats.draft_forwards == expected.stats.draft_forwards
+                # Without the host in the loop eagle2 does not end when it could.
+                assert found.stats.draft_forwards >= expected.stats.draft_forwards
+                assert tree["policy"] == "eagle2" or found.stats.draft_forwards == expected.stats.draft_forwards
 
 
 def test_an_answer_grows_past_its_extent(text_pair: Pair) -> None:
@@ -206,6 +216,16 @@ def test_masks_of_an_extent_show_what_masks_of_a_cache_show(window: int | None) 
         assert np.array_equal(mask[..., first : prefix + num_columns], expected.numpy())
         assert (mask[..., :first] == buffer.closed).all()
         assert (mask[..., prefix + num_columns :] == buffer.closed).all()
+        on_device = device_masks(
+            windows,
+            torch.from_numpy(block),
+            torch.tensor(prefix),
+            torch.from_numpy(places[rows]),
+            torch.from_numpy(places),
+            extent=EXTENT_STEP,
+            closed=buffer.closed,
+        )
+        assert np.array_equal(on_device["layers"].numpy(), mask)
 
 
 # ------------------------------------------------------------------------------------------------------- CUDA graphs

@@ -22,7 +22,7 @@ def test_a_level_s_proposals_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     logits[1, 4:] = -torch.inf
     expected = logits.log_softmax(-1).topk(5)
-    tokens, logprobs = top_proposals(logits, 5)
+    tokens, logprobs = transfer.rows_to_host(*top_proposals(logits, 5))
     assert transfers == [(2, 3, 5)]
     assert tokens.dtype == np.int32 and np.array_equal(tokens, expected.indices.numpy())
     assert logprobs.dtype == np.float32 and np.array_equal(logprobs, expected.values.numpy())
