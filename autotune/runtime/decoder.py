@@ -12,7 +12,7 @@ from torch.nn import functional
 from autotune.condition import first_match
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
-from autotune.runtime.device_round import DeviceRounds
+from autotune.runtime.device_round import DeviceRound, DeviceRounds
 from autotune.runtime.graphs import check_runner
 from autotune.runtime.hf_call import check_names, generation_settings, hf_call, prepared_call, processors_of_row
 from autotune.runtime.host_round import HostRound
@@ -48,7 +48,8 @@ class Decoder:
             whose condition it meets; every request must meet the last one's.
         buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
         runner: how forwards behind the prefills run: ``eager``, ``compile``, or ``graph`` for CUDA graphs (see ``graphs.py``).
-            What prepares forwards prepares sizes: without ``buckets``, those of ``PREPARED_SIZES``.
+            What prepares forwards prepares sizes: without ``buckets``, those of ``PREPARED_SIZES``. Over prepared forwards the
+            device leads the rounds that it can (see ``device_round.py``).
         threads: CPU threads of the steps behind the prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer, kept for the caller; stop strings need it.
 
@@ -358,6 +359,7 @@ class Decoder:
             if draft is not None:
                 draft.visual_keep, draft.buckets = way.visual_keep, self.buckets
                 draft.use_runner(self.runner)
+            on_device = None if draft is None else self._device_rounds.of(way, request.rule)
             # Of all ways, so that caches do not grow with a change of ways.
             longest = max(way.policy.max_grown for way in self.ways) + 1 + max(self.buckets, default=0)
             capacity = len(request.prompt) + request.max_new_tokens + longest
@@ -387,7 +389,7 @@ class Decoder:
                     if draft is None or way.fallback.is_resting:
                         tokens = self._plain_step(token, draft, request)
                     else:
-                        tokens = self._round(token, request)
+                        tokens = self._round(token, request, on_device)
                 emitted = request.emit(tokens)
                 token = tokens[-1]
                 stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
@@ -413,11 +415,11 @@ class Decoder:
             self.fallback.rest()
         return [token]
 
-    def _round(self, root: int, request: Request) -> list[int]:
+    def _round(self, root: int, request: Request, on_device: DeviceRound | None) -> list[int]:
         """One round: returns the accepted draft tokens and the target's own token after them."""
         way, stats = self.way, request.stats
         is_near_image = self.target.length < request.near_image_until
-        if (on_device := self._device_rounds.of(way, request.rule)) is not None:
+        if on_device is not None:
             path, token, draft_forwards = on_device.run(request, way.grower)
         else:
             path, token, draft_forwards = self.host_round.run(root, request, way)

@@ -2,15 +2,14 @@
 without the host, which hears of it in one transfer at the end.
 
 For trees whose levels have the same sizes in every round, over prepared forwards. The work depends on its buffers alone,
-so the runner ``graph`` captures all of it for a size, and a round is one launch; with ``compile`` its forwards are
-compiled, each by itself.
+so the runner ``graph`` captures all of it for a size: drafting is one launch, and so is what follows, but for the choice of
+sampled tokens in between. With ``compile`` its forwards are compiled, each by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from autotune.runtime.graphs import Outputs, PreparedForwards, extent_of
 from autotune.runtime.host_round import Verified
 from autotune.runtime.kv_cache import CachedModel
 from autotune.runtime.request import Request
-from autotune.runtime.stats import now_ms
+from autotune.runtime.stats import Laps
 from autotune.runtime.target import Target
 from autotune.runtime.token_rule import TokenRule
 from autotune.runtime.way import Way
@@ -34,39 +33,18 @@ from autotune.trees.tree import ROOT, Ints, Tree
 
 
 @dataclass(frozen=True)
-class RoundSize:
-    """Rounds of one size are the same work on the same memory."""
+class WorkSize:
+    """Work of one size is the same work on the same memory."""
 
-    pending: int
-    """Tokens that the draft reads with the root, filled up."""
-    draft_extent: int
-    target_extent: int
-    position_axes: int
-
-
-class Unsaid(NamedTuple):
-    """A round before the target's tokens are chosen."""
-
-    logits: Tensor
-    """Of the target after each node."""
-    tree: DeviceTree
-    hidden: tuple[Tensor, ...]
-    """Of the target at each node, in the layers that the draft reads."""
-
-    @property
-    def outputs(self) -> Outputs:
-        """All of it in a row, as prepared work gives it."""
-        return self.logits, *self.tree, *self.hidden
-
-    @classmethod
-    def of(cls, outputs: Outputs) -> Unsaid:
-        """What ``outputs`` gave."""
-        behind_tree = 1 + len(DeviceTree._fields)
-        return cls(outputs[0], DeviceTree(*outputs[1:behind_tree]), outputs[behind_tree:])
+    tokens: int
+    """That are read first, filled up."""
+    extent: int
+    stand: int
+    """Numbers that say where the prefix ends."""
 
 
 class DeviceRound:
-    """Rounds of one tree policy and draft."""
+    """Rounds of one tree policy and draft: two pieces of prepared work, of which each is launched as a whole."""
 
     def __init__(
         self, target: Target, draft: CachedDraft, policy: Policy, grower: DeviceGrower, buckets: Sequence[int]
@@ -76,82 +54,85 @@ class DeviceRound:
         self.level_sizes = [round_up(width, buckets) for width in grower.widths]
         self.num_nodes = grower.num_nodes + 1
         self.num_tokens = round_up(self.num_nodes, buckets)
-        self.size = RoundSize(0, 0, 0, 0)
-        """Of the latest round."""
         runner = "graph" if target.prepared.runner == "graph" else "fixed"
-        what = f"a round of {policy.policy}"
-        self._greedy = PreparedForwards(runner, self._greedy_work, target.device, what=what)
-        self._unsaid = PreparedForwards(runner, self._unsaid_work, target.device, what=what)
+        self._drafting, self._verifying, self._greedy = (
+            PreparedForwards(runner, work, target.device, what=f"the {name} of {policy.policy} trees")
+            for work, name in (
+                (self._grow_tree, "drafting"),
+                (self._verify, "verification"),
+                (self._verify_greedily, "verification"),
+            )
+        )
+        self._extent = 0  # of the work that runs
         self._caches = target.cache, draft.cache
 
     def run(self, request: Request, grower: TreeGrower) -> Verified:
         """Draft, verify, accept, commit. The root is the last of the draft's pending tokens; the tree is told to ``grower``."""
-        started = now_ms(self.target.device)
         self._forget_former_caches()
-        target, draft, rule = self.target, self.draft, request.rule
+        laps = Laps(self.target.device)
+        behind_pending = self.draft.stand
+        behind_pending[0] += self.draft.num_pending
+        stand = transfer.to_device(behind_pending, self.target.device)
+        tree = self._draft_tree(stand)
+        laps.mark()
+        report, slots, *hidden = self._verify_and_accept(tree, request.rule)
+        if not self.grower.is_chain:
+            self.draft.compact_on_device(stand, slots)
+        laps.mark()
+        path, next_token = read_report(transfer.to_host(report), grower.tree)
+        self.target.cache.advance(1 + len(path))
+        self.draft.end_device_round(grower.tree, path, next_token, hidden)
+        draft_ms, verify_ms = laps.ms
+        request.stats.draft_ms += draft_ms
+        request.stats.verify_ms += verify_ms
+        return Verified(path, next_token, self.grower.num_levels)
+
+    def _draft_tree(self, behind_pending: Tensor) -> Tensor:
+        """The tree, packed."""
+        draft, stand = self.draft, self.draft.stand
         inputs = {
-            "target": transfer.to_device(target.stand, target.device),
-            "draft": transfer.to_device(draft.stand, target.device),
+            "before_pending": transfer.to_device(stand, self.target.device),
+            "behind_pending": behind_pending,
             **draft.pending_inputs(),
         }
-        self.size = self._size(len(inputs["pending"]) - 1)
+        num_tokens = len(inputs["pending"]) - 1
+        num_read = sum(self.grower.widths[:-1]) + self.level_sizes[-1] if self.level_sizes else 0
+        self._extent = extent_of(draft.length + max(num_tokens, draft.num_pending + num_read))
+        (tree,) = self._drafting.run(WorkSize(num_tokens, self._extent, len(stand)), inputs, draft.dtype)
+        return tree
+
+    def _verify_and_accept(self, tree: Tensor, rule: TokenRule) -> Outputs:
+        """As ``_accept`` gives it. The choice of sampled tokens is each request's own, and no part of prepared work."""
+        target, stand = self.target, self.target.stand
+        inputs = {
+            "target": transfer.to_device(stand, target.device),
+            "tree": tree,
+        }
+        self._extent = extent_of(target.length + self.num_tokens)
+        size = WorkSize(self.num_tokens, self._extent, len(stand))
         if rule.is_greedy:
-            report, *hidden = self._greedy.run(self.size, inputs, target.dtype)
-        else:
-            unsaid = Unsaid.of(self._unsaid.run(self.size, inputs, target.dtype))
-            num_depths = self.policy.max_depth + 1
-            said = rule.tokens_on_device(unsaid.logits, target.length + 1, unsaid.tree.depth, num_depths)
-            report, *hidden = self._accept(inputs, unsaid, said)
-        path, next_token = read_report(transfer.to_host(report), grower.tree)
-        target.cache.advance(1 + len(path))
-        draft.end_device_round(grower.tree, path, next_token, hidden)
-        # One piece of work: nobody can time its parts without waiting for them.
-        request.stats.verify_ms += now_ms(target.device) - started
-        return Verified(path, next_token, self.grower.num_levels)
+            return self._greedy.run(size, inputs, target.dtype)
+        logits, *hidden = self._verifying.run(size, inputs, target.dtype)
+        num_depths = self.policy.max_depth + 1
+        said = rule.tokens_on_device(logits, target.length + 1, DeviceTree.unpacked(tree).depth, num_depths)
+        return self._accept(inputs, said, hidden)
 
     def _forget_former_caches(self) -> None:
         """Longer requests come with larger caches."""
         if self._caches != (self.target.cache, self.draft.cache):
             self._caches = self.target.cache, self.draft.cache
-            self._greedy.forget()
-            self._unsaid.forget()
-
-    def _size(self, num_pending: int) -> RoundSize:
-        num_read = sum(self.grower.widths[:-1]) + self.level_sizes[-1] if self.level_sizes else 0
-        return RoundSize(
-            pending=num_pending,
-            draft_extent=extent_of(self.draft.length + max(num_pending, self.draft.num_pending + num_read)),
-            target_extent=extent_of(self.target.length + self.num_tokens),
-            position_axes=len(self.target.stand),
-        )
+            for prepared in (self._drafting, self._verifying, self._greedy):
+                prepared.forget()
 
     # ---------------------------------------------------- on the device: of the host, what is the same for all of a size
 
-    def _greedy_work(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        unsaid = self._draft_and_verify(inputs)
-        return self._accept(inputs, unsaid, unsaid.logits.argmax(-1))
-
-    def _unsaid_work(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        return self._draft_and_verify(inputs).outputs
-
-    def _draft_and_verify(self, inputs: Mapping[str, Tensor]) -> Unsaid:
-        tree, target = self._grow_tree(inputs), self.target
-        more = self.num_tokens - self.num_nodes
-        tokens, places = pad(tree.token.clamp(min=0), (0, more)), pad(tree.depth, (0, more))
-        block = _block(target, lineage(tree.parent, self.policy.max_depth), more)
-        logits = target.forward_on_device(
-            inputs["target"], tokens, places, block, places, extent=self.size.target_extent
-        )
-        return Unsaid(logits[: self.num_nodes], tree, tuple(target.hidden[layer] for layer in self.draft.reads))
-
-    def _grow_tree(self, inputs: Mapping[str, Tensor]) -> DeviceTree:
-        """Alternate between the draft's proposals and the policy's choice, level by level."""
+    def _grow_tree(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """Alternate between the draft's proposals and the policy's choice, level by level; the tree, packed."""
         draft, grower, device = self.draft, self.grower, self.target.device
-        extent, num_proposals = self.size.draft_extent, self.policy.num_proposals
+        extent, num_proposals = self._extent, self.policy.num_proposals
         grower.plant(device)
-        logits = draft.propose_on_device(inputs["draft"], inputs, extent=extent)
+        logits = draft.propose_on_device(inputs["before_pending"], inputs, extent=extent)
         frontier = grower.grow(*draft.best_on_device(logits, num_proposals))
-        stand = _behind_pending(inputs)
         seen = torch.zeros(1, 0, dtype=torch.bool, device=device)  # of the slots, by each node of the frontier
         places = torch.zeros(0, dtype=torch.long, device=device)  # of the slots
         first_parent = -1  # slot of the first node of the level above; the root has none
@@ -161,7 +142,7 @@ class DeviceRound:
             seen = torch.cat([seen[frontier.row], itself], 1)
             here = torch.full((size,), level, device=device)
             logits = draft.read_on_device(
-                stand,
+                inputs["behind_pending"],
                 pad(frontier.token.clamp(min=0), (0, more)),
                 here,
                 _block(draft, seen, more),
@@ -171,21 +152,35 @@ class DeviceRound:
             )
             frontier = grower.grow(*draft.best_on_device(logits[:width], num_proposals))
             places, first_parent = torch.cat([places, here[:width]]), begin
-        return grower.pruned(_root(inputs))
+        root = inputs["pending"][inputs["pending"][:1]]  # behind their number the last of them
+        return (grower.pruned(root).packed,)
 
-    def _accept(self, inputs: Mapping[str, Tensor], unsaid: Unsaid, said: Tensor) -> Outputs:
-        """The caches' commit, and what the host must hear: see ``read_report``; then the features of the accepted nodes, the
-        root's first, and of as many others as a longer path would have had.
+    def _verify(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """The target's logits after each node, and what the draft reads of it there."""
+        tree, target = DeviceTree.unpacked(inputs["tree"]), self.target
+        more = self.num_tokens - self.num_nodes
+        tokens, places = pad(tree.token.clamp(min=0), (0, more)), pad(tree.depth, (0, more))
+        block = _block(target, lineage(tree.parent, self.policy.max_depth), more)
+        logits = target.forward_on_device(inputs["target"], tokens, places, block, places, extent=self._extent)
+        return logits[: self.num_nodes], *(target.hidden[layer] for layer in self.draft.reads)
+
+    def _verify_greedily(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        logits, *hidden = self._verify(inputs)
+        return self._accept(inputs, logits.argmax(-1), hidden)
+
+    def _accept(self, inputs: Mapping[str, Tensor], said: Tensor, hidden: Sequence[Tensor]) -> Outputs:
+        """The commit of the target's cache, and what the host must hear: see ``read_report``; then what the draft's commit needs:
+        the accepted nodes' slots, and their features, the root's first; beside them those of as many others as a longer
+        path would have had. What is prepared runs several times before it runs once, so this may move only what the
+        verification writes anew.
         """
-        tree, max_depth = unsaid.tree, self.policy.max_depth
+        tree, max_depth = DeviceTree.unpacked(inputs["tree"]), self.policy.max_depth
         is_accepted = accepted(tree, lineage(tree.parent, max_depth), said)
         path = is_accepted.byte().sort(descending=True, stable=True).indices[: max_depth + 1]
         if not self.grower.is_chain:  # whose accepted nodes stand in a row
             self.target.cache.compact(inputs["target"][0], path)
-            self.draft.compact_on_device(_behind_pending(inputs), tree.slot[path[1:]])
-        logprob, size = tree.path_logprob.view(torch.long), tree.size.expand(len(said))
-        rows = (tree.token, tree.parent, tree.depth, tree.rank, tree.slot, logprob, size, said, is_accepted.long())
-        return torch.stack(rows), *(states[path] for states in unsaid.hidden)
+        report = torch.cat([inputs["tree"], torch.stack([said, is_accepted.long()])])
+        return report, tree.slot[path[1:]], *(states[path] for states in hidden)
 
 
 def read_report(report: Ints, tree: Tree) -> tuple[Ints, int]:
@@ -214,15 +209,11 @@ def _block(model: CachedModel, seen: Tensor, more: int) -> Tensor:
     return block
 
 
-def _behind_pending(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Where the draft's prefix ends once the pending tokens belong to it."""
-    stand = inputs["draft"]
-    return torch.cat([stand[:1] + inputs["pending"][:1], stand[1:]])
-
-
-def _root(inputs: Mapping[str, Tensor]) -> Tensor:
-    """The last pending token, [1]."""
-    return inputs["pending"][inputs["pending"][:1]]
+def _is_worth_it(device: torch.device, runner: str) -> bool:
+    """On a CPU nobody waits for a transfer, and the policies' compiled steps are faster than tensor operations; but ``fixed``
+    does there what others do elsewhere.
+    """
+    return device.type != "cpu" or runner != "compile"
 
 
 class DeviceRounds:
@@ -235,10 +226,10 @@ class DeviceRounds:
 
     def of(self, way: Way, rule: TokenRule) -> DeviceRound | None:
         """None where the host has to lead: a policy, a verification, logits processors or a draft whose next step depends on
-        what it has heard; and where hearing costs nothing, on a CPU that was told to compile.
+        what it has heard; and where forwards are not prepared, or hearing of them costs nothing.
         """
         target, draft = self._target, way.draft
-        if target.prepared is None or (target.device.type == "cpu" and target.prepared.runner == "compile"):
+        if target.prepared is None or not _is_worth_it(target.device, target.prepared.runner):
             return None
         if not isinstance(draft, CachedDraft) or draft.device != target.device:
             return None

@@ -38,6 +38,18 @@ class DeviceTree(NamedTuple):
     size: Tensor
     """Nodes that are there, a number."""
 
+    @property
+    def packed(self) -> Tensor:
+        """All of it in one tensor of integers, [fields, n]: log-probabilities bit for bit, the size repeated."""
+        *nodes, logprob, size = self
+        return torch.stack([*nodes, logprob.view(torch.long), size.expand(len(logprob))])
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> DeviceTree:
+        """What ``packed`` gave."""
+        token, parent, depth, rank, slot, logprob, size = packed.unbind(0)
+        return cls(token, parent, depth, rank, slot, logprob.view(torch.float64), size[0])
+
 
 class Frontier(NamedTuple):
     """The nodes that the draft reads next, [width] each."""
@@ -138,7 +150,9 @@ class FixedGrower(DeviceGrower):
 
 
 class Eagle2Grower(DeviceGrower):
-    """``eagle2``: candidates are numbered in the order in which they came, which decides between equal ones."""
+    """``eagle2``. Candidates are numbered in the order in which they came, which decides between equal ones: k in a row are
+    the children of one node of a frontier. Candidate i is node i + 1 until the tree is pruned.
+    """
 
     def __init__(self, policy: Eagle2Policy) -> None:
         self.policy = policy
@@ -151,76 +165,58 @@ class Eagle2Grower(DeviceGrower):
 
     def plant(self, device: torch.device) -> None:
         """See ``DeviceGrower``."""
-
-        def none(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(0, dtype=dtype, device=device)
-
-        self._token, self._parent, self._depth, self._rank = (none(torch.long) for _ in range(4))
-        self._logprob, self._best = none(torch.float64), none(torch.long)
-        self._frontier = torch.zeros(1, dtype=torch.long, device=device)  # nodes: candidate i is node i + 1
+        self._tokens: list[Tensor] = []
+        self._logprob = torch.zeros(0, dtype=torch.float64, device=device)
+        self._expanded = [torch.full((1,), ROOT, device=device)]  # nodes, a frontier after the other
         self._frontier_logprob = torch.zeros(1, dtype=torch.float64, device=device)
-        self._read: list[Tensor] = []
-        self._level = 0
 
     def grow(self, tokens: Tensor, logprobs: Tensor) -> Frontier:
         """See ``DeviceGrower``. Where fewer nodes than the frontier holds are worth expanding, candidates that are not there
         fill it up.
         """
-        first, (width, k) = len(self._token), tokens.shape
-        self._level += 1
+        first = len(self._logprob)
         logprob = (self._frontier_logprob[:, None] + logprobs.double()).flatten()
-        logprob = logprob.masked_fill(logprob < self._log_floor, NEVER)
-        ranks = torch.arange(k, device=tokens.device)
-        self._token = torch.cat([self._token, tokens.flatten()])
-        self._parent = torch.cat([self._parent, self._frontier.repeat_interleave(k, output_size=width * k)])
-        self._depth = torch.cat([self._depth, torch.full_like(logprob, self._level, dtype=torch.long)])
-        self._rank = torch.cat([self._rank, ranks.repeat(width)])
-        self._logprob = torch.cat([self._logprob, logprob])
+        self._tokens.append(tokens.flatten())
+        self._logprob = torch.cat([self._logprob, logprob.masked_fill(logprob < self._log_floor, NEVER)])
         self._best = self._logprob.sort(descending=True, stable=True).indices
         # Of the new candidates the best, if they are among the best of all; below the last of these there is no room.
         best = self._best[: self.policy.budget - 1]
-        is_new = best >= first
-        found = is_new.byte().sort(descending=True, stable=True).indices[: self.policy.k]
-        is_new, candidate = is_new[found], best[found]
-        logprob = self._logprob[candidate].masked_fill(~is_new, NEVER)
-        self._frontier, self._frontier_logprob = candidate + 1, logprob
-        self._read.append(self._frontier.masked_fill(logprob == NEVER, ROOT))
-        return Frontier(self._token[candidate], (candidate - first).clamp(min=0) // k)
+        places = (best >= first).byte().sort(descending=True, stable=True).indices
+        candidate = best[places[: self.policy.k]]
+        self._frontier_logprob = self._logprob[candidate].masked_fill(candidate < first, NEVER)
+        self._expanded.append((candidate + 1).masked_fill(self._frontier_logprob == NEVER, ROOT))
+        new = (candidate - first).clamp(min=0)
+        return Frontier(self._tokens[-1][new], new // self.policy.k)
 
     def pruned(self, root: Tensor) -> DeviceTree:
         """See ``DeviceGrower``: the best candidates, in the order in which they came."""
-        number = len(self._token)
+        number, k = len(self._logprob), self.policy.k
         best = self._best[: self.policy.budget]
         # Those that are not there go to the end.
         kept = best.masked_fill(self._logprob[best] == NEVER, number).sort().values
         is_there, kept = kept < number, kept.clamp(max=number - 1)
-        slot = self._slots(number)
-        places = torch.arange(1, len(kept) + 1, device=kept.device)
+        expanded = torch.cat(self._expanded[: self.num_levels])
+        row, width = kept // k, max((1, *self.widths))
+        slot = torch.full((number + 1,), -1, device=kept.device)
+        slot.scatter_(0, expanded, torch.arange(-1, len(expanded) - 1, device=kept.device))
+        slot[:1] = -1  # whose place in the frontiers those take that are not there
         # Where each node stands now; nobody follows one that was not kept.
-        place = slot.new_zeros(number + 1).scatter(0, (kept + 1).masked_fill(~is_there, ROOT), places * is_there)
+        place = slot.new_zeros(number + 1)
+        place.scatter_(0, (kept + 1).masked_fill(~is_there, ROOT), torch.arange(1, len(kept) + 1, device=kept.device))
+        place[:1] = ROOT
 
         def behind_root(first: int, values: Tensor, missing: float) -> Tensor:
             return functional.pad(values.masked_fill(~is_there, missing), (1, 0), value=first)
 
         return DeviceTree(
-            token=torch.cat([root, self._token[kept].masked_fill(~is_there, NO_TOKEN)]),
-            parent=behind_root(ROOT, place[self._parent[kept]], ROOT),
-            depth=behind_root(0, self._depth[kept], 0),
-            rank=behind_root(-1, self._rank[kept], -1),
+            token=torch.cat([root, torch.cat(self._tokens)[kept].masked_fill(~is_there, NO_TOKEN)]),
+            parent=behind_root(ROOT, place[expanded[row]], ROOT),
+            depth=behind_root(0, 1 + (row + width - 1) // width, 0),
+            rank=behind_root(-1, kept % k, -1),
             slot=behind_root(-1, slot[kept + 1], -1),
             path_logprob=behind_root(0, self._logprob[kept], NEVER),
             size=is_there.sum() + 1,
         )
-
-    def _slots(self, number: int) -> Tensor:
-        """Of all nodes, the root's first."""
-        levels = self._read[: len(self.widths)]
-        slot = torch.full((number + 1,), -1, device=self._token.device)
-        if levels:
-            read = torch.cat(levels)
-            slot.scatter_(0, read, torch.arange(len(read), device=read.device))
-        slot[:1] = -1  # what was not there was noted here
-        return slot
 
 
 def grower_on_device(policy: Policy, device: torch.device) -> DeviceGrower | None:

@@ -19,7 +19,7 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.runtime import decoder as decoder_module
-from autotune.runtime import graphs, transfer
+from autotune.runtime import device_round, graphs, transfer
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.device_round import DeviceRound
 from autotune.runtime.graphs import EXTENT_STEP, WARM_UPS, Outputs, PreparedForwards
@@ -107,6 +107,7 @@ def assert_same(host: Decoder, device: Decoder, inputs: Inputs, **settings: Any)
     if device.way.policy.policy != "eagle2":
         assert expected.stats.draft_forwards == found.stats.draft_forwards
     assert len(found_trees) == len(expected_trees) == num_rounds
+    assert num_rounds == 0 or min(found.stats.draft_ms, found.stats.verify_ms, found.stats.overhead_ms) > 0.0
     for one, other in zip(found_trees, expected_trees, strict=True):
         assert one[:-1] == other[:-1]
         assert np.allclose(one.path_logprob, other.path_logprob, atol=1e-4)
@@ -215,6 +216,23 @@ def test_who_leads(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.M
         given: dict[str, Any] = {"draft": pair.draft, "tree": TREES["eagle2"], "runner": "fixed", **options}
         Decoder(pair.target, **given).generate(**prompts["text"], max_new_tokens=8, **settings)
         assert bool(rounds) == leads, options
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error::autotune.runtime.graphs.EagerNotice")
+@pytest.mark.parametrize("kind", ["independent", "dream"])
+def test_rounds_of_compiled_forwards(
+    pair: Pair, prompts: dict[str, Inputs], kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a device; on a CPU, where that gains nothing, the host leads."""
+    target = Target(pair.target)
+    draft = make_draft(kind, pair, target, tmp_path)
+    options = {"tree": TREES["eagle2"], "runner": "compile", "buckets": (1, 4, 16)}
+    decoder = Decoder(target, draft, **options)
+    decoder.generate(**prompts["text"], max_new_tokens=8)
+    assert decoder._device_rounds.of(decoder.way, TokenRule()) is None
+    monkeypatch.setattr(device_round, "_is_worth_it", lambda device, runner: True)
+    assert_same(*two_decoders(target, draft, **options), prompts["text"], max_new_tokens=16)
 
 
 # ---------------------------------------------------------------------------------------------------------- transfers
