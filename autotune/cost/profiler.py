@@ -130,7 +130,7 @@ class _Bench:
             draft.buckets = settings.buckets
             for model in (target, draft):
                 model.use_runner(settings.runner)
-            self.tree = self.decoder._grower.tree = new_tree(MAX_STEP)
+            self.tree = self.decoder.way.grower.tree = new_tree(MAX_STEP)
             for _ in range(WARM_UPS):
                 self.plain_ms()
                 self.round_ms()
@@ -164,7 +164,7 @@ class _Bench:
         self.decoder.target.cache.length = kv_length
         _plant_star(self.tree, tokens - 1)
         request = self._request()
-        self.decoder._verify(request)
+        self.decoder.host_round.verify(request, self.decoder.way)
         return request.stats.verify_ms
 
     def commit_ms(self, tokens: int, kv_length: int) -> float:

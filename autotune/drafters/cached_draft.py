@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from autotune.drafters.draft import Proposals, top_proposals
 from autotune.runtime.kv_cache import CachedModel
 from autotune.runtime.masks import Block
 from autotune.runtime.text_runner import causal_block
+from autotune.runtime.transfer import rows_to_host, to_device
 from autotune.subnet import Subnet
 from autotune.trees.buckets import round_up
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
@@ -30,7 +33,7 @@ class CachedDraft(CachedModel):
     reads: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to; none: every size as it is."""
-    token_ids: NDArray[np.int32] | None = None
+    token_ids: Tensor | None = None
     """The target's name of each token of a smaller vocabulary."""
 
     def __init__(self) -> None:
@@ -66,6 +69,35 @@ class CachedDraft(CachedModel):
     @abstractmethod
     def _pending_committed(self, count: int) -> None:
         """The pending tokens, read just now, belong to the prefix."""
+
+    @abstractmethod
+    def read_on_device(
+        self,
+        stand: Tensor,
+        tokens: Tensor,
+        places: Tensor,
+        block: Tensor,
+        column_places: Tensor,
+        *,
+        extent: int,
+        parents: Tensor | None = None,
+        hidden: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """``forward`` as a part of prepared work: ``stand`` says where the prefix ends, ``column_places`` where the
+        uncommitted tokens and these stand behind it.
+        """
+
+    @abstractmethod
+    def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
+        """What is left of ``commit`` when the device has done its part: ``hidden`` are the layers in ``reads`` of the root and
+        the accepted nodes.
+        """
+
+    def compact_on_device(self, stand: Tensor, slots: Tensor) -> None:
+        """The device's part of ``commit``: the columns ``slots`` behind ``stand`` are those of the accepted nodes."""
+
+    def _pending_committed_on_device(self, count: Tensor) -> None:
+        """``_pending_committed`` of ``count`` [1] tokens, but for counting them."""
 
     @property
     def subnet(self) -> Subnet:
@@ -124,7 +156,33 @@ class CachedDraft(CachedModel):
             self._num_evaluated = begin + count
         return self.best(logits, num_proposals)
 
-    def best(self, logits: Tensor, num_proposals: int) -> Proposals:
-        """The best tokens of each row, as the target calls them, and their log-probabilities in float32."""
+    def pending_inputs(self) -> dict[str, Tensor]:
+        """What ``propose_on_device`` reads of the pending tokens: their number, then they, filled up to a prepared size."""
+        count = len(self._pending)
+        size = round_up(count, self.buckets)
+        numbers = np.zeros(1 + size, np.int64)
+        numbers[0], numbers[1 : 1 + count] = count, self._pending
+        hidden = self._pending_hidden() or {}
+        return {
+            "pending": to_device(numbers, self.device),
+            **{f"hidden.{layer}": pad(states, (0, 0, 0, size - count)) for layer, states in hidden.items()},
+        }
+
+    def propose_on_device(self, stand: Tensor, inputs: Mapping[str, Tensor], *, extent: int) -> Tensor:
+        """Read the pending tokens; returns the logits after the last of them, the root, [1, vocabulary]."""
+        count, tokens = inputs["pending"][:1], inputs["pending"][1:]
+        places = torch.minimum(torch.arange(len(tokens), device=tokens.device), count - 1)
+        block = torch.full((len(tokens), len(tokens)), self.closed, dtype=self.dtype, device=tokens.device).triu(1)
+        hidden = {layer: inputs[f"hidden.{layer}"] for layer in self.reads}
+        logits = self.read_on_device(stand, tokens, places, block, places, extent=extent, hidden=hidden)
+        self._pending_committed_on_device(count)
+        return logits[count - 1]
+
+    def best_on_device(self, logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:
+        """``best``, left on the device."""
         tokens, logprobs = top_proposals(logits, num_proposals)
         return tokens if self.token_ids is None else self.token_ids[tokens], logprobs
+
+    def best(self, logits: Tensor, num_proposals: int) -> Proposals:
+        """The best tokens of each row, as the target calls them, and their log-probabilities in float32."""
+        return rows_to_host(*self.best_on_device(logits, num_proposals))

@@ -107,7 +107,7 @@ def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: fl
     return is_kept.nonzero()[:, 0]
 
 
-def top_proposals(logits: Tensor, num_proposals: int) -> Proposals:
-    """The best tokens of each row and their log-probabilities in float32."""
+def top_proposals(logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:
+    """The best tokens of each row and their log-probabilities in float32, left where the logits are."""
     top = logits.float().log_softmax(-1).topk(num_proposals)
-    return top.indices.int().cpu().numpy(), top.values.cpu().numpy()
+    return top.indices, top.values

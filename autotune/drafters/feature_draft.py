@@ -14,11 +14,20 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.runtime.graphs import Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
+from autotune.runtime.graphs import (
+    Outputs,
+    PreparedForwards,
+    Size,
+    Slots,
+    device_masks,
+    extent_masks,
+    extent_of,
+)
 from autotune.runtime.kv_cache import CachedModel
 from autotune.runtime.masks import Block, MaskBuffer
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.text_runner import DEFAULT_CAPACITY
+from autotune.runtime.transfer import to_device
 from autotune.subnet import Subnet
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
@@ -70,7 +79,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.heads = heads
         self.reads = network.layers_read(injection_layer)
         self.visual_keep = network.config.visual_keep
-        self.token_ids = None if network.token_ids is None else network.token_ids.int().cpu().numpy()
+        self.token_ids = network.token_ids
         self.vocab_size = 0  # the target's, once there is one
         self._pending_features: list[dict[int, Tensor]] = []
         self._target: Any = None
@@ -116,6 +125,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self._target = target
         self.network.to(target.device, target.dtype)
         self.device, self.dtype = target.device, target.dtype
+        self.token_ids = self.network.token_ids  # where the network is now
         self.vocab_size = target.vocab_size
         self._embed = embedding or text.module.get_input_embeddings()
         # Of the root and the tokens read since: what their children read in place of the target's features.
@@ -210,6 +220,38 @@ class FeatureDraft(CachedDraft, CachedModel):
         self._own[1 + num_uncommitted : 1 + num_uncommitted + len(tokens)] = states
         return logits
 
+    @property
+    def stand(self) -> Ints:
+        """The tokens in the cache, and those of the prompt that never entered it."""
+        return np.array([self.cache.length, self._num_condensed])
+
+    def read_on_device(
+        self,
+        stand: Tensor,
+        tokens: Tensor,
+        places: Tensor,
+        block: Tensor,
+        column_places: Tensor,
+        *,
+        extent: int,
+        parents: Tensor | None = None,
+        hidden: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """See ``CachedDraft``."""
+        network, count, begin = self.network, len(tokens), len(column_places) - len(tokens)
+        if parents is not None:
+            features = network.own_features(self._own[parents + 1])
+        else:
+            assert hidden is not None
+            features = network.target_features(hidden)
+        columns = stand[0] + torch.arange(begin, begin + count, device=tokens.device)
+        numbers = torch.stack([tokens, columns, stand[0] + stand[1] + places])
+        masks = device_masks({"mask": None}, block, stand[0], places, column_places, extent=extent, closed=self.closed)
+        values = {"numbers": numbers, "features": features, **masks}
+        states, logits = self.run_within(Size(count, extent), values)
+        self._own[1 + begin : 1 + begin + count] = states
+        return logits
+
     def _states(
         self, ids: Tensor, features: Tensor, factors: Tensor, mask: Tensor | None, begin: int | Slots
     ) -> tuple[Tensor, Tensor]:
@@ -253,11 +295,22 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.cache.length += count
         self._pending_features = []
 
+    def _pending_committed_on_device(self, count: Tensor) -> None:
+        self._own[:1] = self._own[count]
+
+    def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
+        """See ``CachedDraft``."""
+        self.cache.length += len(self._pending)
+        self._pending = [*tree.token[path].tolist(), next_token]
+        self._pending_features = [
+            {layer: rows[: len(self._pending)] for layer, rows in zip(self.reads, hidden, strict=True)}
+        ]
+
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """End the round: the accepted nodes and the target's own token after them will be read with the features that the
         target has made of the tokens before them while it verified the tree.
         """
-        rows = torch.tensor([ROOT, *path.tolist()], device=self.device)
+        rows = to_device(np.array([ROOT, *path]), self.device)
         self._pending = [*(int(token) for token in tree.token[path]), next_token]
         self._pending_features = [{layer: self._target.hidden[layer][rows] for layer in self.reads}]
 
@@ -266,4 +319,4 @@ def _rows(table: Tensor, numbers: Ints) -> Tensor:
     """Rows of a table; a single one, as in a chain, without asking the device to gather."""
     if len(numbers) == 1:
         return table.narrow(0, int(numbers[0]), 1)
-    return table[torch.from_numpy(numbers).to(table.device)]
+    return table[to_device(numbers, table.device)]

@@ -114,17 +114,48 @@ class IndependentDraft(CachedDraft, TextRunner):
         logits = TextRunner.forward(self, tokens, places, block, num_uncommitted=num_uncommitted)
         return logits[:, : self._num_common]
 
+    def read_on_device(
+        self,
+        stand: Tensor,
+        tokens: Tensor,
+        places: Tensor,
+        block: Tensor,
+        column_places: Tensor,
+        *,
+        extent: int,
+        parents: Tensor | None = None,
+        hidden: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """See ``CachedDraft``."""
+        tokens = tokens.masked_fill(tokens >= self.vocab_size, 0)
+        logits = TextRunner.forward_on_device(self, stand, tokens, places, block, column_places, extent=extent)
+        return logits[:, : self._num_common]
+
     def _pending_hidden(self) -> None:
         return None
 
     def _pending_committed(self, count: int) -> None:
         self.cache.advance(count)
 
+    def compact_on_device(self, stand: Tensor, slots: Tensor) -> None:
+        """See ``CachedDraft``."""
+        self.cache.compact(stand[0], slots.clamp(min=0))
+
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """End the round: the accepted nodes and the target's own token after them are committed, everything else is
         forgotten.
         """
-        # Only nodes that were expanded have been read: all of the path but perhaps its last node.
-        places = [int(place) for place in tree.slot[path] if place >= 0]
-        self.cache.keep(places)
-        self._pending = [int(tree.token[node]) for node in path[len(places) :]] + [next_token]
+        self.cache.keep(self._places_read(tree, path))
+        self._wait_for(tree, path, next_token)
+
+    def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
+        """See ``CachedDraft``."""
+        self.cache.advance(len(self._pending) + len(self._places_read(tree, path)))
+        self._wait_for(tree, path, next_token)
+
+    def _places_read(self, tree: Tree, path: Ints) -> list[int]:
+        """Only nodes that were expanded have been read: all of the path but perhaps its last node."""
+        return [int(place) for place in tree.slot[path] if place >= 0]
+
+    def _wait_for(self, tree: Tree, path: Ints, next_token: int) -> None:
+        self._pending = [*tree.token[path][len(self._places_read(tree, path)) :].tolist(), next_token]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from autotune.condition import first_match
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
+from autotune.runtime.device_round import DeviceRound, DeviceRounds
 from autotune.runtime.graphs import check_runner
 from autotune.runtime.hf_call import check_names, generation_settings, hf_call, prepared_call, processors_of_row
+from autotune.runtime.host_round import HostRound
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.request import Call, Request
 from autotune.runtime.stats import DecodingOutput, DecodingStats, now_ms
@@ -23,12 +23,9 @@ from autotune.runtime.target import Target
 from autotune.runtime.threads import limited_threads
 from autotune.runtime.token_rule import TokenRule
 from autotune.runtime.way import Way
-from autotune.trees.buckets import EAGER, round_up, sizes_for
+from autotune.trees.buckets import EAGER, sizes_for
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.health import NEAR_IMAGE_TOKENS
-from autotune.trees.policy import TreeGrower
-from autotune.trees.tree import MAX_STEP, ROOT, write_tree_mask
-from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
 
 if TYPE_CHECKING:
     from autotune.decoding_profile import DecodingProfile
@@ -51,7 +48,8 @@ class Decoder:
             whose condition it meets; every request must meet the last one's.
         buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
         runner: how forwards behind the prefills run: ``eager``, ``compile``, or ``graph`` for CUDA graphs (see ``graphs.py``).
-            What prepares forwards prepares sizes: without ``buckets``, those of ``PREPARED_SIZES``.
+            What prepares forwards prepares sizes: without ``buckets``, those of ``PREPARED_SIZES``. Over prepared forwards the
+            device leads the rounds that it can (see ``device_round.py``).
         threads: CPU threads of the steps behind the prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer, kept for the caller; stop strings need it.
 
@@ -91,8 +89,8 @@ class Decoder:
         self.runner = check_runner(runner, self.target.device)
         self.buckets = sizes_for(self.runner, buckets)
         self.threads = threads
-        self._path = np.zeros(MAX_STEP, np.int64)
-        self._block = np.zeros((MAX_STEP, MAX_STEP), np.float32)
+        self.host_round = HostRound(self.target, self.buckets)
+        self._device_rounds = DeviceRounds(self.target, self.buckets)
 
     def configure(
         self,
@@ -124,10 +122,6 @@ class Decoder:
     def fallback(self) -> Fallback:
         """Of the way of the latest request."""
         return self.way.fallback
-
-    @property
-    def _grower(self) -> TreeGrower:
-        return self.way.grower
 
     # ---------------------------------------------------------------------------------------------------------- public
 
@@ -365,6 +359,7 @@ class Decoder:
             if draft is not None:
                 draft.visual_keep, draft.buckets = way.visual_keep, self.buckets
                 draft.use_runner(self.runner)
+            on_device = None if draft is None else self._device_rounds.of(way, request.rule)
             # Of all ways, so that caches do not grow with a change of ways.
             longest = max(way.policy.max_grown for way in self.ways) + 1 + max(self.buckets, default=0)
             capacity = len(request.prompt) + request.max_new_tokens + longest
@@ -394,7 +389,7 @@ class Decoder:
                     if draft is None or way.fallback.is_resting:
                         tokens = self._plain_step(token, draft, request)
                     else:
-                        tokens = self._round(token, draft, request)
+                        tokens = self._round(token, request, on_device)
                 emitted = request.emit(tokens)
                 token = tokens[-1]
                 stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
@@ -420,75 +415,23 @@ class Decoder:
             self.fallback.rest()
         return [token]
 
-    def _round(self, root: int, draft: Draft, request: Request) -> list[int]:
+    def _round(self, root: int, request: Request, on_device: DeviceRound | None) -> list[int]:
         """One round: returns the accepted draft tokens and the target's own token after them."""
-        num_levels = self._grow_tree(root, draft, request)
-        path, next_token = self._verify(request)
-        tree = self._grower.tree
-        tokens = [int(token) for token in tree.token[path]] + [next_token]
-        request.stats.health.observe(tree, path, is_near_image=self.target.length < request.near_image_until)
-        self.fallback.learn(draft_forwards=num_levels, nodes=int(tree.size[0]) - 1, accepted=len(path))
-        self.target.cache.keep([ROOT, *(int(node) for node in path)])
-        draft.commit(tree, path, next_token)
-        self._grower.learn(len(path))
-        return tokens
-
-    def _grow_tree(self, root: int, draft: Draft, request: Request) -> int:
-        """Draft: alternate between the draft's proposals and the policy's choice, level by level; returns how many."""
-        grower, num_levels = self._grower, 0
-        grower.plant(root)
-        while len(grower.frontier):
-            started = self._clock()
-            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals)
-            request.stats.draft_ms += self._clock() - started
-            grower.grow(tokens, logprobs)
-            num_levels += 1
-        grower.prune()
-        request.stats.draft_forwards += num_levels
-        return num_levels
-
-    def _verify(self, request: Request) -> tuple[NDArray[np.int64], int]:
-        """One target forward over root and tree: the accepted nodes, and the token that the target emits after the
-        last of them.
-        """
-        tree, rule = self._grower.tree, request.rule
-        count = int(tree.size[0])
-        size = round_up(count, self.buckets)
-        block = self._block[:size, :size]
-        write_tree_mask(tree, block, self.target.closed)
-        started = self._clock()
-        nodes, places = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        nodes[:count] = np.maximum(tree.token[:count], 0)
-        places[:count] = tree.depth[:count]
-        logits = self.target.forward(nodes, places, block)[:count]
-        request.stats.target_forwards += 1
-        request.stats.verified_nodes.append(count - 1)
-        if rule.needs_prefix:
-            path, token = self._accept_visiting(logits, request)
+        way, stats = self.way, request.stats
+        is_near_image = self.target.length < request.near_image_until
+        if on_device is not None:
+            path, token, draft_forwards = on_device.run(request, way.grower)
         else:
-            tokens = rule.tokens(logits, self.target.length + places[:count] + 1)
-            if isinstance(verification := self.way.verification, WetapVerification):
-                logprobs = rule.logprobs(logits, tree.parent[1:count], nodes[1:count])
-                found = accept_by_ratio(tree, logprobs, np.log(verification.threshold), self._path)
-            else:
-                found = accept_path(tree, tokens, self._path)
-            path = self._path[:found].copy()
-            token = int(tokens[path[-1] if found else ROOT])
-        request.stats.verify_ms += self._clock() - started
-        return path, token
-
-    def _accept_visiting(self, logits: Tensor, request: Request) -> tuple[NDArray[np.int64], int]:
-        """The lossless walk where logits processors read the prefix: tokens are decided on the visited nodes only."""
-        prefix, node = request.sequence(), ROOT
-        path: list[int] = []
-        while True:
-            token = request.rule.token(logits[node], self.target.length + len(path) + 1, prefix)
-            child = find_child(self._grower.tree, node, token)
-            if child < 0:
-                return np.array(path, np.int64), token
-            path.append(child)
-            node = child
-            prefix = torch.cat([prefix, torch.tensor([[token]], device=prefix.device)], dim=1)
+            path, token, draft_forwards = self.host_round.run(root, request, way)
+        tree = way.grower.tree
+        num_nodes = int(tree.size[0]) - 1
+        stats.draft_forwards += draft_forwards
+        stats.target_forwards += 1
+        stats.verified_nodes.append(num_nodes)
+        stats.health.observe(tree, path, is_near_image=is_near_image)
+        way.fallback.learn(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
+        way.grower.learn(len(path))
+        return [*tree.token[path].tolist(), token]
 
     def _clock(self) -> float:
         return now_ms(self.target.device)

@@ -9,8 +9,9 @@ columns that it reads from a buffer. So every forward of the same size and exten
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,9 +100,8 @@ class PreparedForwards:
         self.why_eager: str | None = None
         """What kept a forward from being prepared; from then on all run eagerly, over the same buffers."""
         self._function = function
-        self._compiled: Function | None = None
         self._pool: Any = None
-        self._made: dict[Size, PreparedForward] = {}
+        self._made: dict[Hashable, PreparedForward] = {}
 
     def __len__(self) -> int:
         return len(self._made)
@@ -111,8 +111,8 @@ class PreparedForwards:
         self._made.clear()
         self._pool, self.memory_bytes = None, 0
 
-    def run(self, size: Size, values: Mapping[str, NDArray[Any] | Tensor], dtype: torch.dtype) -> Outputs:
-        """One forward. Integers stay integers; all other inputs are ``dtype``."""
+    def run(self, size: Hashable, values: Mapping[str, NDArray[Any] | Tensor], dtype: torch.dtype) -> Outputs:
+        """One forward. Numbers of the host become ``dtype``, or stay integers; tensors are what they are."""
         if size not in self._made:
             self._made[size] = self._prepare(values, dtype)
         return self._made[size](values)
@@ -121,8 +121,11 @@ class PreparedForwards:
         before = self._allocated()
         inputs = {}
         for name, value in values.items():
-            is_whole = not np.issubdtype(value.dtype, np.floating) if isinstance(value, np.ndarray) else False
-            inputs[name] = torch.empty(value.shape, dtype=torch.long if is_whole else dtype, device=self.device)
+            if isinstance(value, Tensor):
+                wanted = value.dtype
+            else:
+                wanted = dtype if np.issubdtype(value.dtype, np.floating) else torch.long
+            inputs[name] = torch.empty(value.shape, dtype=wanted, device=self.device)
         _fill(inputs, values)  # what is run to prepare it must be sound
         run = self._prepared(inputs)
         own = sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
@@ -145,11 +148,10 @@ class PreparedForwards:
         return lambda: function(inputs)
 
     def _compile(self, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
-        """One compiled function for all sizes: torch tells sizes apart as far as it has to."""
-        if self._compiled is None:
-            self._compiled = torch.compile(self._function)
-        compiled = self._compiled
-        compiled(inputs)  # now, not in the first round that is timed
+        """Compiled for this size alone, now and not in the first round that is timed."""
+        compiled = torch.compile(_own_code(self._function), dynamic=False)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            compiled(inputs)
         return lambda: compiled(inputs)
 
     def _captured(self, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
@@ -176,9 +178,21 @@ class PreparedForwards:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
 
+def _own_code(function: Function) -> Function:
+    """The same function behind code of its own. Torch keeps what it compiles beside the code that was called, searches it
+    from the start at every call, and stops compiling after a few (``recompile_limit``), without a word.
+    """
+
+    def run(inputs: Mapping[str, Tensor]) -> Outputs:
+        return function(inputs)
+
+    return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+
+
 def _fill(inputs: Mapping[str, Tensor], values: Mapping[str, NDArray[Any] | Tensor]) -> None:
     for name, value in values.items():
-        inputs[name].copy_(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+        # Without waiting: what the host hands over is staged before the call returns.
+        inputs[name].copy_(torch.from_numpy(value) if isinstance(value, np.ndarray) else value, non_blocking=True)
 
 
 def extent_of(num_tokens: int) -> int:
@@ -210,4 +224,29 @@ def extent_masks(
             places = np.arange(-prefix, extent - prefix)
             places[prefix : prefix + columns] = column_places
             masks[kind] = np.where(places <= (row_places - window)[:, None], np.float32(closed), whole)
+    return masks
+
+
+def device_masks(
+    windows: Mapping[str, int | None],
+    block: Tensor,
+    prefix: Tensor,
+    row_places: Tensor,
+    column_places: Tensor,
+    *,
+    extent: int,
+    closed: float,
+) -> dict[str, Tensor]:
+    """``extent_masks`` where even the length of the prefix is known to the device alone."""
+    num_columns = block.shape[1]
+    behind = torch.arange(extent, device=block.device) - prefix  # how far; negative in the prefix
+    inside = behind.clamp(0, num_columns - 1)
+    whole = block[:, inside].masked_fill(behind >= num_columns, closed).masked_fill(behind < 0, 0.0)
+    masks = {}
+    for kind, window in windows.items():
+        mask = whole
+        if window is not None:
+            places = torch.where((behind < 0) | (behind >= num_columns), behind, column_places[inside])
+            mask = whole.masked_fill(places <= (row_places - window)[:, None], closed)
+        masks[kind] = mask[None, None]
     return masks

@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from autotune.errors import UserError
 from autotune.memory import check_room
-from autotune.runtime.graphs import EXTENT_STEP, Outputs, PreparedForwards, Slots
+from autotune.runtime.graphs import EXTENT_STEP, Outputs, PreparedForwards, Size, Slots
 from autotune.runtime.masks import MaskBuffer, first_visible
+from autotune.runtime.transfer import to_device
 from autotune.trees.buckets import EAGER
+from autotune.trees.tree import Ints
 
 
 class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -140,10 +143,20 @@ class SlabCache(Cache):  # type: ignore[misc]
         """
         if places and places != list(range(len(places))):
             for slabs in self._slabs.values():
-                source = torch.tensor(places, device=slabs[0].device) + self.length
+                source = to_device(np.array(places), slabs[0].device) + self.length
                 for slab in slabs:
                     slab[:, :, :, self.length : self.length + len(places)] = slab.index_select(3, source)
         self.length += len(places)
+
+    def compact(self, length: Tensor, places: Tensor) -> None:
+        """The device's part of ``keep``: as many columns as there are ``places`` are brought together behind ``length``,
+        whether they are then committed or not.
+        """
+        goal = length + torch.arange(len(places), device=places.device)
+        for device, slabs in self._slabs.items():
+            for slab in slabs:
+                found = slab.index_select(3, (length + places).to(device))
+                slab.index_copy_(3, goal.to(device), found)
 
 
 class CachedModel(ABC):
@@ -173,6 +186,20 @@ class CachedModel(ABC):
     @abstractmethod
     def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
         """A forward over prepared buffers."""
+
+    @property
+    @abstractmethod
+    def stand(self) -> Ints:
+        """Where the committed tokens end: their number comes first."""
+
+    def run_within(self, size: Size, values: Mapping[str, Tensor]) -> Outputs:
+        """A prepared forward as a part of work that is prepared as a whole: a graph takes it in as it is, a compiled one
+        stays compiled.
+        """
+        assert self.prepared is not None
+        if self.prepared.runner == "graph":
+            return self._prepared_forward(values)
+        return self.prepared.run(size, values, self.dtype)
 
     @cached_property
     def _prepared_by(self) -> dict[str, PreparedForwards]:

@@ -12,7 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.runtime.graphs import Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
+from autotune.runtime.graphs import (
+    Outputs,
+    PreparedForwards,
+    Size,
+    Slots,
+    device_masks,
+    extent_masks,
+    extent_of,
+)
 from autotune.runtime.kv_cache import CachedModel, SlabCache
 from autotune.runtime.masks import Block, MaskBuffer
 from autotune.runtime.prompt import Encoded, Prompt, encode
@@ -142,6 +150,37 @@ class TextRunner(CachedModel):
         numbers = np.concatenate([tokens[None], np.arange(end - len(tokens), end)[None], positions])
         # Whoever keeps logits or features keeps them for longer than the buffers do.
         logits, *hidden = (out.clone() for out in prepared.run(size, {"numbers": numbers, **masks}, self.dtype))
+        self.hidden = dict(zip(self.watched, hidden, strict=True))
+        return logits
+
+    @property
+    def stand(self) -> Ints:
+        """The tokens in the cache, those dropped before it, and the shift of positions on each axis."""
+        return np.concatenate([[self.cache.length, self._num_pruned], self._shift])
+
+    def forward_on_device(
+        self,
+        stand: Tensor,
+        tokens: Tensor,
+        places: Tensor,
+        block: Tensor,
+        column_places: Tensor,
+        *,
+        extent: int,
+    ) -> Tensor:
+        """``forward`` as a part of prepared work, where everything is on the device: ``stand`` says where the prefix ends,
+        ``column_places`` where the uncommitted tokens and these stand behind it.
+        """
+        num_columns = len(column_places)
+        columns = stand[0] + torch.arange(num_columns - len(tokens), num_columns, device=tokens.device)
+        before = stand[0] + stand[1]
+        positions = before + torch.minimum(places, self.text.max_context - 1 - before) + stand[2:, None]
+        masks = device_masks(
+            self.text.windows, block, stand[0], places, column_places, extent=extent, closed=self.closed
+        )
+        numbers = torch.cat([torch.stack([tokens, columns]), positions])
+        size = Size(len(tokens), extent, self.watched)
+        logits, *hidden = self.run_within(size, {"numbers": numbers, **masks})
         self.hidden = dict(zip(self.watched, hidden, strict=True))
         return logits
 

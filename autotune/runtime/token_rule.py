@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
+from autotune.runtime import transfer
 
 _MASK64 = (1 << 64) - 1
 # Hugging Face's processors that do not look at the tokens before.
@@ -92,7 +93,21 @@ class TokenRule:
         """The token after each of n nodes, whose own logits are [n, vocabulary]; ``positions`` [n] are where those
         tokens will stand.
         """
-        return self.scores(logits, positions).argmax(-1).cpu().numpy()
+        return transfer.to_host(self.scores(logits, positions).argmax(-1))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token is the argmax of the logits themselves."""
+        return self.temperature == 0.0 and not self.warpers and not self.processors
+
+    def tokens_on_device(self, logits: Tensor, first: int, depths: Tensor, num_depths: int) -> Tensor:
+        """``tokens`` where only the device knows how far each node stands, ``depths`` [n] below ``num_depths``, behind a root
+        whose own token will stand at ``first``; left on the device.
+        """
+        if self.temperature == 0.0:
+            return self._warped(logits).argmax(-1)
+        noise = torch.stack([self.noise(first + depth, logits.shape[-1]) for depth in range(num_depths)])
+        return (self._warped(logits.float() / self.temperature) + noise[depths]).argmax(-1)
 
     def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
         """What the tokens are the argmax of, [n, vocabulary]."""
@@ -118,7 +133,7 @@ class TokenRule:
         if self.temperature > 0.0:
             scores = self._warped(scores / self.temperature)
         picked = scores.log_softmax(-1)[torch.from_numpy(rows), torch.from_numpy(tokens)]
-        return np.concatenate([[0.0], picked.double().cpu().numpy()])
+        return np.concatenate([[0.0], transfer.to_host(picked.double())])
 
     def _warped(self, scores: Tensor) -> Tensor:
         """Warpers know nothing of the prefix; they are given an empty one."""

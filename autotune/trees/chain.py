@@ -35,6 +35,11 @@ class ChainPolicy(Document):
     def max_depth(self) -> int:
         return self.depth
 
+    @property
+    def ordered_paths(self) -> list[tuple[int, ...]]:
+        """As those of ``static``."""
+        return [(0,) * depth for depth in range(1, self.depth + 1)]
+
     def encode(self) -> Floats:
         return np.array([self.depth], np.float64)
 

@@ -231,7 +231,7 @@ def test_top_proposals_are_sorted_log_probabilities() -> None:
     tokens, logprobs = top_proposals(logits, 3)
     assert tokens.tolist() == [[1, 2, 0]]
     np.testing.assert_allclose(logprobs, torch.log_softmax(logits, -1)[:, [1, 2, 0]], atol=1e-6)
-    assert logprobs.dtype == np.float32
+    assert logprobs.dtype == torch.float32
 
 
 def test_an_unsupported_draft_is_refused() -> None:

@@ -13,7 +13,15 @@ import torch
 
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.graphs import EXTENT_STEP, EagerNotice, PreparedForwards, Size, extent_masks, extent_of
+from autotune.runtime.graphs import (
+    EXTENT_STEP,
+    EagerNotice,
+    PreparedForwards,
+    Size,
+    device_masks,
+    extent_masks,
+    extent_of,
+)
 from autotune.runtime.masks import MaskBuffer, first_visible
 from autotune.runtime.target import Target
 from autotune.runtime.way import as_draft
@@ -49,7 +57,9 @@ def test_tokens_and_counts_are_those_of_eager_forwards(pair: Pair, prompts: dict
                 found = fixed.generate(**inputs, max_new_tokens=24, **settings)
                 assert torch.equal(found.sequences, expected.sequences)
                 assert found.stats.accepted_lengths == expected.stats.accepted_lengths
-                assert found.stats.draft_forwards == expected.stats.draft_forwards
+                # Without the host in the loop eagle2 does not end when it could.
+                assert found.stats.draft_forwards >= expected.stats.draft_forwards
+                assert tree["policy"] == "eagle2" or found.stats.draft_forwards == expected.stats.draft_forwards
 
 
 def test_an_answer_grows_past_its_extent(text_pair: Pair) -> None:
@@ -110,6 +120,50 @@ def test_compiled_forwards_decode_as_eager_ones(pair: Pair, prompts: dict[str, I
         assert model is not None and model.prepared.why_eager is None
 
 
+def test_every_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each, and more of them than torch compiles of one function before it gives up in silence."""
+    graphs, compiled = [], torch.compile
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend=count, **options))
+    forwards = PreparedForwards("compile", lambda inputs: (inputs["x"] * 2,), torch.device("cpu"), what="a doubling")
+    sizes = range(1, torch._dynamo.config.recompile_limit + 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerNotice)
+        for _ in range(2):
+            for size in sizes:
+                values = {"x": np.arange(size, dtype=np.float32)}
+                (found,) = forwards.run(Size(size, EXTENT_STEP), values, torch.float32)
+                assert found.tolist() == [2.0 * number for number in range(size)]
+    assert len(graphs) == len(sizes)
+
+
+def test_what_torch_gives_up_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a forward that torch compiles by itself, behind a break, has one code for all sizes."""
+
+    @torch._dynamo.disable
+    def opaque(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def broken(inputs: Any) -> tuple[torch.Tensor, ...]:
+        return (behind_the_break(opaque(inputs["x"])),)
+
+    def behind_the_break(x: torch.Tensor) -> torch.Tensor:
+        return opaque(x) * 2
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend="eager", **options))
+    forwards = PreparedForwards("compile", broken, torch.device("cpu"), what="a doubling")
+    with pytest.warns(EagerNotice, match="a doubling cannot be prepared by runner compile"):
+        for size in range(1, torch._dynamo.config.recompile_limit + 4):
+            (found,) = forwards.run(Size(size, EXTENT_STEP), {"x": np.arange(size, dtype=np.float32)}, torch.float32)
+            assert found.tolist() == [2.0 * number for number in range(size)]
+    assert forwards.why_eager is not None
+
+
 def test_what_cannot_be_prepared_runs_eagerly_and_says_why(
     pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +216,16 @@ def test_masks_of_an_extent_show_what_masks_of_a_cache_show(window: int | None) 
         assert np.array_equal(mask[..., first : prefix + num_columns], expected.numpy())
         assert (mask[..., :first] == buffer.closed).all()
         assert (mask[..., prefix + num_columns :] == buffer.closed).all()
+        on_device = device_masks(
+            windows,
+            torch.from_numpy(block),
+            torch.tensor(prefix),
+            torch.from_numpy(places[rows]),
+            torch.from_numpy(places),
+            extent=EXTENT_STEP,
+            closed=buffer.closed,
+        )
+        assert np.array_equal(on_device["layers"].numpy(), mask)
 
 
 # ------------------------------------------------------------------------------------------------------- CUDA graphs

@@ -52,6 +52,25 @@ def test_keep_gathers_the_kept_places_behind_the_committed_ones(places: list[int
             assert torch.equal(shown[:, :, : expected.shape[2]], expected)
 
 
+@pytest.mark.parametrize("places", [[0, 1, 2], [4], [0, 2, 5], [1, 2, 3]])
+def test_the_device_keeps_what_the_host_keeps(places: list[int]) -> None:
+    """The longest path's worth of columns moves, whatever was accepted."""
+    caches = new_cache(), new_cache()
+    for cache in caches:
+        torch.manual_seed(0)
+        write(cache, 7)
+        cache.advance(7)
+        write(cache, 6)
+    host, device = caches
+    host.keep(places)
+    others = [place for place in range(6) if place not in places]
+    device.compact(torch.tensor(7), torch.tensor((places + others)[:5]))
+    for layer in range(NUM_LAYERS):
+        for name in ("keys", "values"):
+            kept, found = getattr(host.layers[layer], name), getattr(device.layers[layer], name)
+            assert torch.equal(found[:, :, : host.length], kept[:, :, : host.length])
+
+
 @pytest.mark.parametrize("window", [1, 4, 9])
 def test_a_windowed_layer_shows_what_its_window_reaches(window: int) -> None:
     """From the first token on that the token behind the committed ones sees, up to the last one written."""

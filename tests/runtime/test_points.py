@@ -195,7 +195,7 @@ def test_what_a_point_cannot_honour_is_refused_where_it_is_chosen(pair: Pair, pr
 
 def buffers_of(decoder: Decoder) -> list[int]:
     """Identities of what is reserved: caches with their memory, masks, trees, drafts."""
-    found: list[Any] = [decoder.target, decoder._block]
+    found: list[Any] = [decoder.target, decoder.host_round._block]
     for model in (decoder.target, *(way.draft for way in decoder.ways if way.draft is not None)):
         assert isinstance(model, CachedModel)
         slabs = model.cache.blocks if isinstance(model, FeatureDraft) else list(model.cache._slabs.values())

@@ -1,0 +1,109 @@
+"""Trees grown by tensor operations against those of the policies' compiled steps: node by node, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.runtime.device_trees import DeviceTree, accepted, grower_on_device, lineage
+from autotune.trees.policy import parse_policy
+from autotune.trees.tree import ROOT, write_tree_mask
+from autotune.trees.verification import accept_path
+from tests.trees.drafts import Draft, Session, by_table, logprobs_of, random_draft, tied_draft
+
+CPU = torch.device("cpu")
+ROOT_TOKEN = 99
+STATIC = [[0], [1], [3], [0, 0], [0, 2], [3, 0], [0, 2, 0], [0, 2, 1], [0, 2, 1, 0]]
+TREES: list[dict[str, Any]] = [
+    {"policy": "chain", "depth": 1},
+    {"policy": "chain", "depth": 6},
+    {"policy": "static", "paths": [[0]]},
+    {"policy": "static", "paths": [[1], [1, 2], [1, 2, 0]]},
+    {"policy": "static", "paths": STATIC},
+    {"policy": "eagle2"},
+    {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10},
+    {"policy": "eagle2", "depth": 5, "k": 4, "budget": 128},
+    {"policy": "eagle2", "depth": 4, "k": 8, "budget": 3},
+    {"policy": "eagle2", "depth": 4, "k": 3, "budget": 1},
+    {"policy": "eagle2", "depth": 6, "k": 1, "budget": 4},
+    {"policy": "eagle2", "depth": 1, "k": 5, "budget": 2},
+    {"policy": "eagle2", "depth": 6, "k": 4, "budget": 30, "floor": 0.05},
+]
+DRAFTS = [
+    *(random_draft(seed, sharpness) for seed, sharpness in enumerate((0.05, 0.3, 1.0))),
+    *(tied_draft(seed) for seed in range(6)),
+    by_table({(): [0.6, 0.4], (0,): [1.0]}),  # no children below depth 2
+]
+
+
+def grown_on_device(tree: dict[str, Any], draft: Draft) -> DeviceTree:
+    policy = parse_policy(tree)
+    grower = grower_on_device(policy, CPU)
+    assert grower is not None
+    grower.plant(CPU)
+    frontier: list[tuple[int, ...]] = [()]
+    for level in range(grower.num_levels):
+        if level > 0:
+            assert len(frontier) == grower.widths[level - 1]
+        logprobs = np.stack([proposed(draft, path, policy.num_proposals) for path in frontier])
+        tokens = torch.arange(policy.num_proposals).repeat(len(frontier), 1)
+        found = grower.grow(tokens, torch.from_numpy(logprobs))
+        frontier = [
+            (*frontier[row], token) for row, token in zip(found.row.tolist(), found.token.tolist(), strict=True)
+        ]
+    return grower.pruned(torch.tensor([ROOT_TOKEN]))
+
+
+def without_ideas(draft: Draft) -> Draft:
+    """Behind a node of ``static`` that holds no token nothing is proposed."""
+    return lambda path: [] if -1 in path else draft(path)
+
+
+def proposed(draft: Draft, path: tuple[int, ...], k: int) -> np.ndarray:
+    """Of what is no node certainties, so that it shows if they matter."""
+    return np.zeros(k, np.float32) if -1 in path else logprobs_of(draft, path, k)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: "-".join(str(v) for v in tree.values())[:40])
+def test_trees_are_those_of_the_compiled_steps(tree: dict[str, Any]) -> None:
+    session = Session(**tree)
+    rng = np.random.default_rng(0)
+    for draft in (without_ideas(draft) for draft in DRAFTS):
+        session.grow(draft)
+        expected, found = session.tree, grown_on_device(tree, draft)
+        size = int(expected.size[0])
+        assert int(found.size) == size
+        for name in ("token", "depth", "rank", "path_logprob"):
+            given = getattr(found, name)[1:size].numpy()
+            assert np.array_equal(given, getattr(expected, name)[1:size]), name
+        assert np.array_equal(found.parent[1:size].numpy(), expected.parent[1:size])
+        assert (found.token[size:] == -1).all()
+        assert found.token[0] == ROOT_TOKEN and found.path_logprob[0] == 0.0
+        assert read_in_order(found, session)
+        seen = lineage(found.parent, session.policy.max_depth)
+        mask = np.empty((size, size), np.float32)
+        write_tree_mask(expected, mask, -1.0)
+        assert np.array_equal(seen[:size, :size].numpy(), mask == 0.0)
+        for _ in range(20):
+            said = rng.integers(0, 3, len(found.token))
+            path = np.zeros(40, np.int64)
+            length = accept_path(expected, said, path)
+            on_path = accepted(found, seen, torch.from_numpy(said)).nonzero()[:, 0].tolist()
+            assert on_path == [ROOT, *path[:length]]
+
+
+def read_in_order(found: DeviceTree, session: Session) -> bool:
+    """Slots ascend in the order in which the host asked for children, level by level."""
+    asked = [path for level in session.asked[1:] for path in level if -1 not in path]
+    paths = [(node, path) for node, path in enumerate(session.paths, 1) if -1 not in path]
+    slots = {path: int(found.slot[node]) for node, path in paths}
+    in_tree = [slots[path] for path in asked if path in slots]
+    return in_tree == sorted(in_tree) and all((slots[path] >= 0) == (path in asked) for path in slots)
+
+
+def test_policies_that_decide_by_what_is_proposed_stay_on_the_host() -> None:
+    for name in ("sage", "wetap"):
+        assert grower_on_device(parse_policy({"policy": name}), CPU) is None
