@@ -143,7 +143,6 @@ class Judging:
         """Conditions under which another candidate is predicted to be faster than the winner, on tuning prompts that did not
         choose it; the winner last.
         """
-        # The winner stands first: of what is not surely better than it nothing is chosen.
         known = [winner, *self.found.fastest[:NUM_POINT_CANDIDATES], *itertools.chain(*self.found.of_task.values())]
         chosen_among = list({one.key: one for one in known}.values())
         trace = next(iter(self.evaluator.traces.values()))
@@ -154,9 +153,10 @@ class Judging:
                 by_temperature([prompt.settings.temperature or 0.0 for prompt in self.tune.prompts]),
                 *by_prompt_tokens(trace.prompt_length.tolist()),
             ],
+            common=0,  # the winner
             seed=self.seed,
         )
-        return [(point.condition, chosen_among[point.configuration]) for point in points[:-1]] + [(Condition(), winner)]
+        return [(point.condition, chosen_among[point.configuration]) for point in points]
 
     def confirmed(
         self, points: list[tuple[Condition, Candidate]], winner: Candidate

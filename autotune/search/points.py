@@ -10,7 +10,6 @@ error"). The bound is the stricter the more groups are tried.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -42,13 +41,8 @@ class Group(NamedTuple):
     """Of every request."""
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """One way to tell requests apart: into groups that have no request in common."""
-
-    groups: tuple[Group, ...]
-    is_complete: bool
-    """Every request is of one of the groups, those to come as well."""
+Grouping = tuple[Group, ...]
+"""One way to tell requests apart: into groups that have no request in common."""
 
 
 class Point(NamedTuple):
@@ -58,7 +52,7 @@ class Point(NamedTuple):
     configuration: int
     """Row of the times."""
     gain: float
-    """Share of its requests' decoding time saved against the best single configuration, on requests that did not choose; 0
+    """Share of its requests' decoding time saved against the common configuration, on requests that did not choose; 0
     for that one.
     """
 
@@ -66,8 +60,7 @@ class Point(NamedTuple):
 def by_workload(tags: Sequence[str]) -> Grouping:
     """By the requests' tags; others may come."""
     names = np.array(tags)
-    groups = (Group(Condition(workload=name), names == name) for name in dict.fromkeys(tags))
-    return Grouping(tuple(groups), is_complete=False)
+    return tuple(Group(Condition(workload=name), names == name) for name in dict.fromkeys(tags))
 
 
 def by_prompt_tokens(lengths: Sequence[int]) -> list[Grouping]:
@@ -75,12 +68,9 @@ def by_prompt_tokens(lengths: Sequence[int]) -> list[Grouping]:
     tokens = np.array(lengths)
     thresholds = sorted({int(np.quantile(tokens, share, method="lower")) for share in QUANTILES} - {int(tokens.max())})
     return [
-        Grouping(
-            (
-                Group(Condition(prompt_tokens=Range(max=longest)), tokens <= longest),
-                Group(Condition(prompt_tokens=Range(min=longest + 1)), tokens > longest),
-            ),
-            is_complete=True,
+        (
+            Group(Condition(prompt_tokens=Range(max=longest)), tokens <= longest),
+            Group(Condition(prompt_tokens=Range(min=longest + 1)), tokens > longest),
         )
         for longest in thresholds
     ]
@@ -91,17 +81,17 @@ def by_temperature(temperatures: Sequence[float]) -> Grouping:
     recorded = np.array(temperatures)
     known = np.unique(recorded)
     between = [float(middle) for middle in (known[1:] + known[:-1]) / 2]
-    groups = [
+    return tuple(
         Group(Condition(temperature=Range(min=low, max=high)), recorded == value)
         for low, value, high in zip([None, *between], known, [*between, None], strict=True)
         if (low, high) != (None, None)
-    ]
-    return Grouping(tuple(groups), is_complete=len(known) > 1)
+    )
 
 
 def choose_points(
     ms: Floats,
     groupings: Sequence[Grouping],
+    common: int,
     *,
     min_gain: float = MIN_GAIN,
     min_requests: int = MIN_REQUESTS,
@@ -114,15 +104,16 @@ def choose_points(
         ms: predicted decoding times [configurations, requests]. Every configuration emits the same tokens, so that times are
             all that differs; of equally fast ones the first is chosen. Plain decoding should be among them.
         groupings: of the same requests, of which one may be used.
+        common: row of what decodes all requests that have no point of their own.
         min_gain: share of a group's decoding time that its point must save.
         min_requests: that a group must have.
     """
-    best = [Point(Condition(), _best(ms), 0.0)]
+    best = [Point(Condition(), common, 0.0)]
     saved_ms = 0.0
-    sizes = [int(group.is_member.sum()) for grouping in groupings for group in grouping.groups]
-    num_tried = sum(size >= min_requests for size in sizes) + len(groupings)  # with what is left by each
+    sizes = [int(group.is_member.sum()) for grouping in groupings for group in grouping]
+    num_tried = max(1, sum(size >= min_requests for size in sizes))
     for grouping in groupings:
-        judge = _Judge(ms, min_gain, min_requests, RISK / num_tried, seed)
+        judge = _Judge(ms, common, min_gain, min_requests, RISK / num_tried, seed)
         points, saved = _points_of(ms, grouping, judge)
         if saved > saved_ms:
             best, saved_ms = points, saved
@@ -132,29 +123,20 @@ def choose_points(
 def _points_of(ms: Floats, grouping: Grouping, judge: _Judge) -> tuple[list[Point], float]:
     """A grouping's points, and the milliseconds that they save on requests that did not choose."""
     points, saved_ms = [], 0.0
-    rest = np.ones(ms.shape[1], bool)
-    for group in grouping.groups:
+    for group in grouping:
         gain, saved = judge.gain(group.is_member)
         if gain > 0.0:
             points.append(Point(group.condition, _best(ms, group.is_member), gain))
             saved_ms += saved
-            rest &= ~group.is_member
-    if grouping.is_complete and points and not rest.any():  # nothing else can come
-        others = points.pop()._replace(condition=Condition())
-    else:
-        gain, saved = judge.gain(rest)
-        others = Point(Condition(), _best(ms, rest) if gain > 0.0 else _best(ms), gain)
-        saved_ms += saved
-    return [*(point for point in points if point.configuration != others.configuration), others], saved_ms
+    return [*points, Point(Condition(), judge.common, 0.0)], saved_ms
 
 
 class _Judge:
     """Tries groups of requests on halves that did not choose."""
 
-    def __init__(self, ms: Floats, min_gain: float, min_requests: int, risk: float, seed: int) -> None:
+    def __init__(self, ms: Floats, common: int, min_gain: float, min_requests: int, risk: float, seed: int) -> None:
         self.ms = ms
-        self.common_ms = ms[_best(ms)]
-        """Of the best single configuration, which has seen all requests: that favours it a little."""
+        self.common = common
         self.min_gain = min_gain
         self.min_requests = min_requests
         self.num_deviations = NormalDist().inv_cdf(1 - risk)
@@ -165,7 +147,7 @@ class _Judge:
         or may be chance.
         """
         members = np.flatnonzero(is_member)
-        total_ms = float(self.common_ms[members].sum())
+        total_ms = float(self.ms[self.common, members].sum())
         if len(members) < max(2, self.min_requests) or total_ms == 0.0:
             return 0.0, 0.0
         rng = np.random.default_rng(self.seed)
@@ -174,7 +156,7 @@ class _Judge:
             order = rng.permutation(members)
             choosing, judging = order[: len(order) // 2], order[len(order) // 2 :]
             own_ms = self.ms[_best(self.ms, choosing), judging]
-            gains[number] = 1 - own_ms.sum() / max(self.common_ms[judging].sum(), 1e-9)
+            gains[number] = 1 - own_ms.sum() / max(self.ms[self.common, judging].sum(), 1e-9)
         gain = float(gains.mean())
         # Halves as large as those that judge have chosen: the variance of the mean is (1 / halvings + 1) times that seen.
         deviation = float(gains.std(ddof=1)) * (1 / NUM_HALVINGS + 1) ** 0.5
