@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost.surface": {"errors", "files", "trees"},
     "cost.table": {"cost.device", "cost.surface", "errors", "files", "provenance", "subnet", "trees"},
     "cost.sampling": {"cost.surface", "cost.table", "trees"},
-    "cost.roofline": {"cost.device", "cost.surface", "cost.table", "files", "provenance", "subnet"},
+    "cost.roofline": {"cost.device", "cost.surface", "cost.table", "files", "provenance", "subnet", "trees"},
     # Models at work.
     "runtime": {"condition", "drafters", "errors", "memory", "trees"},
     "drafters": {"errors", "files", "runtime", "subnet", "trees"},
@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "search.space": {"decoding_profile", "errors", "files", "subnet", "trees"},
     "search.screened": {"files", "search.space", "subnet"},
-    "search.study_document": {"cost.device", "cost.roofline", "files", "provenance", "search.space"},
+    "search.study_document": {"cost.device", "cost.table", "files", "provenance", "search.space"},
     "search.study_folder": {"acceptance.trace", "cost.table", "decoding_profile", "errors", "files"},
     "search.bootstrap": set(),
     "search.ledger": {"errors"},
@@ -109,7 +109,6 @@ ALLOWED: dict[str, set[str]] = {
     "search.points": {"condition"},
     "search.contenders": {
         "cost.device",
-        "cost.roofline",
         "drafters",
         "errors",
         "files",
@@ -189,6 +188,7 @@ ALLOWED: dict[str, set[str]] = {
     "search.main_job": {
         "acceptance.trace",
         "console",
+        "cost.profiler",
         "cost.sampling",
         "cost.table",
         "decoding_profile",

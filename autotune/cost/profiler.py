@@ -12,16 +12,19 @@ import torch
 
 from autotune.cost.device import fingerprint
 from autotune.cost.sampling import ProfileSettings, Sampler
-from autotune.cost.table import CostTable, DraftCosts, PrefillCost, fit_overhead, fit_prefill
+from autotune.cost.table import CostTable, DraftCosts, ModelShape, PrefillCost, fit_overhead, fit_prefill
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
 from autotune.provenance import ModelReference, stamp
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.prompt import Prompt
 from autotune.runtime.request import Request
 from autotune.runtime.target import Target
+from autotune.runtime.text_runner import TextRunner
 from autotune.runtime.threads import limited_threads
 from autotune.runtime.token_rule import TokenRule
+from autotune.runtime.vision import vision_parts
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 from autotune.workload import Workload
 
@@ -91,6 +94,7 @@ def profile(
                 heads=draft.subnet.heads,
                 num_parameters=draft.num_parameters,
                 cache_bytes_per_token=draft.cache_bytes_per_token,
+                shape=shape_of(draft),
                 commit=sampler.commits[number].surface(),
                 propose=sampler.proposes[number].surface(),
                 prefill=draft_prefill,
@@ -108,6 +112,7 @@ def profile(
         remeasured_samples=sampler.remeasured_samples,
         drifted_samples=sampler.drifted_samples,
         target=target_reference,
+        target_shape=shape_of(target),
         decode=sampler.decode.surface(),
         verify=sampler.verify.surface(),
         prefill=prefill,
@@ -274,3 +279,29 @@ def overhead_runs(
             if number > 0 and stats.rounds > 0:
                 runs.append((stats.rounds, stats.draft_forwards, sum(stats.verified_nodes), stats.overhead_ms))
     return runs
+
+
+def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:
+    """The shape of a loaded model, for the roofline. A draft that reads features shares its target's head."""
+    if isinstance(runner, FeatureDraft):
+        width, hidden = runner.dtype.itemsize, runner.network.config.hidden_size
+        return ModelShape(
+            num_layers=len(runner.cache.blocks),
+            hidden_size=hidden,
+            text_parameters=runner.num_parameters + hidden * runner.vocab_size,
+            vision_parameters=0,
+            kv_bytes_per_token=runner.cache_bytes_per_token,
+            bytes_per_parameter=width,
+        )
+    config = runner.text.config
+    width = runner.dtype.itemsize
+    layers = sum(parameter.numel() for layer in runner.text.layers for parameter in layer.parameters())
+    vision = sum(p.numel() for part in vision_parts(runner.model) for p in part.parameters())
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        text_parameters=layers + config.hidden_size * config.vocab_size,
+        vision_parameters=vision,
+        kv_bytes_per_token=runner.text.kv_bytes_per_token,
+        bytes_per_parameter=width,
+    )

@@ -1,11 +1,14 @@
 """Cost tables of devices that are not here, from datasheet limits: the larger of bytes over bandwidth and operations
-over peak, and an eager runner's launches.
+over peak, and the host's launches. Where other models were measured on the device, the limits are scaled to what these
+reached.
 
 An estimate, and marked so in all that is made from it: good enough to rank configurations, not to promise a speedup.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +16,15 @@ from pydantic import Field
 
 from autotune.cost.device import Fingerprint
 from autotune.cost.surface import Point, Surface
-from autotune.cost.table import TOKENS, CostTable, DraftCosts, Overhead, PrefillCost
+from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape, Overhead, PrefillCost
 from autotune.files import Document, data_root, parse, read_yaml
 from autotune.provenance import ModelReference, stamp
 from autotune.subnet import Subnet
+from autotune.trees.buckets import EAGER
+from autotune.trees.tree import Floats
 
 KV_LENGTHS = (64, 512, 4096)
+STAYS = 1e-6  # weight of a scale that nothing measured depends on: it stays 1
 
 
 class DeviceLimits(Document):
@@ -34,18 +40,6 @@ class DeviceLimits(Document):
     round_ms: float = Field(ge=0)
 
 
-class ModelShape(Document):
-    """What the latency of a model depends on."""
-
-    num_layers: int
-    hidden_size: int
-    text_parameters: int
-    """Read once for every step: the decoder layers and the head."""
-    vision_parameters: int
-    kv_bytes_per_token: int
-    bytes_per_parameter: int
-
-
 def datasheets() -> dict[str, Path]:
     """Devices with known limits, by name."""
     return {path.stem: path for path in sorted((data_root() / "profiles" / "devices").glob("*.yaml"))}
@@ -59,13 +53,57 @@ def load_limits(name: str) -> DeviceLimits:
 
 def step_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
     """A step of ``tokens`` behind ``kv_length`` cached ones."""
+    # The host launches ahead of the device: whichever is slower sets the pace.
+    return max(_waits_ms(shape, limits, tokens, kv_length))
+
+
+def _waits_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> tuple[float, float, float]:
+    """What a step waits for at least: memory, arithmetic, the host's launches."""
     read = shape.text_parameters * shape.bytes_per_parameter + (kv_length + tokens) * shape.kv_bytes_per_token
     attention = 4 * shape.num_layers * shape.hidden_size * tokens * (kv_length + tokens)
     operations = 2 * shape.text_parameters * tokens + attention
     peak = limits.float32_tflops if shape.bytes_per_parameter == 4 else limits.bfloat16_tflops
-    on_device = max(read / (limits.memory_gb_per_second * 1e9), operations / (peak * 1e12)) * 1e3
-    # The host launches ahead of the device: whichever is slower sets the pace.
-    return max(on_device, shape.num_layers * limits.eager_layer_ms)
+    return (
+        read / (limits.memory_gb_per_second * 1e6),
+        operations / (peak * 1e9),
+        shape.num_layers * limits.eager_layer_ms,
+    )
+
+
+def anchored(limits: DeviceLimits, measured: Sequence[CostTable]) -> DeviceLimits:
+    """The limits as steps reach them: bandwidth, peak, what a layer costs the host and a round outside the models, scaled to
+    the points of tables that were measured on the device, by least squares of the logarithms of their latencies. What no
+    point depends on stays as it is.
+    """
+    from scipy.optimize import minimize
+
+    parts = [(table.target_shape, surface) for table in measured for surface in (table.decode, table.verify)]
+    parts += [(d.shape, surface) for table in measured for d in table.drafts for surface in (d.commit, d.propose)]
+    points = [(shape, point) for shape, surface in parts if shape is not None for point in surface.points]
+    if not points:
+        return limits
+    latency_ms = np.array([point.latency_ms for _, point in points])
+    waits_ms = np.array([_waits_ms(shape, limits, point.tokens, point.kv_length) for shape, point in points])
+
+    def error(logs: Floats) -> float:
+        """Of waits that take ``exp(logs)`` times as long."""
+        misses = np.log((waits_ms * np.exp(logs)).max(1) / latency_ms)
+        return float((misses**2).mean() + STAYS * (logs**2).sum())
+
+    # A wait that is too short to show has no slope: from several beginnings, the best.
+    begins = [np.array(begin, np.float64) for begin in itertools.product((0.0, 2.0), repeat=waits_ms.shape[1])]
+    fits = [minimize(error, begin, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-10}) for begin in begins]
+    memory, arithmetic, launches = np.exp(min(fits, key=lambda fit: float(fit.fun)).x).tolist()
+    rounds = [draft.overhead.round_ms for table in measured for draft in table.drafts]
+    return limits.model_copy(
+        update={
+            "memory_gb_per_second": limits.memory_gb_per_second / memory,
+            "bfloat16_tflops": limits.bfloat16_tflops / arithmetic,
+            "float32_tflops": limits.float32_tflops / arithmetic,
+            "eager_layer_ms": limits.eager_layer_ms * launches,
+            "round_ms": float(np.median(rounds)),
+        }
+    )
 
 
 def _surface(shape: ModelShape, limits: DeviceLimits, tokens: tuple[int, ...]) -> Surface:
@@ -94,9 +132,19 @@ def estimate_table(
     draft_shape: ModelShape,
     precision: str,
     subnet: Subnet | None = None,
+    measured: Sequence[CostTable] = (),
 ) -> CostTable:
-    """The cost table that the datasheet of device ``name`` suggests for a pair. ``subnet``: what ``draft_shape`` is of."""
-    limits = load_limits(name)
+    """The cost table that the datasheet of device ``name`` suggests for a pair. ``subnet``: what ``draft_shape`` is of;
+    ``measured``: tables of other models on that device, of which those by the eager runner in this precision count.
+    """
+    anchors = [
+        table
+        for table in measured
+        if (table.device.name, table.precision, table.runner) == (name, precision, EAGER)
+        and not table.estimated
+        and table.target_shape is not None
+    ]
+    limits = anchored(load_limits(name), anchors)
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
     memory = int(limits.memory_gb * 1e9)
     return CostTable(
@@ -104,7 +152,9 @@ def estimate_table(
         device=Fingerprint(name=name, kind="cuda", model=limits.model, num_cores=0, memory_bytes=memory),
         precision=precision,
         estimated=True,
+        num_anchors=len(anchors),
         target=target,
+        target_shape=target_shape,
         decode=_surface(target_shape, limits, (1,)),
         verify=_surface(target_shape, limits, TOKENS),
         prefill=_prefill(target_shape, limits),
@@ -112,6 +162,7 @@ def estimate_table(
             DraftCosts(
                 draft=draft,
                 heads=None if subnet is None else subnet.heads,
+                shape=draft_shape,
                 commit=_surface(draft_shape, limits, TOKENS),
                 propose=_surface(draft_shape, limits, TOKENS),
                 prefill=_prefill(draft_shape, limits),

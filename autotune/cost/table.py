@@ -112,6 +112,18 @@ def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:
     return fit(np.ones(len(ms), bool)).tolist(), float(np.median(errors)) if errors else None
 
 
+class ModelShape(Document):
+    """What the latency of a model depends on."""
+
+    num_layers: int
+    hidden_size: int
+    text_parameters: int
+    """Read once for every step: the decoder layers and the head."""
+    vision_parameters: int
+    kv_bytes_per_token: int
+    bytes_per_parameter: int
+
+
 class DraftCosts(Document):
     """What one draft costs, or one subnet of it. Visual tokens and the injection layer do not change a step: a KV length
     is a point of its surfaces.
@@ -123,6 +135,7 @@ class DraftCosts(Document):
     num_parameters: int | None = None
     """Of its own: what it shares with the target is left out."""
     cache_bytes_per_token: int | None = None
+    shape: ModelShape | None = None
     commit: Surface
     """The first draft forward of a round, which reads the committed tokens and proposes the root's children: it comes
     behind a verification, which has pushed the draft's weights out of the caches.
@@ -157,11 +170,14 @@ class CostTable(Document):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of steps, the best number found; prefills use all. None: as many as torch uses."""
     estimated: bool = False
+    num_anchors: int = Field(default=0, ge=0)
+    """Measured tables of the device that an estimate goes by."""
     remeasured_samples: int = Field(default=0, ge=0)
     """Thrown away because the device ran at another speed than usual around them, and measured again."""
     drifted_samples: int = Field(default=0, ge=0)
     """Kept although it did so, because time or patience had run out."""
     target: ModelReference
+    target_shape: ModelShape | None = None
     decode: Surface
     """One token at a time: plain decoding."""
     verify: Surface

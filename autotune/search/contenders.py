@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from autotune.cost.device import fingerprint
-from autotune.cost.roofline import ModelShape
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
@@ -21,8 +20,6 @@ from autotune.provenance import ModelReference, version_of
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.graphs import check_runner
 from autotune.runtime.target import Target
-from autotune.runtime.text_runner import TextRunner
-from autotune.runtime.vision import vision_parts
 from autotune.search.finalists import Runner
 from autotune.search.helpers import MOST_HELPERS
 from autotune.search.space import Configuration, Place, SearchSpace
@@ -162,29 +159,3 @@ class Contenders:
         sizes += [self.step_runner] if self.step_runner != EAGER else []
         versions = [version_of("torch"), version_of("transformers")]
         return content_key([*models, self.device.key, *versions, *sizes])
-
-
-def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:
-    """The shape of a loaded model, for the roofline. A draft that reads features shares its target's head."""
-    if isinstance(runner, FeatureDraft):
-        width, hidden = runner.dtype.itemsize, runner.network.config.hidden_size
-        return ModelShape(
-            num_layers=len(runner.cache.blocks),
-            hidden_size=hidden,
-            text_parameters=runner.num_parameters + hidden * runner.vocab_size,
-            vision_parameters=0,
-            kv_bytes_per_token=runner.cache_bytes_per_token,
-            bytes_per_parameter=width,
-        )
-    config = runner.text.config
-    width = runner.dtype.itemsize
-    layers = sum(parameter.numel() for layer in runner.text.layers for parameter in layer.parameters())
-    vision = sum(p.numel() for part in vision_parts(runner.model) for p in part.parameters())
-    return ModelShape(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        text_parameters=layers + config.hidden_size * config.vocab_size,
-        vision_parameters=vision,
-        kv_bytes_per_token=runner.text.kv_bytes_per_token,
-        bytes_per_parameter=width,
-    )

@@ -10,14 +10,14 @@ import numpy as np
 from autotune.acceptance.trace import Trace, agreement
 from autotune.console import Console
 from autotune.cost.device import choose_device, fingerprint, local_devices, shipped_tables
-from autotune.cost.profiler import kv_lengths_for, profile
+from autotune.cost.profiler import kv_lengths_for, profile, shape_of
 from autotune.cost.roofline import datasheets, estimate_table
 from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import CostTable, load_table
 from autotune.errors import UserError, nearest
 from autotune.files import SCHEMA_VERSIONS, content_key, write_document
 from autotune.memory import gib
-from autotune.search.contenders import Contenders, shape_of
+from autotune.search.contenders import Contenders
 from autotune.search.ledger import Ledger
 from autotune.search.space import Place
 from autotune.workload import Workload
@@ -44,14 +44,15 @@ def device_for(gpu: str) -> str | None:
 
 
 def foreign_table(gpu: str, contenders: Contenders, priced: Sequence[Place]) -> CostTable:
-    """Another device's table for these drafts: the shipped measurement, or an estimate from its datasheet.
+    """Another device's table for these drafts: the shipped measurement, or an estimate from its datasheet and from what is
+    shipped of other models.
 
     Raises:
         UserError: there is no datasheet, and the shipped tables speak of other models.
     """
     target = contenders.target_reference
-    for path in shipped_tables().get(gpu, []):
-        table = load_table(path)
+    shipped = [load_table(path) for path in shipped_tables().get(gpu, [])]
+    for table in shipped:
         is_of_these = all(table.holds(contenders.references[draft], subnet) for draft, subnet in priced)
         if table.target.sha256 == target.sha256 and is_of_these:
             return table
@@ -68,6 +69,7 @@ def foreign_table(gpu: str, contenders: Contenders, priced: Sequence[Place]) -> 
             draft_shape=shape_of(contenders.draft(draft, subnet)),
             precision=contenders.precision,
             subnet=subnet,
+            measured=shipped,
         )
         for draft, subnet in priced
     ]
@@ -169,7 +171,8 @@ def print_table(table: CostTable, console: Console) -> None:
         latencies = surface.latency_ms(np.array(tokens, np.float64), np.array([middle], np.float64))[:, 0]
         cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(sizes) - len(tokens))
         rows.append([name, *cells, surface.model, _percent(surface.held_out_error)])
-    mark = " (estimated)" if table.estimated else ""
+    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
+    mark = f" (estimated{anchors})" if table.estimated else ""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)} a step"
     columns = ["part", *(f"{n} tok" for n in sizes), "model", "held-out error"]
     console.table(

@@ -13,13 +13,14 @@ from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.console import Console
+from autotune.cost.profiler import shape_of
 from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import TOKENS, CostTable
 from autotune.decoding_profile import DecodingProfile, save_profile
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key, require_writable, write_document
 from autotune.provenance import stamp
-from autotune.search.contenders import Contenders, shape_of
+from autotune.search.contenders import Contenders
 from autotune.search.documents import (
     device_for,
     foreign_table,

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from autotune.cost.device import Fingerprint
-from autotune.cost.roofline import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.files import Document, parse, read_json, write_document
 from autotune.provenance import ModelReference, Provenance
 from autotune.search.space import Configuration

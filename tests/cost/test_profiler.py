@@ -97,6 +97,14 @@ def test_every_part_has_a_held_out_error(table: CostTable, pair: Pair) -> None:
         assert surface.held_out_error == min(surface.errors.values())
 
 
+def test_a_table_knows_the_shapes_of_its_models(table: CostTable) -> None:
+    """By which estimates of others on the same device go."""
+    target, draft = table.target_shape, table.drafts[0].shape
+    assert target is not None and draft is not None
+    assert target.num_layers > draft.num_layers and target.text_parameters > draft.text_parameters > 0
+    assert target.vision_parameters > 0
+
+
 def test_every_sample_is_kept_and_takes_time(table: CostTable) -> None:
     costs = table.drafts[0]
     for surface in (table.verify, costs.commit, costs.propose, table.decode):

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from autotune.cost.device import short_name
-from autotune.cost.roofline import DeviceLimits, ModelShape, datasheets, estimate_table, load_limits, step_ms
+from autotune.cost.roofline import DeviceLimits, anchored, datasheets, estimate_table, load_limits, step_ms
+from autotune.cost.surface import Surface
+from autotune.cost.table import CostTable, ModelShape
 from autotune.files import dump_document
 from autotune.subnet import Subnet
 from tests.documents import DRAFT, TARGET
@@ -74,3 +76,83 @@ def test_an_estimate_is_of_the_subnet_that_was_asked_for() -> None:
     )
     assert table.costs_of(DRAFT, half).heads == 0.5 and table.holds(DRAFT, half)
     assert not table.holds(DRAFT, Subnet())
+
+
+# -------------------------------------------------------------------------------------------------------------- anchors
+
+
+def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
+    """Of a device that reaches those limits: a large target and a draft, both waiting for memory, arithmetic or the host."""
+    draft = SHAPE.model_copy(update={"text_parameters": 10**6, "num_layers": 2})
+    table = estimate_table(
+        "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=draft, precision="bfloat16"
+    )
+
+    def surface(shape: ModelShape, known: Surface) -> Surface:
+        points = [
+            p.model_copy(update={"samples_ms": [step_ms(shape, limits, p.tokens, p.kv_length)]}) for p in known.points
+        ]
+        return known.model_copy(update={"points": points})
+
+    (costs,) = table.drafts
+    costs = costs.model_copy(
+        update={
+            "commit": surface(draft, costs.commit),
+            "propose": surface(draft, costs.propose),
+            "overhead": costs.overhead.model_copy(update={"round_ms": 0.7}),
+        }
+    )
+    own = {"decode": surface(SHAPE, table.decode), "verify": surface(SHAPE, table.verify), "drafts": [costs]}
+    return table.model_copy(update={**own, "estimated": False, **fields})
+
+
+def test_limits_are_scaled_to_what_was_measured() -> None:
+    """Three quarters of the bandwidth, a thirtieth of the peak, twice as long for a launch: each is found from the steps that
+    wait for it, whatever the datasheet says.
+    """
+    known = load_limits("h100")
+    reached = known.model_copy(
+        update={
+            "memory_gb_per_second": 0.75 * known.memory_gb_per_second,
+            "bfloat16_tflops": known.bfloat16_tflops / 30,
+            "eager_layer_ms": 2 * known.eager_layer_ms,
+        }
+    )
+    found = anchored(known, [measured_table(reached)])
+    for name in ("memory_gb_per_second", "bfloat16_tflops", "eager_layer_ms"):
+        assert getattr(found, name) == pytest.approx(getattr(reached, name), rel=0.01), name
+    assert found.round_ms == 0.7
+    assert anchored(known, []) == known
+
+
+def test_an_estimate_goes_by_what_is_measured_on_the_device() -> None:
+    """Of other models; tables of another precision, runner or device, and estimates, tell nothing."""
+    known = load_limits("h100")
+    slow = known.model_copy(update={"memory_gb_per_second": known.memory_gb_per_second / 2})
+    other = SHAPE.model_copy(update={"text_parameters": 3 * 10**9})
+
+    def estimate(*tables: CostTable) -> CostTable:
+        return estimate_table(
+            "h100",
+            target=TARGET,
+            target_shape=other,
+            draft=DRAFT,
+            draft_shape=SHAPE,
+            precision="bfloat16",
+            measured=tables,
+        )
+
+    def step(table: CostTable) -> float:
+        return table.decode.points[0].latency_ms
+
+    anchored_table = estimate(measured_table(slow))
+    assert anchored_table.estimated and anchored_table.num_anchors == 1
+    assert step(anchored_table) == pytest.approx(2 * step(estimate()), rel=0.01)
+    strangers = [
+        measured_table(slow, precision="float32"),
+        measured_table(slow, runner="graph"),
+        measured_table(slow, estimated=True),
+        measured_table(slow, target_shape=None),
+    ]
+    table = estimate(*strangers)
+    assert table.num_anchors == 0 and step(table) == step(estimate())

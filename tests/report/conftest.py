@@ -12,7 +12,7 @@ import pytest
 
 from autotune.acceptance.trace import Trace, save_trace
 from autotune.condition import Condition
-from autotune.cost.roofline import ModelShape
+from autotune.cost.table import ModelShape
 from autotune.decoding_profile import (
     ComparedArm,
     DecodingProfile,
