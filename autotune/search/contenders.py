@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -81,9 +80,9 @@ class Contenders:
 
     def room_for_helpers(self, jobs: int | None) -> tuple[int, int]:
         """How many more processes may work with these models at once, and on how many CPU threads each: ``jobs`` in all
-        (None: one for each core) as far as memory goes; none where an accelerator works.
+        (None: one for each thread that torch uses) as far as memory goes; none where an accelerator works.
         """
-        cores = os.cpu_count() or 1
+        cores = self.asked.threads
         jobs = jobs or cores
         if self.target.device.type != "cpu":
             return 0, cores

@@ -159,12 +159,12 @@ def test_a_helper_s_records_are_the_search_s_own(
 
 
 def test_helpers_have_room(contenders: Contenders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(contenders, "asked", contenders.asked._replace(threads=8))
     monkeypatch.setattr("autotune.search.contenders.free_memory", lambda device: 1 << 50)
     assert contenders.room_for_helpers(None) == (7, 1)
     assert contenders.room_for_helpers(2) == (1, 4)
     assert contenders.room_for_helpers(1) == (0, 8)
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr(contenders, "asked", contenders.asked._replace(threads=64))
     assert contenders.room_for_helpers(None) == (MOST_HELPERS, 8)
     monkeypatch.setattr("autotune.search.contenders.free_memory", lambda device: 1 << 31)
     assert contenders.room_for_helpers(None) == (0, 64), "half of 2 GiB holds no other process"
