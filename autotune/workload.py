@@ -77,7 +77,8 @@ class Prompt(Document):
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Prompt:
-        if ("prompt" in self.model_fields_set) == (self.messages is not None):
+        has_prompt = "prompt" in self.model_fields_set if self.messages is None else bool(self.prompt)
+        if has_prompt == (self.messages is not None):
             raise ValueError("a line has either prompt or messages; give one of them")
         if self.messages is not None:
             if self.messages[-1].role == "assistant":
@@ -142,7 +143,7 @@ class WorkloadPrompt:
     def sha256(self) -> str:
         """Hash of everything that decides the answer."""
         # What came later than the first hashes counts where it says something.
-        later = {name for name in LATER if name not in self.settings.model_fields_set}
+        later = {name for name in LATER if getattr(self.settings, name) == Prompt.model_fields[name].default}
         settings = self.settings.model_dump(exclude={"images", "split", *later})
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for image in self.pixels:

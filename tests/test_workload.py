@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from PIL import Image
 
 from autotune.digits import FIRST_HELD_OUT_SCAN, TASKS, _scan_bank, _scans
 from autotune.errors import UserError
-from autotune.workload import FIRST_EVALUATE_EXAMPLE, Workload, chat_text, load_image, load_workload
+from autotune.workload import FIRST_EVALUATE_EXAMPLE, Prompt, Workload, chat_text, load_image, load_workload
 from tests.conftest import NUM_VISUAL_TOKENS
 from tests.documents import write_image, write_workload
 
@@ -101,6 +102,9 @@ def test_a_chat_is_worded_by_the_processor_s_template(tmp_path: Path, processor:
     (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, "messages": talk}])), "tune").prompts
     assert prompt.settings.text == "And beside it?"
     assert prompt.inputs(processor)["input_ids"].shape[1] > NUM_VISUAL_TOKENS
+    assert Prompt.model_validate(prompt.settings.model_dump()) == prompt.settings, "as a document, with all defaults"
+    again = replace(prompt, settings=Prompt.model_validate(prompt.settings.model_dump()))
+    assert again.sha256 == prompt.sha256
     with pytest.raises(UserError, match="knows no chat; give prompt in place of messages"):
         prompt.inputs(processor.image_processor)
 

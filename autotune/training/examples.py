@@ -132,7 +132,7 @@ def read_line(path: Path, number: int, written: AnsweredPrompt, recorder: Record
         UserError: see ``JsonlFile.read``.
     """
     target, where = recorder.target, f"{path}:{number}"
-    settings = Prompt(**written.model_dump(exclude={"answer"}))
+    settings = Prompt(**written.model_dump(exclude={"answer"}, exclude_unset=True))
     prompt = load_prompt(path, number, settings)
     asked = prompt.inputs(recorder.processor)["input_ids"][0]
     room = target.max_context - len(asked)

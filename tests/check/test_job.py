@@ -23,7 +23,7 @@ from autotune.files import read_json, read_lines
 from autotune.models import reference
 from autotune.profile_runner import TUNED, ProfileRunner
 from autotune.provenance import stamp
-from autotune.runtime import decoder as decoder_module
+from autotune.runtime import host_round
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.verification import WetapVerification, accept_path
 from tests.conftest import Pair
@@ -207,9 +207,7 @@ def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> Dec
 
 def accept_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """As lossless as ever, but of every accepted path the first token alone is kept."""
-    monkeypatch.setattr(
-        decoder_module, "accept_path", lambda tree, tokens, path: min(1, accept_path(tree, tokens, path))
-    )
+    monkeypatch.setattr(host_round, "accept_path", lambda tree, tokens, path: min(1, accept_path(tree, tokens, path)))
 
 
 def test_counts_as_in_the_evidence_pass(world: Path) -> None:
@@ -242,7 +240,7 @@ def test_counts_that_do_not_repeat_cannot_gate(world: Path, monkeypatch: pytest.
     write_evidence(world)
     calls = iter(range(10_000))
     monkeypatch.setattr(
-        decoder_module,
+        host_round,
         "accept_path",
         lambda tree, tokens, path: min(1 + (next(calls) % 5 == 0), accept_path(tree, tokens, path)),
     )
