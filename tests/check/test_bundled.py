@@ -17,7 +17,7 @@ from autotune.cost.device import fingerprint
 from autotune.decoding_profile import Evidence, load_profile, save_profile
 from autotune.files import data_root
 from autotune.provenance import stamp
-from autotune.runtime import decoder as decoder_module
+from autotune.runtime import host_round
 from autotune.trees.verification import accept_path
 
 pytestmark = pytest.mark.slow
@@ -44,9 +44,7 @@ def test_the_bundled_pair_passes_the_exact_gate(tmp_path: Path, monkeypatch: pyt
     }
     save_profile(tmp_path / "here.json", profile.model_copy(update=here))
     assert [gate.verdict for gate in check(tmp_path / "here.json").gates] == ["passed", "passed"]
-    monkeypatch.setattr(
-        decoder_module, "accept_path", lambda tree, tokens, path: min(2, accept_path(tree, tokens, path))
-    )
+    monkeypatch.setattr(host_round, "accept_path", lambda tree, tokens, path: min(2, accept_path(tree, tokens, path)))
     worse = check(tmp_path / "here.json")
     assert [gate.verdict for gate in worse.gates] == ["passed", "failed"] and worse.exit_code == 1
 
