@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autotune.drafters.draft import Proposals, top_proposals
+from autotune.runtime.graphs import DeviceStep
 from autotune.runtime.kv_cache import CachedModel
 from autotune.runtime.masks import Block
 from autotune.runtime.text_runner import causal_block
@@ -72,20 +73,9 @@ class CachedDraft(CachedModel):
 
     @abstractmethod
     def read_on_device(
-        self,
-        stand: Tensor,
-        tokens: Tensor,
-        places: Tensor,
-        block: Tensor,
-        column_places: Tensor,
-        *,
-        extent: int,
-        parents: Tensor | None = None,
-        hidden: Mapping[int, Tensor] | None = None,
+        self, step: DeviceStep, *, parents: Tensor | None = None, hidden: Mapping[int, Tensor] | None = None
     ) -> Tensor:
-        """``forward`` as a part of prepared work: ``stand`` says where the prefix ends, ``column_places`` where the
-        uncommitted tokens and these stand behind it.
-        """
+        """``forward`` as a part of prepared work."""
 
     @abstractmethod
     def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
@@ -174,7 +164,7 @@ class CachedDraft(CachedModel):
         places = torch.minimum(torch.arange(len(tokens), device=tokens.device), count - 1)
         block = torch.full((len(tokens), len(tokens)), self.closed, dtype=self.dtype, device=tokens.device).triu(1)
         hidden = {layer: inputs[f"hidden.{layer}"] for layer in self.reads}
-        logits = self.read_on_device(stand, tokens, places, block, places, extent=extent, hidden=hidden)
+        logits = self.read_on_device(DeviceStep(stand, tokens, places, block, places, extent), hidden=hidden)
         self._pending_committed_on_device(count)
         return logits[count - 1]
 

@@ -14,15 +14,7 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.runtime.graphs import (
-    Outputs,
-    PreparedForwards,
-    Size,
-    Slots,
-    device_masks,
-    extent_masks,
-    extent_of,
-)
+from autotune.runtime.graphs import DeviceStep, Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
 from autotune.runtime.kv_cache import CachedModel
 from autotune.runtime.masks import Block, MaskBuffer
 from autotune.runtime.prompt import Prompt
@@ -226,29 +218,19 @@ class FeatureDraft(CachedDraft, CachedModel):
         return np.array([self.cache.length, self._num_condensed])
 
     def read_on_device(
-        self,
-        stand: Tensor,
-        tokens: Tensor,
-        places: Tensor,
-        block: Tensor,
-        column_places: Tensor,
-        *,
-        extent: int,
-        parents: Tensor | None = None,
-        hidden: Mapping[int, Tensor] | None = None,
+        self, step: DeviceStep, *, parents: Tensor | None = None, hidden: Mapping[int, Tensor] | None = None
     ) -> Tensor:
         """See ``CachedDraft``."""
-        network, count, begin = self.network, len(tokens), len(column_places) - len(tokens)
+        network, count = self.network, len(step.tokens)
+        begin = len(step.column_places) - count
         if parents is not None:
             features = network.own_features(self._own[parents + 1])
         else:
             assert hidden is not None
             features = network.target_features(hidden)
-        columns = stand[0] + torch.arange(begin, begin + count, device=tokens.device)
-        numbers = torch.stack([tokens, columns, stand[0] + stand[1] + places])
-        masks = device_masks({"mask": None}, block, stand[0], places, column_places, extent=extent, closed=self.closed)
-        values = {"numbers": numbers, "features": features, **masks}
-        states, logits = self.run_within(Size(count, extent), values)
+        numbers = torch.stack([step.tokens, step.columns, step.stand[0] + step.stand[1] + step.places])
+        values = {"numbers": numbers, "features": features, **step.masks({"mask": None}, closed=self.closed)}
+        states, logits = self.run_within(Size(count, step.extent), values)
         self._own[1 + begin : 1 + begin + count] = states
         return logits
 

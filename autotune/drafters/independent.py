@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import check_vocabulary, kept_tokens
+from autotune.runtime.graphs import DeviceStep
 from autotune.runtime.masks import Block
 from autotune.runtime.prompt import Prompt, placeholders_of, rows_of
 from autotune.runtime.self_check import check_tree_decoding
@@ -115,21 +116,11 @@ class IndependentDraft(CachedDraft, TextRunner):
         return logits[:, : self._num_common]
 
     def read_on_device(
-        self,
-        stand: Tensor,
-        tokens: Tensor,
-        places: Tensor,
-        block: Tensor,
-        column_places: Tensor,
-        *,
-        extent: int,
-        parents: Tensor | None = None,
-        hidden: Mapping[int, Tensor] | None = None,
+        self, step: DeviceStep, *, parents: Tensor | None = None, hidden: Mapping[int, Tensor] | None = None
     ) -> Tensor:
         """See ``CachedDraft``."""
-        tokens = tokens.masked_fill(tokens >= self.vocab_size, 0)
-        logits = TextRunner.forward_on_device(self, stand, tokens, places, block, column_places, extent=extent)
-        return logits[:, : self._num_common]
+        tokens = step.tokens.masked_fill(step.tokens >= self.vocab_size, 0)
+        return self.forward_on_device(step._replace(tokens=tokens))[:, : self._num_common]
 
     def _pending_hidden(self) -> None:
         return None

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.runtime import transfer
 from autotune.runtime.device_trees import DeviceGrower, DeviceTree, accepted, grower_on_device, lineage
-from autotune.runtime.graphs import Outputs, PreparedForwards, extent_of
+from autotune.runtime.graphs import DeviceStep, Outputs, PreparedForwards, extent_of
 from autotune.runtime.host_round import Verified
 from autotune.runtime.kv_cache import CachedModel
 from autotune.runtime.request import Request
@@ -141,15 +141,15 @@ class DeviceRound:
             itself = torch.eye(width, dtype=torch.bool, device=device)
             seen = torch.cat([seen[frontier.row], itself], 1)
             here = torch.full((size,), level, device=device)
-            logits = draft.read_on_device(
+            step = DeviceStep(
                 inputs["behind_pending"],
                 pad(frontier.token.clamp(min=0), (0, more)),
                 here,
                 _block(draft, seen, more),
                 torch.cat([places, here]),
-                extent=extent,
-                parents=pad(frontier.row + first_parent, (0, more)),
+                extent,
             )
+            logits = draft.read_on_device(step, parents=pad(frontier.row + first_parent, (0, more)))
             frontier = grower.grow(*draft.best_on_device(logits[:width], num_proposals))
             places, first_parent = torch.cat([places, here[:width]]), begin
         root = inputs["pending"][inputs["pending"][:1]]  # behind their number the last of them
@@ -161,7 +161,7 @@ class DeviceRound:
         more = self.num_tokens - self.num_nodes
         tokens, places = pad(tree.token.clamp(min=0), (0, more)), pad(tree.depth, (0, more))
         block = _block(target, lineage(tree.parent, self.policy.max_depth), more)
-        logits = target.forward_on_device(inputs["target"], tokens, places, block, places, extent=self._extent)
+        logits = target.forward_on_device(DeviceStep(inputs["target"], tokens, places, block, places, self._extent))
         return logits[: self.num_nodes], *(target.hidden[layer] for layer in self.draft.reads)
 
     def _verify_greedily(self, inputs: Mapping[str, Tensor]) -> Outputs:

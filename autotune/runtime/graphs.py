@@ -41,6 +41,44 @@ class Slots(NamedTuple):
     extent: int
 
 
+class DeviceStep(NamedTuple):
+    """n tokens behind the prefix, where even its length is known to the device alone; between them and the prefix there may
+    be uncommitted tokens, and all of these are its *columns*.
+    """
+
+    stand: Tensor
+    """Where the prefix ends: ``CachedModel.stand``."""
+    tokens: Tensor
+    places: Tensor
+    """Of the tokens behind the prefix, [n]."""
+    block: Tensor
+    """Additive mask behind the prefix, [n, columns]."""
+    column_places: Tensor
+    """Of the columns behind the prefix, those of the tokens last, [columns]."""
+    extent: int
+
+    @property
+    def columns(self) -> Tensor:
+        """Of the cache, where the tokens are written, [n]."""
+        count, num_columns = len(self.tokens), len(self.column_places)
+        return self.stand[0] + torch.arange(num_columns - count, num_columns, device=self.tokens.device)
+
+    def masks(self, windows: Mapping[str, int | None], *, closed: float) -> dict[str, Tensor]:
+        """What ``extent_masks`` gives."""
+        num_columns = len(self.column_places)
+        behind = torch.arange(self.extent, device=self.block.device) - self.stand[0]  # negative in the prefix
+        inside = behind.clamp(0, num_columns - 1)
+        whole = self.block[:, inside].masked_fill(behind >= num_columns, closed).masked_fill(behind < 0, 0.0)
+        masks = {}
+        for kind, window in windows.items():
+            mask = whole
+            if window is not None:
+                places = torch.where((behind < 0) | (behind >= num_columns), behind, self.column_places[inside])
+                mask = whole.masked_fill(places <= (self.places - window)[:, None], closed)
+            masks[kind] = mask[None, None]
+        return masks
+
+
 class EagerNotice(UserWarning):
     """A forward could not be prepared, and runs eagerly."""
 
@@ -224,29 +262,4 @@ def extent_masks(
             places = np.arange(-prefix, extent - prefix)
             places[prefix : prefix + columns] = column_places
             masks[kind] = np.where(places <= (row_places - window)[:, None], np.float32(closed), whole)
-    return masks
-
-
-def device_masks(
-    windows: Mapping[str, int | None],
-    block: Tensor,
-    prefix: Tensor,
-    row_places: Tensor,
-    column_places: Tensor,
-    *,
-    extent: int,
-    closed: float,
-) -> dict[str, Tensor]:
-    """``extent_masks`` where even the length of the prefix is known to the device alone."""
-    num_columns = block.shape[1]
-    behind = torch.arange(extent, device=block.device) - prefix  # how far; negative in the prefix
-    inside = behind.clamp(0, num_columns - 1)
-    whole = block[:, inside].masked_fill(behind >= num_columns, closed).masked_fill(behind < 0, 0.0)
-    masks = {}
-    for kind, window in windows.items():
-        mask = whole
-        if window is not None:
-            places = torch.where((behind < 0) | (behind >= num_columns), behind, column_places[inside])
-            mask = whole.masked_fill(places <= (row_places - window)[:, None], closed)
-        masks[kind] = mask[None, None]
     return masks

@@ -12,15 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.runtime.graphs import (
-    Outputs,
-    PreparedForwards,
-    Size,
-    Slots,
-    device_masks,
-    extent_masks,
-    extent_of,
-)
+from autotune.runtime.graphs import DeviceStep, Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
 from autotune.runtime.kv_cache import CachedModel, SlabCache
 from autotune.runtime.masks import Block, MaskBuffer
 from autotune.runtime.prompt import Encoded, Prompt, encode
@@ -158,28 +150,13 @@ class TextRunner(CachedModel):
         """The tokens in the cache, those dropped before it, and the shift of positions on each axis."""
         return np.concatenate([[self.cache.length, self._num_pruned], self._shift])
 
-    def forward_on_device(
-        self,
-        stand: Tensor,
-        tokens: Tensor,
-        places: Tensor,
-        block: Tensor,
-        column_places: Tensor,
-        *,
-        extent: int,
-    ) -> Tensor:
-        """``forward`` as a part of prepared work, where everything is on the device: ``stand`` says where the prefix ends,
-        ``column_places`` where the uncommitted tokens and these stand behind it.
-        """
-        num_columns = len(column_places)
-        columns = stand[0] + torch.arange(num_columns - len(tokens), num_columns, device=tokens.device)
-        before = stand[0] + stand[1]
-        positions = before + torch.minimum(places, self.text.max_context - 1 - before) + stand[2:, None]
-        masks = device_masks(
-            self.text.windows, block, stand[0], places, column_places, extent=extent, closed=self.closed
-        )
-        numbers = torch.cat([torch.stack([tokens, columns]), positions])
-        size = Size(len(tokens), extent, self.watched)
+    def forward_on_device(self, step: DeviceStep) -> Tensor:
+        """``forward`` as a part of prepared work."""
+        before = step.stand[0] + step.stand[1]
+        positions = before + torch.minimum(step.places, self.text.max_context - 1 - before) + step.stand[2:, None]
+        numbers = torch.cat([torch.stack([step.tokens, step.columns]), positions])
+        masks = step.masks(self.text.windows, closed=self.closed)
+        size = Size(len(step.tokens), step.extent, self.watched)
         logits, *hidden = self.run_within(size, {"numbers": numbers, **masks})
         self.hidden = dict(zip(self.watched, hidden, strict=True))
         return logits

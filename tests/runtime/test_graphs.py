@@ -15,10 +15,10 @@ from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.graphs import (
     EXTENT_STEP,
+    DeviceStep,
     EagerNotice,
     PreparedForwards,
     Size,
-    device_masks,
     extent_masks,
     extent_of,
 )
@@ -216,15 +216,15 @@ def test_masks_of_an_extent_show_what_masks_of_a_cache_show(window: int | None) 
         assert np.array_equal(mask[..., first : prefix + num_columns], expected.numpy())
         assert (mask[..., :first] == buffer.closed).all()
         assert (mask[..., prefix + num_columns :] == buffer.closed).all()
-        on_device = device_masks(
-            windows,
-            torch.from_numpy(block),
-            torch.tensor(prefix),
-            torch.from_numpy(places[rows]),
-            torch.from_numpy(places),
+        step = DeviceStep(
+            stand=torch.tensor([prefix]),
+            tokens=torch.zeros(len(rows), dtype=torch.long),
+            places=torch.from_numpy(places[rows]),
+            block=torch.from_numpy(block),
+            column_places=torch.from_numpy(places),
             extent=EXTENT_STEP,
-            closed=buffer.closed,
         )
+        on_device = step.masks(windows, closed=buffer.closed)
         assert np.array_equal(on_device["layers"].numpy(), mask)
 
 
