@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +20,9 @@ from autotune.provenance import ModelReference, version_of
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.graphs import check_runner
 from autotune.runtime.target import Target
+from autotune.runtime.threads import limited_threads
 from autotune.search.finalists import Runner
-from autotune.search.helpers import MOST_HELPERS
+from autotune.search.helpers import MOST_HELPERS, Helpers
 from autotune.search.space import Configuration, Place, SearchSpace
 from autotune.subnet import Subnet
 from autotune.trees.buckets import EAGER, sizes_for
@@ -39,6 +41,14 @@ class Asked(NamedTuple):
     runner: str
     threads: int
     """That torch used then: part of the device's fingerprint, and so of every document's name."""
+
+
+def _help(rank: int, asked: Asked, threads: int, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """In a process of its own."""
+    torch.set_num_threads(asked.threads)
+    contenders = Contenders(asked.target, asked.drafts, asked.device, asked.buckets, asked.runner)
+    torch.set_num_threads(threads)
+    task(contenders, rank, *arguments)
 
 
 class Contenders:
@@ -70,13 +80,14 @@ class Contenders:
             )  # checks that vocabularies agree
             self._wholes[found.id] = whole
 
-    @classmethod
-    def as_asked(cls, asked: Asked, *, threads: int) -> Contenders:
-        """The same in a process of its own, which uses so many CPU threads."""
-        torch.set_num_threads(asked.threads)
-        contenders = cls(asked.target, asked.drafts, asked.device, asked.buckets, asked.runner)
-        torch.set_num_threads(threads)
-        return contenders
+    @contextmanager
+    def helped(self, jobs: int | None, task: Callable[..., None], *arguments: Any) -> Iterator[Helpers]:
+        """Inside, processes that have loaded the same models may run ``task(contenders, rank, *arguments)`` beside this one,
+        ``jobs`` in all (None: one for each core); the threads are shared out among them.
+        """
+        number, threads = self.room_for_helpers(jobs)
+        with Helpers(number, _help, self.asked, threads, task, arguments) as helpers, limited_threads(threads):
+            yield helpers
 
     def room_for_helpers(self, jobs: int | None) -> tuple[int, int]:
         """How many more processes may work with these models at once, and on how many CPU threads each: ``jobs`` in all

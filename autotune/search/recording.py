@@ -10,9 +10,7 @@ from pathlib import Path
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.console import Console
-from autotune.runtime.threads import limited_threads
-from autotune.search.contenders import Asked, Contenders
-from autotune.search.helpers import Helpers
+from autotune.search.contenders import Contenders
 from autotune.search.space import Place
 from autotune.workload import Workload
 
@@ -34,10 +32,8 @@ def record_traces(
     recorder = _recorder(contenders, folder)
     each = len(workload.prompts)
     of_all = (1 + len(places)) * each
-    number, threads = contenders.room_for_helpers(jobs)
-    helpers = Helpers(number, _help, threads, contenders.asked, list(places), workload, folder, bounds)
     traces: list[Trace] = []
-    with helpers, limited_threads(threads):
+    with contenders.helped(jobs, _help, list(places), workload, folder, bounds) as helpers:
         with console.stage("answers of the target") as update:
 
             def answered(done: int, of: int) -> None:
@@ -71,10 +67,9 @@ def _recorder(contenders: Contenders, folder: Path) -> Recorder:
 
 
 def _help(
-    rank: int, threads: int, asked: Asked, places: list[Place], workload: Workload, folder: Path, bounds: ForestBounds
+    contenders: Contenders, rank: int, places: list[Place], workload: Workload, folder: Path, bounds: ForestBounds
 ) -> None:
     """Record what is not there yet, in an order of its own: two that went the same way would make the same pieces."""
-    contenders = Contenders.as_asked(asked, threads=threads)
     recorder = _recorder(contenders, folder)
     order = random.Random(rank)
     alone = [Workload(workload.name, workload.split, (prompt,)) for prompt in workload.prompts]

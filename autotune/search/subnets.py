@@ -14,11 +14,9 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.files import content_key
 from autotune.provenance import version_of
-from autotune.runtime.threads import limited_threads
-from autotune.search.contenders import Asked, Contenders
+from autotune.search.contenders import Contenders
 from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import AR, Arm, summarise
-from autotune.search.helpers import Helpers
 from autotune.search.ledger import Ledger, Record
 from autotune.search.screened import Screened
 from autotune.search.space import Configuration, Place
@@ -46,13 +44,8 @@ def screen(
     """All of ``places``, the best first. Every subnet is a record of the ledger; ``jobs`` processes make them where that takes
     long (None: one for each core).
     """
-    number, threads = contenders.room_for_helpers(jobs)
-    arguments = threads, contenders.asked, list(places), table, workload, folder, ledger.storage
-    with (
-        console.stage("subnets by chains") as update,
-        Helpers(number, _help, *arguments) as helpers,
-        limited_threads(threads),
-    ):
+    arguments = list(places), table, workload, folder, ledger.storage
+    with console.stage("subnets by chains") as update, contenders.helped(jobs, _help, *arguments) as helpers:
 
         def report(done: int, of: int) -> None:
             update(done, of, "")
@@ -63,9 +56,8 @@ def screen(
 
 
 def _help(
+    contenders: Contenders,
     rank: int,
-    threads: int,
-    asked: Asked,
     places: list[Place],
     table: CostTable,
     workload: Workload,
@@ -73,13 +65,13 @@ def _help(
     storage: str | Path,
 ) -> None:
     """Screen what nobody has claimed."""
-    contenders = Contenders.as_asked(asked, threads=threads)
     Ledger(storage).work("subnets", _units(contenders, places, table, workload, folder))
 
 
 def _units(
     contenders: Contenders, places: Sequence[Place], table: CostTable, workload: Workload, folder: Path
 ) -> dict[str, Callable[[], Record]]:
+    """What screens each of the places by its best chain."""
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
     recorder = Recorder(contenders.target, contenders.target_reference, contenders.processor, folder)
     recorder.layers = tuple(sorted({layer for place in places for layer in contenders.draft(*place).reads}))

@@ -18,6 +18,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
 from autotune.search import recording, subnets
 from autotune.search.contenders import Contenders
+from autotune.search.contenders import _help as run_helper
 from autotune.search.documents import priced_apart
 from autotune.search.finalists import Runner
 from autotune.search.helpers import MOST_HELPERS
@@ -144,8 +145,9 @@ def test_a_helper_s_records_are_the_search_s_own(
     places = contenders.subnets(SearchSpace.model_validate(GRID))
     threads = torch.get_num_threads()
     try:
-        subnets._help(1, 1, contenders.asked, places, table, workload, tmp_path, tmp_path / "ledger.sqlite")
-        recording._help(1, 1, contenders.asked, places[:3], workload, tmp_path, ForestBounds())
+        arguments = places, table, workload, tmp_path, tmp_path / "ledger.sqlite"
+        run_helper(1, contenders.asked, 1, subnets._help, arguments)
+        run_helper(1, contenders.asked, 1, recording._help, (places[:3], workload, tmp_path, ForestBounds()))
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("autotune.acceptance.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
