@@ -21,7 +21,7 @@ WORKSPACE = Path(".autotune")
 
 # Version of each document kind that this program writes; it reads no newer one.
 SCHEMA_VERSIONS = {
-    "cost-table": 3,
+    "cost-table": 4,
     "trace": 1,
     "decoding-profile": 1,
     "check-result": 1,
@@ -53,6 +53,14 @@ def data_root() -> Path:
     package = Path(__file__).resolve().parent
     installed = package / "_data"
     return installed if installed.is_dir() else package.parent
+
+
+def user_cache() -> Path:
+    """Folder of what is read more quickly than made again, wherever a command is called; it may not be writable."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "autotune"
 
 
 def sha256_of(*paths: Path) -> str:
@@ -110,11 +118,16 @@ def parse(kind_of: type[D], kind: str, content: Any, *, source: Path | str) -> D
         UserError: not an object, another or newer schema, an unknown key, a missing key, a wrong type, a number that is
             not finite.
     """
+    schema = content.get("schema") if isinstance(content, dict) else None
     content = check_schema(kind, content, source=source)
     try:
         # Through JSON, in which a tuple is a list: strict about everything else.
         return kind_of.model_validate_json(json.dumps(content))
     except ValidationError as error:
+        if schema != f"autotune.{kind}/{SCHEMA_VERSIONS[kind]}":
+            raise UserError(
+                f"{source}: schema {schema!r} is of an earlier autotune, and this one no longer reads it; make the file again"
+            ) from None
         raise UserError(f"{source}: {describe(error, kind_of)}") from None
 
 

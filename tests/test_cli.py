@@ -296,7 +296,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
 
     table = stage("profile", *models, *workload, "-o", "pair.cost.json")
     assert table == json.loads((tmp_path / "pair.cost.json").read_text())
-    assert table["schema"] == "autotune.cost-table/3"
+    assert table["schema"] == "autotune.cost-table/4"
 
     traces = stage("record", *models, *workload, "--visual-keep", "1", "--visual-keep", "0.5", "-o", "traces")
     assert [trace["visual_keep"] for trace in traces] == [1.0, 0.5]

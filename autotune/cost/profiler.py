@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from autotune.cost.device import fingerprint
-from autotune.cost.sampling import ProfileSettings, Sampler
-from autotune.cost.table import CostTable, DraftCosts, ModelShape, PrefillCost, fit_overhead, fit_prefill
+from autotune.cost.sampling import ProfileSettings, Sampler, plain_steps_ms, standard_error
+from autotune.cost.table import CostTable, DraftCosts, ModelShape, Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
@@ -76,18 +76,16 @@ def profile(
     with limited_threads(threads), torch.inference_mode():
         sampler.run(lambda share: tell(60 * share))
     prefill, draft_prefills = measure_prefills(target, loaded, processor, workload)
-    # How many heads a subnet has kept is nothing to what comes between its forwards.
-    outside: dict[ModelReference, list[tuple[int, int, int, float]]] = {}
-    for number, (draft, draft_reference) in enumerate(drafts):
-        tell(70 + 30 * number / len(loaded))
-        outside.setdefault(draft_reference, []).extend(
-            overhead_runs(target, draft, processor, workload, settings, threads=threads)
-        )
-    overheads = {found: fit_overhead(runs) for found, runs in outside.items()}
+    overheads: dict[ModelReference, Overhead] = {}
     costs = []
     for number, (draft, draft_reference, draft_prefill) in enumerate(
         zip(loaded, references, draft_prefills, strict=True)
     ):
+        tell(70 + 30 * number / len(loaded))
+        # How many heads a subnet has kept is nothing to what comes between its forwards.
+        if draft_reference not in overheads:
+            runs = overhead_runs(target, draft, processor, workload, settings, threads=threads)
+            overheads[draft_reference] = fit_overhead(runs)
         costs.append(
             DraftCosts(
                 draft=draft_reference,
@@ -137,17 +135,13 @@ class _Bench:
                 model.use_runner(settings.runner)
             self.tree = self.decoder.way.grower.tree = new_tree(MAX_STEP)
             for _ in range(WARM_UPS):
-                self.plain_ms()
+                self.decode_ms(self.kv_length)
                 self.round_ms()
 
     def _request(self) -> Request:
         """Of nobody: the caches hold no prompt."""
         tokens = torch.zeros(1, dtype=torch.long)
         return Request(self.rule, Prompt(tokens, tokens.bool()), tokens[None], 1, frozenset())
-
-    def plain_ms(self) -> float:
-        """Of a plain step."""
-        return self.decode_ms(self.kv_length)
 
     def round_ms(self) -> float:
         """Of two rounds of usual size, a chain and a small tree, as far as sizes are prepared."""
@@ -190,24 +184,31 @@ class _Bench:
 
 
 def choose_threads(benches: list[_Bench]) -> int | None:
-    """The number of CPU threads with which steps are fastest: of those whose plain step is within 3 % of the fastest, so that
-    the baseline of every speedup is at its best, the one with the fastest rounds. None where there is no choice.
+    """The number of CPU threads with which steps are fastest: of those whose plain step is not surely more than 3 % slower than
+    the fastest, so that the baseline of every speedup is at its best, the one with the fastest rounds. None where there
+    is no choice.
     """
     available = torch.get_num_threads()
     if benches[0].decoder.target.device.type != "cpu" or available == 1:
         return None
     choices = sorted({1, max(1, available // 2), available})
-    repeats = max(4, THREAD_REPEATS // len(benches))
+    repeats = max(6, THREAD_REPEATS // len(benches))
     plain: dict[int, list[float]] = {number: [] for number in choices}
     rounds: dict[int, list[float]] = {number: [] for number in choices}
     for _ in range(repeats):
         for number in choices:
             for bench in benches:
                 with limited_threads(number), torch.inference_mode():
-                    plain[number].append(bench.plain_ms())
+                    plain[number] += plain_steps_ms(bench, bench.kv_length)
                     rounds[number].append(bench.round_ms())
     steps = {number: float(np.median(plain[number])) for number in choices}
-    fast = [number for number in choices if steps[number] <= 1.03 * min(steps.values())]
+    errors = {number: standard_error(plain[number]) for number in choices}
+    fastest = min(choices, key=lambda number: steps[number])
+
+    def may_be_as_fast(number: int) -> bool:
+        return steps[number] / steps[fastest] <= 1.03 + 2 * float(np.hypot(errors[number], errors[fastest]))
+
+    fast = [number for number in choices if may_be_as_fast(number)]
     return min(fast, key=lambda number: float(np.median(rounds[number])))
 
 
@@ -270,7 +271,12 @@ def overhead_runs(
     """Real decoding with shallow, deep and wide trees: (rounds, draft forwards, verified nodes, ms outside the models)."""
     runs = []
     settings = settings or ProfileSettings()
-    trees: list[dict[str, Any]] = [{"policy": "chain", "depth": 1}, {"policy": "chain", "depth": 8}, {"policy": "sage"}]
+    # A chain has a node in each level: what a node costs shows beside trees that have many.
+    trees: list[dict[str, Any]] = [
+        {"policy": "chain", "depth": 1},
+        {"policy": "chain", "depth": 8},
+        {"policy": "eagle2", "depth": 4, "k": 8, "budget": 31},
+    ]
     for tree in trees:
         decoder = Decoder(target, draft, tree=tree, buckets=settings.buckets, runner=settings.runner, threads=threads)
         for number, prompt in enumerate((*workload.prompts[:1], *workload.prompts[:4])):  # the first twice: warm-up

@@ -33,7 +33,7 @@ COARSE_TOKENS = (1, 2, 4, 9, 33, 129)
 HELD_OUT_TOKENS = (1, 3, 6, 11, 20, 40, 100)
 KERNEL_BLOCK = 8  # tokens: kernels change behind multiples of it
 LEVELS_OF_ROUND = 3  # draft levels behind the first one
-STEPS_IN_A_ROW = 4  # plain steps; the first comes behind something else and does not count
+STEPS_IN_A_ROW = 4  # plain steps
 BLOCK_JOBS = 16  # rounds or rows of plain steps between two looks at the reference: half a second, or so
 MEDIAN_ERROR = 1.2533  # standard error of a median in those of a mean
 
@@ -52,6 +52,11 @@ class Bench(Protocol):
 
     def propose_ms(self, tokens: int, kv_length: int) -> float:
         """Another level."""
+
+
+def plain_steps_ms(bench: Bench, kv_length: int) -> list[float]:
+    """In a row, as in plain decoding; the first comes behind something else and does not count."""
+    return [bench.decode_ms(kv_length) for _ in range(STEPS_IN_A_ROW)][1:]
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,16 @@ class Grid:
             if (count := len(self.samples.get(size, ()))) < rules.min_samples
             or (not at_least and count < rules.max_samples and standard_error(self.samples[size]) > rules.settled)
         ]
+
+    def unsettled(self, count: int) -> list[Size]:
+        """So many of the sizes whose samples scatter too much to tell, those that do most first and again from the first;
+        none where there is no such size.
+        """
+        errors = {size: standard_error(self.samples[size]) for size in self.sizes if self.samples.get(size)}
+        ranked = sorted(
+            (size for size in errors if errors[size] > self.settings.settled), key=lambda size: -errors[size]
+        )
+        return [ranked[number % len(ranked)] for number in range(count)] if ranked else []
 
     def refine(self) -> bool:
         """Make sizes that the interpolation missed a part of the grid; whether there is more to measure."""
@@ -313,22 +328,27 @@ class Sampler:
     def _jobs(self, *, at_least: bool) -> list[Job]:
         """A sweep, in random order: one sample of each size that lacks some."""
 
-        def queue(grid: Grid) -> deque[Size]:
-            sizes = grid.wanted(at_least=at_least)
+        def queue(sizes: list[Size]) -> deque[Size]:
             self._random.shuffle(sizes)
             return deque(sizes)
 
-        verify = queue(self.verify)
-        commits, proposes = [queue(grid) for grid in self.commits], [queue(grid) for grid in self.proposes]
+        verify = self.verify.wanted(at_least=at_least)
+        commits, proposes = (
+            [queue(grid.wanted(at_least=at_least)) for grid in grids] for grids in (self.commits, self.proposes)
+        )
         rounds = [
             number
             for number, (commit, propose) in enumerate(zip(commits, proposes, strict=True))
             for _ in range(max(len(commit), -(-len(propose) // LEVELS_OF_ROUND)))
         ]
         rounds += [number % len(self.benches) for number in range(len(verify) - len(rounds))]
-        jobs: list[Job] = [partial(self._run_plain, kv_length=m) for _, m in queue(self.decode)]
+        # Most of decoding is verification: what rounds of drafts have to spare goes where it is not settled.
+        verifications = queue(verify + self.verify.unsettled(len(rounds) - len(verify)))
+        jobs: list[Job] = [partial(self._run_plain, kv_length=m) for _, m in self.decode.wanted(at_least=at_least)]
         jobs += [
-            partial(self._run_round, number=number, verify=verify, commit=commits[number], propose=proposes[number])
+            partial(
+                self._run_round, number=number, verify=verifications, commit=commits[number], propose=proposes[number]
+            )
             for number in rounds
         ]
         self._random.shuffle(jobs)
@@ -346,13 +366,10 @@ class Sampler:
         return block
 
     def _reference_ms(self) -> float:
-        steps = [self.benches[0].decode_ms(self.settings.kv_lengths[0]) for _ in range(STEPS_IN_A_ROW)]
-        return float(np.median(steps[1:]))
+        return float(np.median(plain_steps_ms(self.benches[0], self.settings.kv_lengths[0])))
 
     def _run_plain(self, block: Block, kv_length: int) -> None:
-        """Plain steps in a row, as in plain decoding."""
-        steps = [self.benches[0].decode_ms(kv_length) for _ in range(STEPS_IN_A_ROW)]
-        block.samples += [(self.decode, (1, kv_length), ms) for ms in steps[1:]]
+        block.samples += [(self.decode, (1, kv_length), ms) for ms in plain_steps_ms(self.benches[0], kv_length)]
 
     def _run_round(
         self, block: Block, number: int, verify: deque[Size], commit: deque[Size], propose: deque[Size]

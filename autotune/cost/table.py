@@ -4,7 +4,6 @@ no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,28 +64,19 @@ class Overhead(Document):
     """For every draft forward."""
     node_ms: float = Field(default=0.0, ge=0)
     """For every verified node."""
-    samples: list[tuple[int, int, float]] = Field(default_factory=list)
-    """(rounds, draft forwards, ms) of each run."""
-    nodes: list[int] = Field(default_factory=list)
-    """Verified nodes of each run."""
+    samples: list[tuple[int, int, int, float]] = Field(default_factory=list)
+    """(rounds, draft forwards, verified nodes, ms) of each run."""
     held_out_error: float | None = None
     """The median relative error of runs left out of the fit, one after the other; None where there is but one."""
 
 
-def fit_overhead(runs: Sequence[tuple[int, int, int, float]]) -> Overhead:
+def fit_overhead(samples: list[tuple[int, int, int, float]]) -> Overhead:
     """Fitted to (rounds, draft forwards, verified nodes, ms)."""
-    if not runs:  # every answer ended with its first token
+    if not samples:  # every answer ended with its first token
         return Overhead(round_ms=0.0, level_ms=0.0)
-    counts = np.array([run[:3] for run in runs], np.float64)
-    (per_round, per_level, per_node), error = _fit(counts, np.maximum([run[3] for run in runs], 1e-6))
-    return Overhead(
-        round_ms=per_round,
-        level_ms=per_level,
-        node_ms=per_node,
-        samples=[(rounds, levels, ms) for rounds, levels, _, ms in runs],
-        nodes=[nodes for _, _, nodes, _ in runs],
-        held_out_error=error,
-    )
+    counts = np.array([row[:3] for row in samples], np.float64)
+    (per_round, per_level, per_node), error = _fit(counts, np.maximum([row[3] for row in samples], 1e-6))
+    return Overhead(round_ms=per_round, level_ms=per_level, node_ms=per_node, samples=samples, held_out_error=error)
 
 
 def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:

@@ -189,12 +189,17 @@ def print_table(table: CostTable, console: Console) -> None:
             f"for images (held-out error {_percent(prefill.held_out_error)})"
         )
     for costs in table.drafts:
-        overhead, size = costs.overhead, ""
         if costs.num_parameters is not None and costs.cache_bytes_per_token is not None:
-            size = f"{costs.num_parameters / 1e6:.3g}M parameters of its own, {costs.cache_bytes_per_token} bytes of cache a token; "
+            console.say(
+                f"draft {costs.name}: {costs.num_parameters / 1e6:.3g}M parameters of its own, "
+                f"{costs.cache_bytes_per_token} bytes of cache a token"
+            )
+    for draft, overhead in {
+        costs.draft.id: costs.overhead for costs in table.drafts
+    }.items():  # one for all its subnets
         console.say(
-            f"draft {costs.name}: {size}outside the models {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft "
-            f"level + {1e3 * overhead.node_ms:.0f} us a node (held-out error {_percent(overhead.held_out_error)})"
+            f"draft {draft}: outside the models {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft level + "
+            f"{1e3 * overhead.node_ms:.0f} us a node (held-out error {_percent(overhead.held_out_error)})"
         )
     if errors := table.held_out_errors:
         worst = max(errors, key=lambda part: errors[part])

@@ -146,6 +146,8 @@ def test_a_single_prompt_is_enough(pair: Pair, processor: Any, workload: Workloa
     single = Workload(workload.name, workload.split, workload.prompts[:1])
     runs = overhead_runs(Target(pair.target), IndependentDraft(pair.draft), processor, single)
     assert len(runs) == 3 and all(rounds <= levels <= nodes and ms > 0 for rounds, levels, nodes, ms in runs)
+    counts = np.array([run[:3] for run in runs], float) / [[run[0]] for run in runs]
+    assert np.linalg.cond(counts / np.linalg.norm(counts, axis=0)) < 6, "rounds, levels and nodes can be told apart"
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,16 @@ def test_rounds_are_in_the_order_of_decoding() -> None:
     assert {now[3] for before, now in pairwise(log) if now[0] == "commit"} == {"a", "b"}
 
 
+def test_rounds_to_spare_verify_what_scatters() -> None:
+    """Seven drafts need more rounds than the target's surface; where it scatters it is measured in all of them."""
+    rng = np.random.default_rng(0)
+    scattered = measured(*(Bench(noise=lambda: 0.3 * float(rng.uniform())) for _ in range(7)))
+    most, found = SETTINGS.max_samples, scattered.verify.samples.values()
+    assert all(len(samples) >= most or standard_error(samples) <= SETTINGS.settled for samples in found)
+    assert np.mean([len(samples) for samples in found]) > 1.5 * most
+    assert all(len(samples) <= most for grid in scattered.commits for samples in grid.samples.values())
+
+
 def test_the_target_is_measured_once_whoever_drafts() -> None:
     """Seven drafts need more rounds, but no surface of the target gets more samples than with one."""
     counts = []

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from autotune.cost.device import Fingerprint
-from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill
+from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill, load_table
 from autotune.errors import UserError
-from autotune.files import parse, read_json, write_document
+from autotune.files import dump_document, parse, read_json, write_document
 from autotune.provenance import ModelReference
 from autotune.subnet import Subnet
 from tests.documents import DEVICE, DRAFT, TARGET, cost_table, surface
@@ -68,7 +68,7 @@ def test_overhead_coefficients_are_recovered() -> None:
     fitted = fit_overhead([(r, d, n, 0.3 * r + 0.05 * d + 0.01 * n) for r, d, n in counts])
     assert (fitted.round_ms, fitted.level_ms, fitted.node_ms) == pytest.approx((0.3, 0.05, 0.01), abs=1e-9)
     assert fitted.held_out_error == pytest.approx(0.0, abs=1e-9)
-    assert [(*run[:2], nodes) for run, nodes in zip(fitted.samples, fitted.nodes, strict=True)] == counts
+    assert [run[:3] for run in fitted.samples] == counts
 
 
 def test_overheads_are_tested_by_runs_left_out() -> None:
@@ -261,3 +261,14 @@ def test_tables_of_the_version_before_are_still_read(tmp_path: Path) -> None:
     for part in (content["decode"], content["verify"], costs["commit"], costs["propose"]):
         del part["examined"], part["model"], part["errors"]
     assert parse(CostTable, "cost-table", content, source=path) == cost_table()
+
+
+def test_a_table_of_an_earlier_schema_says_so(tmp_path: Path) -> None:
+    """What it does not say cannot be mended by hand."""
+    path = tmp_path / "old.cost.json"
+    content = json.loads(dump_document("cost-table", cost_table()))
+    content["schema"] = "autotune.cost-table/3"
+    content["drafts"][0]["overhead"]["nodes"] = [1]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"cost-table/3' is of an earlier autotune.*; make the file again"):
+        load_table(path)

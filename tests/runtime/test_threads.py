@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +70,9 @@ class Bench:
         self.plain, self.rounds = plain, rounds
         self.decoder = SimpleNamespace(target=SimpleNamespace(device=torch.device(device)))
 
-    def plain_ms(self) -> float:
+    kv_length = 16
+
+    def decode_ms(self, kv_length: int) -> float:
         return self.plain[torch.get_num_threads()]
 
     def round_ms(self) -> float:
@@ -87,6 +90,16 @@ class Bench:
 )
 def test_the_baseline_stays_at_its_best(plain: dict[int, float], rounds: dict[int, float], expected: int) -> None:
     assert choose_threads([Bench(plain, rounds)]) == expected  # type: ignore[list-item]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_scatters_rules_no_number_of_threads_out() -> None:
+    """Plain steps that two threads slow by 5 %, in the median of samples that lie 40 % apart."""
+    scatter = itertools.cycle([1.2, 0.8, 1.0, 1.25, 0.85])
+    bench = Bench({1: 10.0, 2: 10.5}, {1: 30.0, 2: 20.0})
+    assert choose_threads([bench]) == 1  # type: ignore[list-item]
+    bench.decode_ms = lambda kv_length: next(scatter) * bench.plain[torch.get_num_threads()]  # type: ignore[method-assign]
+    assert choose_threads([bench]) == 2  # type: ignore[list-item]
 
 
 def test_there_is_nothing_to_choose_on_an_accelerator_or_with_one_thread() -> None:
