@@ -77,8 +77,14 @@ class Replay:
         return float(self.tokens.sum() / self.rounds.sum())
 
 
-def replay(trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPrice | None = None) -> Replay:
-    """Replay ``policy`` over every prompt of the trace.
+def replay(
+    trace: Trace,
+    policy: Policy,
+    prices: DensePrices,
+    fallback: RoundPrice | None = None,
+    prompts: Ints | None = None,
+) -> Replay:
+    """Replay ``policy`` over the trace's ``prompts``, by number; None: all. Those left out count nothing.
 
     Raises:
         UserError: the policy looks at more children, or grows deeper trees, than the trace holds.
@@ -87,10 +93,14 @@ def replay(trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPri
     counts = np.zeros((trace.num_prompts, 5), np.int64)
     times = np.zeros((trace.num_prompts, 2))
     accepted = np.zeros(len(trace.forest.answer), np.int64)
+    tokens = np.zeros(trace.num_prompts, np.int64)
+    prompts = np.arange(trace.num_prompts) if prompts is None else prompts
+    tokens[prompts] = (np.diff(trace.answer_start) - 1)[prompts]
     _replay_prompts(
         policy.KIND,
         policy.encode(),
         NEVER if fallback is None else fallback.encode(),
+        prompts,
         trace.forest.answer,
         trace.packed.root_row,
         trace.packed.proposals,
@@ -113,7 +123,7 @@ def replay(trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPri
     )
     rounds, draft_forwards, plain_steps = counts[:, _ROUNDS], counts[:, _DRAFT_FORWARDS], counts[:, _PLAIN_STEPS]
     return Replay(
-        tokens=np.diff(trace.answer_start) - 1,
+        tokens=tokens,
         rounds=rounds,
         plain_steps=plain_steps,
         draft_forwards=draft_forwards,
@@ -167,6 +177,7 @@ def _replay_prompts(
     kind: int,
     params: Floats,
     fallback: Floats,
+    prompts: Ints,
     answer: Ints,
     root_row: NDArray[np.int32],
     proposals: Proposals,
@@ -187,9 +198,9 @@ def _replay_prompts(
     times: Floats,
     accepted: Ints,
 ) -> None:
-    """The decoding loop of ``runtime/decoder.py`` over every prompt, with recorded proposals."""
+    """The decoding loop of ``runtime/decoder.py`` over some prompts, with recorded proposals."""
     nowhere = len(proposals) - 1
-    for p in range(len(prompt_length)):
+    for p in prompts:
         begin, num_answer = answer_start[p], answer_start[p + 1] - answer_start[p]
         policies.reset(kind, params, state)
         fallbacks.reset(resting)

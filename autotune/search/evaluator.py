@@ -20,7 +20,7 @@ from autotune.search.space import STATIC_FIELDS, Configuration, Place, SearchSpa
 from autotune.subnet import Subnet
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
-from autotune.trees.tree import MAX_STEP, Floats
+from autotune.trees.tree import MAX_STEP, Floats, Ints
 
 
 class Candidate(Document):
@@ -158,14 +158,14 @@ class Evaluator:
             return configuration
         return configuration.model_copy(update={"draft": draft, "subnet": subnet})
 
-    def replay(self, configuration: Configuration) -> Replay:
-        """What decoding with a configuration would do.
+    def replay(self, configuration: Configuration, prompts: Ints | None = None) -> Replay:
+        """What decoding ``prompts``, by number, would do with a configuration; None: all.
 
         Raises:
             UserError: no trace is of its draft and subnet, or its trees reach beyond traces or prices.
         """
         trace, policy, prices = self._reach(configuration)
-        return replay(trace, policy, prices, configuration.fallback)
+        return replay(trace, policy, prices, configuration.fallback, prompts)
 
     def _reach(self, configuration: Configuration) -> tuple[Trace, Policy, DensePrices]:
         """What a configuration is replayed with."""
@@ -246,12 +246,12 @@ class Evaluator:
             speedup=self.ar_ms_per_token / ms,
         )
 
-    def replay_many(self, configurations: Iterable[Configuration]) -> list[Replay]:
+    def replay_many(self, configurations: Iterable[Configuration], prompts: Ints | None = None) -> list[Replay]:
         """``jobs`` at once."""
         for trace in self.traces.values():
             _ = trace.packed  # laid out once, before the threads ask for it
         with ThreadPoolExecutor(self.jobs) as pool:
-            return list(pool.map(self.replay, configurations))
+            return list(pool.map(lambda one: self.replay(one, prompts), configurations))
 
     def prompt_ms(self, configurations: Sequence[Configuration]) -> Floats:
         """Predicted decoding time of every prompt, [configurations, prompts]."""

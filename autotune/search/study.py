@@ -7,6 +7,7 @@ depend on who did what.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,12 +25,17 @@ from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.ledger import Ledger, Record, storage_url
 from autotune.search.space import Configuration, Place, SearchSpace, Tree
 from autotune.subnet import Subnet
+from autotune.trees.tree import Floats
 
 Report = Callable[[int, int, str], None]
 
 NUM_SWEPT = 2048  # trees of each policy and subnet that are replayed before TPE begins; a power of two, as Sobol's are
 SWEPT_AT_ONCE = 256  # a unit of work
 TRIALS_AT_ONCE = 50
+# One in so many prompts of each task, two at least, is replayed first; over all prompts only...
+FIRST_OF_TASK = 3
+NUM_GOING_ON = 64  # ...the fastest of a unit, so many,...
+NUM_GOING_ON_OF_TASK = 8  # ...and so many of the fastest of each task.
 NUM_KEPT = 24  # of a unit, the fastest go into its record; with as many of all TPE begins...
 NUM_KEPT_OF_TASK = 2  # ...and so many of the fastest of each task
 MOST_ALIKE = 2  # finalists of one draft and policy
@@ -123,6 +129,12 @@ class _Stage:
         described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.places]
         trees = {policy: {n: d.model_dump() for n, d in found.items()} for policy, found in space.trees.items()}
         self.key = content_key([documents, described, trees, seed])
+        self.tasks = {
+            task: np.flatnonzero([one == task for one in evaluator.tasks]) for task in dict.fromkeys(evaluator.tasks)
+        }
+        self.first = np.sort(
+            np.concatenate([found[: max(2, len(found) // FIRST_OF_TASK)] for found in self.tasks.values()])
+        )
         self.sampled = [p for p in space.trees if p != "static" and space.enumerated(p) is None]
         self._best: Candidate | None = None
 
@@ -160,9 +172,29 @@ class _Stage:
             else:
                 trees = self.space.sweep(policy, SWEPT_AT_ONCE, self.seed, first=part * SWEPT_AT_ONCE)
             configurations = self._feasible((place, tree) for tree in trees)
-            return self._record(configurations, self.evaluator.replay_many(configurations))
+            going_on = self._race(configurations)
+            return self._record(going_on, self.evaluator.replay_many(going_on), num_replayed=len(configurations))
 
         return make
+
+    def _race(self, configurations: list[Configuration]) -> list[Configuration]:
+        """Those that are among the fastest over the first prompts, overall or of a task: only they are worth replaying over
+        all.
+        """
+        if len(configurations) <= NUM_GOING_ON or 2 * len(self.first) > len(self.evaluator.tasks):
+            return configurations
+        ms = np.array([result.decode_ms for result in self.evaluator.replay_many(configurations, self.first)])
+        fastest, of_task = self._leaders(ms, NUM_GOING_ON, NUM_GOING_ON_OF_TASK)
+        return [configurations[number] for number in sorted({*fastest, *itertools.chain(*of_task.values())})]
+
+    def _leaders(self, ms: Floats, count: int, count_of_task: int) -> tuple[list[int], dict[str, list[int]]]:
+        """Rows of ``ms`` [configurations, prompts] with the least sums: of all, and of the prompts of each task."""
+
+        def least(sums: Floats, count: int) -> list[int]:
+            return np.argsort(sums, kind="stable")[:count].tolist()
+
+        of_task = {task: least(ms[:, prompts].sum(1), count_of_task) for task, prompts in self.tasks.items()}
+        return least(ms.sum(1), count), of_task
 
     def _feasible(self, trees: Iterable[tuple[Place, Tree]]) -> list[Configuration]:
         """Those that keep to the constraints."""
@@ -172,8 +204,8 @@ class _Stage:
             if self.evaluator.is_feasible((draft, subnet), tree)
         ]
 
-    def _record(self, configurations: list[Configuration], results: list[Replay]) -> Record:
-        """How many were replayed, and which are the fastest: over all prompts, and over those of each task."""
+    def _record(self, configurations: list[Configuration], results: list[Replay], *, num_replayed: int) -> Record:
+        """Which are the fastest: over all prompts, and over those of each task."""
         if not results:
             return {"num_replayed": 0, "fastest": [], "of_task": {}}
         ms = np.array([result.decode_ms for result in results])
@@ -181,16 +213,17 @@ class _Stage:
         def candidate(number: int) -> Record:
             return self.evaluator.candidate(configurations[number], results[number]).model_dump(mode="json")
 
-        total_ms = ms.sum(1)
-        fastest = [candidate(i) for i in np.argsort(total_ms, kind="stable")[:NUM_KEPT].tolist()]
-        of_task: dict[str, list[Record]] = {}
-        for task in dict.fromkeys(self.evaluator.tasks):
-            task_ms = ms[:, [one == task for one in self.evaluator.tasks]].sum(1)
-            leaders = np.argsort(task_ms, kind="stable")[:NUM_KEPT_OF_TASK].tolist()
-            of_task[task] = [{"ms": float(task_ms[i]), "candidate": candidate(i)} for i in leaders]
+        leaders, leaders_of_task = self._leaders(ms, NUM_KEPT, NUM_KEPT_OF_TASK)
+        fastest = [candidate(number) for number in leaders]
+        of_task = {
+            task: [
+                {"ms": float(ms[number, self.tasks[task]].sum()), "candidate": candidate(number)} for number in numbers
+            ]
+            for task, numbers in leaders_of_task.items()
+        }
         first = min(_candidates(fastest), key=lambda one: one.rank)
         self._best = min(self._best or first, first, key=lambda one: one.rank)
-        return {"num_replayed": len(results), "fastest": fastest, "of_task": of_task}
+        return {"num_replayed": num_replayed, "fastest": fastest, "of_task": of_task}
 
     def sample(
         self, swept: list[Record], num_trials: int, deadline: float | None, report: Callable[[int, int], None]
@@ -249,7 +282,7 @@ class _Stage:
             results.append(self.evaluator.replay(feasible[0]))
             study.tell(trial, results[-1].ms_per_token)
         self._show(study.get_trials(deepcopy=False)[-count:], first)
-        return self._record(configurations, results)
+        return self._record(configurations, results, num_replayed=len(results))
 
     def _distributions(self, names: list[str]) -> dict[str, Any]:
         """Of all parameters, by name."""

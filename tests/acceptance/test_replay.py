@@ -27,7 +27,7 @@ from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.wetap import WetapPolicy
 from autotune.workload import Workload, WorkloadPrompt
-from tests.documents import forest_of, free_prices, header, random_trace
+from tests.documents import DRAFT, cost_table, forest_of, free_prices, header, random_trace
 
 KEEPS = (1.0, 0.5, 0.1)
 DEPTH = 12
@@ -376,3 +376,14 @@ def only(trace: Trace, p: int) -> Trace:
     )
     lengths = (trace.prompt_length[p], trace.draft_prompt_length[p], trace.num_visual_tokens[p])
     return join(header(1, bounds=trace.header.bounds), [RecordedPrompt(forest, *map(int, lengths))])
+
+
+@pytest.mark.parametrize("tree", [{"policy": "chain"}, {"policy": "sage", "k": 4}, {"policy": "eagle2", "k": 4}])
+def test_some_prompts_are_replayed_as_among_all(tree: dict[str, Any]) -> None:
+    trace, prices = random_trace(3), cost_table().prices(DRAFT, max_tokens=64, max_kv_length=64)
+    policy = parse_policy({**tree, "depth": 4} if tree["policy"] != "sage" else {**tree, "d_max": 4})
+    whole, some = replay(trace, policy, prices), replay(trace, policy, prices, None, np.array([0, 2]))
+    for name in ("tokens", "rounds", "draft_forwards", "verified_nodes", "decode_ms"):
+        assert getattr(some, name)[[0, 2]].tolist() == getattr(whole, name)[[0, 2]].tolist()
+        assert getattr(some, name)[[1, 3]].tolist() == [0, 0]
+    assert some.tokens_per_round == whole.tokens[[0, 2]].sum() / whole.rounds[[0, 2]].sum()

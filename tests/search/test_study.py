@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ def figures(candidates: list[Candidate]) -> list[tuple[str, float]]:
     return [(candidate.configuration.key, candidate.ms_per_token) for candidate in candidates]
 
 
+def ten_prompts() -> Evaluator:
+    """Five of each of two tasks."""
+    traces = [random_trace(int(10 * keep), visual_keep=keep, num_prompts=10) for keep in KEEPS]
+    tasks = ["a"] * 5 + ["b"] * 5
+    return Evaluator([replace(t, header=t.header.model_copy(update={"tasks": tasks})) for t in traces], cost_table())
+
+
 @pytest.fixture(autouse=True)
 def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traces here are tiny; so is what their space is swept with."""
@@ -81,6 +89,28 @@ def test_tpe_begins_with_the_best_of_an_even_sweep(tmp_path: Path, monkeypatch: 
     candidates = search(evaluator(), LARGE, tmp_path / "l", seed=5)
     assert begun[: study_module.NUM_KEPT] == pytest.approx(best[: study_module.NUM_KEPT])
     assert candidates[0].ms_per_token <= best[0]
+
+
+def test_what_is_slow_over_the_first_prompts_goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sweep of 128 the fastest 24 are replayed over all prompts, and the best of all are among them."""
+    monkeypatch.setattr(study_module, "NUM_SWEPT", 128)
+    monkeypatch.setattr(study_module, "SWEPT_AT_ONCE", 128)
+    trees = {"sage": LARGE["sage"]}
+    monkeypatch.setattr(study_module, "NUM_GOING_ON", 128)
+    by_force = search(ten_prompts(), trees, tmp_path / "force", num_trials=1)
+    monkeypatch.setattr(study_module, "NUM_GOING_ON", 24)
+    monkeypatch.setattr(study_module, "NUM_GOING_ON_OF_TASK", 2)
+    found = ten_prompts()
+    asked: list[list[int] | None] = []
+    inner = found.replay
+    monkeypatch.setattr(
+        found, "replay", lambda one, prompts=None: (asked.append(prompts if prompts is None else [*prompts]), inner(one, prompts))[1]
+    )  # fmt: skip
+    result = stage(found, trees, tmp_path / "race", num_trials=1)
+    assert result.num_replayed == 128 * len(KEEPS) + 1
+    assert asked.count([0, 1, 5, 6]) == 128 * len(KEEPS), "two of each task"
+    assert len(KEEPS) * 24 <= asked.count(None) <= len(KEEPS) * (24 + 2 * 2) + 1
+    assert figures(result.fastest)[:5] == figures(by_force)[:5]
 
 
 def test_static_trees_come_from_the_dynamic_programme(tmp_path: Path) -> None:
