@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -383,6 +384,7 @@ def search(
     """The main job: profile, record, search, measure, and write the decoding profile. Interrupted, the same command
     goes on.
     """
+    started = time.monotonic()  # what is imported and loaded takes a part of the budget
     from autotune.console import Console
     from autotune.files import dump_document
     from autotune.search.evaluator import Constraints
@@ -410,7 +412,7 @@ def search(
         output=output,
     )
     check_settings(settings)
-    document = run_search(settings, Console())
+    document = run_search(settings, Console(), started=started)
     if as_json:
         click.echo(dump_document("decoding-profile", document))
 

@@ -141,7 +141,7 @@ class Runner:
         goes_on: bool = False,
         report: Report | None = None,
     ) -> dict[str, list[Run]]:
-        """Every arm on the same prompts, by arm name. Past the deadline it ends after a whole prompt, once
+        """Every arm on the same prompts, by arm name. It ends where another prompt would not be over by the deadline, once
         ``min_prompts`` are done. ``repeat`` tells apart comparisons of the same arms; one that ``goes_on`` remembers what
         earlier ones have taught.
         """
@@ -152,8 +152,11 @@ class Runner:
         known = self._known_runs(comparison)
         for arm in arms if not goes_on else ():  # what an earlier comparison has taught would depend on its prompts
             self.decoder_of(arm).fallback.forget()
+        began = time.monotonic()
         for number, prompt in enumerate(workload.prompts):
-            if number >= min_prompts and deadline is not None and time.monotonic() > deadline:
+            now = time.monotonic()
+            is_late = deadline is not None and now + (now - began) / max(1, number) > deadline
+            if number >= min_prompts and is_late:
                 break
             found = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
             if len(found) < len(arms):  # a prompt that was interrupted is measured as a whole

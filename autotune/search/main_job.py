@@ -150,15 +150,15 @@ def bounds_of(space: SearchSpace, largest: int = TOKENS[-1]) -> ForestBounds:
     return bounds_for(policies)
 
 
-def search(settings: SearchSettings, console: Console) -> DecodingProfile:
+def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
     """The main job. Interrupted at any moment, the same call goes on from what is on disk; several of them with one
-    ``storage`` share the work.
+    ``storage`` share the work. The budget counts from ``started``, of ``time.monotonic()``; None: from now.
 
     Raises:
         UserError: anything the user can mend, before long work where possible.
     """
     check_settings(settings)
-    deadline = time.monotonic() + settings.budget_s
+    deadline = (time.monotonic() if started is None else started) + settings.budget_s
     space = space_of(settings)
     bounds = bounds_of(space, max(settings.buckets, default=TOKENS[-1]))
     tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)

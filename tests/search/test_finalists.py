@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -372,6 +373,16 @@ def test_arms_take_turns_in_a_random_order_that_the_seed_repeats(
 def test_an_arm_named_twice_counts_once(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
     runs = Runner(decoder, processor).compare([Arm(AR), Arm(AR)], evaluate)
     assert len(runs[AR]) == len(evaluate.prompts)
+
+
+def test_a_prompt_that_would_end_too_late_is_not_begun(
+    decoder: Decoder, processor: Any, evaluate: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which looking at it takes a second: two prompts took a second and a half each, and 1.2 s are left."""
+    ticks = itertools.count()
+    monkeypatch.setattr("autotune.search.finalists.time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    runs = Runner(decoder, processor).compare([Arm(AR)], evaluate, deadline=4.2, min_prompts=1)
+    assert len(runs[AR]) == 2 < len(evaluate.prompts)
 
 
 def test_past_the_deadline_it_ends_with_whole_prompts(decoder: Decoder, processor: Any, evaluate: Workload) -> None:

@@ -47,7 +47,7 @@ PLAIN = SearchSettings(
 def test_the_command_asks_for_the_same_search(settings: SearchSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[SearchSettings] = []
 
-    def search(settings: SearchSettings, console: object) -> None:
+    def search(settings: SearchSettings, console: object, *, started: float) -> None:
         asked.append(settings)
 
     monkeypatch.setattr(main_job, "search", search)
