@@ -4,14 +4,17 @@ Images are composed from scikit-learn's 1,797 handwritten digits. Scans 0-1399 a
 so no held-out image contains a scan that any bundled model has seen. An example is a pure function of ``(split, task,
 index)``: nothing is stored, and the same example is made on every machine. The exception is ``continue``, whose
 passages are the docstrings of the running interpreter's own standard library: they change with the Python version, and
-the workload's hash changes with them.
+the workload's hash changes with them. Once read they are kept in the user's cache folder.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
+import json
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +24,9 @@ from typing import Literal
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
+
+from autotune.errors import UserError
+from autotune.files import content_key, read_json, sha256_of, user_cache, write_bytes
 
 Split = Literal["train", "held-out"]
 
@@ -267,8 +273,33 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 @functools.cache
 def _passages(split: Split) -> list[str]:
     """Docstrings of the standard library, one line each, long enough to be cut in two; 1 in 10 is held out by its hash."""
-    passages = set()
-    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+
+    def is_held_out(text: str) -> bool:
+        return hashlib.sha256(text.encode()).digest()[0] % 10 == 0
+
+    chosen = [text for text in _docstrings() if is_held_out(text) == (split == "held-out")]
+    if not chosen:
+        raise RuntimeError("the standard library of this interpreter has no docstrings (stripped sources?)")
+    return chosen
+
+
+@functools.cache
+def _docstrings() -> list[str]:
+    """Of both splits, sorted. Reading them takes seconds, so the user's cache folder keeps them for this interpreter."""
+    source = Path(sysconfig.get_path("stdlib"))
+    kept = user_cache() / f"passages-{content_key([sys.version, str(source), sha256_of(Path(__file__))])}.json"
+    if kept.exists():
+        with contextlib.suppress(UserError):
+            return list(read_json(kept))
+    found = _read_docstrings(source)
+    with contextlib.suppress(UserError, OSError):
+        write_bytes(kept, json.dumps(found).encode())
+    return found
+
+
+def _read_docstrings(source: Path) -> list[str]:
+    found = set()
+    for path in sorted(source.rglob("*.py")):
         if {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(path.parts):
             continue
         try:
@@ -278,15 +309,8 @@ def _passages(split: Split) -> list[str]:
         for node in _documented(tree):
             text = " ".join((ast.get_docstring(node, clean=False) or "").split())
             if len(text) >= 200 and text.isascii():
-                passages.add(text)
-
-    def is_held_out(text: str) -> bool:
-        return hashlib.sha256(text.encode()).digest()[0] % 10 == 0
-
-    chosen = sorted(text for text in passages if is_held_out(text) == (split == "held-out"))
-    if not chosen:
-        raise RuntimeError("the standard library of this interpreter has no docstrings (stripped sources?)")
-    return chosen
+                found.add(text)
+    return sorted(found)
 
 
 def _documented(tree: ast.Module) -> Iterator[Documented]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from autotune.digits import (
     TASKS,
     DigitsExample,
     Split,
+    _docstrings,
     _passages,
     _scan_bank,
     make_example,
@@ -176,9 +178,21 @@ def test_continue() -> None:
         assert any(" ".join(words).startswith(passage[:200]) for passage in passages)
 
 
-@pytest.mark.slow
+def test_passages_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever process, unless what was kept of them is broken."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    calls: list[Path] = []
+    monkeypatch.setattr("autotune.digits._read_docstrings", lambda source: calls.append(source) or ["one", "two"])
+    read = _docstrings.__wrapped__
+    assert read() == read() == ["one", "two"] and len(calls) == 1
+    (kept,) = (tmp_path / "cache" / "autotune").iterdir()
+    kept.write_text('["one", "tw')
+    assert read() == read() == ["one", "two"] and len(calls) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # where nothing can be kept
+    assert read() == ["one", "two"] and len(calls) == 3
+
+
 def test_passages_are_held_out() -> None:
-    """Reads the standard library once more, for the other split."""
     train, held_out = set(_passages("train")), set(_passages("held-out"))
     assert not train & held_out and len(train) > len(held_out) > 20
 
