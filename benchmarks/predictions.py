@@ -10,6 +10,7 @@ replay is than decoding, and whether any of the configurations is faster than th
 
 from __future__ import annotations
 
+import csv
 import random
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from autotune.search.study_document import load_study
 from autotune.workload import Workload, load_workload
 
 NUM_TUNE = SearchSettings.num_tune_prompts
+PARTS = ("draft_prefill_ms", "draft_ms", "verify_ms")  # of decoding; the rest is overhead
 
 
 def places_of(space: SearchSpace, contenders: Contenders, count: int, rng: random.Random) -> list[tuple[str, Place]]:
@@ -45,8 +47,9 @@ def drawn_from(
     space: SearchSpace, evaluator: Evaluator, places: list[tuple[str, Place]], rng: random.Random
 ) -> list[Configuration]:
     """A tree for each of the places; random ones of Sequoia's trees for ``static``."""
+    enough = 1 << len(places).bit_length()  # a sweep is even over powers of two
     swept = {
-        policy: space.sweep(policy, len(places), rng.randrange(1 << 31)) for policy in space.trees if policy != "static"
+        policy: space.sweep(policy, enough, rng.randrange(1 << 31)) for policy in space.trees if policy != "static"
     }
     found = []
     for policy, place in places:
@@ -65,8 +68,16 @@ def drawn_from(
 @click.option("--prompts", default=4, show_default=True)
 @click.option("--repeats", default=1, show_default=True, help="Measurements of every prompt.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="CSV of every configuration.")
 def main(
-    study: Path, profile: Path | None, space: str, configurations: int, prompts: int, repeats: int, seed: int
+    study: Path,
+    profile: Path | None,
+    space: str,
+    configurations: int,
+    prompts: int,
+    repeats: int,
+    seed: int,
+    output: Path | None,
 ) -> None:
     asked = load_study(study)
     assert asked is not None, "there is no study in that folder"
@@ -107,6 +118,7 @@ def main(
         print_regret(runs, {arm.name: arm for arm in arms})
     same, total, incomplete = Counter[str](), Counter[str](), Counter[str]()
     errors, predicted, measured = [], [], []
+    rows: list[dict[str, object]] = []
     for arm, drawn_configuration in zip(arms, drawn, strict=False):
         policy = drawn_configuration.tree["policy"]
         replayed = evaluator.replay(drawn_configuration)
@@ -118,6 +130,28 @@ def main(
         predicted.append(repeats * float(replayed.decode_ms.sum()))
         measured.append(sum(run.decode_ms for run in runs[arm.name]))
         errors.append(predicted[-1] / measured[-1] - 1)
+        rows.append(
+            {
+                "draft": drawn_configuration.draft,
+                "subnet": drawn_configuration.subnet.name,
+                "tree": drawn_configuration.tree,
+                "rounds": int(replayed.rounds.sum()),
+                "draft_forwards": int(replayed.draft_forwards.sum()),
+                "verified_nodes": int(replayed.verified_nodes.sum()),
+                "predicted_decode_ms": predicted[-1] / repeats,
+                **{f"predicted_{part}": float(getattr(replayed, part).sum()) for part in PARTS},
+                **{
+                    f"measured_{part}_{number}": sum(getattr(run, part) for run in found[arm.name])
+                    for number, found in enumerate(passes, 1)
+                    for part in ("decode_ms", *PARTS)
+                },
+            }
+        )
+    if output is not None:
+        with output.open("w", newline="") as file:
+            table_of_all = csv.DictWriter(file, list(rows[0]))
+            table_of_all.writeheader()
+            table_of_all.writerows(rows)
     for policy in total:
         print(
             f"{policy}: rounds and accepted lengths equal on {same[policy]} of {total[policy]} "
