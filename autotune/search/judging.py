@@ -227,9 +227,11 @@ class Judging:
             labels[TUNED] = f"{len(document.points)} points"
             del predicted[TUNED]
         print_comparison(summaries, predicted, labels, self.console)
+        is_plain = summaries[TUNED].speedup < 1.0
+        decoded = runs[AR if is_plain else TUNED]
         evidence = document.evidence.model_copy(
             update={
-                "prompts": [prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
+                "prompts": [prompt_evidence(run, plain) for run, plain in zip(decoded, runs[AR], strict=True)],
                 "compared": [
                     _compared(
                         arm.name,
@@ -241,18 +243,18 @@ class Judging:
                 ],
             }
         )
-        if summaries[TUNED].speedup < 1.0:
-            self.console.say("no draft beats plain decoding here: the profile says to decode without one")
+        if is_plain:
+            self.console.say("what was tuned does not beat plain decoding here: the profile says to decode without a draft")
             plain = self._point(Condition(), None).model_copy(
                 update={"measured": _measured(summaries[AR], summaries[AR])}
             )
             return document.model_copy(update={"points": [plain], "evidence": evidence})
         points = []
         for number, point in enumerate(document.points):
-            decoded = [i for i, run in enumerate(runs[TUNED]) if run.point == number]
+            by_it = [i for i, run in enumerate(decoded) if run.point == number]
             measured = None
-            if any(runs[TUNED][i].new_tokens > 1 for i in decoded):
-                tuned_runs, plain_runs = ([runs[name][i] for i in decoded] for name in (TUNED, AR))
+            if any(decoded[i].new_tokens > 1 for i in by_it):
+                tuned_runs, plain_runs = ([runs[name][i] for i in by_it] for name in (TUNED, AR))
                 own = summarise(TUNED, tuned_runs, plain_runs)
                 measured = _measured(own, summarise(AR, plain_runs, plain_runs))
             points.append(point.model_copy(update={"measured": measured}))

@@ -180,6 +180,9 @@ def test_a_draft_that_loses_on_held_out_prompts_is_left_alone(judging: Judging, 
     assert point.draft is None and point.tree is None and configuration_of(point) is None
     assert point.measured is not None and point.measured.speedup == 1.0
     assert {one.name: one.speedup for one in document.evidence.compared}["tuned"] == pytest.approx(10 / 11)
+    assert {(one.decode_ms, one.ar_decode_ms) for one in document.evidence.prompts} == {
+        (10.0 * TOKENS, 10.0 * TOKENS)
+    }, "of plain decoding, for that is what a check will compare them with"
 
 
 def test_another_device_s_profile_has_predictions_alone(judging: Judging) -> None:
