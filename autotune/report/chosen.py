@@ -141,6 +141,8 @@ class Comparison:
     plain: ComparedArm | None
     defaults: list[ComparedArm]
     tuned: ComparedArm | None
+    own: ComparedArm | None
+    """The profile as it decodes: what was tuned, or plain decoding where no draft beats that."""
 
     @property
     def best_default(self) -> ComparedArm | None:
@@ -155,4 +157,5 @@ def comparison(profile: DecodingProfile) -> Comparison:
         plain=arms.get(AR),
         defaults=[arm for name, arm in arms.items() if name not in (AR, TUNED)],
         tuned=arms.get(TUNED),
+        own=arms.get(AR if profile.point.tree is None else TUNED),
     )

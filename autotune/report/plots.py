@@ -27,7 +27,7 @@ def _evaluation(content: Content) -> dict[str, str]:
     drawn = {}
     if found is not None:
         arms = [arm for arm in (found.plain, *found.defaults, found.tuned) if arm is not None]
-        bars = [_bar(arm, is_strong=arm is found.tuned) for arm in arms]
+        bars = [_bar(arm, is_strong=arm is found.own) for arm in arms]
         said = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
         drawn["evaluation"] = figures.intervals(
             "evaluation",
