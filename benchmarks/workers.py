@@ -22,12 +22,16 @@ from autotune.search.evaluator import Evaluator
 from autotune.search.ledger import Ledger
 from autotune.search.space import Configuration, load_space
 from autotune.search.study import search_trees
+from autotune.search.study_document import load_study
 
 
 def work(study: Path, storage: str | Path, space: str) -> None:
     """One worker's tree stage, timed without what loads: it begins when told to."""
+    asked = load_study(study)
+    assert asked is not None, "there is no study in that folder"
+    traces = [load_trace(path) for path in sorted((study / "traces").glob("*/*.trace.json"))]
     evaluator = Evaluator(
-        [load_trace(path) for path in sorted((study / "traces").glob("*/*.trace.json"))],
+        [trace for trace in traces if trace.header.workload_sha256 == asked.tune_sha256],
         load_table(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime)),
         jobs=1,
     )
@@ -60,6 +64,7 @@ def timed(study: Path, space: str, storages: list[str]) -> float:
         worker.stdin.flush()
     outputs = [worker.communicate()[0].strip() for worker in workers]
     seconds = time.perf_counter() - started
+    assert not any(worker.returncode for worker in workers), "a worker has failed"
     for output in outputs:
         print(f"  {output}")
     return seconds
