@@ -244,7 +244,7 @@ class Judging:
             }
         )
         if is_plain:
-            self.console.say("what was tuned does not beat plain decoding here: the profile says to decode without a draft")
+            self.console.say("plain decoding beats what was tuned: the profile says to decode without a draft")
             plain = self._point(Condition(), None).model_copy(
                 update={"measured": _measured(summaries[AR], summaries[AR])}
             )
