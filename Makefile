@@ -16,7 +16,7 @@ check: .venv/installed  ## lint, types and the fast tests
 	$(BIN)/pytest -n auto -m "not slow and not gpu"
 
 test: check  ## everything that needs no accelerator
-	$(BIN)/pytest -n auto -m "slow and not gpu"
+	$(BIN)/pytest -n auto --dist worksteal -m "slow and not gpu"
 
 clean:
 	rm -rf .venv .autotune profile.json

@@ -99,6 +99,11 @@ def copy_common_weights(source: Any, destination: Any) -> None:
     assert not destination.load_state_dict(source.state_dict(), strict=False).missing_keys
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first: as the last test it would have a core for itself, and the others none."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A LLaVA and a draft with sight, saved and loaded as users do it. The processor lies beside the target."""

@@ -59,6 +59,7 @@ def strings_of(value: Any) -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_readme_runs(tmp_path: Path, postgresql: str) -> None:
     """The search comes first, on a few prompts, for the other commands need its profile."""
     from PIL import Image
@@ -73,6 +74,7 @@ def test_readme_runs(tmp_path: Path, postgresql: str) -> None:
     Image.fromarray(make_example("held-out", "read", 500_000).image).save(tmp_path / "grid.png")
 
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment["OMP_NUM_THREADS"] = "1"  # the other cores have tests of their own
 
     def run(command: str) -> str:
         done = subprocess.run(
