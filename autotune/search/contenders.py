@@ -43,7 +43,7 @@ class Asked(NamedTuple):
     """That torch used then: part of the device's fingerprint, and so of every document's name."""
 
 
-def _help(rank: int, asked: Asked, threads: int, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _as_helper(rank: int, asked: Asked, threads: int, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """In a process of its own."""
     torch.set_num_threads(asked.threads)
     contenders = Contenders(asked.target, asked.drafts, asked.device, asked.buckets, asked.runner)
@@ -86,7 +86,7 @@ class Contenders:
         ``jobs`` in all (None: one for each core); the threads are shared out among them.
         """
         number, threads = self.room_for_helpers(jobs)
-        with Helpers(number, _help, self.asked, threads, task, arguments) as helpers, limited_threads(threads):
+        with Helpers(number, _as_helper, self.asked, threads, task, arguments) as helpers, limited_threads(threads):
             yield helpers
 
     def room_for_helpers(self, jobs: int | None) -> tuple[int, int]:

@@ -194,9 +194,8 @@ def print_table(table: CostTable, console: Console) -> None:
                 f"draft {costs.name}: {costs.num_parameters / 1e6:.3g}M parameters of its own, "
                 f"{costs.cache_bytes_per_token} bytes of cache a token"
             )
-    for draft, overhead in {
-        costs.draft.id: costs.overhead for costs in table.drafts
-    }.items():  # one for all its subnets
+    overheads = {costs.draft.id: costs.overhead for costs in table.drafts}  # the same for all subnets of a draft
+    for draft, overhead in overheads.items():
         console.say(
             f"draft {draft}: outside the models {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft level + "
             f"{1e3 * overhead.node_ms:.0f} us a node (held-out error {_percent(overhead.held_out_error)})"

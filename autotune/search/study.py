@@ -129,11 +129,11 @@ class _Stage:
         described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.places]
         trees = {policy: {n: d.model_dump() for n, d in found.items()} for policy, found in space.trees.items()}
         self.key = content_key([documents, described, trees, seed])
-        self.tasks = {
+        self.prompts_of_task = {
             task: np.flatnonzero([one == task for one in evaluator.tasks]) for task in dict.fromkeys(evaluator.tasks)
         }
-        self.first = np.sort(
-            np.concatenate([found[: max(2, len(found) // FIRST_OF_TASK)] for found in self.tasks.values()])
+        self.first_prompts = np.sort(
+            np.concatenate([found[: max(2, len(found) // FIRST_OF_TASK)] for found in self.prompts_of_task.values()])
         )
         self.sampled = [p for p in space.trees if p != "static" and space.enumerated(p) is None]
         self._best: Candidate | None = None
@@ -181,9 +181,9 @@ class _Stage:
         """Those that are among the fastest over the first prompts, overall or of a task: only they are worth replaying over
         all.
         """
-        if len(configurations) <= NUM_GOING_ON or 2 * len(self.first) > len(self.evaluator.tasks):
+        if len(configurations) <= NUM_GOING_ON or 2 * len(self.first_prompts) > len(self.evaluator.tasks):
             return configurations
-        ms = np.array([result.decode_ms for result in self.evaluator.replay_many(configurations, self.first)])
+        ms = np.array([result.decode_ms for result in self.evaluator.replay_many(configurations, self.first_prompts)])
         fastest, of_task = self._leaders(ms, NUM_GOING_ON, NUM_GOING_ON_OF_TASK)
         return [configurations[number] for number in sorted({*fastest, *itertools.chain(*of_task.values())})]
 
@@ -193,7 +193,7 @@ class _Stage:
         def least(sums: Floats, count: int) -> list[int]:
             return np.argsort(sums, kind="stable")[:count].tolist()
 
-        of_task = {task: least(ms[:, prompts].sum(1), count_of_task) for task, prompts in self.tasks.items()}
+        of_task = {task: least(ms[:, prompts].sum(1), count_of_task) for task, prompts in self.prompts_of_task.items()}
         return least(ms.sum(1), count), of_task
 
     def _feasible(self, trees: Iterable[tuple[Place, Tree]]) -> list[Configuration]:
@@ -217,7 +217,8 @@ class _Stage:
         fastest = [candidate(number) for number in leaders]
         of_task = {
             task: [
-                {"ms": float(ms[number, self.tasks[task]].sum()), "candidate": candidate(number)} for number in numbers
+                {"ms": float(ms[number, self.prompts_of_task[task]].sum()), "candidate": candidate(number)}
+                for number in numbers
             ]
             for task, numbers in leaders_of_task.items()
         }

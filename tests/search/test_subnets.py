@@ -18,7 +18,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.target import Target
 from autotune.search import recording, subnets
 from autotune.search.contenders import Contenders
-from autotune.search.contenders import _help as run_helper
+from autotune.search.contenders import _as_helper as run_helper
 from autotune.search.documents import priced_apart
 from autotune.search.finalists import Runner
 from autotune.search.helpers import MOST_HELPERS
