@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.decoding_profile import load
     from autotune.errors import UserError
     from autotune.runtime.decoder import Decoder
+    from autotune.runtime.load import load
     from autotune.runtime.stats import DecodingOutput, DecodingStats
 
 __all__ = ["Decoder", "DecodingOutput", "DecodingStats", "UserError", "load"]
@@ -21,7 +21,7 @@ _HOMES = {
     "DecodingOutput": "autotune.runtime.stats",
     "DecodingStats": "autotune.runtime.stats",
     "UserError": "autotune.errors",
-    "load": "autotune.decoding_profile",
+    "load": "autotune.runtime.load",
 }
 
 

@@ -18,9 +18,9 @@ import transformers as hf
 from transformers import DynamicCache
 
 from autotune.console import Console
-from autotune.models import BUNDLED_TARGET, load_model
-from autotune.runtime.prompt import Prompt
-from autotune.runtime.target import Target
+from autotune.modeling.loading import BUNDLED_TARGET, load_model
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.target import Target
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2000,

@@ -10,10 +10,10 @@ import re
 import click
 import torch
 
-from autotune.digits import TASKS, make_example
-from autotune.models import BUNDLED_TARGET, load_model, load_processor
+from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.runtime.decoder import Decoder
-from autotune.workload import Prompt, WorkloadPrompt
+from autotune.workloads.digits import TASKS, make_example
+from autotune.workloads.workload import Prompt, WorkloadPrompt
 
 
 def claims(task: str, text: str) -> list[tuple[object, ...]]:

@@ -15,18 +15,21 @@ from pathlib import Path
 import click
 
 from autotune.console import Console
-from autotune.search.contenders import Contenders
-from autotune.search.documents import load_table
+from autotune.documents.configuration import Configuration
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.runner import AR
+from autotune.evaluation.summary import summarise
+from autotune.search.cost_tables import load_table
 from autotune.search.evaluator import Evaluator
-from autotune.search.finalists import AR, Arm, summarise
-from autotune.search.ledger import Ledger
-from autotune.search.main_job import bounds_of
-from autotune.search.recording import record_traces
-from autotune.search.space import Configuration, load_space
-from autotune.search.study import search_trees
-from autotune.search.study_document import RUNS
-from autotune.search.subnets import Screened, screen
-from autotune.workload import load_workload
+from autotune.search.model_pool import Contenders
+from autotune.search.pipeline import bounds_of
+from autotune.search.screening import Screened, screen
+from autotune.search.space import load_space
+from autotune.search.traces import record_traces
+from autotune.search.tree_search import search_trees
+from autotune.study.document import RUNS
+from autotune.study.ledger import Ledger
+from autotune.workloads.workload import load_workload
 
 DEFAULT_TREE = {
     "policy": "eagle2",

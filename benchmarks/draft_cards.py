@@ -18,14 +18,14 @@ import click
 import torch
 
 from autotune.acceptance.recorder import Recorder
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.files import append_line, read_json, read_lines, read_yaml, sha256_of
-from autotune.models import BUNDLED_TARGET, load_model, load_processor, reference
+from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor, reference
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.target import Target
-from autotune.subnet import Subnet
 from autotune.training.curve import draw_curve
-from autotune.workload import load_workload
+from autotune.workloads.workload import load_workload
 
 TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
 ROWS = "acceptance.jsonl"

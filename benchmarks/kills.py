@@ -19,8 +19,8 @@ from typing import Any
 import click
 import sqlalchemy
 
-from autotune.search.ledger import storage_url
-from autotune.search.study_document import LEDGER
+from autotune.study.document import LEDGER
+from autotune.study.ledger import storage_url
 
 SCREENING_S = 9.0  # of one attempt, at most
 

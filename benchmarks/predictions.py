@@ -22,16 +22,18 @@ from scipy.stats import spearmanr
 
 from autotune.console import Console
 from autotune.cost.table import load_table
-from autotune.decoding_profile import load_profile
-from autotune.search.bootstrap import bootstrap_ratio
-from autotune.search.contenders import Contenders
+from autotune.documents.configuration import Configuration, Place, configuration_of
+from autotune.documents.decoding_profile import load_profile
+from autotune.evaluation.arms import Arm, Run
+from autotune.evaluation.runner import AR
+from autotune.evaluation.summary import bootstrap_ratio
 from autotune.search.evaluator import Evaluator
-from autotune.search.finalists import AR, Arm, Run
-from autotune.search.main_job import SearchSettings, bounds_of
-from autotune.search.recording import record_traces
-from autotune.search.space import Configuration, Place, SearchSpace, configuration_of, load_space
-from autotune.search.study_document import load_study
-from autotune.workload import Workload, load_workload
+from autotune.search.model_pool import Contenders
+from autotune.search.pipeline import SearchSettings, bounds_of
+from autotune.search.space import SearchSpace, load_space
+from autotune.search.traces import record_traces
+from autotune.study.document import load_study
+from autotune.workloads.workload import Workload, load_workload
 
 NUM_TUNE = SearchSettings.num_tune_prompts
 PARTS = ("draft_prefill_ms", "draft_ms", "verify_ms")  # of decoding; the rest is overhead

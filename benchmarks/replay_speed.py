@@ -20,15 +20,16 @@ from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import Trace, bounds_for, load_trace
 from autotune.console import Console
 from autotune.cost.table import DensePrices, PrefillCost
-from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET
-from autotune.search.contenders import Contenders
-from autotune.search.finalists import Arm
-from autotune.search.recording import record_traces
+from autotune.documents.configuration import Configuration
+from autotune.documents.subnet import Subnet
+from autotune.evaluation.arms import Arm
+from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.search.model_pool import Contenders
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
-from autotune.search.space import Configuration, load_space
-from autotune.subnet import Subnet
+from autotune.search.space import load_space
+from autotune.search.traces import record_traces
 from autotune.trees.policy import Policy, parse_policy
-from autotune.workload import Workload, load_workload
+from autotune.workloads.workload import Workload, load_workload
 
 WIDEST = {"policy": "wetap", "w_min": 16, "w_max": 128, "budget": 64}
 DEFAULTS: dict[str, dict[str, object]] = {

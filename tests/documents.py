@@ -12,10 +12,9 @@ import numpy as np
 from PIL import Image
 
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
-from autotune.cost.device import Fingerprint
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import CostTable, DensePrices, DraftCosts, Overhead, PrefillCost
-from autotune.decoding_profile import (
+from autotune.documents.decoding_profile import (
     DecodingProfile,
     DraftChoice,
     Evidence,
@@ -23,8 +22,9 @@ from autotune.decoding_profile import (
     Predicted,
     WorkloadReference,
 )
-from autotune.provenance import ModelReference, Provenance
-from autotune.subnet import Subnet
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference, Provenance
+from autotune.documents.subnet import Subnet
 from autotune.trees.policy import parse_policy
 
 PROVENANCE = Provenance(autotune="0", created="2025-01-01T00:00:00+00:00", python="3", torch="2", transformers="5")

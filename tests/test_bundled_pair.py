@@ -9,12 +9,12 @@ import torch
 
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import ForestBounds, agreement
-from autotune.digits import TASKS, make_example
 from autotune.drafters.independent import IndependentDraft
-from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET, load_model, load_processor, reference
+from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, load_model, load_processor, reference
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.target import Target
-from autotune.workload import Prompt, Workload, WorkloadPrompt, load_workload
+from autotune.workloads.digits import TASKS, make_example
+from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from autotune import memory
+from autotune.device import check_room, free_memory, gib
 from autotune.errors import UserError
-from autotune.memory import check_room, free_memory, gib
-from autotune.models import load_model
+from autotune.modeling.loading import load_model
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.target import Target
 from tests.conftest import Pair
 
 GIB = 2**30

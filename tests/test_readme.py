@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.cli import main
-from autotune.digits import TASKS, make_example
+from autotune.cli.main import main
+from autotune.workloads.digits import TASKS, make_example
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ROOT / "profiles" / "cpu" / "digits.decode.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotune.files import data_root, read_lines, read_yaml, sha256_of
-from autotune.models import bundled_models
+from autotune.modeling.loading import bundled_models
 from autotune.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]

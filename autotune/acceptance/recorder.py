@@ -19,16 +19,16 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
+from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
-from autotune.provenance import ModelReference, stamp
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.target import Target
+from autotune.modeling.tree_model import causal_block
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.prompt import Prompt
-from autotune.runtime.target import Target
-from autotune.runtime.text_runner import causal_block
-from autotune.trees.buckets import EAGER
 from autotune.trees.tree import MAX_STEP, Floats, Ints
-from autotune.workload import Workload, WorkloadPrompt
+from autotune.workloads.workload import Workload, WorkloadPrompt
 
 ROOTS_AT_ONCE = 24  # positions whose forests grow together, at most; of small forests...
 NODES_AT_ONCE = 800  # ...as many as have so many nodes: every one attends to a column for each of the others

@@ -12,8 +12,8 @@ import numpy as np
 
 from autotune.acceptance.replay import check_reach
 from autotune.acceptance.trace import Trace
+from autotune.trees.acceptance_counts import DraftHealth
 from autotune.trees.fallback import Fallback, RoundPrice
-from autotune.trees.health import DraftHealth
 from autotune.trees.policy import Policy, TreeGrower
 from autotune.trees.tree import ROOT, Ints, Tree
 from autotune.trees.verification import find_child

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from autotune.documents.provenance import ModelReference, Provenance
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import Document, parse, read_json, write_bytes, write_document
-from autotune.provenance import ModelReference, Provenance
-from autotune.subnet import Subnet
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.policy import Policy
 from autotune.trees.sage import SagePolicy

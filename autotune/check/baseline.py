@@ -18,11 +18,11 @@ from scipy.stats import nct, t
 
 from autotune.check.result import SESSIONS, Gate, GateVerdict
 from autotune.check.sequential import Design
-from autotune.cost.device import Fingerprint
-from autotune.decoding_profile import PromptEvidence
+from autotune.documents.decoding_profile import PromptEvidence
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference, Provenance
 from autotune.errors import NotComparable
 from autotune.files import Document, parse, read_json, write_document
-from autotune.provenance import ModelReference, Provenance
 
 MIN_SESSIONS = 10
 MIN_POWER = 0.95

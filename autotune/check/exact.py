@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autotune.check.launch import Decoded
 from autotune.check.result import Gate, GateVerdict
-from autotune.decoding_profile import PromptEvidence
+from autotune.documents.decoding_profile import PromptEvidence
 from autotune.trees.fallback import RoundPrice
 
 # Where a profile has no prices: the target's forwards are what decoding mostly consists of.

@@ -13,20 +13,30 @@ from typing import Any
 
 import torch
 
-from autotune.check.against import SidesAtWork, launcher, open_sides, write_requests
 from autotune.check.baseline import Session, add_sessions, comparable_sessions, judge_times, load_baseline
-from autotune.check.here import Here, decode_here, evidence_for, judge_counts, judge_lossless, judge_speedup, skipped
+from autotune.check.comparison import SidesAtWork, launcher, open_sides, write_requests
 from autotune.check.launch import Request
+from autotune.check.local_run import (
+    Here,
+    decode_here,
+    evidence_for,
+    judge_counts,
+    judge_lossless,
+    judge_speedup,
+    skipped,
+)
 from autotune.check.output import write_outputs
 from autotune.check.result import COUNTS, SESSION_COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.sequential import Design
 from autotune.console import Console
-from autotune.cost.device import Fingerprint, choose_device, fingerprint
-from autotune.decoding_profile import PromptEvidence, load, load_profile
+from autotune.device import choose_device, fingerprint
+from autotune.documents.decoding_profile import PromptEvidence, load_profile
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.files import require_writable
-from autotune.provenance import stamp
-from autotune.workload import BUNDLED, Workload, load_workload
+from autotune.runtime.load import load
+from autotune.workloads.workload import BUNDLED, Workload, load_workload
 
 
 @dataclass(frozen=True)

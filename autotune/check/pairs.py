@@ -21,7 +21,7 @@ from autotune.check.launch import Decoded, Launch, Request, Side, Worker
 from autotune.check.sequential import PAIRS_PER_LAUNCH
 from autotune.errors import NotComparable
 from autotune.files import Document, append_line, read_lines
-from autotune.workload import WARM_UP_TOKENS
+from autotune.workloads.workload import WARM_UP_TOKENS
 
 AR_EVERY = 4  # pairs: plain decoding, for the speedup and as a control
 

@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from autotune.check.pairs import Pair
-from autotune.cost.device import Fingerprint
-from autotune.decoding_profile import PromptEvidence
+from autotune.documents.decoding_profile import PromptEvidence
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document
-from autotune.provenance import ModelReference, Provenance
 
 GateVerdict = Literal["passed", "warned", "failed", "inconclusive", "skipped"]
 LOSSLESS = "lossless"

@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from autotune.cost.device import fingerprint
 from autotune.cost.sampling import ProfileSettings, Sampler, plain_steps_ms, standard_error
 from autotune.cost.table import CostTable, DraftCosts, ModelShape, Overhead, PrefillCost, fit_overhead, fit_prefill
+from autotune.device import fingerprint
+from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
-from autotune.provenance import ModelReference, stamp
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.target import Target
+from autotune.modeling.threads import limited_threads
+from autotune.modeling.tree_model import TextRunner
+from autotune.modeling.vision_timing import vision_parts
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.prompt import Prompt
 from autotune.runtime.request import Request
-from autotune.runtime.target import Target
-from autotune.runtime.text_runner import TextRunner
-from autotune.runtime.threads import limited_threads
-from autotune.runtime.token_rule import TokenRule
-from autotune.runtime.vision import vision_parts
+from autotune.runtime.token_sampler import TokenRule
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
-from autotune.workload import Workload
+from autotune.workloads.workload import Workload
 
 Report = Callable[[int, int], None]
 

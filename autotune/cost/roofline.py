@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from autotune.cost.device import Fingerprint
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape, Overhead, PrefillCost
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference, stamp
+from autotune.documents.subnet import Subnet
+from autotune.execution import EAGER
 from autotune.files import Document, data_root, parse, read_yaml
-from autotune.provenance import ModelReference, stamp
-from autotune.subnet import Subnet
-from autotune.trees.buckets import EAGER
 from autotune.trees.tree import Floats
 
 KV_LENGTHS = (64, 512, 4096)

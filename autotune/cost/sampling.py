@@ -24,7 +24,7 @@ import numpy as np
 
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import TOKENS
-from autotune.trees.buckets import EAGER
+from autotune.execution import EAGER
 
 Size = tuple[int, int]
 """(tokens, KV length)."""
@@ -70,7 +70,7 @@ class ProfileSettings:
     buckets: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to: where there are any, they are the sizes measured."""
     runner: str = EAGER
-    """How forwards run (``runtime/graphs.py``)."""
+    """How forwards run (``modeling/graph_runner.py``)."""
     min_samples: int = 6
     max_samples: int = 30
     settled: float = 0.015

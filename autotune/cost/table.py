@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from autotune.cost.device import Fingerprint
 from autotune.cost.surface import Surface
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference, Provenance
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.files import Document, content_key, parse, read_json
-from autotune.provenance import ModelReference, Provenance
-from autotune.subnet import Subnet
-from autotune.trees.buckets import round_up
+from autotune.execution import round_up
+from autotune.files import Document, content_key, data_root, parse, read_json
 from autotune.trees.tree import Floats
 
 REWEIGHTED = 5  # times a fit is done anew, with the weights that it implies
@@ -283,3 +283,11 @@ class DensePrices:
     overhead_level_ms: float
     overhead_node_ms: float
     draft_prefill: PrefillCost
+
+
+def shipped_tables() -> dict[str, list[Path]]:
+    """Cost tables in ``profiles/<device>/``, by device name."""
+    tables: dict[str, list[Path]] = {}
+    for path in sorted((data_root() / "profiles").glob("*/*.cost.json")):
+        tables.setdefault(path.parent.name, []).append(path)
+    return tables

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.runtime.graphs import Slots
+from autotune.modeling.graph_runner import Slots
 
 
 def rotation(places: Tensor, head_size: int, theta: float) -> Tensor:

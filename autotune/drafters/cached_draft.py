@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Proposals, top_proposals
-from autotune.runtime.graphs import DeviceStep
-from autotune.runtime.kv_cache import CachedModel
-from autotune.runtime.masks import Block
-from autotune.runtime.text_runner import causal_block
-from autotune.runtime.transfer import rows_to_host, to_device
-from autotune.subnet import Subnet
-from autotune.trees.buckets import round_up
+from autotune.execution import round_up
+from autotune.modeling.graph_runner import DeviceStep
+from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.masks import Block
+from autotune.modeling.transfer import rows_to_host, to_device
+from autotune.modeling.tree_model import causal_block
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
 
 

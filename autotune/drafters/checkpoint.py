@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import cached_file
 
+from autotune.documents.subnet import Subnet
 from autotune.drafters.dream import DreamConfig, DreamNetwork
 from autotune.drafters.eagle3 import is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
@@ -19,9 +20,8 @@ from autotune.drafters.specvlm import SpecVlmConfig, SpecVlmNetwork
 from autotune.drafters.star import StarConfig, StarNetwork
 from autotune.errors import UserError
 from autotune.files import check_schema, parse_kind, read_json, write_document
-from autotune.models import load_model, load_tokenizer, resolve
-from autotune.runtime.target import Target
-from autotune.subnet import Subnet
+from autotune.modeling.loading import load_model, load_tokenizer, resolve
+from autotune.modeling.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CONFIGS: dict[str, type[BlocksConfig]] = {"dream": DreamConfig, "star": StarConfig, "specvlm": SpecVlmConfig}

@@ -13,8 +13,8 @@ from autotune.errors import UserError
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
-    from autotune.runtime.prompt import Prompt
-    from autotune.runtime.target import Target
+    from autotune.modeling.prompt import Prompt
+    from autotune.modeling.target import Target
 
 Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Tokens and log-probabilities, each [nodes, proposals], most probable first."""

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import (
 from autotune.drafters.blocks import BlockCache
 from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.errors import UserError
-from autotune.runtime.graphs import Slots
+from autotune.modeling.graph_runner import Slots
 
 WEIGHTS = "model.safetensors"
 LAYER_PREFIXES = ("midlayer.", "layers.0.")  # EAGLE's name of the layer, and that of speculators

@@ -10,21 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autotune.documents.subnet import Subnet
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.runtime.graphs import DeviceStep, Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
-from autotune.runtime.kv_cache import CachedModel
-from autotune.runtime.masks import Block, MaskBuffer
-from autotune.runtime.prompt import Prompt
-from autotune.runtime.text_runner import DEFAULT_CAPACITY
-from autotune.runtime.transfer import to_device
-from autotune.subnet import Subnet
+from autotune.modeling.graph_runner import DeviceStep, Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
+from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.masks import Block, MaskBuffer
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.transfer import to_device
+from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
 if TYPE_CHECKING:
-    from autotune.runtime.target import Target
+    from autotune.modeling.target import Target
 
 
 class FeatureCache:

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import check_vocabulary, kept_tokens
-from autotune.runtime.graphs import DeviceStep
-from autotune.runtime.masks import Block
-from autotune.runtime.prompt import Prompt, placeholders_of, rows_of
-from autotune.runtime.self_check import check_tree_decoding
-from autotune.runtime.text_runner import TextRunner
+from autotune.modeling.graph_runner import DeviceStep
+from autotune.modeling.masks import Block
+from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
+from autotune.modeling.self_check import check_tree_decoding
+from autotune.modeling.tree_model import TextRunner
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
-    from autotune.runtime.target import Target
+    from autotune.modeling.target import Target
 
 
 class IndependentDraft(CachedDraft, TextRunner):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autotune.drafters.blocks import BlockCache, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.runtime.graphs import Slots
+from autotune.modeling.graph_runner import Slots
 
 
 class NetworkConfig(Document):

@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from autotune.drafters.draft import Proposals, check_vocabulary
-from autotune.runtime.prompt import Prompt, placeholders_of, rows_of
+from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
 from autotune.trees.tree import ROOT, Ints, Tree
 
 if TYPE_CHECKING:
-    from autotune.runtime.target import Target
+    from autotune.modeling.target import Target
 
 
 class PromptLookupDraft:

@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import Field
 
 from autotune.console import Console
-from autotune.cost.device import Fingerprint
-from autotune.decoding_profile import Predicted
+from autotune.documents.configuration import Configuration
+from autotune.documents.decoding_profile import Predicted
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document
-from autotune.provenance import ModelReference, Provenance
-from autotune.search.space import Configuration
 from autotune.trees.policy import TreePolicy
 
 EXPORT = "export.json"

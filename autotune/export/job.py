@@ -7,7 +7,8 @@ from pathlib import Path
 
 from autotune.acceptance.trace import Trace
 from autotune.console import Console
-from autotune.decoding_profile import DecodingProfile, OperatingPoint, Predicted, load_profile
+from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted, load_profile
+from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.choose import Choice, EngineReplay
 from autotune.export.document import EXPORT, BatchPrediction, Export, Variant, print_export
@@ -19,8 +20,7 @@ from autotune.export.transformers import Transformers
 from autotune.export.tuned import Mask, keeps_promise, points_of, promise_of, promise_together
 from autotune.export.vllm import Vllm
 from autotune.files import require_writable, write_document
-from autotune.models import bundled_models
-from autotune.provenance import stamp
+from autotune.modeling.loading import bundled_models
 from autotune.trees.chain import ChainPolicy
 
 ENGINES: dict[str, Engine] = {

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
-from autotune.decoding_profile import DecodingProfile
+from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
-from autotune.provenance import ModelReference
-from autotune.search.study_folder import StudyFolder, studies_beside, study_of
-from autotune.subnet import Subnet
+from autotune.study.folder import StudyFolder, studies_beside, study_of
 
 EAGLE3 = "eagle3"
 INDEPENDENT = "independent"

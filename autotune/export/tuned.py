@@ -7,13 +7,13 @@ from numpy.typing import NDArray
 
 from autotune.acceptance.replay import Replay, plain_decode_ms
 from autotune.acceptance.trace import Trace
-from autotune.condition import first_match
-from autotune.decoding_profile import DecodingProfile, OperatingPoint, Predicted
+from autotune.documents.condition import first_match
+from autotune.documents.configuration import configuration_of
+from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted
+from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.export.study import Study
-from autotune.provenance import ModelReference
 from autotune.search.evaluator import Evaluator
-from autotune.search.space import configuration_of
 from autotune.trees.tree import Floats
 
 Mask = NDArray[np.bool_]

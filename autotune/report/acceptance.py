@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.acceptance.rounds import health_of
+from autotune.documents.configuration import configuration_of
 from autotune.report.chosen import when_of
 from autotune.report.sources import Sources
-from autotune.search.space import configuration_of
-from autotune.trees.health import DraftHealth
+from autotune.trees.acceptance_counts import DraftHealth
 
 
 @dataclass(frozen=True)

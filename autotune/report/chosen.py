@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.acceptance.replay import plain_decode_ms
-from autotune.decoding_profile import AR, TUNED, ComparedArm, DecodingProfile, OperatingPoint
+from autotune.documents.configuration import configuration_of
+from autotune.documents.decoding_profile import AR, TUNED, ComparedArm, DecodingProfile, OperatingPoint
+from autotune.documents.subnet import Subnet
 from autotune.report.sources import Sources
-from autotune.search.space import configuration_of
-from autotune.subnet import Subnet
 from autotune.trees.static import StaticPolicy
 
 FEW_PROMPTS = 8  # an interval that was resampled from fewer says little

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.cost.device import Fingerprint
 from autotune.cost.roofline import DeviceLimits
-from autotune.provenance import ModelReference, Provenance, stamp
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference, Provenance, stamp
+from autotune.report.ablation import PolicyBest, Rung, Worth, dimension_worth, ladder, policies
 from autotune.report.acceptance import Acceptance, acceptance
 from autotune.report.chosen import ChosenPoint, Comparison, chosen_points, comparison
 from autotune.report.findings import (
@@ -23,7 +24,6 @@ from autotune.report.prices import Curve, curves, limits_of, middle_kv_length
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.samples import Sample, samples
 from autotune.report.sources import Sources
-from autotune.report.worth import PolicyBest, Rung, Worth, dimension_worth, ladder, policies
 from autotune.search.evaluator import Candidate
 
 

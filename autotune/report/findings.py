@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.documents.configuration import Place
 from autotune.report.sources import Sources
 from autotune.search.evaluator import Candidate
-from autotune.search.screened import Screened
-from autotune.search.space import Place
+from autotune.study.records import Screened
 from autotune.trees.policy import parse_policy
 
 # ------------------------------------------------------------------------------------------------------------ Pareto fronts

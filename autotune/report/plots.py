@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autotune.decoding_profile import ComparedArm
+from autotune.documents.decoding_profile import ComparedArm
 from autotune.report import figures
 from autotune.report.content import Content
 from autotune.report.figures import Bar, Line
-from autotune.trees.health import DraftHealth
+from autotune.trees.acceptance_counts import DraftHealth
 from autotune.trees.tree import Ints
 
 MOST_LINES = 6

@@ -9,7 +9,7 @@ import numpy as np
 from autotune.cost.roofline import DeviceLimits, datasheets, load_limits, step_ms
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
-from autotune.search.study_document import StudyDocument
+from autotune.study.document import StudyDocument
 
 SIZES = (1, 4, 8, 16, 32, 64)
 

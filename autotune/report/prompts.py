@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.models import resolve
+from autotune.modeling.loading import resolve
 from autotune.report.sources import Sources
-from autotune.workload import WorkloadPrompt, load_workload
+from autotune.workloads.workload import WorkloadPrompt, load_workload
 
 
 def find_prompts(sources: Sources, workload: str | None) -> dict[str, WorkloadPrompt]:

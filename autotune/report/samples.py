@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from autotune.acceptance.rounds import Round, rounds
 from autotune.acceptance.trace import Trace
-from autotune.decoding_profile import DecodingProfile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.report.chosen import when_of
 from autotune.report.prompts import TokenTexts
 from autotune.report.sample_tree import Stretch, draw_tree, round_to_draw, stretches
 from autotune.report.sources import Sources
 from autotune.trees.tree import ROOT
-from autotune.workload import WorkloadPrompt
+from autotune.workloads.workload import WorkloadPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image

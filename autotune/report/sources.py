@@ -9,15 +9,15 @@ from typing import Any
 
 from autotune.acceptance.trace import Trace, load_trace
 from autotune.cost.table import CostTable
-from autotune.decoding_profile import DecodingProfile, OperatingPoint, load_profile
+from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, load_profile
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.ledger import Ledger, Record
-from autotune.search.screened import Screened
-from autotune.search.study import optuna_storage
-from autotune.search.study_document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
-from autotune.search.study_folder import load_headers, load_tables, studies_beside, study_of
+from autotune.search.tree_search import optuna_storage
+from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
+from autotune.study.folder import load_headers, load_tables, studies_beside, study_of
+from autotune.study.ledger import Ledger, Record
+from autotune.study.records import Screened
 
 
 @dataclass(frozen=True)

@@ -9,26 +9,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autotune.condition import first_match
+from autotune.documents.condition import first_match
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
-from autotune.runtime.device_round import DeviceRound, DeviceRounds
-from autotune.runtime.graphs import check_runner
-from autotune.runtime.hf_call import check_names, generation_settings, hf_call, prepared_call, processors_of_row
-from autotune.runtime.host_round import HostRound
-from autotune.runtime.prompt import Prompt
+from autotune.execution import EAGER, sizes_for
+from autotune.modeling.clock import now_ms
+from autotune.modeling.graph_runner import check_runner
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.target import Target
+from autotune.modeling.threads import limited_threads
+from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
+from autotune.runtime.generate_args import check_names, generation_settings, hf_call, prepared_call, processors_of_row
+from autotune.runtime.host_rounds import HostRound
+from autotune.runtime.points import Way
 from autotune.runtime.request import Call, Request
-from autotune.runtime.stats import DecodingOutput, DecodingStats, now_ms
-from autotune.runtime.target import Target
-from autotune.runtime.threads import limited_threads
-from autotune.runtime.token_rule import TokenRule
-from autotune.runtime.way import Way
-from autotune.trees.buckets import EAGER, sizes_for
+from autotune.runtime.stats import DecodingOutput, DecodingStats
+from autotune.runtime.token_sampler import TokenRule
+from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
 from autotune.trees.fallback import Fallback, RoundPrice
-from autotune.trees.health import NEAR_IMAGE_TOKENS
 
 if TYPE_CHECKING:
-    from autotune.decoding_profile import DecodingProfile
+    from autotune.documents.decoding_profile import DecodingProfile
 
 
 class Decoder:

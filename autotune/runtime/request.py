@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotune.runtime.prompt import Prompt
+from autotune.modeling.prompt import Prompt
 from autotune.runtime.stats import DecodingStats
-from autotune.runtime.token_rule import TokenRule
+from autotune.runtime.token_sampler import TokenRule
 
 
 @dataclass

@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.trees.health import DraftHealth
-
-
-def now_ms(device: torch.device) -> float:
-    """Wall clock, after the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() * 1e3
-
-
-class Laps:
-    """Times between marks, by the device's own clock: a mark waits for nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-        self.mark()
-
-    def mark(self) -> None:
-        """Of when the device will have done what it was told so far."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter() * 1e3)
-
-    @property
-    def ms(self) -> list[float]:
-        """Between neighbouring marks, once the device is known to have passed the last of them."""
-        pairs = pairwise(self._marks)
-        if self._device.type == "cuda":
-            return [before.elapsed_time(after) for before, after in pairs]
-        return [after - before for before, after in pairs]
+from autotune.trees.acceptance_counts import DraftHealth
 
 
 @dataclass

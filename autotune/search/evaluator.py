@@ -13,11 +13,12 @@ import numpy as np
 from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
 from autotune.cost.table import CostTable, DensePrices, DraftCosts
+from autotune.documents.configuration import Configuration, Place
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
-from autotune.search.space import STATIC_FIELDS, Configuration, Place, SearchSpace
-from autotune.subnet import Subnet
+from autotune.search.space import STATIC_FIELDS, SearchSpace
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.tree import MAX_STEP, Floats, Ints

@@ -10,22 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from autotune.decoding_profile import OperatingPoint
+from autotune.documents.configuration import Tree
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root, parse, read_yaml
-from autotune.subnet import Subnet
-from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import POLICIES, Policy, parse_policy
 from autotune.trees.static import StaticPolicy
-from autotune.trees.verification import LosslessVerification, Verification
 
 if TYPE_CHECKING:
     import optuna
 
-Tree = dict[str, Any]
-"""A tree policy with its hyperparameters, as documents hold it."""
-Place = tuple[str, Subnet]
-"""A draft, by its id, and the subnet of it."""
 
 MAX_ENUMERATED = 3000
 # What static trees are searched by: Sequoia's dynamic programme makes a tree of them.
@@ -103,45 +97,6 @@ class Dimension(Document):
             return trial.suggest_int(name, self.low, self.high, step=int(self.step or 1), log=self.log)
         assert self.low is not None and self.high is not None
         return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
-
-
-class Configuration(Document):
-    """One way to decode: a draft, the subnet of it that drafts, and a tree policy with its hyperparameters."""
-
-    tree: dict[str, Any]
-    draft: str | None = None
-    """Its id; None: whichever is at hand."""
-    subnet: Subnet = Subnet()
-    verification: Verification = Field(default_factory=LosslessVerification)
-    fallback: RoundPrice | None = None
-
-    @property
-    def visual_keep(self) -> float:
-        """Share of the visual tokens that the draft sees."""
-        return self.subnet.visual_keep
-
-    @property
-    def key(self) -> str:
-        """Content hash: equal configurations have equal keys."""
-        return content_key([parse_policy(self.tree).model_dump(), self.model_dump(mode="json", exclude={"tree"})])
-
-    @property
-    def label(self) -> str:
-        """For people: the policy with what differs from its defaults, behind the draft."""
-        policy = parse_policy(self.tree)
-        defaults = type(policy)()
-        changed = {
-            n: v
-            for n, v in policy.model_dump().items()
-            if n != "policy" and (v != getattr(defaults, n) or policy.policy == "chain")
-        }
-        words = [f"{n}={v:.2f}" if isinstance(v, float) else f"{n}={v}" for n, v in changed.items()]
-        if isinstance(policy, StaticPolicy):
-            words = [f"nodes={policy.max_nodes}", f"depth={policy.max_depth}"]
-        if not self.verification.is_lossless:
-            words.append("LOSSY")
-        draft = [] if self.draft is None else [self.draft]
-        return " ".join([*draft, f"{policy.policy}({', '.join(words)})", self.subnet.label])
 
 
 class SearchSpace(Document):
@@ -293,29 +248,3 @@ def largest_policies(space: SearchSpace) -> Iterator[Policy]:
             yield StaticPolicy(paths=tuple(paths))
         else:
             yield parse_policy(ordered(policy, widest))
-
-
-# What users run today (shared defaults of serving engines and papers): every search compares its winner with these.
-PUBLISHED_DEFAULTS: dict[str, Configuration] = {
-    "chain": Configuration(tree={"policy": "chain", "depth": 5}),
-    "star": Configuration(tree={"policy": "chain", "depth": 6}),
-    "eagle2": Configuration(tree={"policy": "eagle2"}),
-    "dream": Configuration(
-        tree={"policy": "eagle2", "depth": 6, "k": 4, "budget": 32}, subnet=Subnet(visual_keep=0.75)
-    ),
-    "sage": Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.2)),
-    "wetap": Configuration(tree={"policy": "wetap"}),
-}
-
-
-def configuration_of(point: OperatingPoint) -> Configuration | None:
-    """A point as a configuration; None for plain decoding."""
-    if point.draft is None or point.tree is None:
-        return None
-    return Configuration(
-        tree=point.tree.model_dump(),
-        draft=point.draft.id,
-        subnet=point.draft.subnet,
-        verification=point.verification,
-        fallback=point.fallback,
-    )

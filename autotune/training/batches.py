@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.digits import DIGIT_SIZE, PASSAGE_TOKENS, DigitsExample, Split, make_example
-from autotune.workload import chat_text
+from autotune.workloads.digits import DIGIT_SIZE, PASSAGE_TOKENS, DigitsExample, Split, make_example
+from autotune.workloads.workload import chat_text
 
 IGNORED = -100  # label of positions without a loss
 POOL_BATCHES = 4  # batches are cut from a pool sorted by length: less padding

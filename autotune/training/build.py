@@ -16,8 +16,8 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from autotune.digits import IMAGE_SIZE, TASKS, make_example
 from autotune.training.recipe import Recipe
+from autotune.workloads.digits import IMAGE_SIZE, TASKS, make_example
 
 IMAGE_TOKEN = "<image>"
 CHAT_TEMPLATE = (

@@ -10,21 +10,21 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from autotune.acceptance.recorder import Recorder
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network, save_draft
 from autotune.drafters.network import BlocksNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
-from autotune.models import load_model, load_processor, reference
-from autotune.runtime.target import Target
-from autotune.subnet import Subnet
+from autotune.modeling.loading import load_model, load_processor, reference
+from autotune.modeling.target import Target
 from autotune.training.batches import Batches
-from autotune.training.drafting import drafting_loss, sampled_subnet
 from autotune.training.examples import JsonlExamples, JsonlFile, Report
-from autotune.training.lessons import DigitsExamples, Examples, Lessons, Share
+from autotune.training.losses import drafting_loss, sampled_subnet
 from autotune.training.memory import BatchShape, check_needs, lesson_bytes, memory_needs
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher
+from autotune.training.teacher_batches import DigitsExamples, Examples, Lessons, Share
 
 FIRST_SEED = 1000  # of examples for drafts: far from those of the models that the pair is made of
 NUM_HELD_OUT = 3  # batches

@@ -17,11 +17,11 @@ from torch import Tensor
 from autotune.acceptance.recorder import Recorder
 from autotune.errors import UserError
 from autotune.files import content_key
-from autotune.runtime.prompt import visual_tokens
-from autotune.runtime.target import Target
+from autotune.modeling.prompt import visual_tokens
+from autotune.modeling.target import Target
 from autotune.training.memory import BatchShape
 from autotune.training.teacher import Example
-from autotune.workload import Prompt, Workload, WorkloadPrompt, load_prompt, read_jsonl
+from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_prompt, read_jsonl
 
 HELD_OUT_SHARE = 20  # one example in so many
 # What processors make for every token. Of the answer's tokens: attended to, and text.

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autotune.device import free_memory, gib
 from autotune.errors import UserError
-from autotune.memory import free_memory, gib
-from autotune.runtime.target import Target
+from autotune.modeling.target import Target
 
 READINGS = 2  # of every lesson: behind the target's features, and behind the draft's own states
 # Float32 arrays of [taught tokens, vocabulary] that live together in the backward pass, as measured: the target's

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import UserError
-from autotune.models import load_model, load_processor
+from autotune.modeling.loading import load_model, load_processor
 from autotune.training.batches import IGNORED, Batch, Batches
 from autotune.training.build import build_model, build_processor, train_tokenizer
 from autotune.training.recipe import Recipe, Stage, teacher_name

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from autotune.digits import TASKS
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.errors import UserError
 from autotune.files import Document, parse, read_yaml
-from autotune.models import resolve
-from autotune.subnet import Subnet
+from autotune.modeling.loading import resolve
 from autotune.training.teacher import DistillationRule
+from autotune.workloads.digits import TASKS
 
 Objective = Literal["grounding", "answers", "distillation", "drafting"]
 FEATURE_DRAFTS = tuple(NETWORKS)

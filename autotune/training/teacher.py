@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from autotune.runtime.attention import LayerAttention, attention_entropy, visual_scores, watched_attention
-from autotune.runtime.prompt import Prompt
-from autotune.runtime.target import Target
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.target import Target
+from autotune.modeling.visual_attention import LayerAttention, attention_entropy, visual_scores, watched_attention
 
 ENTROPY_QUERIES = 64  # tokens of one example of a batch whose attention is looked at
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from autotune.acceptance.recorder import Recorder
+from autotune.documents.provenance import ModelReference
 from autotune.drafters.independent import IndependentDraft
-from autotune.models import reference
-from autotune.provenance import ModelReference
-from autotune.runtime.target import Target
-from autotune.workload import Workload, load_workload
+from autotune.modeling.loading import reference
+from autotune.modeling.target import Target
+from autotune.workloads.workload import Workload, load_workload
 from tests.conftest import Pair
 from tests.documents import write_image, write_workload
 

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from autotune.acceptance.recorder import ROOTS_AT_ONCE, Answer, Recorder, choose_expanded, record_forest
 from autotune.acceptance.trace import Forest, ForestBounds, Trace, bounds_for
+from autotune.documents.provenance import ModelReference
 from autotune.drafters.independent import IndependentDraft
-from autotune.provenance import ModelReference
+from autotune.modeling.prompt import visual_tokens
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.prompt import visual_tokens
-from autotune.runtime.target import Target
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
-from autotune.workload import Workload, load_workload
+from autotune.workloads.workload import Workload, load_workload
 from tests.conftest import NUM_VISUAL_TOKENS
 from tests.documents import write_workload
 

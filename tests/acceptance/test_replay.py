@@ -12,21 +12,21 @@ from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, bounds_for, join
 from autotune.cost.table import DensePrices, PrefillCost
+from autotune.documents.configuration import Configuration
+from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import Subnet
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
-from autotune.provenance import ModelReference
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
-from autotune.runtime.target import Target
-from autotune.search.space import Configuration
-from autotune.subnet import Subnet
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.wetap import WetapPolicy
-from autotune.workload import Workload, WorkloadPrompt
+from autotune.workloads.workload import Workload, WorkloadPrompt
 from tests.documents import DRAFT, cost_table, forest_of, free_prices, header, random_trace
 
 KEEPS = (1.0, 0.5, 0.1)

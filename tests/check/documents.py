@@ -6,7 +6,7 @@ from typing import Any
 
 from autotune.check.pairs import Pair
 from autotune.check.result import CheckResult, Gate, Timing, WorkloadResult
-from autotune.decoding_profile import PromptEvidence
+from autotune.documents.decoding_profile import PromptEvidence
 from tests.documents import DEVICE, PROVENANCE, TARGET
 
 

@@ -18,9 +18,9 @@ from autotune.check.baseline import (
     predicted_power,
 )
 from autotune.check.sequential import Design
-from autotune.cost.device import Fingerprint
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference
 from autotune.errors import NotComparable, UserError
-from autotune.provenance import ModelReference
 from tests.check.documents import prompt_evidence
 from tests.documents import DEVICE, PROVENANCE, TARGET
 

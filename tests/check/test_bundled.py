@@ -13,11 +13,11 @@ import pytest
 
 from autotune.check.job import CheckResult, CheckSettings, run_check
 from autotune.console import Console
-from autotune.cost.device import fingerprint
-from autotune.decoding_profile import Evidence, load_profile, save_profile
+from autotune.device import fingerprint
+from autotune.documents.decoding_profile import Evidence, load_profile, save_profile
+from autotune.documents.provenance import stamp
 from autotune.files import data_root
-from autotune.provenance import stamp
-from autotune.runtime import host_round
+from autotune.runtime import host_rounds
 from autotune.trees.verification import accept_path
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def test_the_bundled_pair_passes_the_exact_gate(tmp_path: Path, monkeypatch: pyt
     }
     save_profile(tmp_path / "here.json", profile.model_copy(update=here))
     assert [gate.verdict for gate in check(tmp_path / "here.json").gates] == ["passed", "passed"]
-    monkeypatch.setattr(host_round, "accept_path", lambda tree, tokens, path: min(2, accept_path(tree, tokens, path)))
+    monkeypatch.setattr(host_rounds, "accept_path", lambda tree, tokens, path: min(2, accept_path(tree, tokens, path)))
     worse = check(tmp_path / "here.json")
     assert [gate.verdict for gate in worse.gates] == ["passed", "failed"] and worse.exit_code == 1
 

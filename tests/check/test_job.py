@@ -7,23 +7,24 @@ from typing import Any
 
 import pytest
 
-from autotune import models
-from autotune.check import against
+from autotune.check import comparison
 from autotune.check.job import CheckResult, CheckSettings, run_check
 from autotune.check.launch import Decoded, Request, Side
 from autotune.check.pairs import Pair as TimedPair
 from autotune.check.result import Gate
 from autotune.check.worker import Side as WorkerSide
-from autotune.condition import Condition
 from autotune.console import Console
-from autotune.cost.device import Fingerprint, fingerprint
-from autotune.decoding_profile import DecodingProfile, Evidence, load_profile, save_profile
+from autotune.device import fingerprint
+from autotune.documents.condition import Condition
+from autotune.documents.decoding_profile import DecodingProfile, Evidence, load_profile, save_profile
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable, UserError
+from autotune.evaluation.profile_runner import TUNED, ProfileRunner
 from autotune.files import read_json, read_lines
-from autotune.models import reference
-from autotune.profile_runner import TUNED, ProfileRunner
-from autotune.provenance import stamp
-from autotune.runtime import host_round
+from autotune.modeling import loading
+from autotune.modeling.loading import reference
+from autotune.runtime import host_rounds
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.verification import WetapVerification, accept_path
 from tests.conftest import Pair
@@ -85,8 +86,8 @@ def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
     """Half the answers of bfloat16 part somewhere; another token at a clear margin fails as ever."""
     prompts = [{"prompt": f"Go on with number {n}.", "split": "evaluate", "max_new_tokens": 60} for n in range(6)]
     write_workload(world, prompts)
-    load_model = models.load_model
-    monkeypatch.setattr(models, "load_model", lambda name, **options: load_model(name, **options).bfloat16())
+    load_model = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda name, **options: load_model(name, **options).bfloat16())
     found = check("lossless.json", num_prompts=6)
     (workload,) = found.workloads
     assert workload.identical_outputs < 6 == workload.num_prompts, "nothing differs: the test proves nothing"
@@ -134,7 +135,7 @@ def test_a_speedup_that_cannot_be_reached_fails(world: Path) -> None:
 def test_settings_that_make_no_sense_are_refused_at_once(
     settings: dict[str, Any], message: str, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "load_model", None)  # nothing is loaded before
+    monkeypatch.setattr(loading, "load_model", None)  # nothing is loaded before
     with pytest.raises(UserError, match=message):
         check("lossless.json", **settings)
 
@@ -207,7 +208,7 @@ def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> Dec
 
 def accept_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """As lossless as ever, but of every accepted path the first token alone is kept."""
-    monkeypatch.setattr(host_round, "accept_path", lambda tree, tokens, path: min(1, accept_path(tree, tokens, path)))
+    monkeypatch.setattr(host_rounds, "accept_path", lambda tree, tokens, path: min(1, accept_path(tree, tokens, path)))
 
 
 def test_counts_as_in_the_evidence_pass(world: Path) -> None:
@@ -219,7 +220,7 @@ def test_counts_as_in_the_evidence_pass(world: Path) -> None:
 def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_evidence(world)
     accept_less(monkeypatch)
-    monkeypatch.setattr(against, "WorkerProcess", None)  # nothing is launched
+    monkeypatch.setattr(comparison, "WorkerProcess", None)  # nothing is launched
     for asked in ({"tests_machine": True}, {"against": "lossless.json"}):
         found = check("proven.json", **asked)
         assert found.exit_code == 1
@@ -240,7 +241,7 @@ def test_counts_that_do_not_repeat_cannot_gate(world: Path, monkeypatch: pytest.
     write_evidence(world)
     calls = iter(range(10_000))
     monkeypatch.setattr(
-        host_round,
+        host_rounds,
         "accept_path",
         lambda tree, tokens, path: min(1 + (next(calls) % 5 == 0), accept_path(tree, tokens, path)),
     )
@@ -337,7 +338,7 @@ def side_key(side: Side) -> str:
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> type[InProcess]:
     fresh = type("Fresh", (InProcess,), {"decoded": {}, "launched": []})
-    monkeypatch.setattr(against, "WorkerProcess", fresh)
+    monkeypatch.setattr(comparison, "WorkerProcess", fresh)
     return fresh
 
 
@@ -353,7 +354,7 @@ def test_a_slower_head_fails(world: Path, workers: type[InProcess]) -> None:
     changed(world, "base.json", points=other.points)
     workers.slowdown = 0.08
     found = check("lossless.json", against="base.json")
-    assert (found.exit_code, found.against) == (1, "base.json")
+    assert (found.exit_code, found.comparison) == (1, "base.json")
     assert verdicts(found) == {
         "lossless": "passed",
         "counts": "skipped",
@@ -420,7 +421,7 @@ def test_a_base_of_another_kind_is_not_comparable(what: str, world: Path, monkey
         "device": {"hardware": Fingerprint(name="slate", kind="cpu", model="A slate", num_cores=1, memory_bytes=1)},
     }[what]
     changed(world, "base.json", **fields)
-    monkeypatch.setattr(models, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     with pytest.raises(
         NotComparable, match=rf"--against base.json: its {what} is .*; compare profiles of the same {what}"
     ):
@@ -447,7 +448,7 @@ def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: 
 def test_a_revision_that_is_none_is_refused_before_anything_is_loaded(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "load_model", None)
+    monkeypatch.setattr(loading, "load_model", None)
     with pytest.raises(UserError, match="--against mian: "):
         check("lossless.json", against="mian")
 

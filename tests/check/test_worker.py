@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 import autotune
 from autotune.check import worker
 from autotune.check.launch import WORKER, Decoded, Request, Side, WorkerProcess
-from autotune.cost.device import fingerprint
-from autotune.decoding_profile import load_profile, save_profile
+from autotune.device import fingerprint
+from autotune.documents.decoding_profile import load_profile, save_profile
 from autotune.errors import UserError
-from autotune.models import reference
+from autotune.modeling.loading import reference
 from tests.conftest import Inputs, Pair
 from tests.documents import decoding_profile
 

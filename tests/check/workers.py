@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune.check.launch import Decoded, Request, Side
-from autotune.workload import WARM_UP_TOKENS
+from autotune.workloads.workload import WARM_UP_TOKENS
 
 BASE, HEAD = (Side(name=name, what=f"the {name}", profile=Path("profile.json")) for name in ("base", "head"))
 

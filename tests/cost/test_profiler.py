@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.cost.device import fingerprint
 from autotune.cost.profiler import kv_lengths_for, overhead_runs, profile
 from autotune.cost.sampling import ProfileSettings
 from autotune.cost.surface import Surface
 from autotune.cost.table import TOKENS, CostTable
+from autotune.device import fingerprint
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, new_network, save_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.files import dump_document
-from autotune.models import reference
+from autotune.modeling.loading import reference
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.target import Target
-from autotune.subnet import Subnet
-from autotune.workload import Workload, load_workload
+from autotune.workloads.workload import Workload, load_workload
 from tests.conftest import NUM_VISUAL_TOKENS, Pair
 from tests.documents import write_image, write_workload
 

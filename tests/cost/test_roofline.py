@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune.cost.device import short_name
 from autotune.cost.roofline import DeviceLimits, anchored, datasheets, estimate_table, load_limits, step_ms
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
+from autotune.device import short_name
+from autotune.documents.subnet import Subnet
 from autotune.files import dump_document
-from autotune.subnet import Subnet
 from tests.documents import DRAFT, TARGET
 
 # One layer of a billion parameters in two bytes, a kilobyte of keys and values for a token.

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.cost.device import Fingerprint
 from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill, load_table
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import dump_document, parse, read_json, write_document
-from autotune.provenance import ModelReference
-from autotune.subnet import Subnet
 from tests.documents import DEVICE, DRAFT, TARGET, cost_table, surface
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.target import Target
-from autotune.subnet import Subnet
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree
 from tests.conftest import VOCABULARY_SIZE, Inputs, Pair

@@ -21,8 +21,8 @@ from autotune.drafters.network import PromptRows
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.target import Target
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree
 from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair

@@ -8,12 +8,12 @@ from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.cost.table import CostTable
-from autotune.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint, Predicted, save_profile
+from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint, Predicted, save_profile
+from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import Subnet
 from autotune.files import write_document
-from autotune.provenance import ModelReference
 from autotune.search.evaluator import Evaluator
-from autotune.search.space import Configuration, configuration_of
-from autotune.subnet import Subnet
 from autotune.trees.policy import parse_policy
 from tests.documents import DRAFT, cost_table, decoding_profile, random_trace
 

@@ -10,9 +10,9 @@ import pytest
 
 from autotune.acceptance.replay import replay
 from autotune.cost.table import CostTable, DraftCosts, Overhead, PrefillCost
+from autotune.documents.configuration import Configuration
 from autotune.export.choose import EngineReplay
 from autotune.search.evaluator import Evaluator
-from autotune.search.space import Configuration
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from tests.documents import DRAFT, cost_table, surface

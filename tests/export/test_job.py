@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from autotune.cli import EXPORT_ENGINES, main
-from autotune.condition import Condition, Range
+from autotune.cli.main import EXPORT_ENGINES, main
 from autotune.cost.table import DraftCosts
-from autotune.decoding_profile import OperatingPoint, load_profile, save_profile
+from autotune.documents.condition import Condition, Range
+from autotune.documents.configuration import configuration_of
+from autotune.documents.decoding_profile import OperatingPoint, load_profile, save_profile
+from autotune.documents.provenance import ModelReference
 from autotune.export.document import EXPORT, Export
 from autotune.export.engine import read_settings
 from autotune.export.job import ENGINES
 from autotune.export.sglang import SglangSettings
 from autotune.files import parse, read_json
-from autotune.models import BUNDLED_DRAFT, BUNDLED_TARGET, bundled_models
-from autotune.provenance import ModelReference
+from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, bundled_models
 from autotune.search.evaluator import Evaluator
-from autotune.search.space import configuration_of
 from tests.documents import DRAFT, TARGET, cost_table, surface
 from tests.export.studies import PRUNED, point_of, profile_of, trace_of, write_pair, write_study
 
@@ -405,7 +405,7 @@ def test_exporting_loads_no_torch(tmp_path: Path) -> None:
     profile = write_pair(tmp_path)
     program = f"""
 import sys
-from autotune.cli import main
+from autotune.cli.main import main
 main(["export", {str(profile)!r}, "--to", "sglang", "-o", {str(tmp_path / "out")!r}], standalone_mode=False)
 heavy = {{"torch", "transformers", "optuna"}} & set(sys.modules)
 assert not heavy, heavy

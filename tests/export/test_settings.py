@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.cli import EXPORT_ENGINES
+from autotune.cli.main import EXPORT_ENGINES
 from autotune.errors import UserError
+from autotune.evaluation.hf_generate import hf_generate
 from autotune.export.choose import BatchRange, EngineTree
 from autotune.export.engine import Engine, Pair, read_settings, write_settings
 from autotune.export.job import ENGINES
@@ -20,7 +21,6 @@ from autotune.export.tensorrt_llm import TensorRtLlmSettings
 from autotune.export.transformers import TransformersSettings
 from autotune.export.vllm import VllmSettings
 from autotune.files import Document
-from autotune.runtime.hf_generate import hf_generate
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from tests.conftest import Pair as ModelPair

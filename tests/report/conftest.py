@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from autotune.acceptance.trace import Trace, save_trace
-from autotune.condition import Condition
 from autotune.cost.table import ModelShape
-from autotune.decoding_profile import (
+from autotune.documents.condition import Condition
+from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.decoding_profile import (
     ComparedArm,
     DecodingProfile,
     DraftChoice,
@@ -25,18 +26,18 @@ from autotune.decoding_profile import (
     WorkloadReference,
     save_profile,
 )
+from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import Subnet
 from autotune.files import append_line, write_document
-from autotune.provenance import ModelReference
-from autotune.search import study as study_module
+from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
-from autotune.search.ledger import Ledger
-from autotune.search.screened import Screened
-from autotune.search.space import Configuration, SearchSpace, configuration_of
-from autotune.search.study import search_trees
-from autotune.search.study_document import LEDGER, PROFILE, RUNS, Contender, Finalist, StudyDocument, save_study
-from autotune.subnet import Subnet
+from autotune.search.space import SearchSpace
+from autotune.search.tree_search import search_trees
+from autotune.study.document import LEDGER, PROFILE, RUNS, Contender, Finalist, StudyDocument, save_study
+from autotune.study.ledger import Ledger
+from autotune.study.records import Screened
 from autotune.trees.policy import parse_policy
-from autotune.workload import load_workload
+from autotune.workloads.workload import load_workload
 from tests.documents import DEVICE, PROVENANCE, TARGET, cost_table, random_trace, write_image, write_workload
 
 # Names and texts of strangers.
@@ -102,8 +103,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     evaluator = Evaluator(traces, table, jobs=1)
     space = SearchSpace.model_validate({"name": "by hand", "visual_keep": {"choices": list(KEEPS)}, "trees": TREES})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study_module, "NUM_SWEPT", 64)
-        patch.setattr(study_module, "SWEPT_AT_ONCE", 32)
+        patch.setattr(tree_search, "NUM_SWEPT", 64)
+        patch.setattr(tree_search, "SWEPT_AT_ONCE", 32)
         found = search_trees(evaluator, space, ledger, num_trials=40, documents="by hand")
 
     profile = _profile(evaluator, workload.sha256)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.replay import plain_decode_ms
+from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration, configuration_of
+from autotune.documents.subnet import Subnet
+from autotune.report.ablation import SCREENING, TREES, dimension_worth, ladder, policies
 from autotune.report.acceptance import acceptance, judged_runs
 from autotune.report.chosen import chosen_points
 from autotune.report.findings import fastest_by_place, fastest_by_size, front, grids, importance
 from autotune.report.prices import curves, middle_kv_length
 from autotune.report.sources import Sources, find_sources
-from autotune.report.worth import SCREENING, TREES, dimension_worth, ladder, policies
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.screened import Screened
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration, configuration_of
-from autotune.subnet import Subnet
+from autotune.study.records import Screened
 from tests.documents import DEVICE, cost_table
 from tests.report.conftest import EVIL, KEEPS, SHAPE, MadeStudy
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autotune.cli import main
-from autotune.decoding_profile import load_profile, save_profile
+from autotune.cli.main import main
+from autotune.documents.decoding_profile import load_profile, save_profile
 from autotune.report.content import gather
 from autotune.report.page import render
 from autotune.report.sources import find_sources

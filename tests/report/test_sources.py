@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.decoding_profile import save_profile
+from autotune.documents.decoding_profile import save_profile
 from autotune.errors import UserError
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources, find_sources
-from autotune.search.study_document import PROFILE, STUDY, save_study
+from autotune.study.document import PROFILE, STUDY, save_study
 from tests.documents import DEVICE, decoding_profile, write_workload
 from tests.report.conftest import QUESTION, MadeStudy
 
@@ -151,7 +151,7 @@ def test_tokens_as_text() -> None:
     """Joined, they are the text; blanks are kept."""
     from tokenizers import Tokenizer
 
-    from autotune.models import resolve
+    from autotune.modeling.loading import resolve
 
     tokens = TokenTexts("digits/target")
     text = "Row 1 reads 3, 1, 4.\nThat makes 6."

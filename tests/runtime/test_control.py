@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from autotune.errors import UserError
+from autotune.evaluation.perplexity import answer_logprobs, perplexity
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.perplexity import answer_logprobs, perplexity
-from autotune.runtime.target import Target
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.tree import ROOT
 from autotune.trees.verification import WetapVerification

@@ -18,14 +18,14 @@ from torch import Tensor
 from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
+from autotune.evaluation.divergence import first_divergence
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.divergence import first_divergence
-from autotune.runtime.target import Target
-from autotune.subnet import Subnet
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
 from tests.documents import free_prices, header

@@ -11,23 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotune import decoding_profile as profiles
-from autotune import models
-from autotune.condition import Condition
-from autotune.cost.device import fingerprint
-from autotune.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint, load
+from autotune.device import fingerprint
+from autotune.documents import decoding_profile as profiles
+from autotune.documents.condition import Condition
+from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint
+from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import Subnet
 from autotune.drafters import checkpoint
 from autotune.drafters.checkpoint import save_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
-from autotune.models import reference
-from autotune.provenance import ModelReference
+from autotune.modeling import loading
+from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.loading import reference
+from autotune.modeling.target import Target
+from autotune.modeling.tree_model import TextRunner
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.kv_cache import CachedModel
-from autotune.runtime.target import Target
-from autotune.runtime.text_runner import TextRunner
-from autotune.runtime.way import Way
-from autotune.subnet import Subnet
+from autotune.runtime.load import load
+from autotune.runtime.points import Way
 from autotune.trees import policy as policies
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import WetapVerification
@@ -226,7 +227,7 @@ def test_switching_makes_nothing_anew(
         (TreeGrower, "__init__"),
         (Way, "__init__"),
         (checkpoint, "load_draft"),
-        (models, "load_model"),
+        (loading, "load_model"),
         (profiles, "parse_policy"),
     ):
         monkeypatch.setattr(place, name, refuse)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from autotune.drafters.independent import IndependentDraft
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.target import Target
-from autotune.workload import Workload, load_workload
+from autotune.workloads.workload import Workload, load_workload
 from tests.conftest import Pair
 from tests.documents import write_image, write_workload
 

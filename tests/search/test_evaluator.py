@@ -9,11 +9,11 @@ import pytest
 
 from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.cost.profiler import kv_lengths_for
+from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.search import evaluator as evaluator_module
 from autotune.search.evaluator import SMALLEST, Candidate, Constraints, Evaluator, largest_round_ms
-from autotune.search.space import PUBLISHED_DEFAULTS, Configuration
-from autotune.subnet import Subnet
 from autotune.trees.policy import parse_policy
 from tests.documents import DRAFT, cost_table, random_trace, surface
 

@@ -11,18 +11,11 @@ import optuna
 import pytest
 import yaml
 
+from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import data_root
-from autotune.search.space import (
-    MAX_ENUMERATED,
-    PUBLISHED_DEFAULTS,
-    Configuration,
-    Dimension,
-    SearchSpace,
-    load_space,
-    ordered,
-)
-from autotune.subnet import Subnet
+from autotune.search.space import MAX_ENUMERATED, Dimension, SearchSpace, load_space, ordered
 from autotune.trees.policy import parse_policy
 
 SHIPPED = sorted(path.stem for path in (data_root() / "search_spaces").glob("*.yaml"))

@@ -1,0 +1,91 @@
+"""A configuration of draft, subnet and tree, and the published defaults."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from autotune.documents.decoding_profile import OperatingPoint
+from autotune.documents.subnet import Subnet
+from autotune.files import Document, content_key
+from autotune.trees.fallback import RoundPrice
+from autotune.trees.policy import parse_policy
+from autotune.trees.static import StaticPolicy
+from autotune.trees.verification import LosslessVerification, Verification
+
+if TYPE_CHECKING:
+    pass
+
+
+Tree = dict[str, Any]
+"""A tree policy with its hyperparameters, as documents hold it."""
+
+
+Place = tuple[str, Subnet]
+"""A draft, by its id, and the subnet of it."""
+
+
+class Configuration(Document):
+    """One way to decode: a draft, the subnet of it that drafts, and a tree policy with its hyperparameters."""
+
+    tree: dict[str, Any]
+    draft: str | None = None
+    """Its id; None: whichever is at hand."""
+    subnet: Subnet = Subnet()
+    verification: Verification = Field(default_factory=LosslessVerification)
+    fallback: RoundPrice | None = None
+
+    @property
+    def visual_keep(self) -> float:
+        """Share of the visual tokens that the draft sees."""
+        return self.subnet.visual_keep
+
+    @property
+    def key(self) -> str:
+        """Content hash: equal configurations have equal keys."""
+        return content_key([parse_policy(self.tree).model_dump(), self.model_dump(mode="json", exclude={"tree"})])
+
+    @property
+    def label(self) -> str:
+        """For people: the policy with what differs from its defaults, behind the draft."""
+        policy = parse_policy(self.tree)
+        defaults = type(policy)()
+        changed = {
+            n: v
+            for n, v in policy.model_dump().items()
+            if n != "policy" and (v != getattr(defaults, n) or policy.policy == "chain")
+        }
+        words = [f"{n}={v:.2f}" if isinstance(v, float) else f"{n}={v}" for n, v in changed.items()]
+        if isinstance(policy, StaticPolicy):
+            words = [f"nodes={policy.max_nodes}", f"depth={policy.max_depth}"]
+        if not self.verification.is_lossless:
+            words.append("LOSSY")
+        draft = [] if self.draft is None else [self.draft]
+        return " ".join([*draft, f"{policy.policy}({', '.join(words)})", self.subnet.label])
+
+
+# What users run today (shared defaults of serving engines and papers): every search compares its winner with these.
+PUBLISHED_DEFAULTS: dict[str, Configuration] = {
+    "chain": Configuration(tree={"policy": "chain", "depth": 5}),
+    "star": Configuration(tree={"policy": "chain", "depth": 6}),
+    "eagle2": Configuration(tree={"policy": "eagle2"}),
+    "dream": Configuration(
+        tree={"policy": "eagle2", "depth": 6, "k": 4, "budget": 32}, subnet=Subnet(visual_keep=0.75)
+    ),
+    "sage": Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.2)),
+    "wetap": Configuration(tree={"policy": "wetap"}),
+}
+
+
+def configuration_of(point: OperatingPoint) -> Configuration | None:
+    """A point as a configuration; None for plain decoding."""
+    if point.draft is None or point.tree is None:
+        return None
+    return Configuration(
+        tree=point.tree.model_dump(),
+        draft=point.draft.id,
+        subnet=point.draft.subnet,
+        verification=point.verification,
+        fallback=point.fallback,
+    )

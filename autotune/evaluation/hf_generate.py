@@ -1,0 +1,127 @@
+"""Hugging Face's own ``generate``, plain and assisted by a draft, timed like our decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autotune.modeling.clock import now_ms
+from autotune.modeling.vision_timing import timed_vision
+from autotune.runtime.stats import DecodingStats
+
+
+class _TokenClock:
+    """A streamer that notes when tokens came and how many: first the prompt, then every step's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.at_ms: list[float] = []
+        self.num_tokens: list[int] = []
+
+    def put(self, value: Any) -> None:
+        self.at_ms.append(now_ms(self.device))
+        self.num_tokens.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+class _ForwardClock:
+    """Counts a model's forwards, and times the first; the others run without being waited for."""
+
+    def __init__(self) -> None:
+        self.num_forwards = 0
+        self.first_ms = 0.0
+
+    @contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        """Inside, the model's forwards are noted."""
+        if model is None:
+            yield
+            return
+
+        def begin(*_: Any) -> None:
+            if self.num_forwards == 0:
+                self.first_ms = -now_ms(model.device)
+
+        def end(*_: Any) -> None:
+            if self.num_forwards == 0:
+                self.first_ms += now_ms(model.device)
+            self.num_forwards += 1
+
+        handles = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def hf_generate(
+    model: Any,
+    inputs: dict[str, Any],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    assistant: Any | None = None,
+) -> tuple[list[int], DecodingStats]:
+    """``model.generate`` of one prompt, with ``assistant`` as its ``assistant_model``; returns the new tokens.
+
+    Plain, decoding runs from its first token to its last. Assisted, the draft begins before the target has read the
+    prompt, and the target reads the prompt and the first candidates together: that forward is the prefill, and decoding
+    is everything else between prompt and last token. What was spent inside the two models is not measured.
+    """
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    settings = sampling if temperature > 0 else {"do_sample": False}
+    helper = {} if assistant is None else {"assistant_model": assistant}
+    clock, target, draft = _TokenClock(model.device), _ForwardClock(), _ForwardClock()
+    torch.manual_seed(seed)
+    with (
+        torch.inference_mode(),
+        _quiet(),
+        timed_vision(model) as vision,
+        target.watching(model),
+        draft.watching(assistant),
+    ):
+        started_ms = now_ms(model.device)
+        sequences = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=clock, **settings, **helper)
+    length = inputs["input_ids"].shape[1]
+    prompt_ms, first_ms, last_ms = clock.at_ms[0], clock.at_ms[1], clock.at_ms[-1]
+    if assistant is None:
+        prefill_ms, decode_ms = first_ms - started_ms, last_ms - first_ms
+        rounds = clock.num_tokens[2:]  # without the prompt, and without the token that the prefill gives
+    else:
+        prefill_ms = prompt_ms - started_ms + target.first_ms
+        decode_ms = last_ms - prompt_ms - target.first_ms
+        rounds = clock.num_tokens[1:]
+    tokens = sequences[0, length:].tolist()
+    return tokens, DecodingStats(
+        prompt_tokens=length,
+        new_tokens=len(tokens),
+        accepted_lengths=[number - 1 for number in rounds],
+        target_forwards=target.num_forwards - (assistant is None),
+        draft_forwards=draft.num_forwards,
+        target_prefill_ms=prefill_ms,
+        vision_ms=vision.ms,
+        draft_prefill_ms=draft.first_ms,
+        decode_ms=decode_ms,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Assisted generation warns about its own calls of ``generate``."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

@@ -1,0 +1,109 @@
+"""From a name to a loaded model: bundled names, local paths and Hugging Face ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autotune.device import check_room
+from autotune.documents.provenance import ModelReference
+from autotune.errors import UserError, nearest
+from autotune.files import data_root, sha256_of
+
+BUNDLED_TARGET = "digits/target"
+BUNDLED_DRAFT = "digits/independent"
+
+
+def bundled_models() -> dict[str, Path]:
+    """Bundled models by name, ``<pair>/<model>``."""
+    root = data_root() / "drafts"
+    return {
+        f"{path.parent.parent.name}/{path.parent.name}": path.parent
+        for path in sorted(root.glob("*/*/model.safetensors"))
+    }
+
+
+def resolve(name: str) -> str:
+    """A path or Hugging Face id that ``from_pretrained`` takes.
+
+    Raises:
+        UserError: a bundled pair's name with an unknown model, or a path without a model.
+    """
+    bundled = bundled_models()
+    if name in bundled:
+        return str(bundled[name])
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise UserError(
+                f"{name}: a model folder has a config.json; this one has none; give a folder written by save_pretrained"
+            )
+        return name
+    if (
+        name.split("/")[0] in {known.split("/")[0] for known in bundled}
+        or path.suffix
+        or name.startswith((".", "/"))
+        or "/" not in name
+    ):
+        raise UserError(f"{name}: no such model; {nearest(name, bundled)}")
+    return name
+
+
+def reference(name: str) -> ModelReference:
+    """The model's name, and the hash of its weights and config; a model that is not on disk yet is named by its id
+    alone.
+    """
+    path = Path(resolve(name))
+    if not path.is_dir():
+        return ModelReference(id=name, sha256="")
+    return ModelReference(id=name, sha256=sha256_of(*sorted(path.glob("*.safetensors")), path / "config.json"))
+
+
+def load_model(name: str, *, device: str = "cpu") -> Any:
+    """The model on a device, for inference, in the precision that its config declares.
+
+    Raises:
+        UserError: nothing there that transformers can load, or more than fits the device.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from transformers.utils import logging
+
+    source = resolve(name)
+    weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # of an id nothing is known yet
+    check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
+    try:
+        config = AutoConfig.from_pretrained(source)
+        sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        logging.disable_progress_bar()
+        model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{name}: transformers cannot load it ({str(error).strip().splitlines()[0]}); check the name or path"
+        ) from None
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_tokenizer(name: str) -> Any | None:
+    """The tokenizer beside a model; None where a draft comes without one of its own."""
+    try:
+        processor = load_processor(name)
+    except UserError:
+        return None
+    return getattr(processor, "tokenizer", processor)
+
+
+def load_processor(name: str) -> Any:
+    """The processor of a VLM, or the tokenizer of a text model."""
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(resolve(name))
+    except ImportError as error:  # many a processor wants torchvision
+        raise UserError(
+            f"{name}: its processor needs a package that is not here ({' '.join(str(error).split())[:200]}); install it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{name}: its processor cannot be loaded ({str(error).strip().splitlines()[0]}); save it beside the model"
+        ) from None

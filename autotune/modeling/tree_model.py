@@ -1,0 +1,193 @@
+"""A text model at work: its cache and masks, a prefill, and forwards of a few tokens behind what is cached. Target and
+independent draft run through it alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from autotune.modeling.graph_runner import DeviceStep, Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
+from autotune.modeling.kv_cache import CachedModel, SlabCache
+from autotune.modeling.masks import Block, MaskBuffer
+from autotune.modeling.prompt import Encoded, Prompt, encode
+from autotune.modeling.text_model import device_of, text_model_of
+from autotune.trees.tree import Ints
+
+DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
+
+
+class TextRunner(CachedModel):
+    """Runs a Hugging Face model's text model behind its own forward, whose code merges images and text. The model's
+    weights, config and classes are untouched.
+
+    The cache holds the committed prefix, then ``num_uncommitted`` tokens of this round. A token's *place* counts from
+    the end of the prefix.
+
+    Raises:
+        UserError: a model that trees cannot decode: see ``text_model_of``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.text = text_model_of(model)
+        self.device: torch.device = self.text.device
+        self.dtype: torch.dtype = self.text.dtype
+        self.vocab_size: int = self.text.vocab_size
+        self.watched: tuple[int, ...] = ()
+        """Layers whose output is kept in ``hidden``: 0 is the embedding, the number of layers the final norm's."""
+        self.hidden: dict[int, Tensor] = {}
+        """Of the last forward or prefill, [n, hidden size] of each watched layer."""
+        self._num_pruned = 0  # tokens of the prompt that were dropped before the first layer
+        self._shift = np.zeros(1, np.int64)  # of positions against places in the sequence, behind an image (M-RoPE)
+        self._allocate(DEFAULT_CAPACITY)
+
+    def _allocate(self, capacity: int) -> None:
+        text = self.text
+        self.cache = SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity)
+        self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
+        self._columns = np.zeros(capacity, np.int64)  # places of the uncommitted tokens
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"a model of type {self.text.config.model_type}"
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What a token takes in the cache."""
+        return self.text.kv_bytes_per_token
+
+    def reserve(self, num_tokens: int) -> None:
+        """Empty the cache and make sure that it holds that many tokens."""
+        super().reserve(num_tokens)
+        self._num_pruned, self._shift = 0, np.zeros(1, np.int64)
+
+    def encode(self, inputs: dict[str, Any]) -> Encoded:
+        """The rows of a batch, as the processor made it, through embedding and vision tower.
+
+        Raises:
+            UserError: images without image tokens or the reverse.
+        """
+        return encode(self.model, self.text, inputs)
+
+    def read(self, prompt: Prompt, *, whole: Prompt | None = None) -> Tensor:
+        """Run a prompt through all layers into the empty cache; returns the logits after its last token, [vocabulary].
+
+        ``whole`` is the prompt from which tokens were dropped: what follows stands behind it.
+        """
+        whole = whole or prompt
+        given = (
+            {"input_ids": prompt.tokens[None]} if prompt.embeddings is None else {"inputs_embeds": prompt.embeddings}
+        )
+        hidden = self._run(**given, position_ids=prompt.positions, attention_mask=prompt.mask, **prompt.extra)
+        self.cache.advance(len(prompt))
+        self._num_pruned = len(whole) - len(prompt)
+        self._shift = whole.shift
+        return self.text.logits(hidden[-1:])[0]
+
+    def forward(self, tokens: NDArray[np.int64], places: Ints, block: Block, *, num_uncommitted: int = 0) -> Tensor:
+        """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` tokens written earlier this
+        round.
+
+        ``block`` [n, num_uncommitted + n] is the additive mask behind the prefix, which all may see as far as their
+        window reaches. Nothing is committed.
+        """
+        columns = self._columns[: num_uncommitted + len(tokens)]
+        columns[num_uncommitted:] = places
+        # Nodes behind the end of the context are never emitted. They must not stretch rotary embeddings that depend on
+        # the largest position, nor look learned ones up that do not exist.
+        before = self.cache.length + self._num_pruned
+        positions = before + np.minimum(places, self.text.max_context - 1 - before) + self._shift[:, None]
+        if self.prepared is not None:
+            return self._run_prepared(self.prepared, tokens, positions, places, block, columns)
+        # A single token right behind the prefix needs none.
+        mask = self._masks.write(block, self.cache.length, places, columns) if len(columns) > 1 else None
+        self.cache.num_uncommitted = num_uncommitted
+        try:
+            hidden = self._run(
+                input_ids=torch.from_numpy(tokens)[None].to(self.device),
+                position_ids=torch.from_numpy(positions if len(positions) == 1 else positions[:, None]).to(self.device),
+                attention_mask=mask,
+            )
+        finally:
+            self.cache.num_uncommitted = 0
+        return self.text.logits(hidden)
+
+    def _run_prepared(
+        self,
+        prepared: PreparedForwards,
+        tokens: NDArray[np.int64],
+        positions: Ints,
+        places: Ints,
+        block: Block,
+        columns: Ints,
+    ) -> Tensor:
+        end = self.cache.length + len(columns)
+        size = Size(len(tokens), extent_of(end), self.watched)
+        masks = extent_masks(
+            self.text.windows,
+            block,
+            self.cache.length,
+            places,
+            columns,
+            extent=size.extent,
+            closed=self.closed,
+        )
+        numbers = np.concatenate([tokens[None], np.arange(end - len(tokens), end)[None], positions])
+        # Whoever keeps logits or features keeps them for longer than the buffers do.
+        logits, *hidden = (out.clone() for out in prepared.run(size, {"numbers": numbers, **masks}, self.dtype))
+        self.hidden = dict(zip(self.watched, hidden, strict=True))
+        return logits
+
+    @property
+    def stand(self) -> Ints:
+        """The tokens in the cache, those dropped before it, and the shift of positions on each axis."""
+        return np.concatenate([[self.cache.length, self._num_pruned], self._shift])
+
+    def forward_on_device(self, step: DeviceStep) -> Tensor:
+        """``forward`` as a part of prepared work."""
+        before = step.stand[0] + step.stand[1]
+        positions = before + torch.minimum(step.places, self.text.max_context - 1 - before) + step.stand[2:, None]
+        numbers = torch.cat([torch.stack([step.tokens, step.columns]), positions])
+        masks = step.masks(self.text.windows, closed=self.closed)
+        size = Size(len(step.tokens), step.extent, self.watched)
+        logits, *hidden = self.run_within(size, {"numbers": numbers, **masks})
+        self.hidden = dict(zip(self.watched, hidden, strict=True))
+        return logits
+
+    def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """See ``CachedModel``. ``numbers`` [2 + axes, n] are tokens, columns of the cache, and positions."""
+        numbers = inputs["numbers"]
+        masks = {kind: inputs[kind] for kind in self.text.windows}
+        mask = next(iter(masks.values()))
+        positions = numbers[2:]
+        self.cache.slots = Slots(numbers[1], mask.shape[-1])
+        try:
+            hidden = self._run(
+                input_ids=numbers[:1],
+                position_ids=positions if len(positions) == 1 else positions[:, None],
+                attention_mask=masks if len(masks) > 1 else mask,
+            )
+        finally:
+            self.cache.slots = None
+        return self.text.logits(hidden), *(self.hidden[layer] for layer in self.watched)
+
+    def _run(self, **inputs: Any) -> Tensor:
+        """Final hidden states [n, hidden size]."""
+        if self.watched:
+            inputs["output_hidden_states"] = list(self.watched)
+        out = self.text.module(**inputs, past_key_values=self.cache, use_cache=True)
+        if self.watched:
+            self.hidden = {layer: out.hidden_states[layer][0] for layer in self.watched}
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def causal_block(count: int, closed: float) -> Block:
+    """Each of ``count`` tokens in a row sees those before it and itself."""
+    return np.triu(np.full((count, count), closed, np.float32), 1)

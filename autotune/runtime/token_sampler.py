@@ -1,0 +1,148 @@
+"""Which token the target emits at a position: one function of logits, seed and position, used by plain decoding, trees
+and recording alike.
+
+The token at absolute position t is ``argmax(processed_logits / T + gumbel(seed, t))``, without noise at temperature 0
+(DESIGN section 5). By the Gumbel-max trick it is distributed as softmax(processed_logits / T); because the noise
+belongs to the position, not to the order of calls, decoding with and without a draft emits the same tokens at any
+temperature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from autotune.errors import UserError
+from autotune.modeling import transfer
+
+_MASK64 = (1 << 64) - 1
+# Hugging Face's processors that do not look at the tokens before.
+PREFIX_FREE = frozenset(
+    {
+        *("EpsilonLogitsWarper", "EtaLogitsWarper", "MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"),
+        *("TopPLogitsWarper", "TypicalLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
+        "SuppressTokensLogitsProcessor",
+    }
+)
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Refuse settings out of range.
+
+    Raises:
+        UserError: one of them is.
+    """
+    if not (math.isfinite(temperature) and temperature >= 0.0):
+        raise UserError(f"temperature must be a number of at least 0; got {temperature}; 0 is greedy decoding")
+    if not 0.0 < top_p <= 1.0:
+        raise UserError(f"top_p must be above 0 and at most 1; got {top_p}; 1 keeps every token")
+    if top_k < 0:
+        raise UserError(f"top_k must be at least 0; got {top_k}; 0 keeps every token")
+
+
+def mix_seed(seed: int, position: int) -> int:
+    """A 63-bit generator seed for (seed, position): splitmix64, so that neighbouring positions share nothing."""
+    z = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (z ^ (z >> 31)) >> 1
+
+
+class TokenRule:
+    """Turns logits into tokens. ``processors`` are Hugging Face logits processors, which may look at the tokens before
+    the position.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        processors: Sequence[Any] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_sampling(temperature, top_k, top_p)
+        self.temperature = temperature
+        self.seed = seed
+        # Where all processors look at the logits alone, all tokens of a round are decided at once.
+        is_free = all(type(processor).__name__ in PREFIX_FREE for processor in processors)
+        self.processors = [] if is_free else list(processors)
+        self.warpers = LogitsProcessorList(processors if is_free else ())
+        if temperature > 0.0 and top_k > 0:
+            self.warpers.append(TopKLogitsWarper(top_k))
+        if temperature > 0.0 and top_p < 1.0:
+            self.warpers.append(TopPLogitsWarper(top_p))
+        self._generator = torch.Generator(device)
+        self._device = device
+
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether a token depends on the tokens before it beyond the logits: then only visited nodes can be decided."""
+        return bool(self.processors)
+
+    def tokens(self, logits: Tensor, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The token after each of n nodes, whose own logits are [n, vocabulary]; ``positions`` [n] are where those
+        tokens will stand.
+        """
+        return transfer.to_host(self.scores(logits, positions).argmax(-1))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token is the argmax of the logits themselves."""
+        return self.temperature == 0.0 and not self.warpers and not self.processors
+
+    def tokens_on_device(self, logits: Tensor, first: int, depths: Tensor, num_depths: int) -> Tensor:
+        """``tokens`` where only the device knows how far each node stands, ``depths`` [n] below ``num_depths``, behind a root
+        whose own token will stand at ``first``; left on the device.
+        """
+        if self.temperature == 0.0:
+            return self._warped(logits).argmax(-1)
+        noise = torch.stack([self.noise(first + depth, logits.shape[-1]) for depth in range(num_depths)])
+        return (self._warped(logits.float() / self.temperature) + noise[depths]).argmax(-1)
+
+    def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
+        """What the tokens are the argmax of, [n, vocabulary]."""
+        if self.temperature == 0.0:
+            return self._warped(logits)
+        scores = self._warped(logits.float() / self.temperature)
+        distinct, inverse = np.unique(positions, return_inverse=True)
+        noise = torch.stack([self.noise(int(position), logits.shape[-1]) for position in distinct])
+        return scores + noise[torch.from_numpy(inverse)]
+
+    def token(self, logits: Tensor, position: int, prefix: Tensor | None = None) -> int:
+        """The token at ``position`` after a prefix [1, tokens], from logits [vocabulary]."""
+        if self.processors:
+            assert prefix is not None
+            logits = LogitsProcessorList(self.processors)(prefix, logits[None].float().clone())[0]
+        return int(self.tokens(logits[None], np.array([position]))[0])
+
+    def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The log-probability of ``tokens`` [n] after the nodes ``rows`` [n] of ``logits``, under the distribution that is
+        sampled from; at temperature 0 under the model's own. The first entry, the root's, is 0.
+        """
+        scores = logits.float()
+        if self.temperature > 0.0:
+            scores = self._warped(scores / self.temperature)
+        picked = scores.log_softmax(-1)[torch.from_numpy(rows), torch.from_numpy(tokens)]
+        return np.concatenate([[0.0], transfer.to_host(picked.double())])
+
+    def _warped(self, scores: Tensor) -> Tensor:
+        """Warpers know nothing of the prefix; they are given an empty one."""
+        if not self.warpers:
+            return scores
+        return self.warpers(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)  # type: ignore[no-any-return]
+
+    def noise(self, position: int, vocabulary: int) -> Tensor:
+        """Standard Gumbel noise of a position, [vocabulary]."""
+        self._generator.manual_seed(mix_seed(self.seed, position))
+        # -log of an exponential variate is Gumbel distributed.
+        return -torch.empty(vocabulary, device=self._device).exponential_(generator=self._generator).log()

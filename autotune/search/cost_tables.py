@@ -1,0 +1,233 @@
+"""The cost table that a search stands on, found again or made; and what cost tables and traces say, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from autotune.acceptance.trace import Trace, agreement
+from autotune.console import Console
+from autotune.cost.profiler import kv_lengths_for, profile, shape_of
+from autotune.cost.roofline import datasheets, estimate_table
+from autotune.cost.sampling import ProfileSettings
+from autotune.cost.table import CostTable, load_table, shipped_tables
+from autotune.device import choose_device, fingerprint, gib, local_devices
+from autotune.documents.configuration import Place
+from autotune.errors import UserError, nearest
+from autotune.files import SCHEMA_VERSIONS, content_key, write_document
+from autotune.search.model_pool import Contenders
+from autotune.study.ledger import Ledger
+from autotune.workloads.workload import Workload
+
+
+def device_for(gpu: str) -> str | None:
+    """The local device to measure on, or None where ``gpu`` names another one, whose shipped table is used.
+
+    Raises:
+        UserError: a device that is neither here nor shipped.
+    """
+    if gpu == "auto" or gpu in local_devices():
+        return choose_device(gpu)
+    for device in local_devices():
+        if fingerprint(device).name == gpu:
+            return device
+    known = {*shipped_tables(), *datasheets()}
+    if gpu not in known:
+        hint = nearest(gpu, ["auto", *local_devices(), *known])
+        raise UserError(
+            f"--gpu {gpu}: neither a device of this machine nor one with a shipped cost table or datasheet; {hint}"
+        )
+    return None
+
+
+def foreign_table(gpu: str, contenders: Contenders, priced: Sequence[Place]) -> CostTable:
+    """Another device's table for these drafts: the shipped measurement, or an estimate from its datasheet and from what is
+    shipped of other models.
+
+    Raises:
+        UserError: there is no datasheet, and the shipped tables speak of other models.
+    """
+    target = contenders.target_reference
+    shipped = [load_table(path) for path in shipped_tables().get(gpu, [])]
+    for table in shipped:
+        is_of_these = all(table.holds(contenders.references[draft], subnet) for draft, subnet in priced)
+        if table.target.sha256 == target.sha256 and is_of_these:
+            return table
+    if gpu not in datasheets():
+        raise UserError(
+            f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune profile on that device"
+        )
+    tables = [
+        estimate_table(
+            gpu,
+            target=target,
+            target_shape=shape_of(contenders.target),
+            draft=contenders.references[draft],
+            draft_shape=shape_of(contenders.draft(draft, subnet)),
+            precision=contenders.precision,
+            subnet=subnet,
+            measured=shipped,
+        )
+        for draft, subnet in priced
+    ]
+    drafts = [costs for table in tables for costs in table.drafts]
+    return tables[0].model_copy(update={"buckets": contenders.buckets, "drafts": drafts})
+
+
+def priced_apart(places: Sequence[Place]) -> list[Place]:
+    """One subnet for every draft and share of heads: how many visual tokens it keeps, and which layer it reads, do not
+    change what a step costs.
+    """
+    found: dict[tuple[str, tuple[float, ...]], Place] = {}
+    for draft, subnet in places:
+        found.setdefault((draft, subnet.head_shares), (draft, subnet.model_copy(update={"visual_keep": 1.0})))
+    return list(found.values())
+
+
+def local_table(
+    contenders: Contenders,
+    priced: Sequence[Place],
+    workload: Workload,
+    folder: Path,
+    ledger: Ledger,
+    console: Console,
+    *,
+    time_limit_s: float = ProfileSettings.time_limit_s,
+) -> CostTable:
+    """This device's table: the one in the study's folder or ledger if it was measured for these drafts in as much time, else
+    measured now, by one of the study's workers.
+
+    Raises:
+        UserError: a table of another target, device or precision was put in its place.
+    """
+    described = [[draft, list(subnet.head_shares)] for draft, subnet in priced]
+    # Tables of older schemas hold no errors.
+    named = [contenders.key, described, workload.sha256, SCHEMA_VERSIONS["cost-table"]]
+    hurried = [] if time_limit_s == ProfileSettings.time_limit_s else [time_limit_s]
+    key = content_key([*named, *hurried])
+    path = folder / f"{key}.cost.json"
+    if not path.exists():
+        record = ledger.work(
+            "cost table",
+            {key: lambda: measure_table(contenders, priced, workload, console, time_limit_s).model_dump(mode="json")},
+        )[key]
+        write_document(path, "cost-table", CostTable.model_validate(record, strict=False))
+    else:
+        console.say(f"cost table of {load_table(path).provenance.created} reused: {path}")
+    table = load_table(path)
+    table.check_speaks_of(contenders.target_reference, contenders.device, contenders.precision, source=str(path))
+    return table
+
+
+def measure_table(
+    contenders: Contenders,
+    priced: Sequence[Place],
+    workload: Workload,
+    console: Console,
+    time_limit_s: float = ProfileSettings.time_limit_s,
+) -> CostTable:
+    """Measure target and drafts at the KV lengths that the workload's prompts and answers reach."""
+    lengths = [prompt.inputs(contenders.processor)["input_ids"].shape[1] for prompt in workload.prompts]
+    longest = max(
+        length + prompt.settings.max_new_tokens for length, prompt in zip(lengths, workload.prompts, strict=True)
+    )
+    kv_lengths, between = kv_lengths_for(min(lengths), longest)
+    with console.stage("cost table") as update:
+        table = profile(
+            contenders.target,
+            contenders.target_reference,
+            [(contenders.draft(draft, subnet), contenders.references[draft]) for draft, subnet in priced],
+            contenders.processor,
+            workload,
+            settings=ProfileSettings(
+                kv_lengths=kv_lengths,
+                held_out_kv_length=between,
+                buckets=contenders.buckets,
+                runner=contenders.step_runner,
+                time_limit_s=time_limit_s,
+            ),
+            report=lambda done, of: update(done, of, ""),
+        )
+    for model in (contenders.target, *(contenders.draft(draft, subnet) for draft, subnet in priced)):
+        if (prepared := model.prepared) is not None:
+            console.say(f"{len(prepared)} forwards of {prepared.what} prepared, {gib(prepared.memory_bytes)}")
+    return table
+
+
+def print_table(table: CostTable, console: Console) -> None:
+    """The cost table's summary: latency by size, and how well every part predicts what it was not fitted to."""
+    sizes = (1, 4, 8, 16, 32, 64)
+    lengths = [point.kv_length for point in table.verify.points]
+    middle = (min(lengths) + max(lengths)) // 2
+    shown = {"target, plain step": (table.decode, (1,)), "target, verification": (table.verify, sizes)}
+    for costs in table.drafts:
+        shown[f"draft {costs.name}, first"] = costs.commit, sizes
+        shown[f"draft {costs.name}, a level"] = costs.propose, sizes
+    rows = []
+    for name, (surface, tokens) in shown.items():
+        latencies = surface.latency_ms(np.array(tokens, np.float64), np.array([middle], np.float64))[:, 0]
+        cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(sizes) - len(tokens))
+        rows.append([name, *cells, surface.model, _percent(surface.held_out_error)])
+    anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
+    mark = f" (estimated{anchors})" if table.estimated else ""
+    threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)} a step"
+    columns = ["part", *(f"{n} tok" for n in sizes), "model", "held-out error"]
+    console.table(
+        f"Cost table, ms: {table.device.model}{threads}, {table.precision}, {table.runner}, KV length {middle}{mark}",
+        columns,
+        rows,
+    )
+    for name, prefill in {
+        "target": table.prefill,
+        **{f"draft {costs.name}": costs.prefill for costs in table.drafts},
+    }.items():
+        console.say(
+            f"{name}: a prefill {prefill.intercept_ms:.1f} ms + {prefill.per_token_ms:.3f} ms a token + {prefill.image_ms:.1f} ms "
+            f"for images (held-out error {_percent(prefill.held_out_error)})"
+        )
+    for costs in table.drafts:
+        if costs.num_parameters is not None and costs.cache_bytes_per_token is not None:
+            console.say(
+                f"draft {costs.name}: {costs.num_parameters / 1e6:.3g}M parameters of its own, "
+                f"{costs.cache_bytes_per_token} bytes of cache a token"
+            )
+    overheads = {costs.draft.id: costs.overhead for costs in table.drafts}  # the same for all subnets of a draft
+    for draft, overhead in overheads.items():
+        console.say(
+            f"draft {draft}: outside the models {overhead.round_ms:.2f} ms a round + {overhead.level_ms:.2f} ms a draft level + "
+            f"{1e3 * overhead.node_ms:.0f} us a node (held-out error {_percent(overhead.held_out_error)})"
+        )
+    if errors := table.held_out_errors:
+        worst = max(errors, key=lambda part: errors[part])
+        console.say(
+            f"held-out error: median {_percent(float(np.median([*errors.values()])))} over {len(errors)} parts, "
+            f"largest {_percent(errors[worst])} ({worst})"
+        )
+    if not table.estimated:
+        console.say(
+            f"{table.num_samples} steps timed; {table.remeasured_samples} more were thrown away because the device ran at "
+            f"another speed around them"
+            + (f", {table.drifted_samples} such were kept" if table.drifted_samples else "")
+        )
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:.1f} %"
+
+
+def print_agreement(traces: Sequence[Trace], console: Console) -> None:
+    """How often each draft, at its best subnet recorded, names the target's next token, by task."""
+    of_draft: dict[str, Trace] = {}
+    for trace in traces:
+        of_draft.setdefault(trace.header.draft.id, trace)
+    shares = {draft: agreement(trace) for draft, trace in of_draft.items()}
+    tasks = list(next(iter(shares.values())))
+    if len(shares) == 1:
+        (found,) = shares.values()
+        rows = [[task, *(f"{100 * found[task][n]:.1f} %" for n in (1, 4))] for task in tasks]
+        console.table("Draft's agreement with the target", ["task", "top-1", "top-4"], rows)
+        return
+    rows = [[task, *(f"{100 * found[task][1]:.1f} %" for found in shares.values())] for task in tasks]
+    console.table("Drafts' agreement with the target, top-1", ["task", *shares], rows)

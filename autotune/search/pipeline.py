@@ -1,0 +1,279 @@
+"""``autotune search``: profile, record, search, measure, and write the decoding profile.
+
+Each stage leaves documents that the next run finds again.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.acceptance.trace import ForestBounds, bounds_for
+from autotune.console import Console
+from autotune.cost.profiler import shape_of
+from autotune.cost.sampling import ProfileSettings
+from autotune.cost.table import TOKENS, CostTable
+from autotune.documents.decoding_profile import DecodingProfile, save_profile
+from autotune.documents.provenance import stamp
+from autotune.errors import UserError
+from autotune.execution import EAGER, check_buckets
+from autotune.files import WORKSPACE, content_key, require_writable, write_document
+from autotune.search.cost_tables import (
+    device_for,
+    foreign_table,
+    local_table,
+    priced_apart,
+    print_agreement,
+    print_table,
+)
+from autotune.search.evaluator import Constraints, Evaluator
+from autotune.search.model_pool import Contenders
+from autotune.search.profile_selection import Judging
+from autotune.search.screening import measure, print_screened, screen, survivors
+from autotune.search.space import SearchSpace, largest_policies, load_space
+from autotune.search.traces import record_traces
+from autotune.search.tree_search import search_trees
+from autotune.study.document import LEDGER, PROFILE, Contender, StudyDocument, save_study
+from autotune.study.ledger import Ledger
+from autotune.workloads.workload import Workload, load_workload
+
+MIN_TREES_S = 20.0  # for the trees, however late it is
+TABLE_SHARE = 0.3  # of the budget that steps may be timed for, where that is less than they take
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What the user asked of a search."""
+
+    target: str
+    drafts: tuple[str, ...]
+    workload: str
+    heads: float | None = None
+    """In place of the space's."""
+    injection_layer: int | None = None
+    """In place of the space's."""
+    space: str = "quick"
+    gpu: str = "auto"
+    budget_s: float = 300.0
+    num_trials: int = 200
+    storage: str | None = None
+    """A database that several workers share; None: a file in the study's folder."""
+    study: str | None = None
+    seed: int = 0
+    buckets: tuple[int, ...] = ()
+    """Sizes that forwards are rounded up to; none: every size as it is."""
+    runner: str = EAGER
+    """How forwards run (``modeling/graph_runner.py``)."""
+    measure_all: bool = False
+    """Run every subnet for real before its trees are searched."""
+    constraints: Constraints = field(default_factory=Constraints)
+    jobs: int | None = None
+    """Replays and recordings at once; None: one for each core."""
+    num_tune_prompts: int = 48
+    num_evaluate_prompts: int = 64
+    output: Path = Path("profile.json")
+    folder: Path = WORKSPACE
+    """Where studies keep their documents."""
+
+    @property
+    def command(self) -> str:
+        """The command line that asks for this, defaults included; where a database is stays out of documents."""
+        options: list[tuple[str, Any]] = [
+            ("target", self.target),
+            *(("draft", draft) for draft in self.drafts),
+            ("workload", self.workload),
+            ("gpu", self.gpu),
+            ("space", self.space),
+            ("heads", self.heads),
+            ("injection-layer", self.injection_layer),
+            ("budget", f"{self.budget_s:g}s"),
+            ("trials", self.num_trials),
+            ("measure", "all" if self.measure_all else "finalists"),
+            ("max-round-ms", self.constraints.max_round_ms),
+            ("max-draft-mib", self.constraints.max_draft_mib),
+            ("buckets", ",".join(map(str, self.buckets)) or None),
+            ("runner", self.runner),
+            ("storage", None if self.storage is None else "..."),
+            ("study", self.study),
+            ("seed", self.seed),
+            ("output", self.output),
+        ]
+        words = [word for name, value in options if value is not None for word in (f"--{name}", str(value))]
+        return shlex.join(["autotune", "search", *words])
+
+
+def check_settings(settings: SearchSettings) -> None:
+    """Refuse what cannot work before anything is loaded.
+
+    Raises:
+        UserError: no time, no trials, no draft, or an output that cannot be written.
+    """
+    if settings.budget_s <= 0:
+        raise UserError(
+            f"--budget must be longer than nothing; got {settings.budget_s:g} s; give for example --budget 5m"
+        )
+    if settings.num_trials < 1:
+        raise UserError(f"--trials must be at least 1; got {settings.num_trials}; the default is 200")
+    if not settings.drafts:
+        raise UserError("a search needs a draft; name one with --draft")
+    check_buckets(settings.buckets)
+    require_writable(settings.output)
+
+
+def space_of(settings: SearchSettings) -> SearchSpace:
+    """The space searched, its heads and layers narrowed to what was asked for."""
+    space = load_space(settings.space)
+    if settings.heads is not None:
+        space = space.model_copy(update={"heads": [settings.heads]})
+    if settings.injection_layer is not None:
+        space = space.model_copy(update={"injection_layers": [settings.injection_layer]})
+    return space
+
+
+def bounds_of(space: SearchSpace, largest: int = TOKENS[-1]) -> ForestBounds:
+    """How far traces must reach for a space; refuses one that cost tables of steps up to ``largest`` tokens do not reach,
+    before anything is made.
+
+    Raises:
+        UserError: trees larger or wider than what is measured.
+    """
+    policies = list(largest_policies(space))
+    for policy in policies:
+        if max(policy.max_nodes + 1, policy.max_width) > largest:
+            raise UserError(
+                f"space {space.name}: steps are priced up to {largest} tokens; {policy.policy} verifies up to "
+                f"{policy.max_nodes + 1} and drafts {policy.max_width} at once; narrow the space"
+            )
+    return bounds_for(policies)
+
+
+def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
+    """The main job. Interrupted at any moment, the same call goes on from what is on disk; several of them with one
+    ``storage`` share the work. The budget counts from ``started``, of ``time.monotonic()``; None: from now.
+
+    Raises:
+        UserError: anything the user can mend, before long work where possible.
+    """
+    check_settings(settings)
+    deadline = (time.monotonic() if started is None else started) + settings.budget_s
+    space = space_of(settings)
+    bounds = bounds_of(space, max(settings.buckets, default=TOKENS[-1]))
+    tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
+    evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
+    device = device_for(settings.gpu)
+    shared = None if settings.storage is None else Ledger(settings.storage)
+    contenders = Contenders(settings.target, settings.drafts, device or "cpu", settings.buckets, settings.runner)
+    places = contenders.subnets(space)
+    folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{contenders.key}")
+    ledger = shared or Ledger(folder / LEDGER)
+    console.say(
+        f"target {settings.target}, draft{'s' * (len(settings.drafts) > 1)} {', '.join(settings.drafts)}, "
+        f"workload {settings.workload}; study in {folder}"
+    )
+    clock = _StageClock()
+
+    priced = priced_apart(places)
+    if device is None:
+        table = foreign_table(settings.gpu, contenders, priced)
+        write_document(folder / f"{table.device.name}.cost.json", "cost-table", table)
+    else:
+        limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
+        table = local_table(contenders, priced, tune, folder, ledger, console, time_limit_s=limit_s)
+    clock.ended("cost table")
+    settings.constraints.check_table(table)
+    left = _study_of(settings, contenders, table, tune, space)
+    save_study(folder, left)
+    print_table(table, console)
+    if len(places) > space.survivors:
+        screened = screen(contenders, places, table, tune, folder, ledger, console, jobs=settings.jobs)
+        if settings.measure_all and device is not None:
+            screened = measure(contenders, screened, table.threads, tune, ledger, console)
+        left = left.model_copy(update={"records": ledger.used_keys})
+        save_study(folder, left)
+        places = survivors(screened, space.survivors)
+        print_screened(screened, places, console)
+        clock.ended("subnets")
+    traces = record_traces(contenders, places, tune, folder, console, bounds=bounds, jobs=settings.jobs)
+    print_agreement(traces, console)
+    clock.ended("traces")
+
+    evaluator = Evaluator(traces, table, constraints=settings.constraints, jobs=settings.jobs)
+    with console.stage("trees by replay") as update:
+        found = search_trees(
+            evaluator,
+            space,
+            ledger,
+            num_trials=settings.num_trials,
+            documents=[contenders.key, tune.sha256, table.content, bounds.model_dump()],
+            seed=settings.seed,
+            deadline=time.monotonic() + max(MIN_TREES_S, 0.4 * (deadline - time.monotonic())),
+            report=update,
+        )
+    clock.ended("trees")
+    console.say(
+        f"{found.num_replayed:,} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token"
+    )
+    left = left.model_copy(update={"records": ledger.used_keys, "sampled": found.sampled})
+    save_study(folder, left)
+    judging = Judging(found, contenders, table, evaluator, folder, tune, evaluate, settings.seed, deadline, console)
+    if device is None:
+        document = judging.predicted_profile()
+    elif shared is None:
+        document = judging.measured_profile()
+    else:  # one worker measures, for all
+        best = found.fastest[0].key
+        key = content_key(["profile", best, evaluate.sha256, settings.budget_s, settings.seed, table.content])
+        units = {key: lambda: judging.measured_profile().model_dump(mode="json")}
+        document = DecodingProfile.model_validate(ledger.work("profile", units)[key], strict=False)
+    clock.ended("finalists and evaluation")
+    save_study(folder, left.model_copy(update={"finalists": judging.finalists, "stage_seconds": clock.seconds}))
+    for path in (folder / PROFILE, settings.output):
+        save_profile(path, document)
+    console.say(f"time: {clock.said}")
+    console.say(f"decoding profile written to {settings.output}")
+    return document
+
+
+def _study_of(
+    settings: SearchSettings,
+    contenders: Contenders,
+    table: CostTable,
+    tune: Workload,
+    space: SearchSpace,
+) -> StudyDocument:
+    """What the search was asked, before it has made any record."""
+    return StudyDocument(
+        provenance=stamp(),
+        command=settings.command,
+        target=contenders.target_reference,
+        target_shape=shape_of(contenders.target),
+        drafts=[
+            Contender(kind=contenders.kind(draft), reference=reference, shape=shape_of(contenders.draft(draft)))
+            for draft, reference in contenders.references.items()
+        ],
+        hardware=table.device,
+        workload=settings.workload,
+        tune_sha256=tune.sha256,
+        space=space.name,
+        cost_table=table.content,
+    )
+
+
+class _StageClock:
+    """Seconds of each stage."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def ended(self, stage: str) -> None:
+        now = time.monotonic()
+        self.seconds[stage] = now - self._last
+        self._last = now
+
+    @property
+    def said(self) -> str:
+        return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self.seconds.items())

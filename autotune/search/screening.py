@@ -1,0 +1,185 @@
+"""The subnet stage: every subnet of every draft is screened, exhaustively, as STAR chooses its draft (among its 200 subnets); here by chains
+along recorded answers, priced by the cost table, which takes a second or two each, or by real runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from autotune.acceptance.recorder import Recorder
+from autotune.acceptance.trace import bounds_for
+from autotune.console import Console
+from autotune.cost.table import CostTable
+from autotune.documents.configuration import Configuration, Place
+from autotune.documents.provenance import version_of
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.runner import AR
+from autotune.evaluation.summary import summarise
+from autotune.files import content_key
+from autotune.search.evaluator import Evaluator
+from autotune.search.model_pool import Contenders
+from autotune.study.ledger import Ledger, Record
+from autotune.study.records import Screened
+from autotune.trees.chain import ChainPolicy
+from autotune.workloads.workload import Workload
+
+DEPTHS = range(1, 9)  # of the chains that a subnet is screened by
+NUM_PROMPTS = 8
+NUM_TOKENS = 64  # of each answer: all subnets are compared along the same ones
+CHAINS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
+NUM_MEASURED_PROMPTS = 8
+
+
+def screen(
+    contenders: Contenders,
+    places: Sequence[Place],
+    table: CostTable,
+    workload: Workload,
+    folder: Path,
+    ledger: Ledger,
+    console: Console,
+    *,
+    jobs: int | None = None,
+) -> list[Screened]:
+    """All of ``places``, the best first. Every subnet is a record of the ledger; ``jobs`` processes make them where that takes
+    long (None: one for each core).
+    """
+    arguments = list(places), table, workload, folder, ledger.storage
+    with console.stage("subnets by chains") as update, contenders.helped(jobs, _help, *arguments) as helpers:
+
+        def report(done: int, of: int) -> None:
+            update(done, of, "")
+            helpers.report(done, of)
+
+        records = ledger.work("subnets", _units(contenders, places, table, workload, folder), report=report)
+    return _ranked(records)
+
+
+def _help(
+    contenders: Contenders,
+    rank: int,
+    places: list[Place],
+    table: CostTable,
+    workload: Workload,
+    folder: Path,
+    storage: str | Path,
+) -> None:
+    """Screen what nobody has claimed."""
+    Ledger(storage).work("subnets", _units(contenders, places, table, workload, folder))
+
+
+def _units(
+    contenders: Contenders, places: Sequence[Place], table: CostTable, workload: Workload, folder: Path
+) -> dict[str, Callable[[], Record]]:
+    """What screens each of the places by its best chain."""
+    prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
+    recorder = Recorder(contenders.target, contenders.target_reference, contenders.processor, folder)
+    recorder.layers = tuple(sorted({layer for place in places for layer in contenders.draft(*place).reads}))
+    recorder.answers(prompts)
+
+    def make(place: Place) -> Screened:
+        draft, subnet = place
+        trace = recorder.trace(
+            contenders.draft(draft, subnet),
+            contenders.references[draft],
+            prompts,
+            visual_keep=subnet.visual_keep,
+            bounds=CHAINS,
+        )
+        evaluator = Evaluator([trace], table, jobs=1)
+        chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
+        best = min((evaluator.evaluate(chain) for chain in chains), key=lambda found: found.ms_per_token)
+        return Screened(
+            draft=draft,
+            subnet=subnet,
+            depth=best.configuration.tree["depth"],
+            tokens_per_round=best.tokens_per_round,
+            ms_per_token=best.ms_per_token,
+            speedup=best.speedup,
+        )
+
+    documents = ["screened", table.content, prompts.sha256, CHAINS.model_dump()]
+    return _units_of(contenders, places, make, documents)
+
+
+def measure(
+    contenders: Contenders,
+    screened: Sequence[Screened],
+    threads: int | None,
+    workload: Workload,
+    ledger: Ledger,
+    console: Console,
+) -> list[Screened]:
+    """The same subnets run for real beside plain decoding, each with its best chain, as the paper measures them; the best
+    first. Every one is a record of the ledger.
+    """
+    prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_MEASURED_PROMPTS])
+    of_place = {one.place: one for one in screened}
+    runner = contenders.runner(threads)
+
+    def make(place: Place) -> Screened:
+        one = of_place[place]
+        tree = {"policy": "chain", "depth": one.depth}
+        arm = Arm("chain", Configuration(tree=tree, draft=one.draft, subnet=one.subnet))
+        runs = runner.compare([Arm(AR), arm], prompts, min_prompts=len(prompts.prompts))
+        speedup = summarise(arm.name, runs[arm.name], runs[AR]).speedup
+        return one.model_copy(update={"measured_speedup": speedup})
+
+    depths = sorted([one.draft, one.subnet.name, one.depth] for one in screened)
+    documents = ["measured", prompts.sha256, depths]
+    units = _units_of(contenders, list(of_place), make, documents)
+    with console.stage("subnets, measured") as update:
+        return _ranked(ledger.work("subnets", units, report=lambda done, of: update(done, of, "")))
+
+
+def _units_of(
+    contenders: Contenders, places: Sequence[Place], make: Callable[[Place], Screened], documents: object
+) -> dict[str, Callable[[], Record]]:
+    """A unit for every subnet, named by what its record depends on."""
+    common = [version_of("autotune"), contenders.key, documents]
+
+    def unit(place: Place) -> Record:
+        return make(place).model_dump(mode="json")
+
+    return {
+        content_key([common, draft, subnet.model_dump(mode="json")]): partial(unit, (draft, subnet))
+        for draft, subnet in places
+    }
+
+
+def _ranked(records: Mapping[str, Record]) -> list[Screened]:
+    """The best first."""
+    return sorted((Screened.model_validate(one, strict=False) for one in records.values()), key=lambda one: one.rank)
+
+
+def survivors(screened: Sequence[Screened], count: int) -> list[Place]:
+    """Whose trees are searched: the best subnet of each draft, and then the best of all, ``count`` together."""
+    best_of_draft = {one.draft: one for one in reversed(screened)}
+    chosen = sorted(best_of_draft.values(), key=lambda one: one.rank)
+    chosen += [one for one in screened if one not in chosen]
+    return [one.place for one in chosen[: max(count, len(best_of_draft))]]
+
+
+def print_screened(screened: Sequence[Screened], chosen: Sequence[Place], console: Console) -> None:
+    """The survivors, and how far behind the others are."""
+    rows = [
+        [
+            one.draft,
+            one.subnet.label,
+            f"chain(depth={one.depth})",
+            f"{one.tokens_per_round:.2f}",
+            f"{one.speedup:.2f}x",
+            "-" if one.measured_speedup is None else f"{one.measured_speedup:.2f}x",
+        ]
+        for one in screened
+        if one.place in chosen
+    ]
+    speedups = [one.measured_speedup or one.speedup for one in screened]
+    columns = ["draft", "subnet", "best chain", "M", "predicted", "measured"]
+    console.table(
+        f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x); {len(chosen)} go on",
+        columns,
+        rows,
+    )

@@ -1,0 +1,64 @@
+"""``autotune run``: every prompt by the point that its task, its length and its temperature ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.cli import main as cli
+from autotune.device import fingerprint
+from autotune.documents.condition import Condition
+from autotune.documents.decoding_profile import save_profile
+from autotune.evaluation.answers import answer_prompts
+from autotune.modeling.loading import reference
+from autotune.trees.verification import WetapVerification
+from autotune.workloads.workload import Prompt, WorkloadPrompt
+from tests.conftest import Pair
+from tests.documents import decoding_profile, write_workload
+
+
+@pytest.fixture
+def path(pair: Pair, tmp_path: Path) -> Path:
+    """A lossy point for the task ``loose``, plain decoding when sampling, a lossless tree for all others."""
+    target, draft = (reference(str(folder)) for folder in (pair.target_folder, pair.draft_folder))
+    profile = decoding_profile(target, draft, hardware=fingerprint("cpu"))
+    lossy = {"when": Condition(workload="loose"), "verification": WetapVerification(threshold=1e-9), "lossless": False}
+    sampled = {"when": Condition.model_validate({"temperature": {"min": 0.5}}), "draft": None, "tree": None}
+    points = [profile.point.model_copy(update=changes) for changes in (lossy, sampled, {})]
+    save_profile(tmp_path / "points.json", profile.model_copy(update={"points": points}))
+    return tmp_path / "points.json"
+
+
+def test_answers_tell_by_which_point_they_came(path: Path) -> None:
+    def prompt(**settings: Any) -> WorkloadPrompt:
+        return WorkloadPrompt("p", Prompt(prompt="Go on.", max_new_tokens=12, **settings), ())
+
+    prompts = [prompt(task="loose"), prompt(temperature=1.0), prompt(task="loose", temperature=1.0), prompt()]
+    answers = list(answer_prompts(path, prompts, device="cpu"))
+    assert [answer["stats"]["point"] for answer in answers] == [0, 1, 0, 2]
+    assert [answer["lossless"] for answer in answers] == [False, True, False, True]
+    assert [answer["perplexity"] is None for answer in answers] == [False, True, False, True]
+    labels = ["workload loose", "temperature from 0.5", "workload loose", "any request"]
+    for answer, label in zip(answers, labels, strict=True):
+        assert f"; point {answer['stats']['point']}: {label}" in answer["summary"]
+    assert ["tokens a round" in answer["summary"] for answer in answers] == [True, False, True, True]
+
+
+def test_the_command_line_says_what_kind_of_request_it_is(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--task`` also overrules the tasks of a workload's prompts."""
+    line = {"prompt": "Go on.", "split": "evaluate", "task": "strict", "max_new_tokens": 6}
+    workload = str(write_workload(tmp_path, [line, {**line, "task": "loose"}]))
+    for arguments, expected in (
+        (["--prompt", "Go on."], [2]),
+        (["--prompt", "Go on.", "--task", "loose"], [0]),
+        (["--workload", workload], [2, 0]),
+        (["--workload", workload, "--task", "loose"], [0, 0]),
+        (["--workload", workload, "--temperature", "0.6"], [1, 0]),
+    ):
+        cli.main(["run", str(path), "--max-new-tokens", "6", *arguments], standalone_mode=False)
+        said = capsys.readouterr().err
+        assert [int(part.split(":")[0]) for part in said.split("; point ")[1:]] == expected, arguments

@@ -1,0 +1,166 @@
+"""The slab cache: dropping rejected nodes against a plain gather, and a tree in one forward against each of its
+branches alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.errors import UserError
+from autotune.modeling.kv_cache import SlabCache
+from autotune.modeling.target import Target
+from autotune.trees.tree import ROOT, write_tree_mask
+from tests.conftest import Inputs, Pair
+from tests.obvious import ancestors_of, assert_same_logits, leaves_of, logits_after, random_tree, tokens_to
+
+NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 4
+CPU = torch.device("cpu")
+
+
+def new_cache(num_layers: int = NUM_LAYERS, capacity: int = 32) -> SlabCache:
+    return SlabCache([None] * num_layers, [CPU] * num_layers, capacity)
+
+
+def write(cache: SlabCache, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a forward of that many tokens does to the cache; returns the keys and values of each layer."""
+    states = [
+        (torch.randn(1, NUM_HEADS, num_tokens, HEAD_SIZE), torch.randn(1, NUM_HEADS, num_tokens, HEAD_SIZE))
+        for _ in range(NUM_LAYERS)
+    ]
+    for layer, (keys, values) in zip(cache.layers, states, strict=True):
+        shown = layer.update(keys, values)
+        assert [tensor.shape[2] for tensor in shown] == [cache.length + num_tokens] * 2
+        assert layer.get_mask_sizes(num_tokens) == (cache.length + num_tokens, 0)
+    return states
+
+
+@pytest.mark.parametrize("places", [[], [0], [0, 1, 2], [4], [0, 2, 5], [1, 2, 3], [0, 1, 2, 3, 4, 5]])
+def test_keep_gathers_the_kept_places_behind_the_committed_ones(places: list[int]) -> None:
+    torch.manual_seed(0)
+    cache = new_cache()
+    prefix = write(cache, 7)
+    cache.advance(7)
+    block = write(cache, 6)
+    cache.keep(places)
+    following = write(cache, 2)
+    assert cache.length == 7 + len(places)
+    for layer in range(NUM_LAYERS):
+        for which, shown in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
+            expected = torch.cat([prefix[layer][which], block[layer][which][:, :, places], following[layer][which]], 2)
+            assert torch.equal(shown[:, :, : expected.shape[2]], expected)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 2], [4], [0, 2, 5], [1, 2, 3]])
+def test_the_device_keeps_what_the_host_keeps(places: list[int]) -> None:
+    """The longest path's worth of columns moves, whatever was accepted."""
+    caches = new_cache(), new_cache()
+    for cache in caches:
+        torch.manual_seed(0)
+        write(cache, 7)
+        cache.advance(7)
+        write(cache, 6)
+    host, device = caches
+    host.keep(places)
+    others = [place for place in range(6) if place not in places]
+    device.compact(torch.tensor(7), torch.tensor((places + others)[:5]))
+    for layer in range(NUM_LAYERS):
+        for name in ("keys", "values"):
+            kept, found = getattr(host.layers[layer], name), getattr(device.layers[layer], name)
+            assert torch.equal(found[:, :, : host.length], kept[:, :, : host.length])
+
+
+@pytest.mark.parametrize("window", [1, 4, 9])
+def test_a_windowed_layer_shows_what_its_window_reaches(window: int) -> None:
+    """From the first token on that the token behind the committed ones sees, up to the last one written."""
+    torch.manual_seed(0)
+    cache = SlabCache([None, window], [CPU] * 2, 32)
+    assert cache.is_sliding == [False, True]
+    everything = torch.zeros(1, NUM_HEADS, 0, HEAD_SIZE)
+    for number in (5, 1, 3, 1, 7):
+        states = torch.randn(1, NUM_HEADS, number, HEAD_SIZE)
+        everything = torch.cat([everything, states], 2)
+        first = max(0, cache.length - window + 1)
+        for layer, expected in zip(cache.layers, (everything, everything[:, :, first:]), strict=True):
+            assert layer.get_mask_sizes(number) == (expected.shape[2], everything.shape[2] - expected.shape[2])
+            assert all(torch.equal(shown, expected) for shown in layer.update(states, states))
+        cache.advance(number)
+
+
+def test_layers_on_two_devices_have_slabs_of_their_own() -> None:
+    """And are compacted alike. A meta tensor has a device and no numbers: all that is asked of it here."""
+    cache = SlabCache([None] * 3, [CPU, torch.device("meta"), CPU], 16)
+    torch.manual_seed(0)
+    states = [torch.randn(1, 2, 4, 3, device=device) for device in ("cpu", "meta", "cpu")]
+    for layer, one in zip(cache.layers, states, strict=True):
+        layer.update(one, one)
+    cache.keep([0, 2, 3])
+    assert cache.layers[1].keys is not None and cache.layers[1].keys.device.type == "meta"
+    for layer, one in ((cache.layers[0], states[0]), (cache.layers[2], states[2])):
+        assert layer.keys is not None and torch.equal(layer.keys[:, :, :3], one[:, :, [0, 2, 3]])
+
+
+def test_clear_forgets_tokens_and_keeps_memory() -> None:
+    cache = new_cache()
+    assert cache.memory_bytes == 0
+    write(cache, 7)
+    cache.advance(7)
+    memory, keys = cache.memory_bytes, cache.layers[0].keys
+    assert memory == 2 * NUM_LAYERS * NUM_HEADS * 32 * HEAD_SIZE * 4  # keys and values in float32
+    cache.clear()
+    write(cache, 3)
+    assert (cache.length, cache.memory_bytes, cache.get_seq_length()) == (0, memory, 0)
+    assert cache.layers[0].keys is keys
+
+
+def test_layers_of_different_shapes_are_refused() -> None:
+    """Some models (Gemma 3n) have layers of different head sizes; one slab cannot hold them."""
+    cache = new_cache(2, capacity=8)
+    cache.layers[0].update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
+    with pytest.raises(
+        UserError,
+        match=r"all layers must cache keys and values of one shape; layer 1 has \(1, 4, 1, 4\).*cannot be compacted; use another",
+    ):
+        cache.layers[1].update(torch.zeros(1, 4, 1, 4), torch.zeros(1, 4, 1, 4))
+
+
+@pytest.mark.parametrize("prompt", ["text", "image"])
+@torch.inference_mode()
+def test_a_tree_in_one_forward_equals_each_branch_alone(pair: Pair, prompts: dict[str, Inputs], prompt: str) -> None:
+    """Mask, positions and cache together: no node sees a cousin. Three rounds on one cache, so that the nodes dropped
+    by ``keep`` must leave no trace.
+    """
+    rng, inputs = np.random.default_rng(3), prompts[prompt]
+    target = Target(pair.target)
+    target.read(target.encode(inputs).prompts[0])
+    committed: list[int] = []
+    for num_nodes in (30, 12, 0):
+        tree = random_tree(
+            rng, num_nodes, num_tokens=target.vocab_size, root_token=int(rng.integers(target.vocab_size))
+        )
+        size = num_nodes + 1
+        block = np.empty((size, size), np.float32)
+        write_tree_mask(tree, block, target.closed)
+        logits = target.forward(tree.token[:size], tree.depth[:size], block)
+        for leaf in leaves_of(tree):
+            branch = ancestors_of(tree, leaf)
+            alone = logits_after(pair.target, inputs, committed + tokens_to(tree, leaf))[-len(branch) :]
+            assert_same_logits(logits[branch], alone)
+        accepted = ancestors_of(tree, int(rng.integers(size)))
+        target.cache.keep(accepted)
+        committed += [int(tree.token[node]) for node in accepted]
+        assert accepted[0] == ROOT and target.length == inputs["input_ids"].shape[1] + len(committed)
+    assert_same_logits(target.step(5), logits_after(pair.target, inputs, [*committed, 5])[-1])
+
+
+@torch.inference_mode()
+def test_a_larger_request_gets_a_larger_cache(text_pair: Pair) -> None:
+    target = Target(text_pair.target)
+    target.reserve(target.cache.capacity)
+    cache = target.cache
+    target.reserve(cache.capacity + 1)
+    assert target.cache is not cache and target.cache.capacity > cache.capacity
+    cache = target.cache
+    target.reserve(10)
+    assert target.cache is cache

@@ -1,0 +1,59 @@
+"""The mask buffer against a mask written anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.modeling.masks import MaskBuffer, first_visible
+
+
+def test_a_view_is_open_over_the_prefix_and_the_block_behind_it() -> None:
+    """Blocks of all sizes at prefixes that grow and, with a new request, start again: what earlier blocks closed must
+    be open where it is prefix now.
+    """
+    rng = np.random.default_rng(0)
+    masks = MaskBuffer({"full_attention": None}, 200, dtype=torch.float32, device=torch.device("cpu"))
+    prefix = 0
+    for turn in range(60):
+        if turn % 20 == 0:
+            prefix = int(rng.integers(5))
+        rows, columns = int(rng.integers(1, 40)), int(rng.integers(1, 40))
+        block = np.where(rng.random((rows, columns)) < 0.5, np.float32(masks.closed), np.float32(0))
+        expected = np.concatenate([np.zeros((rows, prefix), np.float32), block], 1)
+        mask = masks.write(block, prefix, np.zeros(rows, np.int64), np.zeros(columns, np.int64))
+        assert isinstance(mask, torch.Tensor) and np.array_equal(mask[0, 0].numpy(), expected)
+        prefix += int(rng.integers(1, 10))
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 30])
+@pytest.mark.parametrize("has_full_layers", [True, False])
+def test_a_window_is_measured_in_places(window: int, has_full_layers: bool) -> None:
+    """Siblings stand at one place: what a token sees is decided by how many tokens its own text has before it. Columns
+    that no token sees are left out.
+    """
+    rng = np.random.default_rng(window)
+    windows = {"full_attention": None} if has_full_layers else {}
+    masks = MaskBuffer({**windows, "sliding_attention": window}, 100, dtype=torch.float32, device=torch.device("cpu"))
+    prefix = 0
+    for _ in range(60):
+        num_columns = int(rng.integers(1, 40))
+        rows = np.sort(rng.choice(num_columns, int(rng.integers(1, num_columns + 1)), replace=False))
+        column_places = np.sort(rng.integers(0, 12, num_columns))
+        is_open = rng.random((len(rows), num_columns)) < 0.5
+        block = np.where(is_open, np.float32(0), np.float32(masks.closed))
+        written = masks.write(block, prefix, column_places[rows], column_places)
+        assert isinstance(written, dict) == has_full_layers
+        mask = written["sliding_attention"] if isinstance(written, dict) else written
+        if isinstance(written, dict):
+            full = written["full_attention"][0, 0].numpy()
+            assert np.array_equal(full, np.concatenate([np.zeros((len(rows), prefix), np.float32), block], 1))
+        first = first_visible(prefix, window)
+        for row, place in enumerate(column_places[rows]):
+            for column in range(first, prefix + num_columns):
+                behind = column - prefix if column < prefix else column_places[column - prefix]
+                sees = behind > place - window and (column < prefix or is_open[row, column - prefix])
+                assert mask[0, 0, row, column - first] == (0.0 if sees else masks.closed)
+        assert mask.shape[3] == prefix - first + num_columns
+        prefix = (prefix + int(rng.integers(1, 12))) % 90

@@ -1,0 +1,217 @@
+"""What is derived from a model, and which models are refused: by name, or by a self-check."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from autotune.errors import UserError
+from autotune.modeling.self_check import SelfCheckNotice
+from autotune.modeling.text_model import KNOWN_TEXT_TYPES, KNOWN_VISION_TYPES, text_model_of
+from autotune.runtime.decoder import Decoder
+from tests.families import FAMILIES, load, load_processor, random_inputs, save
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10}
+
+
+def test_every_known_type_is_tested() -> None:
+    """``tests/families.py`` has a model of each."""
+    models = [family.model(1) for family in FAMILIES.values()]
+    assert {model.config.model_type for model in models if model.config is not model.config.get_text_config()} == set(
+        KNOWN_VISION_TYPES
+    )
+    assert {model.config.get_text_config().model_type for model in models} == set(KNOWN_TEXT_TYPES)
+
+
+def test_everything_that_image_encoders_take_reaches_the_decoder() -> None:
+    """What its signature does not name, ``generate`` encodes or drops before it calls."""
+    named = set(inspect.signature(Decoder.__call__).parameters)
+    for family in FAMILIES.values():
+        for sight in family.sees:
+            method = getattr(family.model(1).base_model, f"get_{sight}_features")
+            assert set(inspect.signature(method).parameters) - {"kwargs"} <= named, family.name
+
+
+# ----------------------------------------------------------------------------------------------------- unlisted families
+
+
+def gemma2() -> Any:
+    """Alternating windows, soft-capped attention and logits."""
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+    return hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES, head_dim=8, sliding_window=9, **caps))
+
+
+def mixtral() -> Any:
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4))
+
+
+def gpt2() -> Any:
+    """Learned positions, other names of everything."""
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=128, eos_token_id=None)
+    )
+
+
+def granite() -> Any:
+    """A head that divides its logits."""
+    return hf.GraniteForCausalLM(hf.GraniteConfig(**SIZES, logits_scaling=4.0))
+
+
+def cohere() -> Any:
+    """A head that multiplies them, and attention and perceptron side by side."""
+    return hf.CohereForCausalLM(hf.CohereConfig(**SIZES, logit_scale=0.5))
+
+
+@pytest.mark.parametrize("build", [gemma2, mixtral, gpt2, granite, cohere])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_unlisted_text_model_that_passes_the_self_check_is_decoded(build: Any, dtype: torch.dtype) -> None:
+    """And says that it was not tested before."""
+    torch.manual_seed(0)
+    model = build().eval().to(dtype)
+    for weight in model.parameters():
+        if weight.dim() >= 2:
+            weight.data.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5)
+    with pytest.warns(SelfCheckNotice, match=rf"'{model.config.model_type}' are not among .* passed the self-check"):
+        decoder = Decoder(model, model, tree=TREE)
+    if dtype is torch.float32:
+        inputs = {"input_ids": torch.arange(20, 40)[None]}
+        expected = model.generate(**inputs, max_new_tokens=30, do_sample=False)
+        assert torch.equal(decoder.generate(**inputs, max_new_tokens=30).sequences, expected)
+
+
+def bloom() -> Any:
+    """Positions are slopes that it computes from a mask of its own."""
+    return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4))
+
+
+def mpt() -> Any:
+    """The same, but it runs: its siblings stand at different distances."""
+    return hf.MptForCausalLM(hf.MptConfig(vocab_size=300, d_model=32, n_layers=2, n_heads=4))
+
+
+def test_a_text_model_that_fails_the_self_check_is_refused() -> None:
+    known = f"known: {', '.join(KNOWN_TEXT_TYPES)}; use one of these"
+    with pytest.raises(UserError) as caught:
+        Decoder(bloom())
+    assert "type 'bloom' cannot be decoded with trees: the self-check failed, a tree does not run" in str(caught.value)
+    assert known in str(caught.value)
+    torch.manual_seed(0)
+    with pytest.raises(UserError) as caught:
+        Decoder(mpt())
+    assert "'mpt'" in str(caught.value) and "a tree's logits differ from step-by-step ones by" in str(caught.value)
+    assert known in str(caught.value)
+
+
+def test_a_wrong_answer_anywhere_fails_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that computes something else when several tokens come at once."""
+    torch.manual_seed(0)
+    model = mixtral().eval()
+    layer = model.model.layers[1]
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer, "forward", lambda hidden, **given: forward(hidden.flip(1) if hidden.shape[1] == 10 else hidden, **given)
+    )
+    with pytest.raises(UserError, match="the self-check failed"):
+        Decoder(model)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, state_size=4)), "layers of type"),
+        (lambda: hf.Llama4ForCausalLM(hf.Llama4TextConfig(**SIZES, intermediate_size_mlp=64, num_local_experts=2)), "'chunked_attention', whose cache cannot drop rejected tokens"),
+    ],
+)  # fmt: skip
+def test_a_cache_that_cannot_be_compacted(build: Any, reason: str) -> None:
+    with pytest.raises(UserError, match=f"{reason}.*; known: llama, mistral"):
+        Decoder(build())
+
+
+def test_an_unknown_family_that_sees() -> None:
+    config = hf.PaliGemmaConfig(
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8},
+        text_config={**SIZES, "model_type": "gemma", "head_dim": 8},
+        projection_dim=32,
+    )  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        Decoder(hf.PaliGemmaForConditionalGeneration(config))
+    assert "models of type 'paligemma' cannot be decoded with trees yet; known: llava, llava_next" in str(caught.value)
+
+
+def test_attention_that_reads_no_mask() -> None:
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, attn_implementation="flex_attention"))
+    with pytest.raises(UserError, match="trees need attention that takes a mask: sdpa or eager; the model runs 'flex_"):
+        Decoder(model)
+
+
+# ------------------------------------------------------------------------------------------------------- what is derived
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, 256),
+        ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0, "original_max_position_embeddings": 64}, 64),
+    ],
+)  # fmt: skip
+def test_scaled_rotary_embeddings_are_decoded_as_far_as_they_do_not_change(rope: dict[str, Any], longest: int) -> None:
+    """Frequencies that depend on the sequence's length are those of its longest branch for the whole tree: such a model
+    is decoded up to where they change. The last tree reaches beyond that, and must not change anything.
+    """
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**SIZES, max_position_embeddings=256, rope_parameters={"rope_theta": 1e4, **rope})
+    model = hf.LlamaForCausalLM(config).eval()
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5)
+    assert text_model_of(model).max_context == longest
+    decoder = Decoder(model, model, tree={"policy": "chain", "depth": 9})
+    inputs = {"input_ids": torch.arange(20, 20 + longest - 31)[None] % 300}
+    expected = model.generate(**inputs, max_new_tokens=31, do_sample=False)
+    assert torch.equal(decoder.generate(**inputs, max_new_tokens=31).sequences, expected)
+    with pytest.raises(UserError, match=f"must fit the target's context of {longest} tokens"):
+        decoder.generate(**inputs, max_new_tokens=32)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_vl", "gemma3"])
+def test_models_that_accelerate_spread(name: str, tmp_path: Path) -> None:
+    """Half of the layers on disk, from where hooks bring them for each forward; the rest in memory."""
+    family = FAMILIES[name]
+    save(family, tmp_path)
+    processor = load_processor(family, tmp_path / "target")
+    whole = load(tmp_path / "target")
+    text = "model.language_model" if family.sees else "model"
+    names = {name.rsplit(".", 1)[0] for name, _ in whole.named_parameters()}
+    places = {name: "disk" if name.startswith((f"{text}.layers.1.", f"{text}.layers.3.")) else "cpu" for name in names}
+    auto = hf.AutoModelForImageTextToText if family.sees else hf.AutoModelForCausalLM
+    for device_map in ({"": "cpu"}, {**places, "lm_head": "cpu"}):
+        spread = auto.from_pretrained(
+            tmp_path / "target", device_map=device_map, offload_folder=tmp_path / "offload"
+        ).eval()
+        if "disk" in device_map.values():
+            assert next(spread.get_decoder().layers[1].parameters()).device.type == "meta", "nothing was offloaded"
+        decoder = Decoder(spread, load(tmp_path / "draft"), tree=TREE, visual_keep=0.5)
+        rng = np.random.default_rng(0)
+        for sight in (None, *family.sees):
+            inputs = random_inputs(family, processor, rng, sight=sight)
+            expected = whole.generate(**inputs, max_new_tokens=16, do_sample=False)
+            assert torch.equal(decoder.generate(**inputs, max_new_tokens=16).sequences, expected)

@@ -1,0 +1,108 @@
+"""Steps use the threads that they were told to use, prefills and callers all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.cost.profiler import choose_threads
+from autotune.drafters.independent import IndependentDraft
+from autotune.modeling.target import Target
+from autotune.modeling.threads import limited_threads
+from autotune.runtime.decoder import Decoder
+from tests.conftest import Inputs, Pair
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_number_comes_back_even_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), limited_threads(1):
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == 2
+    with limited_threads(None):
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("drafts", [True, False])
+def test_only_steps_are_limited(
+    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch, drafts: bool
+) -> None:
+    target, draft = Target(pair.target), IndependentDraft(pair.draft)
+    seen: dict[str, set[int]] = {"prefill": set(), "step": set(), "caller": set()}
+
+    def watch(runner: Any, name: str, kind: str) -> None:
+        inner = getattr(runner, name)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            seen[kind].add(torch.get_num_threads())
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(runner, name, noting)
+
+    watch(target, "prefill", "prefill")
+    watch(target, "forward", "step")
+    watch(draft, "prefill", "prefill")
+    watch(draft, "forward", "step")
+    decoder = Decoder(target, draft if drafts else None, threads=1)
+    for _ in decoder.stream(**prompts["image"], max_new_tokens=12):
+        seen["caller"].add(torch.get_num_threads())
+    assert seen == {"prefill": {2}, "step": {1}, "caller": {2}}
+
+
+class Bench:
+    """Says how long plain steps and rounds take with the threads of the moment."""
+
+    def __init__(self, plain: dict[int, float], rounds: dict[int, float], device: str = "cpu") -> None:
+        self.plain, self.rounds = plain, rounds
+        self.decoder = SimpleNamespace(target=SimpleNamespace(device=torch.device(device)))
+
+    kv_length = 16
+
+    def decode_ms(self, kv_length: int) -> float:
+        return self.plain[torch.get_num_threads()]
+
+    def round_ms(self) -> float:
+        return self.rounds[torch.get_num_threads()]
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("plain", "rounds", "expected"),
+    [
+        ({1: 10.0, 2: 10.2}, {1: 20.0, 2: 30.0}, 1),
+        ({1: 10.0, 2: 10.2}, {1: 30.0, 2: 20.0}, 2),
+        ({1: 10.0, 2: 8.0}, {1: 20.0, 2: 30.0}, 2),  # the baseline is never slowed down for a better ratio
+    ],
+)
+def test_the_baseline_stays_at_its_best(plain: dict[int, float], rounds: dict[int, float], expected: int) -> None:
+    assert choose_threads([Bench(plain, rounds)]) == expected  # type: ignore[list-item]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_scatters_rules_no_number_of_threads_out() -> None:
+    """Plain steps that two threads slow by 5 %, in the median of samples that lie 40 % apart."""
+    scatter = itertools.cycle([1.2, 0.8, 1.0, 1.25, 0.85])
+    bench = Bench({1: 10.0, 2: 10.5}, {1: 30.0, 2: 20.0})
+    assert choose_threads([bench]) == 1  # type: ignore[list-item]
+    bench.decode_ms = lambda kv_length: next(scatter) * bench.plain[torch.get_num_threads()]  # type: ignore[method-assign]
+    assert choose_threads([bench]) == 2  # type: ignore[list-item]
+
+
+def test_there_is_nothing_to_choose_on_an_accelerator_or_with_one_thread() -> None:
+    assert choose_threads([Bench({}, {}, "cuda")]) is None  # type: ignore[list-item]
+    with limited_threads(1):
+        assert choose_threads([Bench({}, {})]) is None  # type: ignore[list-item]

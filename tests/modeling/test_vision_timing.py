@@ -1,0 +1,55 @@
+"""Vision's share of the prefill: tower and projector, and nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.modeling import vision_timing
+from autotune.modeling.target import Target
+from autotune.modeling.vision_timing import timed_vision, vision_parts
+from tests.conftest import Inputs, Pair
+from tests.modeling.abacus import Abacus
+
+
+def vision_ms(model: Any, inputs: Inputs) -> float:
+    with torch.inference_mode():
+        return Target(model).encode(inputs).vision_ms
+
+
+def test_encoding_a_prompt_says_what_vision_took(
+    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tower's 3 and the projector's 2 milliseconds; not the text model's 10."""
+    model = pair.target.model
+    costs = {model.vision_tower: 3, model.multi_modal_projector: 2, model.language_model: 10}
+    with Abacus(costs) as abacus:
+        monkeypatch.setattr(vision_timing, "now_ms", abacus.now_ms)
+        assert vision_ms(pair.target, prompts["image"]) == 5
+        assert vision_ms(pair.target, prompts["text"]) == 0
+    assert not model.vision_tower._forward_hooks and not model.vision_tower._forward_pre_hooks
+
+
+def test_a_model_that_reads_text_alone_has_no_eyes(text_pair: Pair, prompts: dict[str, Inputs]) -> None:
+    assert vision_parts(text_pair.target) == []
+    text = {"input_ids": prompts["text"]["input_ids"]}
+    assert vision_ms(text_pair.target, text) == 0
+
+
+def test_eyes_go_by_the_names_of_their_families() -> None:
+    """LLaVA has a projector beside its tower, Qwen has it inside; an empty slot is none."""
+    tower, projector = torch.nn.Identity(), torch.nn.Identity()
+    llava = SimpleNamespace(model=SimpleNamespace(vision_tower=tower, multi_modal_projector=projector))
+    qwen = SimpleNamespace(model=SimpleNamespace(visual=tower, vision_tower=None))
+    assert vision_parts(llava) == [tower, projector] and vision_parts(qwen) == [tower]
+
+
+def test_after_an_error_nothing_is_timed_any_more(pair: Pair) -> None:
+    tower = pair.target.model.vision_tower
+    with pytest.raises(KeyError), timed_vision(pair.target):
+        assert tower._forward_hooks
+        raise KeyError
+    assert not tower._forward_hooks and not tower._forward_pre_hooks

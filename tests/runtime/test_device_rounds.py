@@ -1,0 +1,427 @@
+"""Rounds that the device leads against rounds that the host leads, on the same models: the same trees, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from autotune.drafters.cached_draft import CachedDraft
+from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.prompt_lookup import PromptLookupDraft
+from autotune.modeling import graph_runner, transfer
+from autotune.modeling.graph_runner import EXTENT_STEP, WARM_UPS, Outputs, PreparedForwards
+from autotune.modeling.target import Target
+from autotune.runtime import decoder as decoder_module
+from autotune.runtime import device_rounds
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.device_rounds import DeviceRound
+from autotune.runtime.points import as_draft
+from autotune.runtime.stats import DecodingStats
+from autotune.runtime.token_sampler import TokenRule
+from autotune.trees.fallback import RoundPrice
+from autotune.trees.policy import TreeGrower
+from tests.conftest import VOCABULARY_SIZE, Inputs, Pair
+from tests.drafters.test_eagle3 import write_head
+from tests.drafters.test_feature_draft import KINDS, agreeing_draft
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]
+TREES: dict[str, dict[str, Any]] = {
+    "chain": {"policy": "chain", "depth": 4},
+    "static": {"policy": "static", "paths": STATIC},
+    "eagle2": {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10},
+    "eagle2-tight": {"policy": "eagle2", "depth": 5, "k": 4, "budget": 6},  # of what the draft read, most is pruned
+    "eagle2-floor": {"policy": "eagle2", "depth": 4, "k": 4, "budget": 20, "floor": 0.05},
+}
+SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.9, "seed": 4})
+
+
+class Seen(NamedTuple):
+    """A tree as it was verified."""
+
+    token: list[int]
+    parent: list[int]
+    depth: list[int]
+    rank: list[int]
+    is_read: list[bool]
+    path_logprob: list[float]
+
+
+def watch_trees(decoder: Decoder) -> list[Seen]:
+    """The trees of all rounds to come."""
+    grower, seen = decoder.way.grower, []
+
+    def learn_and_note(accepted: int) -> None:
+        tree, size = grower.tree, int(grower.tree.size[0])
+        fields = (tree.token, tree.parent, tree.depth, tree.rank, tree.slot >= 0, tree.path_logprob)
+        seen.append(Seen(*(field[:size].tolist() for field in fields)))
+        TreeGrower.learn(grower, accepted)
+
+    grower.learn = learn_and_note  # type: ignore[method-assign]
+    return seen
+
+
+def make_draft(kind: str, pair: Pair, target: Target, folder: Path) -> Any:
+    if kind == "independent":
+        return as_draft(pair.draft)
+    if kind == "eagle3":
+        return load_draft(str(write_head(folder / "head", "speculators")), target)
+    return agreeing_draft(kind, target, injection_layer=2 if kind == "star" else 4)
+
+
+def led_by_host(decoder: Decoder) -> Decoder:
+    decoder._device_rounds.of = lambda way, rule: None  # type: ignore[method-assign]
+    return decoder
+
+
+def two_decoders(target: Target, draft: Any, tree: dict[str, Any], **options: Any) -> tuple[Decoder, Decoder]:
+    """Led by the host and by the device, of one target and one draft."""
+    options = {"tree": tree, "runner": "fixed", **options}
+    return led_by_host(Decoder(target, draft, **options)), Decoder(target, draft, **options)
+
+
+def assert_same(host: Decoder, device: Decoder, inputs: Inputs, **settings: Any) -> DecodingStats:
+    """Tokens, counts, and trees."""
+    expected_trees, found_trees = watch_trees(host), watch_trees(device)
+    expected = host.generate(**inputs, **settings)
+    found = device.generate(**inputs, **settings)
+    assert torch.equal(found.sequences, expected.sequences)
+    for name in ("accepted_lengths", "verified_nodes", "target_forwards", "plain_steps", "new_tokens"):
+        assert getattr(found.stats, name) == getattr(expected.stats, name), name
+    assert found.stats.health.to_json() == expected.stats.health.to_json()
+    num_rounds = found.stats.target_forwards - found.stats.plain_steps
+    # The host may see that no node is worth expanding and stop; the device always goes on.
+    on_device = device._device_rounds.of(device.way, TokenRule())
+    assert on_device is not None
+    num_levels = on_device.grower.num_levels
+    assert expected.stats.draft_forwards <= found.stats.draft_forwards == num_levels * num_rounds
+    if device.way.policy.policy != "eagle2":
+        assert expected.stats.draft_forwards == found.stats.draft_forwards
+    assert len(found_trees) == len(expected_trees) == num_rounds
+    assert num_rounds == 0 or min(found.stats.draft_ms, found.stats.verify_ms, found.stats.overhead_ms) > 0.0
+    for one, other in zip(found_trees, expected_trees, strict=True):
+        assert one[:-1] == other[:-1]
+        assert np.allclose(one.path_logprob, other.path_logprob, atol=1e-4)
+    return found.stats
+
+
+@pytest.mark.parametrize("kind", ["independent", "eagle3", *KINDS])
+def test_trees_and_tokens_are_those_of_the_host(
+    pair: Pair, prompts: dict[str, Inputs], kind: str, tmp_path: Path
+) -> None:
+    target = Target(pair.target)
+    draft = make_draft(kind, pair, target, tmp_path)
+    num_accepted = 0
+    for tree in TREES.values():
+        host, device = two_decoders(target, draft, tree, buckets=(1, 3, 8, 16, 64), visual_keep=0.5)
+        for settings in SETTINGS:
+            for name in ("text", "image"):
+                stats = assert_same(host, device, prompts[name], max_new_tokens=16, **settings)
+                num_accepted += sum(stats.accepted_lengths)
+    assert num_accepted > 20 or kind == "eagle3", "random heads are hardly ever right; the others must be"
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"policy": "eagle2"},
+        {"policy": "eagle2", "depth": 3, "k": 3, "budget": 1},
+        {"policy": "eagle2", "depth": 3, "k": 1, "budget": 9},
+        {"policy": "chain", "depth": 1},
+        {"policy": "static", "paths": [[0], [0, 1]]},
+    ],
+    ids=str,
+)
+def test_trees_of_other_shapes(pair: Pair, prompts: dict[str, Inputs], tree: dict[str, Any]) -> None:
+    target = Target(pair.target)
+    assert_same(*two_decoders(target, pair.draft, tree), prompts["image"], max_new_tokens=12)
+    draft = agreeing_draft("dream", target, injection_layer=4)
+    assert_same(*two_decoders(target, draft, tree), prompts["text"], max_new_tokens=12)
+
+
+def test_eager_forwards_give_the_same_tokens(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    eager = Decoder(pair.target, pair.draft, tree=TREES["eagle2"])
+    device = Decoder(pair.target, pair.draft, tree=TREES["eagle2"], runner="fixed")
+    for settings in SETTINGS:
+        expected = eager.generate(**prompts["image"], max_new_tokens=24, **settings)
+        found = device.generate(**prompts["image"], max_new_tokens=24, **settings)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert found.stats.accepted_lengths == expected.stats.accepted_lengths
+
+
+@pytest.mark.parametrize("kind", ["independent", "star"])
+def test_an_answer_grows_past_extents_and_capacities(text_pair: Pair, kind: str) -> None:
+    target = Target(text_pair.target)
+    draft = as_draft(text_pair.draft) if kind == "independent" else agreeing_draft(kind, target, injection_layer=2)
+    host, device = two_decoders(target, draft, TREES["eagle2"])
+    capacities = set()
+    for length, num_tokens in ((10, 4), (EXTENT_STEP - 6, 24), (1010, 40)):
+        inputs = {"input_ids": torch.arange(length)[None] % 40 + 5}
+        assert_same(host, device, inputs, max_new_tokens=num_tokens)
+        capacities.add(target.cache.capacity)
+    assert len(capacities) > 1
+
+
+def test_the_context_to_the_last_token(text_pair: Pair) -> None:
+    inputs = {"input_ids": torch.from_numpy(np.random.default_rng(1).integers(4, VOCABULARY_SIZE, (1, 2040)))}
+    assert_same(*two_decoders(Target(text_pair.target), text_pair.draft, TREES["static"]), inputs, max_new_tokens=8)
+
+
+def test_the_end_of_sequence_and_of_the_request(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    host, device = two_decoders(Target(pair.target), pair.draft, TREES["static"])
+    length = prompts["text"]["input_ids"].shape[1]
+    text = host.generate(**prompts["text"], max_new_tokens=12).sequences[0, length:].tolist()
+    for number in (1, 2, 3, 7):
+        assert_same(host, device, prompts["text"], max_new_tokens=number)
+        assert_same(host, device, prompts["text"], max_new_tokens=12, eos_token_id=text[number])
+
+
+@pytest.mark.parametrize("kind", ["independent", "dream"])
+def test_plain_steps_between_rounds(pair: Pair, prompts: dict[str, Inputs], kind: str, tmp_path: Path) -> None:
+    """After which the draft has more to read than a round leaves."""
+    target = Target(pair.target)
+    dear = RoundPrice(round_steps=4.5, level_steps=0.0, node_steps=0.0)
+    options = {"fallback": dear, "buckets": (1, 4, 16)}
+    host, device = two_decoders(target, make_draft(kind, pair, target, tmp_path), TREES["eagle2"], **options)
+    stats = assert_same(host, device, prompts["text"], max_new_tokens=60)
+    assert 0 < stats.plain_steps < stats.target_forwards
+
+
+def test_who_leads(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host wherever it must hear what is proposed or said before the round can go on, and where forwards are eager."""
+    rounds = []
+    run = DeviceRound.run
+    monkeypatch.setattr(DeviceRound, "run", lambda *given: rounds.append(1) or run(*given))
+    penalty = {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])}
+    for leads, options, settings in (
+        (True, {}, {}),
+        (True, {}, {"temperature": 1.0}),
+        (False, {}, penalty),
+        (False, {"runner": "eager"}, {}),
+        (False, {"draft": PromptLookupDraft(VOCABULARY_SIZE)}, {}),
+        (False, {"tree": {"policy": "sage"}}, {}),
+        (False, {"tree": {"policy": "wetap"}}, {}),
+        (False, {"verification": {"kind": "wetap", "threshold": 0.9}}, {}),
+    ):
+        rounds.clear()
+        given: dict[str, Any] = {"draft": pair.draft, "tree": TREES["eagle2"], "runner": "fixed", **options}
+        Decoder(pair.target, **given).generate(**prompts["text"], max_new_tokens=8, **settings)
+        assert bool(rounds) == leads, options
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
+@pytest.mark.parametrize("kind", ["independent", "dream"])
+def test_rounds_of_compiled_forwards(
+    pair: Pair, prompts: dict[str, Inputs], kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a device; on a CPU, where that gains nothing, the host leads."""
+    target = Target(pair.target)
+    draft = make_draft(kind, pair, target, tmp_path)
+    options = {"tree": TREES["eagle2"], "runner": "compile", "buckets": (1, 4, 16)}
+    decoder = Decoder(target, draft, **options)
+    decoder.generate(**prompts["text"], max_new_tokens=8)
+    assert decoder._device_rounds.of(decoder.way, TokenRule()) is None
+    monkeypatch.setattr(device_rounds, "_is_worth_it", lambda device, runner: True)
+    assert_same(*two_decoders(target, draft, **options), prompts["text"], max_new_tokens=16)
+
+
+# ---------------------------------------------------------------------------------------------------------- transfers
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what has crossed to the host."""
+    shapes: list[tuple[int, ...]] = []
+    to_host = transfer.to_host
+
+    def counted(tensor: Tensor) -> Any:
+        shapes.append(tuple(tensor.shape))
+        return to_host(tensor)
+
+    monkeypatch.setattr(transfer, "to_host", counted)
+    return shapes
+
+
+class Waits(TorchDispatchMode):
+    """Refuses what reads a tensor's numbers on the host, which only ``transfer`` may."""
+
+    REFUSED = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "equal",
+        "is_nonzero",
+        "_linalg_check_errors",
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in self.REFUSED, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["independent", "specvlm"])
+def test_a_round_is_one_transfer(
+    pair: Pair,
+    prompts: dict[str, Inputs],
+    kind: str,
+    settings: dict[str, Any],
+    transfers: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """And where the host leads it is one a level, and one more."""
+    target = Target(pair.target)
+    draft = make_draft(kind, pair, target, tmp_path)
+    host, device = two_decoders(target, draft, TREES["eagle2"])
+    found = host.generate(**prompts["image"], max_new_tokens=16, **settings).stats
+    assert len(transfers) == 1 + found.draft_forwards + found.rounds  # the first token is the prefill's
+    transfers.clear()
+    run = DeviceRound.run
+
+    def run_watched(*given: Any) -> Any:
+        with Waits():
+            return run(*given)
+
+    monkeypatch.setattr(DeviceRound, "run", run_watched)
+    found = device.generate(**prompts["image"], max_new_tokens=16, **settings).stats
+    assert len(transfers) == 1 + found.rounds
+    assert len(set(transfers[1:])) == 1, "of one shape, whatever was accepted"
+
+
+class Tape(TorchDispatchMode):
+    """What a CUDA graph does, on any machine: the operations of a first run, on the same memory, and nothing else. What the
+    host decided then is decided for good.
+    """
+
+    def __init__(self, function: Callable[[Mapping[str, Tensor]], Outputs], inputs: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        for _ in range(WARM_UPS):
+            function(inputs)
+        with self:
+            self.outputs = function(inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in Waits.REFUSED, f"{func} cannot be captured"
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> Outputs:
+        for func, args, kwargs, first in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tensors_of(first), tensors_of(again), strict=True):
+                if old.data_ptr() != new.data_ptr():  # no view, and not in place
+                    old.copy_(new)
+        return self.outputs
+
+
+def tensors_of(found: Any) -> Iterator[Tensor]:
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, list | tuple):
+        for one in found:
+            yield from tensors_of(one)
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
+    """Runner ``graph`` on this machine; those that were made."""
+    made: list[Tape] = []
+
+    def capture(forwards: PreparedForwards, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
+        tape = Tape(forwards._function, inputs)
+        made.append(tape)
+        return tape.replay
+
+    monkeypatch.setattr(PreparedForwards, "_captured", capture)
+    for module in (graph_runner, decoder_module):
+        monkeypatch.setattr(module, "check_runner", lambda name, device: name)
+    return made
+
+
+@pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
+@pytest.mark.parametrize("kind", ["independent", "eagle3", "specvlm"])
+def test_a_captured_round_depends_on_its_buffers_alone(
+    pair: Pair, prompts: dict[str, Inputs], kind: str, tapes: list[Tape], tmp_path: Path
+) -> None:
+    """One capture decodes several requests, of other lengths and settings; a greedy round is that capture and a transfer."""
+    target = Target(pair.target)
+    draft = make_draft(kind, pair, target, tmp_path)
+    assert isinstance(draft, CachedDraft)
+    options = {"buckets": (1, 8, 16), "runner": "graph"}
+    for tree in (TREES["static"], TREES["eagle2"]):
+        host, device = two_decoders(target, draft, tree, **options)
+        for settings in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.7, "top_k": 7, "seed": 2}):
+            for name in ("text", "image"):
+                assert_same(host, device, prompts[name], max_new_tokens=14, **settings)
+    before = len(tapes)
+    device.generate(**prompts["text"], max_new_tokens=14)
+    assert len(tapes) == before
+
+
+# -------------------------------------------------------------------------------------------------------- on a device
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
+@pytest.mark.parametrize("runner", ["fixed", "graph"])
+@pytest.mark.parametrize("kind", ["independent", *KINDS])
+def test_a_round_waits_for_the_device_once(
+    pair: Pair, prompts: dict[str, Inputs], kind: str, runner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The tokens are those of eager forwards, and nothing but the transfer synchronises."""
+    on_device = replace(pair, target=deepcopy(pair.target).to("cuda"), draft=deepcopy(pair.draft).to("cuda"))
+    inputs = {name: value.to("cuda") for name, value in prompts["image"].items()}
+    target = Target(on_device.target)
+    draft = make_draft(kind, on_device, target, tmp_path)
+    for tree in TREES.values():
+        eager = Decoder(target, draft, tree=tree)
+        device = Decoder(target, draft, tree=tree, runner=runner)
+        expected = eager.generate(**inputs, max_new_tokens=32)
+        found = device.generate(**inputs, max_new_tokens=32)  # captures, which waits
+        assert torch.equal(found.sequences, expected.sequences)
+        assert found.stats.accepted_lengths == expected.stats.accepted_lengths
+        with monkeypatch.context() as patch:
+            numbers = count_waits(patch)
+            device.generate(**inputs, max_new_tokens=32)
+        assert numbers and set(numbers) == {1}
+
+
+def count_waits(patch: pytest.MonkeyPatch) -> list[int]:
+    """Transfers of each round; whatever else waits is an error."""
+    run, to_host, numbers = DeviceRound.run, transfer.to_host, []
+
+    def counted(tensor: Tensor) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        numbers[-1] += 1
+        found = to_host(tensor)
+        torch.cuda.set_sync_debug_mode("error")
+        return found
+
+    def run_watched(*given: Any) -> Any:
+        numbers.append(0)
+        patch.setattr(transfer, "to_host", counted)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            patch.setattr(transfer, "to_host", to_host)
+
+    patch.setattr(DeviceRound, "run", run_watched)
+    return numbers

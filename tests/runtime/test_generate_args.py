@@ -1,0 +1,368 @@
+"""Hugging Face habits: what a call or the model's generation config asks for is done as ``generate`` does it, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TextIteratorStreamer,
+    TopKLogitsWarper,
+)
+
+from autotune.errors import UserError
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.generate_args import DEFAULT_MAX_NEW_TOKENS
+from autotune.runtime.token_sampler import TokenRule
+from tests.conftest import Inputs, Pair
+from tests.runtime.test_decoder import TREES
+
+NEW_TOKENS = 30
+
+
+@pytest.fixture
+def decoder(pair: Pair, processor: Any) -> Decoder:
+    return Decoder(pair.target, pair.draft, tree=TREES["sage"], processor=processor)
+
+
+@pytest.fixture
+def configured(pair: Pair) -> Iterator[Any]:
+    """The target's generation config, to be changed by the test and put back behind it."""
+    before = copy.deepcopy(pair.target.generation_config)
+    yield pair.target.generation_config
+    pair.target.generation_config = before
+
+
+def new_tokens(sequences: Tensor, inputs: Inputs) -> list[int]:
+    return sequences[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture
+def text(pair: Pair, prompts: dict[str, Inputs]) -> list[int]:
+    """What the target says to the image, greedy."""
+    inputs = prompts["image"]
+    return new_tokens(pair.target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False), inputs)
+
+
+# Settings that change the greedy text, as functions of it.
+SETTINGS: dict[str, Any] = {
+    "eos_token_id": lambda text: [text[9], text[14]],
+    "min_new_tokens": lambda text: {"min_new_tokens": 20, "eos_token_id": text[5]},
+    "min_length": lambda text: {"min_length": 60, "eos_token_id": text[5]},
+    "repetition_penalty": lambda text: 1.4,
+    "no_repeat_ngram_size": lambda text: 1,
+    "bad_words_ids": lambda text: [[text[3]], text[7:9]],
+    "suppress_tokens": lambda text: [text[2], text[6]],
+    "begin_suppress_tokens": lambda text: [text[0]],
+    "sequence_bias": lambda text: [[[text[1], text[2]], -10.0]],
+    "exponential_decay_length_penalty": lambda text: {
+        "exponential_decay_length_penalty": (3, 1.6),
+        "eos_token_id": text[20],
+    },
+    "forced_eos_token_id": lambda text: text[25],
+    "remove_invalid_values": lambda text: {"remove_invalid_values": True, "repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("where", ["call", "config"])
+def test_settings_mean_what_they_mean_to_generate(
+    pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, configured: Any, text: list[int], name: str, where: str
+) -> None:
+    """Given with the call, or in the model's generation config."""
+    given = SETTINGS[name](text)
+    settings = given if isinstance(given, dict) else {name: given}
+    call = {**prompts["image"], "max_new_tokens": NEW_TOKENS}
+    if where == "config":
+        configured.update(**settings)
+    else:
+        call |= settings
+    expected = pair.target.generate(**call, do_sample=False)
+    assert new_tokens(expected, prompts["image"]) != text, "the setting must have an effect"
+    for way in (decoder, Decoder(pair.target)):
+        assert torch.equal(way.generate(**call).sequences, expected)
+        assert torch.equal(pair.target.generate(**call, do_sample=False, custom_generate=way), expected)
+    assert list(Decoder(pair.target, pair.draft).stream(**call)) == new_tokens(expected, prompts["image"])
+
+
+def test_how_long_an_answer_may_be(
+    pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, configured: Any, text: list[int]
+) -> None:
+    inputs = prompts["image"]
+    length = inputs["input_ids"].shape[1]
+    configured.eos_token_id = None
+    assert decoder.generate(**inputs).sequences.shape[1] == length + DEFAULT_MAX_NEW_TOKENS
+    assert new_tokens(decoder.generate(**inputs, max_length=length + 7).sequences, inputs) == text[:7]
+    configured.max_length = length + 5
+    assert new_tokens(decoder.generate(**inputs).sequences, inputs) == text[:5]
+    assert new_tokens(decoder.generate(**inputs, max_new_tokens=9).sequences, inputs) == text[:9]
+    configured.max_new_tokens = 4
+    assert new_tokens(decoder.generate(**inputs).sequences, inputs) == text[:4]
+    configured.max_length, configured.max_new_tokens = length, None
+    with pytest.raises(UserError, match=rf"max_length leaves no room for a token behind {length}|generate refuses"):
+        decoder.generate(**inputs)
+
+
+@pytest.mark.parametrize("where", ["call", "config", "config of the call"])
+def test_stop_strings(
+    pair: Pair,
+    prompts: dict[str, Inputs],
+    processor: Any,
+    decoder: Decoder,
+    configured: Any,
+    text: list[int],
+    where: str,
+) -> None:
+    """The tokenizer is the processor's own; without one, what is missing is said."""
+    words = [processor.tokenizer.decode(text[at : at + 2]) for at in range(2, 20)]
+    stop = next(word for word in words if word.isascii() and word.strip())
+    expected = pair.target.generate(
+        **prompts["image"],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        stop_strings=[stop],
+        tokenizer=processor.tokenizer,
+    )
+    assert expected.shape[1] < prompts["image"]["input_ids"].shape[1] + NEW_TOKENS
+    call = {**prompts["image"], "max_new_tokens": NEW_TOKENS}
+    if where == "config":
+        configured.stop_strings = [stop]
+    elif where == "config of the call":
+        del call["max_new_tokens"]
+        call["generation_config"] = copy.deepcopy(configured)
+        call["generation_config"].update(stop_strings=[stop], max_new_tokens=NEW_TOKENS)
+    else:
+        call["stop_strings"] = [stop]
+    assert torch.equal(decoder.generate(**call).sequences, expected)
+    with pytest.raises(UserError, match="stop_strings need the tokenizer; load the decoder with processor="):
+        Decoder(pair.target).generate(**call)
+
+
+class Never(LogitsProcessor):
+    """Somebody's own: forbids a token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, self.token] = -float("inf")
+        return scores
+
+
+class Behind(StoppingCriteria):
+    """Somebody's own: ends the text behind a token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids[:, -1] == self.token
+
+
+def test_processors_and_criteria_of_one_s_own(
+    pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, text: list[int]
+) -> None:
+    call = {
+        **prompts["image"],
+        "max_new_tokens": NEW_TOKENS,
+        "logits_processor": [Never(text[4])],
+        "stopping_criteria": StoppingCriteriaList([Behind(text[2])]),
+    }
+    for one in ({}, {"stopping_criteria": StoppingCriteriaList()}):
+        expected = pair.target.generate(**{**call, **one}, do_sample=False)
+        assert torch.equal(decoder.generate(**{**call, **one}).sequences, expected)
+
+
+def test_sampling_is_the_generation_config_s_where_the_call_says_nothing(
+    pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, configured: Any
+) -> None:
+    call = {**prompts["image"], "max_new_tokens": NEW_TOKENS}
+    greedy = decoder.generate(**call).sequences
+    explicit = decoder.generate(**call, temperature=0.8, top_k=7, top_p=0.9, seed=3).sequences
+    configured.update(do_sample=True, temperature=0.8, top_k=7, top_p=0.9)
+    assert torch.equal(decoder.generate(**call, seed=3).sequences, explicit)
+    assert not torch.equal(explicit, greedy)
+    assert torch.equal(decoder.generate(**call, temperature=0).sequences, greedy)
+    # A temperature of the call's own is not cut by the config's top-k and top-p.
+    assert torch.equal(
+        decoder.generate(**call, temperature=1.0, seed=3).sequences,
+        Decoder(pair.target).generate(**call, temperature=1.0, top_k=0, top_p=1.0, seed=3).sequences,
+    )
+
+
+def test_a_seed_goes_through_generate(pair: Pair, prompts: dict[str, Inputs], decoder: Decoder) -> None:
+    call = {**prompts["image"], "max_new_tokens": NEW_TOKENS}
+    expected = decoder.generate(**call, temperature=1.0, seed=5).sequences
+    found = pair.target.generate(**call, do_sample=True, temperature=1.0, top_k=0, custom_generate=decoder, seed=5)
+    assert torch.equal(found, expected)
+
+
+def test_processors_that_look_at_logits_alone_decide_a_round_at_once() -> None:
+    assert not TokenRule(processors=[TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]).needs_prefix
+    assert TokenRule(processors=[TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.2)]).needs_prefix
+    assert TokenRule(processors=[MinNewTokensLengthLogitsProcessor(3, 5, 1)]).needs_prefix
+    assert TokenRule(processors=[Never(3)]).needs_prefix
+
+
+def test_a_streamer_gets_the_prompt_and_then_round_by_round(
+    pair: Pair, prompts: dict[str, Inputs], processor: Any, decoder: Decoder, text: list[int]
+) -> None:
+    """transformers' own, which skips the prompt because it comes first."""
+    streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True)
+    decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS, streamer=streamer)
+    assert "".join(streamer) == processor.tokenizer.decode(text)
+
+
+# --------------------------------------------------------------------------------------------------------------- batches
+
+
+def padded(inputs: list[Inputs], side: str, pad: int) -> Inputs:
+    """The text prompts as one batch."""
+    rows = [one["input_ids"][0] for one in inputs]
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), pad)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        at = slice(longest - len(row), None) if side == "left" else slice(len(row))
+        ids[number, at], mask[number, at] = row, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture
+def batch(prompts: dict[str, Inputs], pair: Pair) -> Inputs:
+    """Three texts of different lengths, padded on the left as ``generate`` wants it."""
+    ids = prompts["text"]["input_ids"]
+    texts = [{"input_ids": one} for one in (ids, ids[:, :5], torch.cat([ids, ids[:, 2:]], 1))]
+    return padded(texts, "left", pair.target.generation_config.pad_token_id)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"repetition_penalty": 1.4}, {"min_new_tokens": 5, "no_repeat_ngram_size": 2}]
+)
+def test_a_batch_equals_that_of_generate(pair: Pair, decoder: Decoder, batch: Inputs, settings: dict[str, Any]) -> None:
+    """Rows that end early are padded. Processors read a row as it was given, its padding included."""
+    call = {**batch, "max_new_tokens": NEW_TOKENS, **settings}
+    eos = pair.target.generate(**call, do_sample=False)[0, batch["input_ids"].shape[1] + 6].item()
+    for ends in ({}, {"eos_token_id": eos}):
+        expected = pair.target.generate(**call, **ends, do_sample=False)
+        assert torch.equal(decoder.generate(**call, **ends).sequences, expected)
+        found = pair.target.generate(**call, **ends, do_sample=False, custom_generate=decoder)
+        assert torch.equal(found, expected)
+        assert [s.new_tokens for s in decoder.last_stats] == [
+            s.new_tokens for s in decoder.generate(**call, **ends).row_stats
+        ]
+
+
+def test_padding_on_either_side_is_left_out(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    ids = prompts["text"]["input_ids"]
+    texts = [{"input_ids": ids}, {"input_ids": ids[:, :4]}]
+    single = [new_tokens(decoder.generate(**one, max_new_tokens=NEW_TOKENS).sequences, one) for one in texts]
+    for side in ("left", "right"):
+        out = decoder.generate(**padded(texts, side, 0), max_new_tokens=NEW_TOKENS).sequences
+        assert [row[ids.shape[1] :][: len(alone)].tolist() for row, alone in zip(out, single, strict=True)] == single
+
+
+def test_rows_of_a_batch_are_sampled_with_seeds_of_their_own(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    """Row r as alone with ``seed + r``, so that a prompt that comes twice gives two samples."""
+    one = {"input_ids": prompts["text"]["input_ids"]}
+    twice = {"input_ids": one["input_ids"].repeat(2, 1)}
+    rows = decoder.generate(**twice, max_new_tokens=NEW_TOKENS, temperature=1.0, seed=8).sequences
+    for row, seed in zip(rows, (8, 9), strict=True):
+        alone = decoder.generate(**one, max_new_tokens=NEW_TOKENS, temperature=1.0, seed=seed).sequences[0]
+        assert row[: len(alone)].tolist() == alone.tolist()
+    assert rows[0].tolist() != rows[1].tolist()
+
+
+def test_stats_of_a_batch_are_its_rows_(decoder: Decoder, batch: Inputs) -> None:
+    out = decoder.generate(**batch, max_new_tokens=4)
+    assert [stats.new_tokens for stats in out.row_stats] == [4, 4, 4]
+    with pytest.raises(UserError, match="stats are those of one prompt; this batch has 3; read row_stats"):
+        out.stats  # noqa: B018
+
+
+def test_what_looks_at_all_rows_together_is_refused(
+    decoder: Decoder, batch: Inputs, prompts: dict[str, Inputs]
+) -> None:
+    for given, name in (
+        ({"logits_processor": [Never(3)]}, "Never"),
+        ({"stopping_criteria": StoppingCriteriaList([Behind(3)])}, "Behind"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [4, 5]}, "PrefixConstrainedLogitsProcessor"),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    ):
+        with pytest.raises(
+            UserError, match=f"rows of a batch are decoded one by one, and {name} may look at all of them"
+        ):
+            decoder.generate(**batch, max_new_tokens=4, **given)
+    with pytest.raises(UserError, match="a stream is of one prompt; input_ids has 3 rows"):
+        list(decoder.stream(**batch))
+    with pytest.raises(UserError, match="a streamer reads one prompt; input_ids has 3 rows"):
+        decoder.generate(**batch, streamer=TextIteratorStreamer(decoder.processor.tokenizer))
+
+
+def test_what_looks_at_all_rows_together_works_on_one(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    """Each token is decided once, in the order of the text, as those that keep a state expect it."""
+    call = {"input_ids": prompts["text"]["input_ids"], "max_new_tokens": 12}
+    allowed = list(range(10, 40))
+    for given in ({"prefix_allowed_tokens_fn": lambda row, ids: allowed}, {"guidance_scale": 1.7}):
+        expected = pair.target.generate(**call, **given, do_sample=False)
+        assert torch.equal(decoder.generate(**call, **given).sequences, expected)
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", ["output_scores", "output_logits", "output_attentions", "output_hidden_states"])
+def test_outputs_of_single_steps(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs], name: str) -> None:
+    with pytest.raises(UserError, match=f"keeps no outputs of single steps; {name} must be off; leave it out"):
+        pair.target.generate(
+            **prompts["text"], max_new_tokens=2, custom_generate=decoder, return_dict_in_generate=True, **{name: True}
+        )
+
+
+def test_a_cache_of_the_caller_s(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    """An empty one is generate's own."""
+    cache = DynamicCache()
+    with torch.inference_mode():
+        pair.target(input_ids=prompts["text"]["input_ids"][:, :4], past_key_values=cache)
+    ids = {"input_ids": prompts["text"]["input_ids"]}
+    with pytest.raises(
+        UserError, match="a filled DynamicCache cannot be compacted after a tree; pass the whole prompt"
+    ):
+        decoder.generate(**ids, max_new_tokens=3, past_key_values=cache)
+    plain = decoder.generate(**ids, max_new_tokens=3).sequences
+    assert torch.equal(decoder.generate(**ids, max_new_tokens=3, past_key_values=DynamicCache()).sequences, plain)
+
+
+@pytest.mark.parametrize("kind", ["quantized", "offloaded"])
+def test_a_cache_that_cannot_be_compacted(
+    decoder: Decoder, prompts: dict[str, Inputs], configured: Any, kind: str
+) -> None:
+    configured.cache_implementation = kind
+    with pytest.raises(UserError, match=kind):
+        decoder.generate(**prompts["text"], max_new_tokens=3)
+
+
+def test_embeddings_in_place_of_tokens(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    embeddings = pair.target.get_input_embeddings()(prompts["text"]["input_ids"]).detach()
+    with pytest.raises(UserError, match="generate needs input_ids"):
+        decoder.generate(inputs_embeds=embeddings)
+    with pytest.raises(UserError, match="prompts are decoded from input_ids; inputs_embeds are not taken"):
+        decoder.generate(**prompts["text"], inputs_embeds=embeddings)
+
+
+def test_what_generate_itself_refuses_is_one_line(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    with pytest.raises(UserError, match=r"generate refuses the call: .*strictly positive") as caught:
+        decoder.generate(**prompts["text"], max_new_tokens=3, repetition_penalty=-1.0)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,88 @@
+"""The cost table of a search: measured once, found again, and never somebody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotune.console import Console
+from autotune.cost.table import CostTable, load_table
+from autotune.documents.provenance import ModelReference
+from autotune.errors import UserError
+from autotune.files import write_document
+from autotune.search import cost_tables
+from autotune.search.cost_tables import local_table, priced_apart
+from autotune.search.model_pool import Contenders
+from autotune.search.space import load_space
+from autotune.study.ledger import Ledger
+from autotune.workloads.workload import Workload
+from tests.conftest import Pair
+from tests.documents import cost_table
+
+
+@pytest.fixture(scope="module")
+def contenders(pair: Pair) -> Contenders:
+    return Contenders(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
+
+
+@pytest.fixture
+def measured(contenders: Contenders, monkeypatch: pytest.MonkeyPatch) -> list[CostTable]:
+    """Every table that is measured: numbers typed in, for these models on this device."""
+    found: list[CostTable] = []
+
+    def measure(*_: object) -> CostTable:
+        known = cost_table()
+        draft = known.drafts[0].model_copy(update={"draft": next(iter(contenders.references.values()))})
+        here = {"target": contenders.target_reference, "device": contenders.device, "drafts": [draft]}
+        found.append(known.model_copy(update=here))
+        return found[-1]
+
+    monkeypatch.setattr(cost_tables, "measure_table", measure)
+    return found
+
+
+def test_a_table_is_measured_once(
+    contenders: Contenders, evaluate: Workload, measured: list[CostTable], tmp_path: Path
+) -> None:
+    """Whoever asks for it: from the folder, or, where that is gone, from the ledger; but with more time anew."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    priced = priced_apart(contenders.subnets(load_space("quick")))
+
+    def table(**options: float) -> CostTable:
+        return local_table(contenders, priced, evaluate, tmp_path, ledger, Console(), **options)
+
+    first = table(time_limit_s=5.0)
+    assert first == measured[0] == table(time_limit_s=5.0)
+    (path,) = tmp_path.glob("*.cost.json")
+    path.unlink()
+    assert table(time_limit_s=5.0) == first and load_table(path) == first and len(measured) == 1
+    table()
+    assert len(measured) == 2 and len(list(tmp_path.glob("*.cost.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": ModelReference(id="tests/other", sha256="e" * 64)}, "speaks of 'tests/other'"),
+        ({"device": cost_table().device}, "speaks of 'cpu/An abacus/1'"),
+        ({"precision": "bfloat16"}, "speaks of bfloat16, not of float32"),
+    ],
+    ids=["model", "device", "precision"],
+)
+def test_a_table_put_in_its_place_is_refused(
+    contenders: Contenders,
+    evaluate: Workload,
+    measured: list[CostTable],
+    tmp_path: Path,
+    change: dict[str, object],
+    message: str,
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    priced = priced_apart(contenders.subnets(load_space("quick")))
+    table = local_table(contenders, priced, evaluate, tmp_path, ledger, Console())
+    (path,) = tmp_path.glob("*.cost.json")
+    write_document(path, "cost-table", table.model_copy(update=change))
+    with pytest.raises(UserError, match=message) as refused:
+        local_table(contenders, priced, evaluate, tmp_path, ledger, Console())
+    assert str(refused.value).startswith(f"{path}: ")

@@ -1,0 +1,333 @@
+"""The search over trees: without torch, repeatable, resumable, and no worse than trying everything."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.acceptance.replay import replay
+from autotune.documents.configuration import Configuration
+from autotune.documents.subnet import Subnet
+from autotune.errors import UserError
+from autotune.search import evaluator as evaluator_module
+from autotune.search import tree_search
+from autotune.search.evaluator import Candidate, Constraints, Evaluator
+from autotune.search.space import SearchSpace
+from autotune.search.tree_search import Found, choose_finalists, search_trees
+from autotune.study.ledger import Ledger
+from autotune.trees.policy import parse_policy
+from tests.documents import cost_table, random_trace
+from tests.search.test_evaluator import KEEPS, evaluator, place
+
+REPOSITORY = Path(__file__).parents[2]
+# Everything here fits what the random traces hold: four levels, four children.
+SMALL = {"chain": {"depth": {"low": 1, "high": 4}}, "sage": {"k": {"choices": [2, 4]}, "d_min": {"choices": [1, 2]}, "d_max": {"choices": [3, 4]}}}  # fmt: skip
+LARGE = {
+    "chain": {"depth": {"low": 1, "high": 4}},
+    "sage": {
+        "d_min": {"low": 1, "high": 4},
+        "d_max": {"low": 1, "high": 4},
+        "w_min": {"low": 1, "high": 4},
+        "w_max": {"low": 1, "high": 4},
+        "k": {"low": 2, "high": 4},
+        "n_max": {"low": 2, "high": 64, "log": True},
+        "upper": {"low": 2.0, "high": 6.0},
+    },
+}
+
+
+def space(trees: dict[str, Any]) -> SearchSpace:
+    return SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": list(KEEPS)}, "trees": trees})
+
+
+def stage(found: Evaluator, trees: dict[str, Any], storage: Path | str, **options: Any) -> Found:
+    settings = {"num_trials": 30, "documents": "x", **options}
+    return search_trees(found, space(trees), Ledger(storage), **settings)
+
+
+def search(*args: Any, **options: Any) -> list[Candidate]:
+    return stage(*args, **options).fastest
+
+
+def figures(candidates: list[Candidate]) -> list[tuple[str, float]]:
+    return [(candidate.configuration.key, candidate.ms_per_token) for candidate in candidates]
+
+
+def ten_prompts() -> Evaluator:
+    """Five of each of two tasks."""
+    traces = [random_trace(int(10 * keep), visual_keep=keep, num_prompts=10) for keep in KEEPS]
+    tasks = ["a"] * 5 + ["b"] * 5
+    return Evaluator([replace(t, header=t.header.model_copy(update={"tasks": tasks})) for t in traces], cost_table())
+
+
+@pytest.fixture(autouse=True)
+def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traces here are tiny; so is what their space is swept with."""
+    monkeypatch.setattr(tree_search, "NUM_SWEPT", 32)
+    monkeypatch.setattr(tree_search, "SWEPT_AT_ONCE", 32)
+
+
+def test_tpe_begins_with_the_best_of_an_even_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may find better ones, and never ends with less."""
+    begun: list[float] = []
+    finished = tree_search._finished
+    monkeypatch.setattr(
+        tree_search, "_finished", lambda parameters, ms, known: begun.append(ms) or finished(parameters, ms, known)
+    )
+    found = evaluator()
+    best = sorted(
+        found.evaluate(Configuration(tree=tree, subnet=Subnet(visual_keep=keep))).ms_per_token
+        for keep in KEEPS
+        for tree in space(LARGE).sweep("sage", 32, 5)
+    )
+    candidates = search(evaluator(), LARGE, tmp_path / "l", seed=5)
+    assert begun[: tree_search.NUM_KEPT] == pytest.approx(best[: tree_search.NUM_KEPT])
+    assert candidates[0].ms_per_token <= best[0]
+
+
+def test_what_is_slow_over_the_first_prompts_goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sweep of 128 the fastest 24 are replayed over all prompts, and the best of all are among them."""
+    monkeypatch.setattr(tree_search, "NUM_SWEPT", 128)
+    monkeypatch.setattr(tree_search, "SWEPT_AT_ONCE", 128)
+    trees = {"sage": LARGE["sage"]}
+    monkeypatch.setattr(tree_search, "NUM_GOING_ON", 128)
+    by_force = search(ten_prompts(), trees, tmp_path / "force", num_trials=1)
+    monkeypatch.setattr(tree_search, "NUM_GOING_ON", 24)
+    monkeypatch.setattr(tree_search, "NUM_GOING_ON_OF_TASK", 2)
+    found = ten_prompts()
+    asked: list[list[int] | None] = []
+    inner = found.replay
+    monkeypatch.setattr(
+        found, "replay", lambda one, prompts=None: (asked.append(prompts if prompts is None else [*prompts]), inner(one, prompts))[1]
+    )  # fmt: skip
+    result = stage(found, trees, tmp_path / "race", num_trials=1)
+    assert result.num_replayed == 128 * len(KEEPS) + 1
+    assert asked.count([0, 1, 5, 6]) == 128 * len(KEEPS), "two of each task"
+    assert len(KEEPS) * 24 <= asked.count(None) <= len(KEEPS) * (24 + 2 * 2) + 1
+    assert figures(result.fastest)[:5] == figures(by_force)[:5]
+
+
+def test_static_trees_come_from_the_dynamic_programme(tmp_path: Path) -> None:
+    found = evaluator()
+    of_static = {"static": {"budget": {"low": 1, "high": 6}, "depth": {"low": 1, "high": 3}}}
+    candidates = search(found, of_static, tmp_path / "l", num_trials=1)
+    assert len(candidates) > 6 and {c.configuration.visual_keep for c in candidates} == {*KEEPS}
+    for candidate in candidates:
+        policy = parse_policy(candidate.configuration.tree)
+        assert policy.policy == "static" and policy.max_nodes <= 6 and policy.max_depth <= 3
+
+
+def test_a_tiny_space_is_searched_whole(tmp_path: Path) -> None:
+    """The same best as trying everything, and what is behind it in the same order."""
+    found = evaluator()
+    result = stage(found, SMALL, tmp_path / "ledger", num_trials=3)
+    candidates = result.fastest
+    everything = [{"policy": "chain", "depth": depth} for depth in range(1, 5)]
+    everything += [
+        {"policy": "sage", "k": k, "d_min": low, "d_max": high}
+        for k, low, high in itertools.product((2, 4), (1, 2), (3, 4))
+    ]
+    by_force = sorted(
+        (replay(found.traces[place(keep)], parse_policy(tree), found.prices[place(keep)]).ms_per_token, keep, str(tree))
+        for keep in KEEPS
+        for tree in everything
+    )
+    assert len(candidates) == len(by_force) == result.num_replayed == 24
+    assert [c.ms_per_token for c in candidates] == pytest.approx([ms for ms, _, _ in by_force])
+    assert (candidates[0].configuration.visual_keep, str(candidates[0].configuration.tree)) == by_force[0][1:]
+
+
+def test_sampling_is_repeatable(tmp_path: Path) -> None:
+    """The same seed and documents find the same winner; another seed looks elsewhere."""
+    runs = [
+        search(evaluator(), LARGE, tmp_path / name, num_trials=70, seed=seed)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    assert figures(runs[0]) == figures(runs[1]) != figures(runs[2])
+    for candidates in runs:
+        assert len({c.configuration.tree["policy"] for c in candidates}) == 2
+        assert [c.ms_per_token for c in candidates] == sorted(c.ms_per_token for c in candidates)
+
+
+def test_a_search_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 trials, then 120: the first 50 come from the ledger, and 70 are drawn anew."""
+    drawn: list[dict[str, Any]] = []
+    suggest = SearchSpace.suggest
+    monkeypatch.setattr(SearchSpace, "suggest", lambda self, *a: (drawn.append(suggest(self, *a)), drawn[-1])[1])
+    first = search(evaluator(), LARGE, tmp_path / "l", num_trials=50)
+    assert len(drawn) == 50
+    second = search(evaluator(), LARGE, tmp_path / "l", num_trials=120)
+    assert len(drawn) == 120 and second[0].ms_per_token <= first[0].ms_per_token
+    assert drawn[50:100] != drawn[:50], "a resumed sampler does not draw the same trees again"
+    again = search(evaluator(), LARGE, tmp_path / "l", num_trials=120)
+    assert len(drawn) == 120 and figures(again) == figures(second), "a finished search draws nothing"
+    search(evaluator(), LARGE, tmp_path / "l", num_trials=5, documents="other traces")
+    assert len(drawn) == 125, "other documents are another study"
+
+
+def test_what_one_worker_finds_several_find(tmp_path: Path) -> None:
+    """Whoever makes a record, and in whatever order: here every second one is made by another worker beforehand."""
+    alone = stage(evaluator(), LARGE, tmp_path / "alone", num_trials=60, seed=3)
+    other = tree_search._Stage(
+        evaluator(),
+        space(LARGE),
+        Ledger(tmp_path / "l"),
+        [tree_search.version_of("autotune"), "x", Constraints().__dict__],
+        3,
+    )
+    made = dict(list(other.sweeps().items())[1::2])
+    others = other.ledger.work("trees", made)
+    calls: list[Any] = []
+    replayed = evaluator_module.replay
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluator_module, "replay", lambda *args: calls.append(args) or replayed(*args))
+        together = stage(evaluator(), LARGE, tmp_path / "l", num_trials=60, seed=3)
+    assert together == alone
+    by_other = sum(record["num_replayed"] for record in others.values())
+    assert by_other > 0 and len(calls) == together.num_replayed - by_other, "no tree is replayed twice"
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from autotune.search import tree_search
+from autotune.study.ledger import Ledger
+from tests.search.test_tree_search import LARGE, evaluator, stage
+study.NUM_SWEPT, study.SWEPT_AT_ONCE = 256, 32
+storage = sys.argv[1]
+found = stage(evaluator(jobs=1), LARGE, storage if "://" in storage else Path(storage), num_trials=120)
+print(found.num_replayed, found.fastest[0].key, found.fastest[0].ms_per_token)
+"""
+
+
+def test_workers_on_postgresql_find_what_one_finds(postgresql: str, tmp_path: Path) -> None:
+    """Two processes at once share a database: both end with the same winner, and with all that was replayed."""
+    commands = [[sys.executable, "-c", WORKER, storage] for storage in (str(tmp_path / "l"), postgresql, postgresql)]
+    alone = subprocess.run(commands[0], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    workers = [subprocess.Popen(c, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for c in commands[1:]]
+    assert [worker.communicate(timeout=300)[0] for worker in workers] == [alone, alone]
+    assert [worker.returncode for worker in workers] == [0, 0]
+
+
+def test_trials_are_shown_to_optuna(tmp_path: Path) -> None:
+    """Each once, however often the same command runs."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    for _ in range(2):
+        search(evaluator(), LARGE, tmp_path / "ledger", num_trials=60)
+    storage = JournalStorage(JournalFileBackend(str(tmp_path / "ledger.optuna")))
+    (summary,) = optuna.get_all_study_summaries(storage)
+    assert summary.n_trials == 60 and summary.study_name.startswith("trees-")
+
+
+def test_past_the_deadline_nothing_is_begun(tmp_path: Path) -> None:
+    """And what there is not cannot be chosen from."""
+    with pytest.raises(UserError, match="no tree of space x was found that keeps to the budget; raise it"):
+        search(evaluator(), LARGE, tmp_path / "l", deadline=time.monotonic() - 1)
+
+
+def test_progress_is_reported(tmp_path: Path) -> None:
+    said: list[tuple[int, int, str]] = []
+    search(evaluator(), LARGE, tmp_path / "l", num_trials=60, report=lambda *args: said.append(args))
+    sweeps = len(KEEPS) * 2  # one part of each policy
+    trials = [(0, 60), (50, 60), (60, 60)]
+    assert [(done, of) for done, of, _ in said] == [*((n, sweeps) for n in range(sweeps + 1)), *trials]
+    assert "best so far" in said[1][2]
+
+
+# ---------------------------------------------------------------------------------------------------------- constraints
+
+
+def test_the_longest_round_is_a_constraint(tmp_path: Path) -> None:
+    """Nothing that may exceed it is chosen, and its bound holds for every round replayed."""
+    free = evaluator()
+    limit = free.round_ms(place(1.0), parse_policy({"policy": "chain", "depth": 2}))
+    kept = search(evaluator(Constraints(max_round_ms=limit)), LARGE, tmp_path / "l")
+    assert kept and all(
+        free.round_ms(place(c.configuration.visual_keep), parse_policy(c.configuration.tree)) <= limit for c in kept
+    )
+    assert any(
+        free.round_ms(place(c.configuration.visual_keep), parse_policy(c.configuration.tree)) > limit
+        for c in search(evaluator(), LARGE, tmp_path / "free")
+    )
+    for candidate in kept:
+        result = free.replay(candidate.configuration)
+        mean_ms = (result.decode_ms - result.draft_prefill_ms).sum() / result.rounds.sum()
+        assert mean_ms <= limit
+
+
+@pytest.mark.parametrize(
+    ("constraints", "said"),
+    [
+        (
+            Constraints(max_round_ms=0.01),
+            r"--max-round-ms 0\.01: no tree keeps to it; a round with one drafted token takes",
+        ),
+        (Constraints(max_draft_mib=0.5), r"--max-draft-mib 0\.5: no draft keeps to it; the smallest takes 2"),
+    ],
+)
+def test_constraints_that_nothing_keeps_are_named(constraints: Constraints, said: str, tmp_path: Path) -> None:
+    table = cost_table()
+    costs = table.drafts[0].model_copy(update={"num_parameters": 2**19, "cache_bytes_per_token": 16})
+    table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
+    with pytest.raises(UserError, match=said):
+        search(Evaluator([random_trace(0)], table, constraints=constraints), LARGE, tmp_path / "l")
+
+
+# ------------------------------------------------------------------------------------------------------------ finalists
+
+
+def test_finalists_are_no_neighbours_of_one_winner(tmp_path: Path) -> None:
+    """The best of each subnet and policy, two of a policy at most, and none that is surely too slow."""
+    found = evaluator()
+    candidates = search(found, LARGE, tmp_path / "l")
+    finalists = choose_finalists(candidates, found, 9, slack=10.0)
+    kinds = [(c.configuration.tree["policy"], c.configuration.visual_keep) for c in finalists]
+    assert sorted(kinds) == sorted((policy, keep) for policy in LARGE for keep in KEEPS)
+    assert finalists[0] == candidates[0]
+    assert [c.ms_per_token for c in finalists] == sorted(c.ms_per_token for c in finalists)
+    assert len(choose_finalists(candidates, found, 2, slack=10.0)) == 2
+    slow = found.evaluate(Configuration(tree={"policy": "chain", "depth": 4}))
+    fast = candidates[0]
+    assert slow.ms_per_token > 1.2 * fast.ms_per_token
+    assert choose_finalists([fast, slow], found, 9, slack=0.0) == [fast]
+
+
+# ---------------------------------------------------------------------------------------------------------- without torch
+
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+import autotune.acceptance.trace, autotune.acceptance.replay, autotune.cost.table, autotune.documents.decoding_profile
+import autotune.search.space
+from autotune.search import tree_search
+from autotune.search.evaluator import Evaluator
+from autotune.study.ledger import Ledger
+from autotune.search.space import Configuration, SearchSpace
+from tests.documents import DRAFT, cost_table, random_trace, surface
+
+trees = {"sage": {"k": {"low": 2, "high": 4}, "d_max": {"low": 3, "high": 4}, "upper": {"low": 3.0, "high": 5.0}}}
+space = SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": [1.0]}, "trees": trees})
+evaluator = Evaluator([random_trace(0)], cost_table())
+found = study.search_trees(evaluator, space, Ledger(Path(sys.argv[1])), num_trials=5, documents="x")
+assert len(found.fastest) >= 2 and found.fastest[0].speedup > 0
+loaded = {"torch", "transformers"} & set(sys.modules)
+assert not loaded, loaded
+"""
+
+
+def test_searching_over_documents_loads_no_torch(tmp_path: Path) -> None:
+    """In a process of its own, for this one has torch loaded already."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "journal")], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,341 @@
+"""Examples of one's own file: what is read, what the target writes, and what is held out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from autotune.acceptance.recorder import Recorder
+from autotune.drafters.checkpoint import load_draft
+from autotune.errors import UserError
+from autotune.modeling.loading import reference
+from autotune.modeling.target import Target
+from autotune.training.examples import JsonlExamples, JsonlFile, Line
+from autotune.training.recipe import FEATURE_DRAFTS, load_recipe
+from autotune.training.teacher import Teacher
+from autotune.training.trainer import train
+from autotune.workloads.workload import load_workload
+from tests.conftest import Pair
+from tests.families import FAMILIES, Family, load, load_processor, random_picture, save
+from tests.training.test_training import write_examples, write_recipe
+
+
+def write(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    path = folder / "examples.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+def numbered(number: int, **more: Any) -> list[dict[str, Any]]:
+    """Lines of growing length."""
+    return [{"prompt": "Count. " * (1 + i), "answer": f"{i}", **more} for i in range(number)]
+
+
+@pytest.fixture
+def recorder(pair: Pair, processor: Any, tmp_path: Path) -> Recorder:
+    return Recorder(Target(pair.target), reference(str(pair.target_folder)), processor, tmp_path / "records")
+
+
+def read(path: Path, recorder: Recorder, **options: Any) -> tuple[list[Line], list[Line]]:
+    return JsonlFile(path, **{"batch_size": 1, **options}).read(recorder, Accelerator())
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+def chat_template(family: Family) -> str | None:
+    """Images where the family wants them; None of a text model, which gets the prompt as it is."""
+    if not family.sees:
+        return None
+    return (
+        "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+        + family.placeholders["image"]
+        + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+    )
+
+
+# SmolVLM's template asks its video processor for the number of frames, which no one has without torchvision.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "smolvlm"])
+def test_what_is_taught_of_a_batch_is_what_each_family_answers(name: str, tmp_path: Path) -> None:
+    """Prompts with no, one and several images in one batch; the target's most probable tokens along the answers that it
+    wrote are those of ``model.generate`` of each prompt alone.
+    """
+    family = FAMILIES[name]
+    save(family, tmp_path)
+    model, processor = load(tmp_path / "target"), load_processor(family, tmp_path / "target")
+    processor.chat_template = chat_template(family)
+    rng = np.random.default_rng(1)
+    images = [f"{number}.png" for number in range(2)]
+    for image in images:
+        random_picture(rng, (40, 30)).save(tmp_path / image)
+    prompts = ["What is 2 + 2?", "Describe the picture, please.", "Compare both of these.", "Frame 12 shows"]
+    seen = [images[:1], images[1:], images, []] if family.sees else [[]] * 4
+    path = write(
+        tmp_path, [{"prompt": p, "images": i, "max_new_tokens": 8} for p, i in zip(prompts, seen, strict=True)]
+    )
+    recorder = Recorder(Target(model), reference(str(tmp_path / "target")), processor, tmp_path)
+    training, held_out = read(path, recorder, batch_size=3)
+    batch = JsonlExamples(training, recorder.target, processor, batch_size=3)[0]
+    lesson = Teacher(recorder.target).lesson(batch, layers=())
+    last = lesson.hidden[len(recorder.target.text.layers)]
+    assert len(batch) == 3 and len(held_out) == 1
+    for row, line in enumerate(sorted(training, key=lambda line: line.length)):
+        inputs = line.load().inputs(processor)
+        with torch.no_grad():
+            sequence = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]
+            taught = lesson.head(last[row, lesson.is_taught[row]]).argmax(-1)
+        asked = inputs["input_ids"].shape[1]
+        assert batch[row].prompt.tokens.tolist() == sequence[:-1].tolist()
+        assert taught.tolist() == sequence[asked:].tolist()
+
+
+def test_a_given_answer_follows_the_processors_tokens(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
+    """It is tokenised by itself; what ends the sequence is foretold behind its last token."""
+    path = write(tmp_path, [{"prompt": "Read row 1.", "answer": " 3, 1, 4."}, *numbered(2)])
+    training, _ = read(path, recorder)
+    (example,) = JsonlExamples(training[:1], recorder.target, processor, batch_size=1)[0]
+    asked = processor.tokenizer("USER: Read row 1. ASSISTANT:")["input_ids"]
+    answer = processor.tokenizer(" 3, 1, 4.", add_special_tokens=False)["input_ids"]
+    assert example.prompt.tokens.tolist() == [*asked, *answer]
+    assert example.first_taught == len(asked) - 1
+    assert int(Teacher(recorder.target).lesson([example], layers=()).is_taught.sum()) == len(answer) + 1
+
+
+def test_the_target_writes_an_answer_once_as_the_recorder_does(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search over the same prompts finds it, and the settings of a line are its own."""
+    lines = [{"prompt": "Count.", "max_new_tokens": 5}, {"prompt": "Count.", "temperature": 1.0, "seed": 3}]
+    path = write(tmp_path, [*lines, {"prompt": "Read row 1.", "max_new_tokens": 5}])
+    training, held_out = read(path, recorder)
+    written = {file.name: file.stat().st_mtime_ns for file in (recorder.folder / "answers").iterdir()}
+    assert len(written) == 3
+    monkeypatch.setattr(recorder, "_answer", None)
+    assert read(path, recorder) == (training, held_out)
+    searched = [load_workload(str(path), split) for split in ("tune", "evaluate")]
+    found = [answer for workload in searched for answer in recorder.answers(workload)]  # lines 1, 3 and 2
+    assert written == {file.name: file.stat().st_mtime_ns for file in (recorder.folder / "answers").iterdir()}
+    lines_read = [*training, *held_out]
+    assert [list(lines_read[place].answer) for place in (0, 2, 1)] == [answer.tokens[:-1] for answer in found]
+    assert training[0].answer != training[1].answer[:4]
+
+
+def test_answers_are_cut_to_the_context(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given ones and written ones."""
+    monkeypatch.setattr(recorder.target, "max_context", 30)
+    path = write(tmp_path, [{"prompt": "Count.", "answer": "1, 2, 3. " * 20}, {"prompt": "Count."}, *numbered(1)])
+    training, _ = read(path, recorder)
+    assert [line.length for line in training] == [30, 29]
+
+
+def test_a_text_models_examples(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
+    """Its processor is a tokenizer."""
+    target = Target(text_pair.target)
+    recorder = Recorder(target, reference(str(text_pair.target_folder)), processor.tokenizer, tmp_path / "records")
+    training, _ = read(write(tmp_path, [{"prompt": "Count.", "max_new_tokens": 5}, *numbered(3)]), recorder)
+    examples = JsonlExamples(training, target, processor.tokenizer, batch_size=3)[0]
+    assert sorted(len(example.prompt) for example in examples) == sorted(line.length for line in training)
+    assert Teacher(target).lesson(examples, layers=(2,)).hidden.keys() == {2, len(target.text.layers)}
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+def test_batches_hold_every_line_once_and_neighbours_in_length(
+    recorder: Recorder, processor: Any, tmp_path: Path
+) -> None:
+    training, _ = read(write(tmp_path, numbered(30)), recorder)
+    batches = JsonlExamples(training, recorder.target, processor, batch_size=4, seed=1).batches
+    assert sorted(line.number for batch in batches for line in batch) == [line.number for line in training]
+    assert {len(batch) for batch in batches} == {3, 4}, "none is much smaller than the others"
+    assert all(batch[-1].number - batch[0].number == len(batch) - 1 for batch in batches)
+    assert [batch[0].number for batch in batches] != sorted(batch[0].number for batch in batches), "but in any order"
+    shares = [
+        JsonlExamples(training, recorder.target, processor, batch_size=4, seed=1, share=(process, 2))
+        for process in range(2)
+    ]
+    for number, batch in enumerate(batches):
+        assert sorted([*shares[0].batches[number], *shares[1].batches[number]], key=lambda line: line.number) == batch
+    for shape, batch in zip(shares[0].shapes, shares[0].batches, strict=True):
+        assert (shape.num_rows, shape.length) == (len(batch), max(line.length for line in batch))
+
+
+@pytest.mark.parametrize(
+    ("number", "batch_size", "expected"), [(100, 2, 5), (100, 8, 8), (9, 8, 1), (2, 1, 1), (400, 390, 10)]
+)
+def test_one_line_in_twenty_is_held_out_and_a_batch_if_there_are_so_many(
+    recorder: Recorder, tmp_path: Path, number: int, batch_size: int, expected: int
+) -> None:
+    lines = [{"prompt": "x", "answer": f"{i}"} for i in range(number)]
+    training, held_out = read(write(tmp_path, lines), recorder, batch_size=batch_size)
+    assert [line.number for line in held_out] == list(range(number - expected + 1, number + 1)), "the last ones"
+    assert [line.number for line in training] == list(range(1, number - expected + 1))
+
+
+def test_prompts_that_judge_a_search_are_not_trained_on(recorder: Recorder, tmp_path: Path) -> None:
+    lines = [{**line, "split": "evaluate" if number % 5 == 1 else "tune"} for number, line in enumerate(numbered(20))]
+    training, held_out = read(write(tmp_path, lines), recorder, batch_size=2, num_held_out=3)
+    assert [line.number for line in held_out] == [2, 7, 12]
+    assert not {line.number for line in training} & {2, 7, 12, 17} and len(training) == 16
+
+
+def test_num_examples_are_the_first(recorder: Recorder, tmp_path: Path) -> None:
+    training, _ = read(write(tmp_path, numbered(20)), recorder, batch_size=2, num_examples=7)
+    assert [line.number for line in training] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_lessons_are_told_apart_by_what_is_in_the_lines(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
+    def key(lines: list[dict[str, Any]], **options: Any) -> str:
+        training, _ = read(write(tmp_path, lines), recorder)
+        return JsonlExamples(training, recorder.target, processor, **{"batch_size": 2, **options}).key
+
+    lines = numbered(8)
+    assert key(lines) == key(lines)
+    others = [
+        key([{**lines[0], "answer": "x"}, *lines[1:]]),
+        key([{**lines[0], "prompt": "x"}, *lines[1:]]),
+        key(lines, batch_size=3),
+        key(lines, seed=1),
+        key(lines, share=(0, 2)),
+    ]
+    assert len({key(lines), *others}) == 6
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        (numbered(4), {"batch_size": 4}, r"more examples than a batch has.*got 4 for a batch_size of 4; add lines, or"),
+        (
+            numbered(9),
+            {"batch_size": 2, "num_examples": 8},
+            r"num_examples says.*got 7 for 8, beside 2 held out; add lines",
+        ),
+        (numbered(9), {"batch_size": 3, "num_examples": 2}, r"num_examples must fill a batch of 3; got 2; raise it"),
+        (numbered(9, split="evaluate"), {"batch_size": 3}, r"a batch has; got 0 for 3, beside 9 held out; add lines"),
+        ([{"promt": "x"}], {}, r"examples\.jsonl:1: unknown key 'promt'; did you mean 'prompt'"),
+        ([*numbered(2), {"prompt": "x", "anwser": "y"}], {}, r":3: unknown key 'anwser'; did you mean 'answer'"),
+        ([*numbered(2), {"prompt": "x", "answer": 4}], {}, r":3: answer: .*valid string; got 4; mend that value"),
+    ],
+)
+def test_a_file_that_cannot_be_trained_on(
+    lines: list[dict[str, Any]], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        JsonlFile(write(tmp_path, lines), **{"batch_size": 1, **options})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such file; check the path"), ("\n", "the file is empty; add a line such as"), ("{", ":1: .*mend that")],
+)
+def test_a_file_that_is_none(pair: Pair, content: str | None, message: str, tmp_path: Path) -> None:
+    """Said before the target is loaded."""
+    if content is not None:
+        (tmp_path / "examples.jsonl").write_text(content)
+    path = write_recipe(tmp_path / "recipe.yaml", "no/where", data={"file": "examples.jsonl"}, drop=("tasks",))
+    with pytest.raises(UserError, match=rf"examples\.jsonl.*{message}"):
+        train(path, output=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt": "Count. " * 40}, r":1: the target's context of 60 tokens .*the prompt has \d+; shorten it or drop"),
+        ({"prompt": "<image> What?"}, r":1: the processor refuses the prompt .*; mend its text or images"),
+        ({"prompt": "x", "answer": "<image>"}, r":1: image tokens stand for the images of a line; the text has more"),
+        ({"prompt": "x", "images": ["gone.png"]}, r"gone\.png: no such image; check the path"),
+    ],
+)
+def test_a_line_that_the_target_cannot_read(
+    recorder: Recorder, line: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder.target, "max_context", 60)
+    with pytest.raises(UserError, match=message):
+        read(write(tmp_path, [line, *numbered(2)]), recorder)
+
+
+def test_an_image_for_a_model_that_reads_text_alone(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
+    random_picture(np.random.default_rng(0), (8, 8)).save(tmp_path / "a.png")
+    path = write(tmp_path, [{"prompt": "x", "images": ["a.png"]}, *numbered(2)])
+    recorder = Recorder(
+        Target(text_pair.target), reference(str(text_pair.target_folder)), processor.tokenizer, tmp_path
+    )
+    with pytest.raises(UserError, match=r"examples\.jsonl:1: the prompt has an image, and the target reads text alone"):
+        read(path, recorder)
+
+
+def test_keys_of_a_recipe_that_contradict_each_other(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", "x", data={"file": "a.jsonl"})
+    with pytest.raises(UserError, match=r"tasks are those of the bundled workload; got data.file 'a.jsonl' as well"):
+        load_recipe(path)
+    path = write_recipe(tmp_path / "recipe.yaml", "x", data={"fiel": "a.jsonl"}, drop=("tasks",))
+    with pytest.raises(UserError, match=r"unknown key 'data\.fiel'; did you mean 'file'"):
+        load_recipe(path)
+    stage = {"objective": "distillation", "steps": 1, "batch_size": 1, "learning_rate": 1e-3}
+    changes = {"model": "independent", "stages": [stage], "data": {"file": "a.jsonl"}}
+    path = write_recipe(tmp_path / "recipe.yaml", "x", **changes, drop=("tasks",))
+    with pytest.raises(
+        UserError, match=r"a file of examples is for dream, star, specvlm; got data.file for independent; drop it"
+    ):
+        load_recipe(path)
+
+
+def test_the_readmes_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines several times over, its recipe for a small target and few steps."""
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (lines,) = re.findall(r"^```jsonl\n(.*?)^```", readme, re.M | re.S)
+    (recipe,) = (block for block in re.findall(r"^```yaml\n(.*?)^```", readme, re.M | re.S) if "teacher" in block)
+    (tmp_path / "receipts").mkdir()
+    random_picture(np.random.default_rng(0), (40, 30)).save(tmp_path / "receipts" / "1.png")
+    (tmp_path / "examples.jsonl").write_text(re.sub("256", "16", lines) * 9)
+    recipe = re.sub(r"steps: \d+", "steps: 1", recipe).replace("Qwen/Qwen2.5-VL-7B-Instruct", str(pair.target_folder))
+    (tmp_path / "recipe.yaml").write_text(recipe.replace("mlp_size: 4096", "mlp_size: 64"))
+    train(tmp_path / "recipe.yaml")
+    assert {"model.safetensors", "config.json", "training.jsonl", "training.png"} <= {
+        p.name for p in tmp_path.iterdir()
+    }
+
+
+@pytest.mark.parametrize("model", FEATURE_DRAFTS)
+def test_every_kind_of_draft_trains_on_a_file(
+    model: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without images and answers; the draft then loads for its target."""
+    monkeypatch.chdir(tmp_path)
+    write_examples(tmp_path / "examples.jsonl")
+    stage = {"objective": "drafting", "steps": 2, "batch_size": 2, "learning_rate": 1e-3}
+    changes = {"model": model, "stages": [stage], "data": {"file": "examples.jsonl"}}
+    folder = train(
+        write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder), **changes, drop=("tasks",)),
+        output=tmp_path / "draft",
+    )
+    assert load_draft(str(folder), Target(pair.target)).kind == model
+
+
+def test_a_checkpoint_of_another_file(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stage = {"objective": "drafting", "steps": 1, "batch_size": 2, "learning_rate": 1e-3}
+    path = write_recipe(
+        tmp_path / "recipe.yaml",
+        str(pair.target_folder),
+        data={"file": "examples.jsonl"},
+        stages=[stage],
+        drop=("tasks",),
+    )
+    write(tmp_path, numbered(4))
+    train(path)
+    write(tmp_path, numbered(5))
+    with pytest.raises(UserError, match=r"the recipe or its file of examples has changed since this checkpoint"):
+        train(path)

@@ -1,0 +1,128 @@
+"""The counts of a draft's hits by depth and rank: by hand, and against an obvious count on random trees."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from autotune.trees.acceptance_counts import DraftHealth
+from autotune.trees.tree import ROOT, Tree, new_tree, plant
+from tests.obvious import add_node, children_of, random_tree
+
+
+def small_tree() -> Tree:
+    """Nodes 1 and 2 below the root, 3 to 5 below node 1, 6 below node 2, 7 below node 4. Ranks leave gaps, as those of a
+    static or a pruned tree may.
+    """
+    tree = new_tree(7)
+    plant(tree, 0, -1)
+    for parent, rank in ((ROOT, 0), (ROOT, 2), (1, 0), (1, 1), (1, 3), (2, 0), (4, 0)):
+        add_node(tree, parent, 10 + rank, -1.0, rank, -1)
+    return tree
+
+
+def observed(*rounds: tuple[list[int], bool]) -> DraftHealth:
+    health = DraftHealth()
+    for path, is_near_image in rounds:
+        health.observe(small_tree(), np.array(path, np.int64), is_near_image=is_near_image)
+    return health
+
+
+NOTHING = {"by_depth": [], "by_rank": []}
+
+
+def test_a_round_in_which_nothing_is_accepted() -> None:
+    """Depth 1 was offered, by children of ranks 0 and 2; what stands below had no chance."""
+    assert observed(([], False)).to_json() == {
+        "text": {"by_depth": [[1, 0]], "by_rank": [[1, 0], [0, 0], [1, 0]]},
+        "near_image": NOTHING,
+    }
+
+
+def test_a_round_that_is_accepted_to_a_leaf() -> None:
+    """1, 4, 7: root offers ranks 0 and 2, node 1 ranks 0, 1 and 3, node 4 rank 0. Rank 0 was offered three times and
+    taken twice, rank 1 once and taken. Depth 4 was not offered.
+    """
+    assert observed(([1, 4, 7], False)).to_json()["text"] == {
+        "by_depth": [[1, 1], [1, 1], [1, 1]],
+        "by_rank": [[3, 2], [1, 1], [1, 0], [1, 0]],
+    }
+
+
+def test_a_round_that_ends_at_a_leaf_blames_no_deeper_level() -> None:
+    """Node 3 has no children; that there are nodes of depth 3 elsewhere is not its matter."""
+    assert observed(([1, 3], False)).to_json()["text"]["by_depth"] == [[1, 1], [1, 1]]
+
+
+def test_a_round_that_ends_above_a_leaf() -> None:
+    """2 is accepted, 6 is not."""
+    assert observed(([2], False)).to_json()["text"] == {
+        "by_depth": [[1, 1], [1, 0]],
+        "by_rank": [[2, 0], [0, 0], [1, 1]],
+    }
+
+
+def test_rounds_near_an_image_are_counted_apart() -> None:
+    health = observed(([1], True), ([2, 6], False), ([], True))
+    assert health.to_json() == {
+        "text": {"by_depth": [[1, 1], [1, 1]], "by_rank": [[2, 1], [0, 0], [1, 1]]},
+        "near_image": {"by_depth": [[2, 1], [1, 0]], "by_rank": [[3, 1], [1, 0], [2, 0], [1, 0]]},
+    }
+
+
+def test_a_root_alone_offers_nothing() -> None:
+    health, tree = DraftHealth(), new_tree(1)
+    plant(tree, 0, -1)
+    health.observe(tree, np.zeros(0, np.int64), is_near_image=False)
+    assert health.is_empty
+    assert health.to_json() == {"text": NOTHING, "near_image": NOTHING}
+
+
+def test_counts_of_requests_are_added() -> None:
+    one, other = observed(([1, 4], True)), observed(([2], True), ([], False))
+    assert not one.is_empty and DraftHealth().is_empty
+    one.add(other)
+    assert one.to_json() == observed(([1, 4], True), ([2], True), ([], False)).to_json()
+
+
+def random_walk(rng: np.random.Generator, tree: Tree) -> list[int]:
+    """Down from the root; it often ends where it could go on."""
+    path: list[int] = []
+    while (children := children_of(tree, path[-1] if path else ROOT)) and rng.random() < 0.85:
+        path.append(int(rng.choice(children)))
+    return path
+
+
+def test_random_rounds_against_an_obvious_count() -> None:
+    """Trees with at most 16 different tokens have ranks of 0 to 15."""
+    rng, health = np.random.default_rng(51), DraftHealth()
+    depths: Counter[tuple[bool, int, bool]] = Counter()
+    ranks: Counter[tuple[bool, int, bool]] = Counter()
+    for _ in range(300):
+        tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=int(rng.integers(2, 17)))
+        path, is_near_image = random_walk(rng, tree), bool(rng.integers(2))
+        health.observe(tree, np.array(path, np.int64), is_near_image=is_near_image)
+        accepted = set(path)
+        for node in [ROOT, *path]:
+            children = children_of(tree, node)
+            for child in children:
+                ranks[is_near_image, int(tree.rank[child]), child in accepted] += 1
+            if children:
+                depths[is_near_image, int(tree.depth[node]) + 1, not accepted.isdisjoint(children)] += 1
+    for counts, table in ((depths, health.by_depth), (ranks, health.by_rank)):
+        expected = np.zeros_like(table)
+        for (place, row, is_accepted), count in counts.items():
+            expected[int(place), row] += (count, count * is_accepted)
+        assert np.array_equal(table, expected)
+    assert health.by_depth[:, 6].min() > 0 and health.by_rank[:, 5, 0].min() > 0, "the random trees are too small"
+
+
+def test_the_deepest_tree_and_the_last_rank_have_a_place() -> None:
+    tree = new_tree(24)
+    plant(tree, 0, -1)
+    for parent in range(24):
+        add_node(tree, parent, 0, -1.0, 15, -1)
+    health = DraftHealth()
+    health.observe(tree, np.arange(1, 25), is_near_image=True)
+    assert health.to_json()["near_image"] == {"by_depth": [[1, 1]] * 24, "by_rank": [[0, 0]] * 15 + [[24, 24]]}

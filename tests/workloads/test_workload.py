@@ -1,0 +1,315 @@
+"""Workloads: JSONL files with every mistake executed, splits that share no prompt, and the bundled digits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from autotune.errors import UserError
+from autotune.workloads.digits import FIRST_HELD_OUT_SCAN, TASKS, _scan_bank, _scans
+from autotune.workloads.workload import FIRST_EVALUATE_EXAMPLE, Prompt, Workload, chat_text, load_image, load_workload
+from tests.conftest import NUM_VISUAL_TOKENS
+from tests.documents import write_image, write_workload
+
+
+def names(workload: Workload) -> list[str]:
+    return [prompt.name for prompt in workload.prompts]
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSONL
+
+
+def test_a_line_is_a_prompt(tmp_path: Path) -> None:
+    """Image paths are relative to the file; what is left out has a default; empty lines are nothing."""
+    (tmp_path / "images").mkdir()
+    write_image(tmp_path / "images" / "a.png", 0)
+    full = {"prompt": "What?", "images": ["images/a.png"], "task": "see", "max_new_tokens": 9, "temperature": 0.5}
+    path = write_workload(
+        tmp_path, [{**full, "top_k": 7, "top_p": 0.9, "seed": 3, "split": "tune"}, "", {"prompt": "x", "split": "tune"}]
+    )
+    first, second = load_workload(str(path), "tune").prompts
+    assert first.settings.generation == {
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "seed": 3,
+    }
+    assert (first.name, first.settings.task, first.pixels[0].size) == ("workload.jsonl:1", "see", (32, 32))
+    assert second.settings.generation == {
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "seed": 0,
+    }
+    assert (second.name, second.settings.task, second.pixels) == ("workload.jsonl:3", "prompt", ())
+
+
+def test_without_a_split_prompts_alternate(tmp_path: Path) -> None:
+    """So that no prompt both chooses and judges; a split that is given stays."""
+    path = write_workload(tmp_path, [{"prompt": str(number)} for number in range(7)])
+    tune, evaluate = (load_workload(str(path), split) for split in ("tune", "evaluate"))
+    assert [p.settings.prompt for p in tune.prompts] == ["0", "2", "4", "6"]
+    assert [p.settings.prompt for p in evaluate.prompts] == ["1", "3", "5"]
+    marked = write_workload(
+        tmp_path, [{"prompt": "0", "split": "evaluate"}, {"prompt": "1", "split": "tune"}, {"prompt": "2"}]
+    )
+    assert [p.settings.prompt for p in load_workload(str(marked), "tune").prompts] == ["1", "2"]
+    assert [p.settings.prompt for p in load_workload(str(marked), "evaluate").prompts] == ["0"]
+
+
+def test_what_judges_does_nothing_else(tmp_path: Path) -> None:
+    """A prompt that stands in both splits judges; lines to train on neither tune nor judge."""
+    lines = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "b"}, {"prompt": "c", "split": "train"}, {"prompt": "d"}]
+    path = str(write_workload(tmp_path, lines))
+    tune, evaluate = (load_workload(path, split).prompts for split in ("tune", "evaluate"))
+    assert [[p.settings.prompt for p in prompts] for prompts in (tune, evaluate)] == [["a", "d"], ["b"]]
+    only = str(write_workload(tmp_path, [{"prompt": "b", "split": "tune"}, {"prompt": "b", "split": "evaluate"}]))
+    with pytest.raises(UserError, match="needs prompts of both splits; none is for 'tune'"):
+        load_workload(only, "tune")
+
+
+def test_a_chat_is_worded_by_the_processor_s_template(tmp_path: Path, processor: Any) -> None:
+    """A single message of a user is the same prompt; images stand where parts say, or first."""
+    write_image(tmp_path / "a.png", 0)
+    image = {"images": ["a.png"], "split": "tune"}
+
+    def text(line: dict[str, Any], of: Any = processor) -> str:
+        (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, **line}])), "tune").prompts
+        return chat_text(of, prompt.settings.messages or prompt.settings.prompt, num_images=len(prompt.pixels))
+
+    plain = text({"prompt": "What is this?"})
+    assert text({"messages": [{"role": "user", "content": "What is this?"}]}) == plain
+    parts = [{"type": "text", "text": "What is "}, {"type": "image"}, {"type": "text", "text": "this?"}]
+    placed = text({"messages": [{"role": "user", "content": parts}]})
+    assert placed != plain and placed.count("<image>") == plain.count("<image>") == 1
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is this?"},
+        {"role": "assistant", "content": "A seven."},
+        {"role": "user", "content": "And beside it?"},
+    ]
+    worded = text({"messages": talk})
+    places = [worded.index(message["content"]) for message in talk if message["role"] != "system"]
+    assert places == sorted(places) and worded.index("<image>") < places[0] and worded.count("<image>") == 1
+    (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, "messages": talk}])), "tune").prompts
+    assert prompt.settings.text == "And beside it?"
+    assert prompt.inputs(processor)["input_ids"].shape[1] > NUM_VISUAL_TOKENS
+    assert Prompt.model_validate(prompt.settings.model_dump()) == prompt.settings, "as a document, with all defaults"
+    again = replace(prompt, settings=Prompt.model_validate(prompt.settings.model_dump()))
+    assert again.sha256 == prompt.sha256
+    with pytest.raises(UserError, match="knows no chat; give prompt in place of messages"):
+        prompt.inputs(processor.image_processor)
+
+
+def test_the_first_prompts_are_taken(tmp_path: Path) -> None:
+    path = write_workload(tmp_path, [{"prompt": str(number), "split": "tune"} for number in range(5)])
+    assert [p.settings.prompt for p in load_workload(str(path), "tune", num_prompts=2).prompts] == ["0", "1"]
+    assert len(load_workload(str(path), "tune", num_prompts=99).prompts) == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no JSON", "one JSON object a line"),
+        ('{"prompt": "cut off', "one JSON object a line"),
+        ('["a list"]', "the document: .*got \\['a list'\\]"),
+        pytest.param({"promt": "What?"}, "unknown key 'promt'; did you mean 'prompt'"),
+        ({"prompt": "x", "image": "a.png"}, "unknown key 'image'; did you mean 'images'"),
+        ({"task": "x"}, "either prompt or messages; give one of them"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "either prompt or messages"),
+        ({"messages": []}, "messages: .*at least 1 item"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role: .*'system', 'user' or 'assistant'; got 'robot'"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "end before the answer; drop the assistant's last one"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "1 image parts for 0 images; give one for each",
+        ),
+        ({"prompt": 3}, "prompt: .*valid string; got 3"),
+        ({"prompt": "x", "split": "test"}, "split: .*'tune', 'evaluate' or 'train'; got 'test'"),
+        ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens: .*greater than or equal to 1; got 0"),
+        ({"prompt": "x", "temperature": -1}, "temperature: .*greater than or equal to 0; got -1"),
+        ({"prompt": "x", "top_p": 0}, "top_p: .*greater than 0; got 0"),
+        ({"prompt": "x", "top_p": 1.5}, "top_p: .*less than or equal to 1; got 1.5"),
+        ('{"prompt": "x", "temperature": NaN}', "temperature: .*finite number"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(line: Any, message: str, tmp_path: Path) -> None:
+    path = write_workload(tmp_path, [{"prompt": "fine"}, line])
+    with pytest.raises(UserError, match=message) as refused:
+        load_workload(str(path), "tune")
+    assert str(refused.value).startswith(f"{path}:2: ") and "\n" not in str(refused.value)
+
+
+def test_a_missing_image_is_named(tmp_path: Path) -> None:
+    path = write_workload(tmp_path, [{"prompt": "x", "images": ["nowhere.png"]}])
+    with pytest.raises(UserError, match=r"nowhere\.png: no such image; check the path"):
+        load_workload(str(path), "tune")
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "cut", "folder"])
+def test_what_is_no_image_is_refused(kind: str, tmp_path: Path) -> None:
+    image = tmp_path / "a.png"
+    write_image(image, 0)
+    content = {"text": b"no image at all", "empty": b"", "cut": image.read_bytes()[:300]}.get(kind)
+    if content is None:
+        image.unlink()
+        image.mkdir()
+    else:
+        image.write_bytes(content)
+    path = write_workload(tmp_path, [{"prompt": "x", "images": ["a.png"]}])
+    with pytest.raises(UserError, match=r"a\.png: not an image that can be read .*; give a PNG or JPEG file"):
+        load_workload(str(path), "tune")
+
+
+def test_an_image_beyond_pils_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_image(tmp_path / "a.png", 0)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UserError, match=r"a\.png: not an image that can be read"):
+        load_image(tmp_path / "a.png")
+
+
+def test_images_become_rgb(tmp_path: Path) -> None:
+    """Grey, transparent and palette images alike."""
+    for mode in ("L", "RGBA", "P"):
+        Image.new(mode, (4, 4)).save(tmp_path / "a.png")
+        assert load_image(tmp_path / "a.png").mode == "RGB"
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x85"])
+def test_a_line_ends_at_a_newline_alone(separator: str, tmp_path: Path) -> None:
+    path = tmp_path / "workload.jsonl"
+    path.write_text(json.dumps({"prompt": f"one{separator}two"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert load_workload(str(path), "tune").prompts[0].settings.prompt == f"one{separator}two"
+
+
+@pytest.mark.parametrize("content", ["", "\n  \n"])
+def test_an_empty_workload_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "workload.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match="the file is empty; add a line such as"):
+        load_workload(str(path), "tune")
+
+
+def test_a_split_without_prompts_is_refused(tmp_path: Path) -> None:
+    path = write_workload(tmp_path, [{"prompt": "x"}])
+    assert names(load_workload(str(path), "tune")) == ["workload.jsonl:1"]
+    with pytest.raises(UserError, match="needs prompts of both splits; none is for 'evaluate'; add prompts, or mark"):
+        load_workload(str(path), "evaluate")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for name in ("nowhere.jsonl", "digit"):
+        with pytest.raises(UserError, match=f"{name}: no such file"):
+            load_workload(str(tmp_path / name), "tune")
+    with pytest.raises(UserError, match="cannot be read as text"):
+        load_workload(str(tmp_path), "tune")
+
+
+# --------------------------------------------------------------------------------------------------------------- hashes
+
+
+def test_what_decides_an_answer_decides_the_hash(tmp_path: Path) -> None:
+    """Prompt, settings and pixels; not the image's name, the split, or where the line stands."""
+    write_image(tmp_path / "a.png", 0)
+    write_image(tmp_path / "b.png", 1)
+    (tmp_path / "copy.png").write_bytes((tmp_path / "a.png").read_bytes())
+    base = {"prompt": "x", "images": ["a.png"], "split": "tune"}
+    changes = [{"prompt": "y"}, {"images": ["b.png"]}, {"images": []}, {"images": ["a.png", "b.png"]}]
+    changes += [{"max_new_tokens": 9}, {"temperature": 1.0}, {"top_p": 0.5}, {"seed": 4}]
+    path = write_workload(tmp_path, [base, {**base, "images": ["copy.png"]}, *({**base, **c} for c in changes)])
+    hashes = [prompt.sha256 for prompt in load_workload(str(path), "tune").prompts]
+    assert hashes[0] == hashes[1] and len({*hashes}) == 1 + len(changes)
+    judge = write_workload(tmp_path, [{**base, "split": "evaluate"}])
+    assert load_workload(str(judge), "evaluate").prompts[0].sha256 == hashes[0]
+
+
+def test_a_workloads_hash_is_that_of_its_prompts(tmp_path: Path) -> None:
+    lines = [{"prompt": str(number), "split": "tune", "task": f"t{number % 2}"} for number in range(4)]
+    whole = load_workload(str(write_workload(tmp_path, lines)), "tune")
+    part = load_workload(str(write_workload(tmp_path, lines)), "tune", num_prompts=3)
+    swapped = load_workload(str(write_workload(tmp_path, lines[::-1])), "tune")
+    assert len({whole.sha256, part.sha256, swapped.sha256}) == 3
+    assert whole.tasks == ["t0", "t1"]
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def test_inputs_are_the_processors(processor: Any, tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", 0)
+    path = write_workload(
+        tmp_path, [{"prompt": "What?", "images": ["a.png"], "split": "tune"}, {"prompt": "x", "split": "tune"}]
+    )
+    seeing, blind = (prompt.inputs(processor) for prompt in load_workload(str(path), "tune").prompts)
+    image_token = processor.tokenizer.convert_tokens_to_ids("<image>")
+    assert int((seeing["input_ids"] == image_token).sum()) == NUM_VISUAL_TOKENS
+    assert seeing["pixel_values"].shape == (1, 3, 32, 32) and "pixel_values" not in blind
+    assert processor.decode(blind["input_ids"][0]) == "USER: x ASSISTANT:"
+
+
+def test_an_image_for_a_model_without_sight_is_refused(processor: Any, tmp_path: Path) -> None:
+    """A text model's processor is its tokenizer, which takes the text alone."""
+    write_image(tmp_path / "a.png", 0)
+    path = write_workload(
+        tmp_path, [{"prompt": "x", "images": ["a.png"], "split": "tune"}, {"prompt": "x", "split": "tune"}]
+    )
+    seeing, blind = load_workload(str(path), "tune").prompts
+    with pytest.raises(UserError, match=r"workload\.jsonl:1: the prompt has an image, and the target reads text alone"):
+        seeing.inputs(processor.tokenizer)
+    assert processor.tokenizer.decode(blind.inputs(processor.tokenizer)["input_ids"][0]) == "USER: x ASSISTANT:"
+
+
+def test_a_processor_without_a_template_gets_the_prompt_as_it_is() -> None:
+    class Bare:
+        image_token = "<image>"
+
+    assert chat_text(Bare(), "What?", num_images=2) == "<image>\n<image>\nWhat?"
+    assert chat_text(object(), "What?", num_images=0) == "What?"
+
+
+# --------------------------------------------------------------------------------------------------------------- digits
+
+
+def test_the_bundled_workload_is_the_same_every_time() -> None:
+    first, second = (load_workload("digits", "evaluate", num_prompts=len(TASKS)) for _ in range(2))
+    assert first.sha256 == second.sha256 and names(first) == names(second)
+    assert first.tasks == list(TASKS), "tasks take turns, so that the first few prompts hold one of each"
+    assert [bool(prompt.pixels) for prompt in first.prompts] == [task != "continue" for task in TASKS]
+
+
+def test_tuning_and_judging_share_no_prompt() -> None:
+    count = 3 * len(TASKS)
+    tune, evaluate = (load_workload("digits", split, num_prompts=count) for split in ("tune", "evaluate"))
+    assert not {p.sha256 for p in tune.prompts} & {p.sha256 for p in evaluate.prompts}
+    assert all(int(name.split("/")[1]) < FIRST_EVALUATE_EXAMPLE for name in names(tune))
+    assert all(int(name.split("/")[1]) >= FIRST_EVALUATE_EXAMPLE for name in names(evaluate))
+    longer = load_workload("digits", "tune", num_prompts=count + 5)
+    assert names(longer)[:count] == names(tune), "more prompts are the same ones and further ones"
+
+
+def test_training_and_held_out_scans_share_none() -> None:
+    """By construction: the bank of each split is cut from its own side of the scan numbers."""
+    images, labels = _scans()
+    assert len(images) == 1797
+    train, of_digit = _scan_bank("train", 1)
+    held_out, held_out_of_digit = _scan_bank("held-out", 1)
+    assert (len(train), len(held_out)) == (FIRST_HELD_OUT_SCAN, 1797 - FIRST_HELD_OUT_SCAN)
+    for digit in range(10):
+        np.testing.assert_array_equal(of_digit[digit], np.flatnonzero(labels[:FIRST_HELD_OUT_SCAN] == digit))
+        np.testing.assert_array_equal(held_out_of_digit[digit], np.flatnonzero(labels[FIRST_HELD_OUT_SCAN:] == digit))
+
+
+def test_another_encoding_is_refused(tmp_path: Path) -> None:
+    """JSON is UTF-8."""
+    path = tmp_path / "workload.jsonl"
+    path.write_bytes(json.dumps({"prompt": "é"}, ensure_ascii=False).encode("latin-1"))
+    with pytest.raises(UserError, match="cannot be read as text"):
+        load_workload(str(path), "tune")
