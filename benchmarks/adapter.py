@@ -55,13 +55,13 @@ def star_block(count: int, closed: float) -> np.ndarray[Any, np.dtype[np.float32
     return block
 
 
-def interleaved_us(repeats: int, *ways: Callable[[], Any]) -> list[list[float]]:
+def interleaved_us(repeats: int, *points: Callable[[], Any]) -> list[list[float]]:
     """Microseconds of each way, one after the other in every repeat."""
-    samples: list[list[float]] = [[] for _ in ways]
+    samples: list[list[float]] = [[] for _ in points]
     for repeat in range(repeats + 10):
-        for way, found in zip(ways, samples, strict=True):
+        for point, found in zip(points, samples, strict=True):
             started = time.perf_counter()
-            way()
+            point()
             if repeat >= 10:
                 found.append(1e6 * (time.perf_counter() - started))
     return samples
@@ -75,13 +75,13 @@ def measure(model: Any, prefix: int, repeats: int) -> list[list[str]]:
     target.reserve(prefix + 200)
     target.read(Prompt(ids, torch.zeros_like(ids, dtype=torch.bool)))
     for count in (8, 33, 65):
-        tokens, places = np.arange(count) % 300, np.minimum(np.arange(count), 1)
+        tokens, variants = np.arange(count) % 300, np.minimum(np.arange(count), 1)
         block = star_block(count, target.closed)
-        mask = target._masks.write(block, prefix, places, places)
-        inputs = torch.from_numpy(tokens)[None], torch.from_numpy(places + prefix)[None]
+        mask = target._masks.write(block, prefix, variants, variants)
+        inputs = torch.from_numpy(tokens)[None], torch.from_numpy(variants + prefix)[None]
 
-        def whole(tokens: Any = tokens, places: Any = places, block: Any = block) -> Any:
-            return target.forward(tokens, places, block)
+        def whole(tokens: Any = tokens, variants: Any = variants, block: Any = block) -> Any:
+            return target.forward(tokens, variants, block)
 
         def alone(inputs: Any = inputs, mask: Any = mask) -> Any:
             out = target.text.module(

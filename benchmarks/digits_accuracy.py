@@ -20,13 +20,13 @@ def claims(task: str, text: str) -> list[tuple[object, ...]]:
     """What a text says, number by number, in a form in which a slip in one place does not shift the others."""
     if task == "read":
         rows = re.findall(r"Row (\d) reads ([\d, ]+)\.", text)
-        return [(row, place, digit) for row, digits in rows for place, digit in enumerate(digits.split(", "))]
+        return [(row, variant, digit) for row, digits in rows for variant, digit in enumerate(digits.split(", "))]
     if task == "count":
         parts = re.findall(r"Digit (\d) is (?:at ([a-f\d, ]+)|nowhere): (\d+)", text)
-        places = [(digit, place) for digit, listed, _ in parts for place in listed.split(", ") if place]
-        return [*places, *((digit, "times", count) for digit, _, count in parts)]
+        variants = [(digit, variant) for digit, listed, _ in parts for variant in listed.split(", ") if variant]
+        return [*variants, *((digit, "times", count) for digit, _, count in parts)]
     sentences = [re.findall(r"\d+", sentence) for sentence in text.split(".")]
-    return [(number, place, value) for number, values in enumerate(sentences) for place, value in enumerate(values)]
+    return [(number, variant, value) for number, values in enumerate(sentences) for variant, value in enumerate(values)]
 
 
 @click.command()

@@ -18,12 +18,12 @@ from autotune.console import Console
 from autotune.documents.configuration import Configuration
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import AR
-from autotune.evaluation.summary import summarise
+from autotune.evaluation.summary import summarize
 from autotune.search.cost_tables import load_table
 from autotune.search.evaluator import Evaluator
-from autotune.search.model_pool import Contenders
+from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
-from autotune.search.screening import Screened, screen
+from autotune.search.screening import ScreenedSubnet, screen
 from autotune.search.space import load_space
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
@@ -40,7 +40,7 @@ DEFAULT_TREE = {
 DIMENSIONS = ("tree", "visual tokens", "heads", "injection layer", "draft")
 
 
-def keeps_default(one: Screened, dimension: str, default: Screened) -> bool:
+def keeps_default(one: ScreenedSubnet, dimension: str, default: ScreenedSubnet) -> bool:
     """Whether a subnet is as the default in one dimension."""
     if dimension == "draft":
         return one.draft == default.draft
@@ -53,7 +53,7 @@ def keeps_default(one: Screened, dimension: str, default: Screened) -> bool:
     return one.subnet.injection_layer == default.subnet.injection_layer
 
 
-def best_subnet(screened: Sequence[Screened], free: Sequence[str], default: Screened) -> Screened:
+def best_subnet(screened: Sequence[ScreenedSubnet], free: Sequence[str], default: ScreenedSubnet) -> ScreenedSubnet:
     """The best by chains where only some dimensions may choose."""
     fixed = [dimension for dimension in DIMENSIONS[1:] if dimension not in free]
     return next(one for one in screened if all(keeps_default(one, dimension, default) for dimension in fixed))
@@ -70,14 +70,14 @@ def best_subnet(screened: Sequence[Screened], free: Sequence[str], default: Scre
 @click.option("--seed", default=0, show_default=True)
 def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials: int, seed: int) -> None:
     console, space = Console(), load_space("full")
-    contenders = Contenders("digits/target", drafts, "cpu")
+    model_pool = ModelPool("digits/target", drafts, "cpu")
     table = load_table(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime))
     tune, evaluate = (
         load_workload("digits", "tune", num_prompts=48),
         load_workload("digits", "evaluate", num_prompts=prompts),
     )
     ledger, bounds = Ledger(study / "ledger.sqlite"), bounds_of(space)
-    screened = screen(contenders, contenders.subnets(space), table, tune, study, ledger, console)
+    screened = screen(model_pool, model_pool.subnets(space), table, tune, study, ledger, console)
     default = next(
         one
         for one in screened
@@ -93,13 +93,13 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
     predicted: dict[str, float] = {}
     for name, free in rows:
         subnet = best_subnet(screened, free, default)
-        places = [one.place for one in screened if one.draft != default.draft] if "draft" in free else []
+        variants = [one.variant for one in screened if one.draft != default.draft] if "draft" in free else []
         # With the draft free the best of every draft competes by its trees, as in a search.
-        best_of_draft = {draft: (draft, s) for draft, s in reversed(places)}
-        chosen = list(dict.fromkeys([subnet.place, *best_of_draft.values()]))
-        evaluator = Evaluator(record_traces(contenders, chosen, tune, study, console, bounds=bounds), table)
+        best_of_draft = {draft: (draft, s) for draft, s in reversed(variants)}
+        chosen = list(dict.fromkeys([subnet.variant, *best_of_draft.values()]))
+        evaluator = Evaluator(record_traces(model_pool, chosen, tune, study, console, bounds=bounds), table)
         if "tree" in free:
-            documents = [contenders.key, tune.sha256, table.content, bounds.model_dump(), "dimensions"]
+            documents = [model_pool.key, tune.sha256, table.content, bounds.model_dump(), "dimensions"]
             found = search_trees(evaluator, space, ledger, num_trials=trials, documents=documents, seed=seed)
             best = evaluator.guarded(found.fastest[0])
         else:
@@ -109,13 +109,13 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         arms.append(Arm(name, best.configuration))
 
     with console.stage("measured") as update:
-        runs = contenders.runner(table.threads, study / RUNS).compare(
+        runs = model_pool.runner(table.threads, study / RUNS).compare(
             [Arm(AR), *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, "")
         )
     cells = []
     for arm in arms:
         assert arm.configuration is not None
-        summary = summarise(arm.name, runs[arm.name], runs[AR])
+        summary = summarize(arm.name, runs[arm.name], runs[AR])
         said = f"{predicted[arm.name]:.2f}x" if arm.name in predicted else "-"
         interval = f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}"
         label = f"{arm.name}: {arm.configuration.label}"

@@ -22,13 +22,13 @@ from scipy.stats import spearmanr
 
 from autotune.console import Console
 from autotune.cost.table import load_table
-from autotune.documents.configuration import Configuration, Place, configuration_of
+from autotune.documents.configuration import Configuration, DraftVariant, configuration_of
 from autotune.documents.decoding_profile import load_profile
 from autotune.evaluation.arms import Arm, Run
 from autotune.evaluation.runner import AR
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.search.evaluator import Evaluator
-from autotune.search.model_pool import Contenders
+from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import SearchSettings, bounds_of
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.traces import record_traces
@@ -39,24 +39,26 @@ NUM_TUNE = SearchSettings.num_tune_prompts
 PARTS = ("draft_prefill_ms", "draft_ms", "verify_ms")  # of decoding; the rest is overhead
 
 
-def places_of(space: SearchSpace, contenders: Contenders, count: int, rng: random.Random) -> list[tuple[str, Place]]:
+def places_of(
+    space: SearchSpace, model_pool: ModelPool, count: int, rng: random.Random
+) -> list[tuple[str, DraftVariant]]:
     """A policy and a subnet of any draft, ``count`` of every policy."""
-    known = contenders.subnets(space)
+    known = model_pool.subnets(space)
     return [(policy, rng.choice(known)) for policy in space.trees for _ in range(count)]
 
 
 def drawn_from(
-    space: SearchSpace, evaluator: Evaluator, places: list[tuple[str, Place]], rng: random.Random
+    space: SearchSpace, evaluator: Evaluator, variants: list[tuple[str, DraftVariant]], rng: random.Random
 ) -> list[Configuration]:
     """A tree for each of the places; random ones of Sequoia's trees for ``static``."""
-    enough = 1 << len(places).bit_length()  # a sweep is even over powers of two
+    enough = 1 << len(variants).bit_length()  # a sweep is even over powers of two
     swept = {
         policy: space.sweep(policy, enough, rng.randrange(1 << 31)) for policy in space.trees if policy != "static"
     }
     found = []
-    for policy, place in places:
-        tree = rng.choice(evaluator.static_trees(place, space)) if policy == "static" else swept[policy].pop(0)
-        found.append(Configuration(tree=tree, draft=place[0], subnet=place[1]))
+    for policy, variant in variants:
+        tree = rng.choice(evaluator.static_trees(variant, space)) if policy == "static" else swept[policy].pop(0)
+        found.append(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
     return found
 
 
@@ -83,7 +85,7 @@ def main(
 ) -> None:
     asked = load_study(study)
     assert asked is not None, "there is no study in that folder"
-    contenders = Contenders(asked.target.id, [draft.reference.id for draft in asked.drafts], "cpu")
+    model_pool = ModelPool(asked.target.id, [draft.reference.id for draft in asked.drafts], "cpu")
     tables = [load_table(path) for path in sorted(study.glob("*.cost.json"))]
     table = max(tables, key=lambda found: found.provenance.created)
     tune = load_workload(asked.workload, "tune", num_prompts=NUM_TUNE)
@@ -91,16 +93,16 @@ def main(
     chosen = Workload(tune.name, tune.split, tune.prompts[:prompts])
 
     rng, searched = random.Random(seed), load_space(space)
-    places = places_of(searched, contenders, configurations, rng)
-    wanted = list(dict.fromkeys(place for _, place in places))
-    traces = record_traces(contenders, wanted, chosen, study, Console(), bounds=bounds_of(searched))
+    variants = places_of(searched, model_pool, configurations, rng)
+    wanted = list(dict.fromkeys(variant for _, variant in variants))
+    traces = record_traces(model_pool, wanted, chosen, study, Console(), bounds=bounds_of(searched))
     evaluator = Evaluator(traces, table)
-    drawn = drawn_from(searched, evaluator, places, rng)
+    drawn = drawn_from(searched, evaluator, variants, rng)
     arms = [Arm(f"{i}", c) for i, c in enumerate(drawn)]
     winner = None if profile is None else configuration_of(load_profile(profile).point)
     if winner is not None:
         arms.append(Arm("winner", winner))
-    runner = contenders.runner(table.threads)
+    runner = model_pool.runner(table.threads)
     passes = []
     for number in range(repeats):
         passes.append(

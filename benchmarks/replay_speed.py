@@ -24,7 +24,7 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.evaluation.arms import Arm
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
-from autotune.search.model_pool import Contenders
+from autotune.search.model_pool import ModelPool
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import load_space
 from autotune.search.traces import record_traces
@@ -72,19 +72,19 @@ def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Polic
 @click.option("--decoded", default=8, show_default=True, help="Prompts decoded for real, for comparison.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path(".autotune/replay-speed"), show_default=True)
 def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
-    contenders, console = Contenders(BUNDLED_TARGET, [BUNDLED_DRAFT], "cpu"), Console()
+    model_pool, console = ModelPool(BUNDLED_TARGET, [BUNDLED_DRAFT], "cpu"), Console()
     workload = load_workload("digits", "tune", num_prompts=prompts)
     path = folder / "traces" / BUNDLED_DRAFT.replace("/", "-") / "keep-1.trace.json"
     if not path.exists():
         bounds = bounds_for(parse_policy(tree) for tree in DEFAULTS.values())
-        record_traces(contenders, [(BUNDLED_DRAFT, Subnet())], workload, folder, console, bounds=bounds)
+        record_traces(model_pool, [(BUNDLED_DRAFT, Subnet())], workload, folder, console, bounds=bounds)
     trace = load_trace(path)
     assert trace.header.workload_sha256 == workload.sha256, f"{folder} holds other prompts; name another folder"
     console.say(f"{trace.num_prompts} prompts, {trace.num_tokens} tokens, {len(trace.forest.child_token)} forest nodes")
 
     few = Workload(workload.name, workload.split, workload.prompts[:decoded])
     arms = [Arm(name, Configuration(tree=tree)) for name, tree in DEFAULTS.items()]
-    runs = contenders.runner(threads=None).compare(arms, few)
+    runs = model_pool.runner(threads=None).compare(arms, few)
     rng, at, rows = random.Random(0), prices(), []
     for name, tree in DEFAULTS.items():
         default = parse_policy(tree)

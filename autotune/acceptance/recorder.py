@@ -25,7 +25,7 @@ from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
-from autotune.modeling.tree_model import causal_block
+from autotune.modeling.tree_model import causal_tree_mask
 from autotune.runtime.decoder import Decoder
 from autotune.trees.tree import MAX_STEP, Floats, Ints
 from autotune.workloads.workload import Workload, WorkloadPrompt
@@ -125,7 +125,7 @@ class Recorder:
             part = _read_part(path)
             if part is None:
                 inputs = prompt.inputs(self.processor, draft.device)
-                reading = self._reading(prompt, inputs, answer, draft.reads)
+                reading = self._reading(prompt, inputs, answer, draft.aux_layers)
                 part = record_forest(self.target, draft, inputs, answer, bounds, reading)
                 _write_part(path, part)
             parts.append(part)
@@ -136,7 +136,7 @@ class Recorder:
             target=self.target_reference,
             draft=draft_reference,
             subnet=draft.subnet,
-            reads=draft.reads,
+            aux_layers=draft.aux_layers,
             workload=workload.name,
             workload_sha256=workload.sha256,
             bounds=bounds,
@@ -190,8 +190,8 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 def read_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> Reading:
     """The target reads a prompt and its own answer again."""
     tokens = np.array(answer.tokens[:-1], np.int64)  # nothing follows the last token
-    target.use_runner(EAGER)  # sizes of recording are not those of decoding
-    target.watched = tuple(layers)
+    target.use_mode(EAGER)  # sizes of recording are not those of decoding
+    target.output_layers = tuple(layers)
     read = target.encode(inputs).prompts
     target.reserve(answer.prompt_length + len(answer.tokens))
     target.prefill(read[0])
@@ -199,7 +199,7 @@ def read_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: 
     of_answer = [{layer: states[-1:] for layer, states in of_prompt.items()}]
     for first in range(0, len(tokens), MAX_STEP):
         part = tokens[first : first + MAX_STEP]
-        target.forward(part, np.arange(len(part)), causal_block(len(part), target.closed))
+        target.forward(part, np.arange(len(part)), causal_tree_mask(len(part), target.mask_value))
         target.cache.advance(len(part))
         of_answer.append(target.hidden)
     return Reading(
@@ -227,10 +227,10 @@ def record_forest(
     largest = widest * (bounds.depth - 1)  # forest
     most_at_once = min(MAX_STEP, max(ROOTS_AT_ONCE, NODES_AT_ONCE // max(1, largest)))
     capacity = answer.prompt_length + len(tokens) + most_at_once * largest + MAX_STEP
-    draft.use_runner(EAGER)
+    draft.use_mode(EAGER)
     scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
-    if reading is None and draft.reads:
-        reading = read_target(target, inputs, answer, draft.reads)
+    if reading is None and draft.aux_layers:
+        reading = read_target(target, inputs, answer, draft.aux_layers)
     if reading is not None:
         target.hidden = reading.prompt_hidden
     (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
@@ -259,7 +259,7 @@ class _ForestGrower:
         self.answer_hidden = answer_hidden
         self.tokens = tokens
         self.bounds = bounds
-        self.closed = draft.closed
+        self.mask_value = draft.mask_value
         self.num_roots = 0
         self._child_token: list[NDArray[np.int64]] = []
         self._child_logprob: list[NDArray[np.float32]] = []
@@ -267,14 +267,16 @@ class _ForestGrower:
         self._num_nodes = 0
 
     def _evaluate(
-        self, tokens: Ints, places: Ints, block: NDArray[np.float32], uncommitted: int, parents: Ints | None = None
+        self, tokens: Ints, offsets: Ints, tree_mask: NDArray[np.float32], uncommitted: int, parents: Ints | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """``parents`` are places behind the prompt; None for the answer's own tokens."""
         hidden = None
         if parents is None and self.answer_hidden:
-            rows = torch.from_numpy(places).to(self.draft.device)
-            hidden = {layer: self.answer_hidden[layer][rows] for layer in self.draft.reads}
-        logits = self.draft.forward(tokens, places, block, num_uncommitted=uncommitted, parents=parents, hidden=hidden)
+            rows = torch.from_numpy(offsets).to(self.draft.device)
+            hidden = {layer: self.answer_hidden[layer][rows] for layer in self.draft.aux_layers}
+        logits = self.draft.forward(
+            tokens, offsets, tree_mask, num_uncommitted=uncommitted, parents=parents, hidden=hidden
+        )
         found, logprobs = self.draft.best(logits, self.bounds.num_proposals)
         wide = found.astype(np.int64)
         self._child_token.append(wide)
@@ -286,8 +288,8 @@ class _ForestGrower:
         """The answer's tokens, teacher-forced: the children of every root."""
         for first in range(0, num_roots, MAX_STEP):
             rows = np.arange(first, min(first + MAX_STEP, num_roots))
-            block = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.closed, 0.0).astype(np.float32)
-            self._evaluate(self.tokens[rows], rows, block, first)
+            tree_mask = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.mask_value, 0.0).astype(np.float32)
+            self._evaluate(self.tokens[rows], rows, tree_mask, first)
         self.num_roots = num_roots
         if num_roots > 0:
             self._root_token, self._root_logprob = (
@@ -334,15 +336,15 @@ class _ForestGrower:
             found = []
             for begin in range(0, len(row), MAX_STEP):  # what one forward takes
                 part = slice(begin, min(begin + MAX_STEP, len(row)))
-                places = written + np.arange(part.stop - part.start)
-                ancestors[part, level] = places
-                written += len(places)
-                block = np.full((len(places), self.num_roots + written), self.closed, np.float32)
-                open_columns(block, root[part], ancestors[part, 1 : level + 1], self.num_roots)
-                uncommitted = self.num_roots + written - len(places)
+                offsets = written + np.arange(part.stop - part.start)
+                ancestors[part, level] = offsets
+                written += len(offsets)
+                tree_mask = np.full((len(offsets), self.num_roots + written), self.mask_value, np.float32)
+                open_columns(tree_mask, root[part], ancestors[part, 1 : level + 1], self.num_roots)
+                uncommitted = self.num_roots + written - len(offsets)
                 # A child of a root stands behind the answer's token of that number.
                 above = root[part] if level == 1 else self.num_roots + ancestors[part, level - 1]
-                found.append(self._evaluate(chosen[part], root[part] + level, block, uncommitted, above))
+                found.append(self._evaluate(chosen[part], root[part] + level, tree_mask, uncommitted, above))
             tokens = np.concatenate([f[0] for f in found])
             logprobs = np.concatenate([f[1] for f in found])
         return written
@@ -398,10 +400,10 @@ def choose_expanded(
 
 
 @njit(cache=True)
-def open_columns(block: NDArray[np.float32], root: Ints, ancestors: Ints, num_roots: int) -> None:
+def open_columns(tree_mask: NDArray[np.float32], root: Ints, ancestors: Ints, num_roots: int) -> None:
     """Open to each node the answer up to its root, its ancestors and itself (the last of ``ancestors``)."""
     for row in range(len(root)):
         for column in range(root[row] + 1):
-            block[row, column] = 0.0
+            tree_mask[row, column] = 0.0
         for place in ancestors[row]:
-            block[row, num_roots + place] = 0.0
+            tree_mask[row, num_roots + place] = 0.0

@@ -108,7 +108,7 @@ def replay(
         trace.prompt_length,
         trace.draft_prompt_length,
         prices.decode_ms,
-        prices.commit_ms,
+        prices.draft_first_ms,
         prices.draft_ms,
         prices.verify_ms,
         prices.kv_step,
@@ -185,7 +185,7 @@ def _replay_prompts(
     prompt_length: Ints,
     draft_prompt_length: Ints,
     decode_ms: Floats,
-    commit_ms: Floats,
+    draft_first_ms: Floats,
     draft_ms: Floats,
     verify_ms: Floats,
     kv_step: int,
@@ -208,12 +208,12 @@ def _replay_prompts(
         draft_length = draft_prompt_length[p]
         pending = 1
         while position < num_answer - 1:
-            if fallbacks.is_resting(fallback, resting):
+            if fallbacks.is_plain(fallback, resting):
                 times[p, _VERIFY_MS] += decode_ms[min((prompt_length[p] + position) // kv_step, len(decode_ms) - 1)]
                 accepted[begin + counts[p, _ROUNDS]] = 0
                 counts[p, _ROUNDS] += 1
                 counts[p, _PLAIN_STEPS] += 1
-                fallbacks.rest(resting)
+                fallbacks.count_plain_step(resting)
                 pending += 1
                 position += 1
                 continue
@@ -221,7 +221,7 @@ def _replay_prompts(
             plant(tree, answer[begin + position], root_row[begin + position])
             work.frontier[0] = ROOT
             num_frontier = 1
-            times[p, _DRAFT_MS] += _price(commit_ms, pending, draft_length, kv_step)
+            times[p, _DRAFT_MS] += _price(draft_first_ms, pending, draft_length, kv_step)
             draft_length += pending
             num_read = num_levels = 0
             while True:
@@ -253,8 +253,8 @@ def _replay_prompts(
             # Commit.
             accepted[begin + counts[p, _ROUNDS]] = length
             counts[p, _ROUNDS] += 1
-            policies.learn(kind, params, state, length)
-            fallbacks.learn(fallback, resting, num_levels, size - 1, length)
+            policies.update(kind, params, state, length)
+            fallbacks.update(fallback, resting, num_levels, size - 1, length)
             draft_length += num_kept
             pending = length - num_kept + 1
             position += length + 1

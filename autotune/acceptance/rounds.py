@@ -12,7 +12,7 @@ import numpy as np
 
 from autotune.acceptance.replay import check_reach
 from autotune.acceptance.trace import Trace
-from autotune.trees.acceptance_counts import DraftHealth
+from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.policy import Policy, TreeGrower
 from autotune.trees.tree import ROOT, Ints, Tree
@@ -51,8 +51,8 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
     resting.begin_request()
     position = 0
     while position < len(answer) - 1:
-        if resting.is_resting:
-            resting.rest()
+        if resting.is_plain:
+            resting.count_plain_step()
             yield Round(position, None, np.zeros(0, np.int64), 0)
             position += 1
             continue
@@ -78,15 +78,15 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
                 break
             path.append(node)
         found = Round(position, Tree._make(array.copy() for array in tree), np.array(path, np.int64), num_missing)
-        grower.learn(len(path))
-        resting.learn(draft_forwards=num_levels, nodes=found.num_nodes, accepted=len(path))
+        grower.update(len(path))
+        resting.update(draft_forwards=num_levels, nodes=found.num_nodes, accepted=len(path))
         yield found
         position += len(path) + 1
 
 
-def health_of(trace: Trace, policy: Policy, prompts: list[int], fallback: RoundPrice | None = None) -> DraftHealth:
+def health_of(trace: Trace, policy: Policy, prompts: list[int], fallback: RoundPrice | None = None) -> AcceptanceCounts:
     """Which proposals the target takes in the rounds of some prompts. Where images are is not recorded: all counts as text."""
-    health = DraftHealth()
+    health = AcceptanceCounts()
     for prompt in prompts:
         for found in rounds(trace, prompt, policy, fallback):
             if found.tree is not None:

@@ -89,7 +89,7 @@ class TraceHeader(Document):
     target: ModelReference
     draft: ModelReference
     subnet: Subnet = Field(default_factory=Subnet)
-    reads: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     """Layers of the target whose outputs the draft read."""
     workload: str
     workload_sha256: str
@@ -100,7 +100,7 @@ class TraceHeader(Document):
     @property
     def reads_anew(self) -> bool:
         """Whether the draft reads accepted nodes a second time: with the target's features."""
-        return bool(self.reads)
+        return bool(self.aux_layers)
 
     @property
     def visual_keep(self) -> float:

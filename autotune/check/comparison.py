@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from autotune.check.exact import Counts, compare, judge
 from autotune.check.launch import Launch, Request, Side, WorkerProcess
-from autotune.check.local_run import Here, not_repeated, skipped
+from autotune.check.local_run import LocalRun, not_repeated, skipped
 from autotune.check.pairs import PairRunner
 from autotune.check.result import BASE_COUNTS, TIME, Gate, Timing
 from autotune.check.revision import checked_out
@@ -54,7 +54,7 @@ class Sides:
         base, head = self.base_profile, self.head_profile
         return (
             self.decode_alike
-            and (base.runner, base.buckets, base.threads) == (head.runner, head.buckets, head.threads)
+            and (base.mode, base.capture_sizes, base.threads) == (head.mode, head.capture_sizes, head.threads)
             and [point.fallback for point in base.points] == [point.fallback for point in head.points]
             and self.base.python == self.head.python
             and code_hash(self.base) == code_hash(self.head)
@@ -64,7 +64,7 @@ class Sides:
     def are_lossless(self) -> bool:
         return all(point.lossless for profile in (self.base_profile, self.head_profile) for point in profile.points)
 
-    def key(self, here: Here, seed: int, device: str) -> str:
+    def key(self, here: LocalRun, seed: int, device: str) -> str:
         """Names the pairs of a comparison: the same command goes on with them."""
         profiles = [
             profile.model_dump(mode="json", exclude={"evidence"}) for profile in (self.base_profile, self.head_profile)
@@ -129,7 +129,7 @@ def _comparable(sides: Sides, against: str, profile: Path) -> Sides:
     return sides
 
 
-def write_requests(here: Here, processor: Any, folder: Path) -> list[Request]:
+def write_requests(here: LocalRun, processor: Any, folder: Path) -> list[Request]:
     """The workload's prompts as workers take them, processed once for both sides."""
     folder.mkdir(parents=True, exist_ok=True)
     requests = []
@@ -143,7 +143,7 @@ def write_requests(here: Here, processor: Any, folder: Path) -> list[Request]:
 
 
 @dataclass(frozen=True)
-class SidesAtWork:
+class Comparison:
     """Both sides with all that it takes to compare them, workload by workload."""
 
     sides: Sides
@@ -154,7 +154,7 @@ class SidesAtWork:
     """The key of its fingerprint."""
     console: Console
 
-    def judge_counts(self, here: Here, requests: list[Request]) -> Gate:
+    def judge_counts(self, here: LocalRun, requests: list[Request]) -> Gate:
         """The base decodes every prompt once, and the head's counts are compared: on the same device, minutes apart. A
         regression is believed when the base counts the same once more.
         """
@@ -185,7 +185,7 @@ class SidesAtWork:
         finally:
             worker.close()
 
-    def judge_time(self, here: Here, requests: list[Request], *, budget_s: float) -> tuple[Gate, Timing | None]:
+    def judge_time(self, here: LocalRun, requests: list[Request], *, budget_s: float) -> tuple[Gate, Timing | None]:
         """Pairs of base and head until a look decides; A/A until the cap or the budget, for its noise is what is asked
         for.
         """

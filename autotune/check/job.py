@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from autotune.check.baseline import Session, add_sessions, comparable_sessions, judge_times, load_baseline
-from autotune.check.comparison import SidesAtWork, launcher, open_sides, write_requests
+from autotune.check.comparison import Comparison, launcher, open_sides, write_requests
 from autotune.check.launch import Request
 from autotune.check.local_run import (
-    Here,
+    LocalRun,
     decode_here,
     evidence_for,
     judge_counts,
@@ -122,7 +122,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         timings: list[Timing | None] = [None] * len(found)
         if sides is not None:
             requests = [write_requests(here, processor, folder / f"{number}") for number, here in enumerate(found)]
-            comparison = SidesAtWork(sides, launcher(device), settings.design, settings.seed, hardware.key, console)
+            comparison = Comparison(sides, launcher(device), settings.design, settings.seed, hardware.key, console)
             timings = _compare_sides(comparison, found, requests, gates, settings.budget_s)
     verdict, code = verdict_of(gates, inconclusive_fails=settings.inconclusive_fails)
     result = CheckResult(
@@ -146,7 +146,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
 
 def _decode_all(
     settings: CheckSettings, workloads: Sequence[Workload], device: str, console: Console
-) -> tuple[list[Here], Any]:
+) -> tuple[list[LocalRun], Any]:
     """Every workload, decoded in this process; and the processor. The models are gone afterwards: workers need their
     memory.
     """
@@ -165,7 +165,9 @@ def _decode_all(
     return found, processor
 
 
-def _judge_here(settings: CheckSettings, here: Here, then: list[PromptEvidence] | str, session: Session) -> list[Gate]:
+def _judge_here(
+    settings: CheckSettings, here: LocalRun, then: list[PromptEvidence] | str, session: Session
+) -> list[Gate]:
     """All that needs no other process. ``then`` is the profile's evidence, or why there is none."""
     gates = [judge_lossless(here)]
     if isinstance(then, str):
@@ -183,7 +185,7 @@ def _judge_here(settings: CheckSettings, here: Here, then: list[PromptEvidence] 
     return gates
 
 
-def _judge_baseline(settings: CheckSettings, path: Path, here: Here, session: Session) -> list[Gate]:
+def _judge_baseline(settings: CheckSettings, path: Path, here: LocalRun, session: Session) -> list[Gate]:
     """Time beside all sessions of this device, counts beside the latest."""
     known = comparable_sessions(load_baseline(path), session, path)
     gates = [judge_times(known, session, settings.design)]
@@ -204,8 +206,8 @@ def _judge_baseline(settings: CheckSettings, path: Path, here: Here, session: Se
 
 
 def _compare_sides(
-    comparison: SidesAtWork,
-    found: Sequence[Here],
+    comparison: Comparison,
+    found: Sequence[LocalRun],
     requests: Sequence[list[Request]],
     gates: list[Gate],
     budget_s: float,
@@ -229,7 +231,7 @@ def _compare_sides(
     return timings
 
 
-def _session(here: Here, hardware: Fingerprint) -> Session:
+def _session(here: LocalRun, hardware: Fingerprint) -> Session:
     """This check as one among others."""
     return Session(
         provenance=stamp(),

@@ -13,17 +13,17 @@ from autotune.documents.provenance import Provenance, stamp
 from autotune.errors import NotComparable
 from autotune.evaluation.arms import Arm, Run
 from autotune.evaluation.divergence import Divergence, first_divergence
-from autotune.evaluation.profile_runner import TUNED, ProfileRunner, prompt_evidence
+from autotune.evaluation.profile_runner import TUNED, ProfileArmRunner, prompt_evidence
 from autotune.evaluation.runner import AR
-from autotune.evaluation.summary import Summary, summarise
+from autotune.evaluation.summary import Summary, summarize
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.token_sampler import TokenRule
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import RoundPrice
 from autotune.workloads.workload import Workload
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalRun:
     """One workload, decoded twice by the profile and once plainly."""
 
     workload: Workload
@@ -69,22 +69,22 @@ class Here:
         )
 
 
-def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Callable[[int, int], None]) -> Here:
+def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Callable[[int, int], None]) -> LocalRun:
     """Side by side with plain decoding, prompt by prompt in random order; and once more, for counts must repeat."""
     assert decoder.profile is not None
     tuned = Arm(AR if decoder.draft is None else TUNED)
-    runner = ProfileRunner(decoder)
+    runner = ProfileArmRunner(decoder)
     of = len(workload.prompts)
     runs = runner.compare([Arm(AR), tuned], workload, seed=seed, report=lambda done, _: report(done, 2 * of))
     again = runner.compare([tuned], workload, seed=seed, report=lambda done, _: report(of + done, 2 * of))
     prompts = [prompt_evidence(run, plain) for run, plain in zip(runs[tuned.name], runs[AR], strict=True)]
     second = [Counts.of_evidence(prompt_evidence(run, run)) for run in again[tuned.name]]
-    return Here(
+    return LocalRun(
         workload=workload,
         profile=decoder.profile,
         runs=runs[tuned.name],
         prompts=prompts,
-        summary=summarise(tuned.name, runs[tuned.name], runs[AR], seed=seed),
+        summary=summarize(tuned.name, runs[tuned.name], runs[AR], seed=seed),
         divergences=_divergences(runner, tuned, workload, runs),
         not_repeated=[
             then.prompt
@@ -97,7 +97,7 @@ def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Call
 
 
 def _divergences(
-    runner: ProfileRunner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]
+    runner: ProfileArmRunner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]
 ) -> dict[str, Divergence]:
     """Where an arm's outputs part from plain decoding's though the prompt's point is lossless, by prompt; decoding is
     repeated, as runs keep no tokens.
@@ -111,7 +111,7 @@ def _divergences(
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)
         plain, other = (runner.decode(one, inputs, prompt)[0] for one in (Arm(AR), arm))
-        rule = TokenRule(
+        rule = TokenSampler(
             temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, device=target.device
         )
         divergence = first_divergence(target, inputs, plain, other, rule)
@@ -123,7 +123,7 @@ def _divergences(
 # ---------------------------------------------------------------------------------------------------------------- gates
 
 
-def judge_lossless(here: Here) -> Gate:
+def judge_lossless(here: LocalRun) -> Gate:
     """An answer other than plain decoding's fails, unless the prompt's point is lossy, or it begins at a near tie in a
     precision below float32.
     """
@@ -142,7 +142,7 @@ def judge_lossless(here: Here) -> Gate:
     return Gate(name=LOSSLESS, workload=here.workload.name, verdict=verdict, summary=said + lossy, details=details)
 
 
-def judge_speedup(here: Here, min_speedup: float) -> Gate:
+def judge_speedup(here: LocalRun, min_speedup: float) -> Gate:
     """Fails only if the whole interval lies below the minimum: noise alone fails nothing."""
     low, high = here.summary.ci95
     failed = high < min_speedup
@@ -155,7 +155,14 @@ def judge_speedup(here: Here, min_speedup: float) -> Gate:
 
 
 def judge_counts(
-    here: Here, then: list[PromptEvidence], gate: str, *, source: str, made: Provenance, device: str, tolerance: float
+    here: LocalRun,
+    then: list[PromptEvidence],
+    gate: str,
+    *,
+    source: str,
+    made: Provenance,
+    device: str,
+    tolerance: float,
 ) -> Gate:
     """Counts beside those that a document holds of the first prompts; ``device`` is where it was made."""
     if here.not_repeated:
@@ -178,12 +185,12 @@ def judge_counts(
     )
 
 
-def skipped(here: Here, gate: str, why: str) -> Gate:
+def skipped(here: LocalRun, gate: str, why: str) -> Gate:
     """A gate that has nothing to judge by."""
     return Gate(name=gate, workload=here.workload.name, verdict="skipped", summary=why)
 
 
-def not_repeated(here: Here, gate: str) -> Gate:
+def not_repeated(here: LocalRun, gate: str) -> Gate:
     """Nothing can be said of counts that are others every time."""
     shown = ", ".join(here.not_repeated[:3])
     return skipped(

@@ -61,7 +61,9 @@ class Side:
         self.tuned = autotune.load(profile, device=device)
         # Steps as the profile runs them: a baseline that is slower than it could be would flatter the draft.
         steps = {
-            name: getattr(self.tuned, name) for name in ("threads", "runner", "buckets") if hasattr(self.tuned, name)
+            name: getattr(self.tuned, name)
+            for name in ("threads", "runner", "capture_sizes")
+            if hasattr(self.tuned, name)
         }
         self.plain = autotune.Decoder(
             target=self.tuned.target_model, draft=None, **_as_far_as_taken(steps, autotune.Decoder.__init__)

@@ -57,7 +57,7 @@ class _Sizes(click.ParamType[tuple[int, ...]]):
     name = "sizes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        from autotune.execution import check_buckets
+        from autotune.execution import check_capture_sizes
 
         if isinstance(value, tuple):
             return value
@@ -65,7 +65,7 @@ class _Sizes(click.ParamType[tuple[int, ...]]):
             sizes = [int(size) for size in str(value).split(",") if size.strip()]
         except ValueError:
             self.fail(f"{value!r} is no list of sizes; write for example 4,8,16,32,64", param, ctx)
-        return check_buckets(sizes)
+        return check_capture_sizes(sizes)
 
 
 class _Verbs(click.Group):
@@ -116,7 +116,7 @@ _buckets_option = click.option(
 )
 _runner_option = click.option(
     "--runner",
-    type=click.Choice(["eager", "compile", "graph"]),
+    type=click.Choice(["eager", "compile", "cuda-graph"]),
     default="eager",
     show_default=True,
     help="How steps run: as transformers runs them, compiled, or as CUDA graphs; the last two prepare sizes (--buckets).",
@@ -213,8 +213,8 @@ def profile(
     workload: str,
     device: str,
     budget: float,
-    buckets: tuple[int, ...],
-    runner: str,
+    capture_sizes: tuple[int, ...],
+    mode: str,
     output: Path,
     as_json: bool,
 ) -> None:
@@ -224,16 +224,16 @@ def profile(
     from autotune.documents.subnet import Subnet
     from autotune.files import dump_document, require_writable, write_document
     from autotune.search.cost_tables import measure_table, print_table
-    from autotune.search.model_pool import Contenders
+    from autotune.search.model_pool import ModelPool
     from autotune.workloads.workload import load_workload
 
     require_writable(output)
     console = Console()
     prompts = load_workload(workload, "tune")
-    contenders = Contenders(target, drafts, choose_device(device), buckets, runner)
+    model_pool = ModelPool(target, drafts, choose_device(device), capture_sizes, mode)
     subnets = [Subnet(heads=share, injection_layer=injection_layer) for share in heads or (None,)]
-    places = [(draft, subnet) for draft in contenders.references for subnet in subnets]
-    table = measure_table(contenders, places, prompts, console, budget)
+    variants = [(draft, subnet) for draft in model_pool.references for subnet in subnets]
+    table = measure_table(model_pool, variants, prompts, console, budget)
     write_document(output, "cost-table", table)
     print_table(table, console)
     console.say(f"cost table written to {output}")
@@ -281,7 +281,7 @@ def record(
     from autotune.documents.subnet import Subnet
     from autotune.files import require_writable
     from autotune.search.cost_tables import print_agreement
-    from autotune.search.model_pool import Contenders
+    from autotune.search.model_pool import ModelPool
     from autotune.search.traces import record_traces
     from autotune.workloads.workload import load_workload
 
@@ -291,13 +291,13 @@ def record(
             raise UserError(f"--visual-keep must be above 0 and at most 1; got {keep:g}; 1 keeps every visual token")
     console = Console()
     prompts = load_workload(workload, "tune", num_prompts=num_prompts)
-    contenders = Contenders(target, drafts, choose_device(device))
-    places = [
+    model_pool = ModelPool(target, drafts, choose_device(device))
+    variants = [
         (draft, Subnet(heads=heads, visual_keep=keep, injection_layer=injection_layer))
-        for draft in contenders.references
+        for draft in model_pool.references
         for keep in visual_keep
     ]
-    traces = record_traces(contenders, places, prompts, output, console)
+    traces = record_traces(model_pool, variants, prompts, output, console)
     print_agreement(traces, console)
     if as_json:
         _print_json(
@@ -377,8 +377,8 @@ def search(
     max_draft_mib: float | None,
     jobs: int | None,
     seed: int,
-    buckets: tuple[int, ...],
-    runner: str,
+    capture_sizes: tuple[int, ...],
+    mode: str,
     output: Path,
     as_json: bool,
 ) -> None:
@@ -408,8 +408,8 @@ def search(
         constraints=Constraints(max_round_ms, max_draft_mib),
         jobs=jobs,
         seed=seed,
-        buckets=buckets,
-        runner=runner,
+        capture_sizes=capture_sizes,
+        mode=mode,
         output=output,
     )
     check_settings(settings)

@@ -20,11 +20,11 @@ from autotune.errors import UserError
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
-from autotune.modeling.tree_model import TextRunner
+from autotune.modeling.tree_model import TreeModel
 from autotune.modeling.vision_timing import vision_parts
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.request import Request
-from autotune.runtime.token_sampler import TokenRule
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 from autotune.workloads.workload import Workload
 
@@ -91,10 +91,10 @@ def profile(
                 draft=draft_reference,
                 heads=draft.subnet.heads,
                 num_parameters=draft.num_parameters,
-                cache_bytes_per_token=draft.cache_bytes_per_token,
+                kv_bytes_per_token=draft.kv_bytes_per_token,
                 shape=shape_of(draft),
-                commit=sampler.commits[number].surface(),
-                propose=sampler.proposes[number].surface(),
+                draft_first=sampler.draft_firsts[number].surface(),
+                draft_level=sampler.draft_levels[number].surface(),
                 prefill=draft_prefill,
                 overhead=overheads[draft_reference],
             )
@@ -104,8 +104,8 @@ def profile(
         provenance=stamp(),
         device=fingerprint(str(target.device)),
         precision=str(target.dtype).removeprefix("torch."),
-        runner=settings.runner,
-        buckets=settings.buckets,
+        mode=settings.mode,
+        capture_sizes=settings.capture_sizes,
         threads=threads,
         remeasured_samples=sampler.remeasured_samples,
         drifted_samples=sampler.drifted_samples,
@@ -124,16 +124,16 @@ class _Bench:
     def __init__(self, target: Target, draft: LoadedDraft, settings: ProfileSettings) -> None:
         capacity = max(settings.kv_lengths) + 2 * MAX_STEP
         self.kv_length, self.max_tokens = settings.kv_lengths[0], max(settings.tokens)
-        self.rule = TokenRule(device=target.device)
+        self.rule = TokenSampler(device=target.device)
         with torch.inference_mode():
             target.reserve(capacity)
             draft.reserve(capacity)
             self.draft = draft
-            self.decoder = Decoder(target, draft, buckets=settings.buckets, runner=settings.runner)
-            draft.buckets = settings.buckets
+            self.decoder = Decoder(target, draft, capture_sizes=settings.capture_sizes, mode=settings.mode)
+            draft.capture_sizes = settings.capture_sizes
             for model in (target, draft):
-                model.use_runner(settings.runner)
-            self.tree = self.decoder.way.grower.tree = new_tree(MAX_STEP)
+                model.use_mode(settings.mode)
+            self.tree = self.decoder.point.grower.tree = new_tree(MAX_STEP)
             for _ in range(WARM_UPS):
                 self.decode_ms(self.kv_length)
                 self.round_ms()
@@ -146,12 +146,12 @@ class _Bench:
     def round_ms(self) -> float:
         """Of two rounds of usual size, a chain and a small tree, as far as sizes are prepared."""
         m, largest = self.kv_length, self.max_tokens
-        levels = sum(self.propose_ms(min(n, largest), m) for n in (1, 1, 1, 4, 4))
+        levels = sum(self.draft_level_ms(min(n, largest), m) for n in (1, 1, 1, 4, 4))
         return levels + self.verify_ms(min(6, largest), m) + self.verify_ms(min(12, largest), m)
 
     def decode_ms(self, kv_length: int) -> float:
         """Of a plain step."""
-        self.decoder.target.watched = ()  # plain decoding needs nobody's features
+        self.decoder.target.output_layers = ()  # plain decoding needs nobody's features
         self.decoder.target.cache.length = kv_length
         request = self._request()
         self.decoder._plain_step(1, None, request)
@@ -159,18 +159,18 @@ class _Bench:
 
     def verify_ms(self, tokens: int, kv_length: int) -> float:
         """Of a verification of so many tokens, the root among them."""
-        self.decoder.target.watched = self.draft.reads
+        self.decoder.target.output_layers = self.draft.aux_layers
         self.decoder.target.cache.length = kv_length
         _plant_star(self.tree, tokens - 1)
         request = self._request()
-        self.decoder.host_round.verify(request, self.decoder.way)
+        self.decoder.host_round.verify(request, self.decoder.point)
         return request.stats.verify_ms
 
-    def commit_ms(self, tokens: int, kv_length: int) -> float:
+    def draft_first_ms(self, tokens: int, kv_length: int) -> float:
         """Of the draft's first forward of a round, which reads as many committed tokens: a level of that size."""
-        return self.propose_ms(tokens, kv_length)
+        return self.draft_level_ms(tokens, kv_length)
 
-    def propose_ms(self, tokens: int, kv_length: int) -> float:
+    def draft_level_ms(self, tokens: int, kv_length: int) -> float:
         """Of a draft level."""
         draft, tree = self.draft, self.tree
         draft.cache.length = kv_length
@@ -230,7 +230,7 @@ def measure_prefills(
     of_target: list[tuple[int, int, float]] = []
     of_drafts: list[list[tuple[int, int, float]]] = [[] for _ in drafts]
     kept = [draft.visual_keep for draft in drafts]
-    target.watched = tuple(sorted({layer for draft in drafts for layer in draft.reads}))
+    target.output_layers = tuple(sorted({layer for draft in drafts for layer in draft.aux_layers}))
     prompts = workload.prompts[: min(max(PREFILLS[0], 2 * len(workload.tasks)), PREFILLS[1])]
     began = clock()
     with torch.inference_mode():
@@ -278,7 +278,9 @@ def overhead_runs(
         {"policy": "eagle2", "depth": 4, "k": 8, "budget": 31},
     ]
     for tree in trees:
-        decoder = Decoder(target, draft, tree=tree, buckets=settings.buckets, runner=settings.runner, threads=threads)
+        decoder = Decoder(
+            target, draft, tree=tree, capture_sizes=settings.capture_sizes, mode=settings.mode, threads=threads
+        )
         for number, prompt in enumerate((*workload.prompts[:1], *workload.prompts[:4])):  # the first twice: warm-up
             inputs = prompt.inputs(processor, target.device)
             stats = decoder.generate(**inputs, max_new_tokens=4 if number == 0 else 24).stats
@@ -287,27 +289,27 @@ def overhead_runs(
     return runs
 
 
-def shape_of(runner: TextRunner | FeatureDraft) -> ModelShape:
+def shape_of(mode: TreeModel | FeatureDraft) -> ModelShape:
     """The shape of a loaded model, for the roofline. A draft that reads features shares its target's head."""
-    if isinstance(runner, FeatureDraft):
-        width, hidden = runner.dtype.itemsize, runner.network.config.hidden_size
+    if isinstance(mode, FeatureDraft):
+        width, hidden = mode.dtype.itemsize, mode.network.config.hidden_size
         return ModelShape(
-            num_layers=len(runner.cache.blocks),
+            num_layers=len(mode.cache.blocks),
             hidden_size=hidden,
-            text_parameters=runner.num_parameters + hidden * runner.vocab_size,
+            text_parameters=mode.num_parameters + hidden * mode.vocab_size,
             vision_parameters=0,
-            kv_bytes_per_token=runner.cache_bytes_per_token,
+            kv_bytes_per_token=mode.kv_bytes_per_token,
             bytes_per_parameter=width,
         )
-    config = runner.text.config
-    width = runner.dtype.itemsize
-    layers = sum(parameter.numel() for layer in runner.text.layers for parameter in layer.parameters())
-    vision = sum(p.numel() for part in vision_parts(runner.model) for p in part.parameters())
+    config = mode.text.config
+    width = mode.dtype.itemsize
+    layers = sum(parameter.numel() for layer in mode.text.layers for parameter in layer.parameters())
+    vision = sum(p.numel() for part in vision_parts(mode.model) for p in part.parameters())
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         text_parameters=layers + config.hidden_size * config.vocab_size,
         vision_parameters=vision,
-        kv_bytes_per_token=runner.text.kv_bytes_per_token,
+        kv_bytes_per_token=mode.text.kv_bytes_per_token,
         bytes_per_parameter=width,
     )

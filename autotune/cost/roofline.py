@@ -78,7 +78,9 @@ def anchored(limits: DeviceLimits, measured: Sequence[CostTable]) -> DeviceLimit
     from scipy.optimize import minimize
 
     parts = [(table.target_shape, surface) for table in measured for surface in (table.decode, table.verify)]
-    parts += [(d.shape, surface) for table in measured for d in table.drafts for surface in (d.commit, d.propose)]
+    parts += [
+        (d.shape, surface) for table in measured for d in table.drafts for surface in (d.draft_first, d.draft_level)
+    ]
     points = [(shape, point) for shape, surface in parts if shape is not None for point in surface.points]
     if not points:
         return limits
@@ -140,7 +142,7 @@ def estimate_table(
     anchors = [
         table
         for table in measured
-        if (table.device.name, table.precision, table.runner) == (name, precision, EAGER)
+        if (table.device.name, table.precision, table.mode) == (name, precision, EAGER)
         and not table.estimated
         and table.target_shape is not None
     ]
@@ -163,8 +165,8 @@ def estimate_table(
                 draft=draft,
                 heads=None if subnet is None else subnet.heads,
                 shape=draft_shape,
-                commit=_surface(draft_shape, limits, TOKENS),
-                propose=_surface(draft_shape, limits, TOKENS),
+                draft_first=_surface(draft_shape, limits, TOKENS),
+                draft_level=_surface(draft_shape, limits, TOKENS),
                 prefill=_prefill(draft_shape, limits),
                 overhead=overhead,
             )

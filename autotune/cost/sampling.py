@@ -47,10 +47,10 @@ class Bench(Protocol):
     def verify_ms(self, tokens: int, kv_length: int) -> float:
         """A verification."""
 
-    def commit_ms(self, tokens: int, kv_length: int) -> float:
+    def draft_first_ms(self, tokens: int, kv_length: int) -> float:
         """The draft's first forward of a round."""
 
-    def propose_ms(self, tokens: int, kv_length: int) -> float:
+    def draft_level_ms(self, tokens: int, kv_length: int) -> float:
         """Another level."""
 
 
@@ -67,9 +67,9 @@ class ProfileSettings:
     """The ends are measured; those between them where the surface is bent."""
     held_out_kv_length: int = 208
     """Between the first two; its mirror image is held out as well."""
-    buckets: tuple[int, ...] = ()
+    capture_sizes: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to: where there are any, they are the sizes measured."""
-    runner: str = EAGER
+    mode: str = EAGER
     """How forwards run (``modeling/graph_runner.py``)."""
     min_samples: int = 6
     max_samples: int = 30
@@ -88,17 +88,17 @@ class ProfileSettings:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The finest grid of sizes."""
-        return self.buckets or TOKENS
+        return self.capture_sizes or TOKENS
 
     @property
     def coarse_tokens(self) -> tuple[int, ...]:
         """Those measured in any case: prepared sizes all, for nothing is read between them."""
-        return self.buckets or COARSE_TOKENS
+        return self.capture_sizes or COARSE_TOKENS
 
     @property
     def held_out(self) -> tuple[Size, ...]:
         """Off the grid in both directions, as far as sizes are not prepared."""
-        sizes = self.buckets or HELD_OUT_TOKENS
+        sizes = self.capture_sizes or HELD_OUT_TOKENS
         lengths = self.held_out_kv_lengths
         return tuple((n, lengths[number % 2]) for number, n in enumerate(sizes))
 
@@ -267,8 +267,8 @@ class Sampler:
 
         self.decode = Grid((1,), (1,), lengths, [(1, m) for m in settings.held_out_kv_lengths], settings)
         self.verify = grid()
-        self.commits = [grid() for _ in benches]
-        self.proposes = [grid() for _ in benches]
+        self.draft_firsts = [grid() for _ in benches]
+        self.draft_levels = [grid() for _ in benches]
         self.remeasured_samples = 0
         self.drifted_samples = 0
         self._deadline = 0.0
@@ -277,7 +277,7 @@ class Sampler:
 
     @property
     def grids(self) -> list[Grid]:
-        return [self.decode, self.verify, *self.commits, *self.proposes]
+        return [self.decode, self.verify, *self.draft_firsts, *self.draft_levels]
 
     def run(self, report: Callable[[float], None] = lambda share: None) -> None:
         """Measure until the surfaces are good enough or the time is over. ``report`` is given the share done, 0 to 1."""
@@ -333,13 +333,14 @@ class Sampler:
             return deque(sizes)
 
         verify = self.verify.wanted(at_least=at_least)
-        commits, proposes = (
-            [queue(grid.wanted(at_least=at_least)) for grid in grids] for grids in (self.commits, self.proposes)
+        draft_firsts, draft_levels = (
+            [queue(grid.wanted(at_least=at_least)) for grid in grids]
+            for grids in (self.draft_firsts, self.draft_levels)
         )
         rounds = [
             number
-            for number, (commit, propose) in enumerate(zip(commits, proposes, strict=True))
-            for _ in range(max(len(commit), -(-len(propose) // LEVELS_OF_ROUND)))
+            for number, (draft_first, draft_level) in enumerate(zip(draft_firsts, draft_levels, strict=True))
+            for _ in range(max(len(draft_first), -(-len(draft_level) // LEVELS_OF_ROUND)))
         ]
         rounds += [number % len(self.benches) for number in range(len(verify) - len(rounds))]
         # Most of decoding is verification: what rounds of drafts have to spare goes where it is not settled.
@@ -347,7 +348,11 @@ class Sampler:
         jobs: list[Job] = [partial(self._run_plain, kv_length=m) for _, m in self.decode.wanted(at_least=at_least)]
         jobs += [
             partial(
-                self._run_round, number=number, verify=verifications, commit=commits[number], propose=proposes[number]
+                self._run_round,
+                number=number,
+                verify=verifications,
+                draft_first=draft_firsts[number],
+                draft_level=draft_levels[number],
             )
             for number in rounds
         ]
@@ -372,13 +377,13 @@ class Sampler:
         block.samples += [(self.decode, (1, kv_length), ms) for ms in plain_steps_ms(self.benches[0], kv_length)]
 
     def _run_round(
-        self, block: Block, number: int, verify: deque[Size], commit: deque[Size], propose: deque[Size]
+        self, block: Block, number: int, verify: deque[Size], draft_first: deque[Size], draft_level: deque[Size]
     ) -> None:
         bench = self.benches[number]
         self._time(block, self.verify, bench.verify_ms, verify)
-        self._time(block, self.commits[number], bench.commit_ms, commit)
-        for _ in range(max(1, min(len(propose), LEVELS_OF_ROUND))):
-            self._time(block, self.proposes[number], bench.propose_ms, propose)
+        self._time(block, self.draft_firsts[number], bench.draft_first_ms, draft_first)
+        for _ in range(max(1, min(len(draft_level), LEVELS_OF_ROUND))):
+            self._time(block, self.draft_levels[number], bench.draft_level_ms, draft_level)
 
     def _time(self, block: Block, grid: Grid, time_ms: Callable[[int, int], float], queue: deque[Size]) -> None:
         """A sample of the next size; the first time that a size is seen prepares kernels for it and does not count."""

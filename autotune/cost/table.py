@@ -124,13 +124,13 @@ class DraftCosts(Document):
     """Share of heads kept, in all blocks or in each; None: all."""
     num_parameters: int | None = None
     """Of its own: what it shares with the target is left out."""
-    cache_bytes_per_token: int | None = None
+    kv_bytes_per_token: int | None = None
     shape: ModelShape | None = None
-    commit: Surface
+    draft_first: Surface
     """The first draft forward of a round, which reads the committed tokens and proposes the root's children: it comes
     behind a verification, which has pushed the draft's weights out of the caches.
     """
-    propose: Surface
+    draft_level: Surface
     """Every other draft level: it comes behind a draft forward."""
     prefill: PrefillCost
     overhead: Overhead
@@ -154,8 +154,8 @@ class CostTable(Document):
     provenance: Provenance
     device: Fingerprint
     precision: str
-    runner: str = "eager"
-    buckets: tuple[int, ...] = ()
+    mode: str = "eager"
+    capture_sizes: tuple[int, ...] = ()
     """Sizes that the runner rounds its forwards up to; none: every size as it is."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of steps, the best number found; prefills use all. None: as many as torch uses."""
@@ -177,14 +177,14 @@ class CostTable(Document):
 
     @property
     def held_out_errors(self) -> dict[str, float]:
-        """The median relative error of every part that has one, by name: ``verify``, ``digits/star heads-0.5: commit``."""
+        """The median relative error of every part that has one, by name: ``verify``, ``digits/star heads-0.5: draft_first``."""
         parts: dict[str, Surface | PrefillCost | Overhead] = {
             "decode": self.decode,
             "verify": self.verify,
             "prefill": self.prefill,
         }
         for costs in self.drafts:
-            for name in ("commit", "propose", "prefill"):
+            for name in ("draft_first", "draft_level", "prefill"):
                 parts[f"{costs.name}: {name}"] = getattr(costs, name)
             parts[f"{costs.draft.id}: overhead"] = costs.overhead  # one for all of its subnets
         return {name: part.held_out_error for name, part in parts.items() if part.held_out_error is not None}
@@ -192,7 +192,11 @@ class CostTable(Document):
     @property
     def num_samples(self) -> int:
         """Of steps."""
-        surfaces = [self.decode, self.verify, *(s for costs in self.drafts for s in (costs.commit, costs.propose))]
+        surfaces = [
+            self.decode,
+            self.verify,
+            *(s for costs in self.drafts for s in (costs.draft_first, costs.draft_level)),
+        ]
         return sum(surface.num_samples for surface in surfaces)
 
     def check_speaks_of(self, target: ModelReference, device: Fingerprint, precision: str, *, source: str) -> None:
@@ -249,13 +253,13 @@ class CostTable(Document):
     ) -> DensePrices:
         """The prices that replay looks up, for steps up to ``max_tokens`` and caches up to ``max_kv_length``."""
         costs = self.costs_of(draft, subnet)
-        tokens = np.array([round_up(size, self.buckets) for size in range(1, max_tokens + 1)], np.float64)
+        tokens = np.array([round_up(size, self.capture_sizes) for size in range(1, max_tokens + 1)], np.float64)
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
         free = np.zeros((1, len(lengths)))
         return DensePrices(
             decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],
-            commit_ms=np.concatenate([free, costs.commit.latency_ms(tokens, lengths)]),
-            draft_ms=np.concatenate([free, costs.propose.latency_ms(tokens, lengths)]),
+            draft_first_ms=np.concatenate([free, costs.draft_first.latency_ms(tokens, lengths)]),
+            draft_ms=np.concatenate([free, costs.draft_level.latency_ms(tokens, lengths)]),
             verify_ms=np.concatenate([free, self.verify.latency_ms(tokens, lengths)]),
             kv_step=KV_STEP,
             overhead_round_ms=costs.overhead.round_ms,
@@ -275,7 +279,7 @@ class DensePrices:
     """Milliseconds by (tokens, KV length // kv_step); the first axis starts at 0 tokens, which are free."""
 
     decode_ms: Floats
-    commit_ms: Floats
+    draft_first_ms: Floats
     draft_ms: Floats
     verify_ms: Floats
     kv_step: int

@@ -22,7 +22,7 @@ Tree = dict[str, Any]
 """A tree policy with its hyperparameters, as documents hold it."""
 
 
-Place = tuple[str, Subnet]
+DraftVariant = tuple[str, Subnet]
 """A draft, by its id, and the subnet of it."""
 
 

@@ -144,9 +144,9 @@ class DecodingProfile(Document):
     workload: WorkloadReference
     hardware: Fingerprint
     precision: str
-    buckets: tuple[int, ...] = ()
+    capture_sizes: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to; none: every size as it is."""
-    runner: str = "eager"
+    mode: str = "eager"
     """How forwards behind the prefills run (``modeling/graph_runner.py``)."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the steps behind the prefills; None: as many as torch uses."""

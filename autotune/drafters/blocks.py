@@ -13,12 +13,12 @@ from torch.nn import functional
 from autotune.modeling.graph_runner import Slots
 
 
-def rotation(places: Tensor, head_size: int, theta: float) -> Tensor:
-    """Rotary factors of tokens at ``places`` [..., n] for their (query, key, value): complex, [..., n, 3, 1, head size / 2].
+def rotation(positions: Tensor, head_size: int, theta: float) -> Tensor:
+    """Rotary factors of tokens at ``positions`` [..., n] for their (query, key, value): complex, [..., n, 3, 1, head size / 2].
     Values are not turned.
     """
-    frequencies = theta ** (-torch.arange(0, head_size, 2, device=places.device, dtype=torch.float32) / head_size)
-    angles = places.unsqueeze(-1).float() * frequencies
+    frequencies = theta ** (-torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
+    angles = positions.unsqueeze(-1).float() * frequencies
     angles = torch.stack([angles, angles, torch.zeros_like(angles)], -2).unsqueeze(-2)
     return torch.polar(torch.ones_like(angles), angles)
 
@@ -45,7 +45,7 @@ class BlockCache:
         """
         if isinstance(begin, Slots):
             self.slab.index_copy_(2, begin.columns, keys_values)
-            end = begin.extent
+            end = begin.padded_kv_length
         else:
             end = begin + keys_values.shape[2]
             self.slab.narrow(2, begin, keys_values.shape[2]).copy_(keys_values)

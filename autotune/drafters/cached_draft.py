@@ -16,9 +16,9 @@ from autotune.drafters.draft import Proposals, top_proposals
 from autotune.execution import round_up
 from autotune.modeling.graph_runner import DeviceStep
 from autotune.modeling.kv_cache import CachedModel
-from autotune.modeling.masks import Block
+from autotune.modeling.masks import TreeMask
 from autotune.modeling.transfer import rows_to_host, to_device
-from autotune.modeling.tree_model import causal_block
+from autotune.modeling.tree_model import causal_tree_mask
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
 
 
@@ -31,8 +31,8 @@ class CachedDraft(CachedModel):
     """
 
     visual_keep: float = 1.0
-    reads: tuple[int, ...] = ()
-    buckets: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
+    capture_sizes: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to; none: every size as it is."""
     token_ids: Tensor | None = None
     """The target's name of each token of a smaller vocabulary."""
@@ -45,8 +45,8 @@ class CachedDraft(CachedModel):
     def forward(
         self,
         tokens: NDArray[np.int64],
-        places: Ints,
-        block: Block,
+        offsets: Ints,
+        tree_mask: TreeMask,
         *,
         num_uncommitted: int = 0,
         parents: Ints | None = None,
@@ -59,7 +59,7 @@ class CachedDraft(CachedModel):
             block: additive mask [n, num_uncommitted + n] behind the prefix.
             parents: of nodes: which of the uncommitted tokens each follows; -1: the last of the prefix. None for tokens
                 that the target has said.
-            hidden: of tokens that the target has said: what each of the layers in ``reads`` had made of the token before
+            hidden: of tokens that the target has said: what each of the layers in ``aux_layers`` had made of the token before
                 them, [n, hidden].
         """
 
@@ -79,12 +79,12 @@ class CachedDraft(CachedModel):
 
     @abstractmethod
     def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
-        """What is left of ``commit`` when the device has done its part: ``hidden`` are the layers in ``reads`` of the root and
+        """What is left of ``commit`` when the device has done its part: ``hidden`` are the layers in ``aux_layers`` of the root and
         the accepted nodes.
         """
 
-    def compact_on_device(self, stand: Tensor, slots: Tensor) -> None:
-        """The device's part of ``commit``: the columns ``slots`` behind ``stand`` are those of the accepted nodes."""
+    def compact_on_device(self, prefix_state: Tensor, slots: Tensor) -> None:
+        """The device's part of ``commit``: the columns ``slots`` behind ``prefix_state`` are those of the accepted nodes."""
 
     def _pending_committed_on_device(self, count: Tensor) -> None:
         """``_pending_committed`` of ``count`` [1] tokens, but for counting them."""
@@ -100,7 +100,7 @@ class CachedDraft(CachedModel):
         """Of its own: what it shares with the target is left out."""
 
     @property
-    def cache_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self) -> int:
         """What a token takes in the cache, once something has been read."""
         return int(self.cache.memory_bytes // self.cache.capacity)
 
@@ -122,34 +122,34 @@ class CachedDraft(CachedModel):
         """The most probable children of the frontier's nodes, all of one level. The root's come first in every round."""
         if frontier[0] == ROOT:
             count = len(self._pending)
-            size = round_up(count, self.buckets)
+            size = round_up(count, self.capture_sizes)
             tokens = np.zeros(size, np.int64)
             tokens[:count] = self._pending
-            places = np.minimum(np.arange(size), count - 1)
-            block, hidden = causal_block(size, self.closed), self._pending_hidden()
-            logits = self.forward(tokens, places, block, hidden=hidden)[count - 1 : count]
+            offsets = np.minimum(np.arange(size), count - 1)
+            tree_mask, hidden = causal_tree_mask(size, self.mask_value), self._pending_hidden()
+            logits = self.forward(tokens, offsets, tree_mask, hidden=hidden)[count - 1 : count]
             self._pending_committed(count)
             self._pending = []
             self.begin_round()
         else:
             count, begin = len(frontier), self._num_evaluated
-            size = round_up(count, self.buckets)
+            size = round_up(count, self.capture_sizes)
             tree.slot[frontier] = np.arange(begin, begin + count)
-            block = np.empty((size, begin + size), np.float32)
-            write_frontier_mask(tree, frontier, block, begin + size, self.closed)
+            tree_mask = np.empty((size, begin + size), np.float32)
+            write_frontier_mask(tree, frontier, tree_mask, begin + size, self.mask_value)
             tokens = np.zeros(size, np.int64)
             tokens[:count] = np.maximum(tree.token[frontier], 0)
             # The prefix ends with the root, so a child of the root stands right behind it. All are of one depth.
-            places = np.full(size, tree.depth[frontier[0]] - 1)
+            offsets = np.full(size, tree.depth[frontier[0]] - 1)
             parents = tree.slot[tree.parent[frontier]]  # the root has no slot: -1
-            logits = self.forward(tokens, places, block, num_uncommitted=begin, parents=parents)[:count]
+            logits = self.forward(tokens, offsets, tree_mask, num_uncommitted=begin, parents=parents)[:count]
             self._num_evaluated = begin + count
         return self.best(logits, num_proposals)
 
     def pending_inputs(self) -> dict[str, Tensor]:
         """What ``propose_on_device`` reads of the pending tokens: their number, then they, filled up to a prepared size."""
         count = len(self._pending)
-        size = round_up(count, self.buckets)
+        size = round_up(count, self.capture_sizes)
         numbers = np.zeros(1 + size, np.int64)
         numbers[0], numbers[1 : 1 + count] = count, self._pending
         hidden = self._pending_hidden() or {}
@@ -158,13 +158,17 @@ class CachedDraft(CachedModel):
             **{f"hidden.{layer}": pad(states, (0, 0, 0, size - count)) for layer, states in hidden.items()},
         }
 
-    def propose_on_device(self, stand: Tensor, inputs: Mapping[str, Tensor], *, extent: int) -> Tensor:
+    def propose_on_device(self, prefix_state: Tensor, inputs: Mapping[str, Tensor], *, padded_kv_length: int) -> Tensor:
         """Read the pending tokens; returns the logits after the last of them, the root, [1, vocabulary]."""
         count, tokens = inputs["pending"][:1], inputs["pending"][1:]
-        places = torch.minimum(torch.arange(len(tokens), device=tokens.device), count - 1)
-        block = torch.full((len(tokens), len(tokens)), self.closed, dtype=self.dtype, device=tokens.device).triu(1)
-        hidden = {layer: inputs[f"hidden.{layer}"] for layer in self.reads}
-        logits = self.read_on_device(DeviceStep(stand, tokens, places, block, places, extent), hidden=hidden)
+        offsets = torch.minimum(torch.arange(len(tokens), device=tokens.device), count - 1)
+        tree_mask = torch.full(
+            (len(tokens), len(tokens)), self.mask_value, dtype=self.dtype, device=tokens.device
+        ).triu(1)
+        hidden = {layer: inputs[f"hidden.{layer}"] for layer in self.aux_layers}
+        logits = self.read_on_device(
+            DeviceStep(prefix_state, tokens, offsets, tree_mask, offsets, padded_kv_length), hidden=hidden
+        )
         self._pending_committed_on_device(count)
         return logits[count - 1]
 

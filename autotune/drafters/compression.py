@@ -59,7 +59,7 @@ class Compressor(nn.Module):
         self.gate = nn.Linear(hidden_size, len(operators)) if config.gate in ("select", "weigh") else None
 
     def forward(
-        self, rows: Tensor, places: Tensor, question: Tensor, generator: torch.Generator | None = None
+        self, rows: Tensor, positions: Tensor, question: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
         """Condensed rows [m, hidden] of ``rows`` [n, hidden] and the places where they stand, ascending.
 
@@ -70,38 +70,38 @@ class Compressor(nn.Module):
         """
         config = self.config
         if config.gate == "none":
-            return rows, places
+            return rows, positions
         if self.gate is None:
-            parts = [self.operate(name, rows, places, generator) for name in config.operators]
+            parts = [self.operate(name, rows, positions, generator) for name in config.operators]
             stream, at = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
             order = at.argsort(stable=True)
             return stream[order], at[order]
         scores = self.gate(question).float()
         if config.gate == "weigh":
-            parts = [self.operate(name, rows, places, generator) for name in config.operators]
+            parts = [self.operate(name, rows, positions, generator) for name in config.operators]
             weights = scores.softmax(-1).to(rows.dtype)
             return torch.stack([part[0] for part in parts], -1) @ weights, parts[1][1]
         if generator is not None:
             noise = -torch.empty(scores.shape).exponential_(generator=generator).log().to(scores.device)
             shares = ((scores + noise) / config.temperature).softmax(-1)
             chosen = int(shares.argmax())
-            stream, at = self.operate(config.operators[chosen], rows, places, generator)
+            stream, at = self.operate(config.operators[chosen], rows, positions, generator)
             # Straight through: one in the forward pass, the share's gradient in the backward pass.
             return stream * (1 + shares[chosen] - shares[chosen].detach()).to(stream.dtype), at
-        return self.operate(config.operators[int(scores.argmax())], rows, places, None)
+        return self.operate(config.operators[int(scores.argmax())], rows, positions, None)
 
     def operate(
-        self, name: str, rows: Tensor, places: Tensor, generator: torch.Generator | None
+        self, name: str, rows: Tensor, positions: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
         """What one operator makes of all rows; a group's row stands where the group's last token stood."""
         count = len(rows)
         if name == "text_only":
-            return rows[:0], places[:0]
+            return rows[:0], positions[:0]
         if name == "resample":
             assert self.queries is not None and self.keys_values is not None
             keys, values = self.keys_values(rows).chunk(2, -1)
             found = functional.scaled_dot_product_attention(self.queries[None], keys[None], values[None])[0]
-            return found, places[-1:].expand(len(found))
+            return found, positions[-1:].expand(len(found))
         ratio = min(self.ratios[name], count)
         groups = -(-count // ratio)
         last = (torch.arange(1, groups + 1, device=rows.device) * ratio - 1).clamp(max=count - 1)
@@ -110,11 +110,11 @@ class Compressor(nn.Module):
                 chosen = last
             else:
                 chosen = torch.randperm(count, generator=generator)[:groups].sort().values.to(rows.device)
-            return rows[chosen], places[chosen]
+            return rows[chosen], positions[chosen]
         filled = torch.cat([rows, rows[-1:].expand(groups * ratio - count, -1)])  # the last group by its last token
         if name == "pool":
-            return filled.unflatten(0, (groups, ratio)).mean(1), places[last]
+            return filled.unflatten(0, (groups, ratio)).mean(1), positions[last]
         assert self.convolution is not None
         if ratio < self.ratios[name]:  # fewer tokens than the kernel is wide
             filled = torch.cat([filled, filled[-1:].expand(self.ratios[name] - ratio, -1)])
-        return self.convolution(filled.t()[None])[0].t(), places[last]
+        return self.convolution(filled.t()[None])[0].t(), positions[last]

@@ -29,9 +29,9 @@ class Draft(Protocol):
     vocab_size: int
     visual_keep: float
     """Share of visual tokens that it sees."""
-    reads: tuple[int, ...]
-    """Layers of the target whose outputs it needs of every forward, as ``TextRunner.watched``."""
-    buckets: tuple[int, ...]
+    aux_layers: tuple[int, ...]
+    """Layers of the target whose outputs it needs of every forward, as ``TreeModel.output_layers``."""
+    capture_sizes: tuple[int, ...]
     """Sizes that its forwards are rounded up to; none: every size as it is."""
 
     def attach(self, target: Target) -> None:
@@ -41,8 +41,8 @@ class Draft(Protocol):
             UserError: a draft of another vocabulary.
         """
 
-    def use_runner(self, name: str) -> None:
-        """How its forwards run from now on (``graphs.RUNNERS``)."""
+    def use_mode(self, name: str) -> None:
+        """How its forwards run from now on (``graphs.MODES``)."""
 
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt]) -> Sequence[Any]:
         """What it reads of each row of a batch, made as the target's processor made it, padding left out. ``read`` is what

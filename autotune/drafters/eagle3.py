@@ -100,11 +100,11 @@ class Eagle3Network(DraftNetwork):
         """States as they are."""
         return states
 
-    def factors(self, places: Tensor) -> Tensor:
+    def factors(self, positions: Tensor) -> Tensor:
         """Cosines and sines, [..., n, 2, head size]. The angles are float32 in every precision, so no buffer holds them."""
-        rotary = LlamaRotaryEmbedding(self.layer_config).to(places.device)
-        cos, sin = rotary(self.norm.weight, places.reshape(1, -1))
-        return torch.stack([cos, sin], -2).reshape(*places.shape, 2, -1)
+        rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
+        cos, sin = rotary(self.norm.weight, positions.reshape(1, -1))
+        return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
 
     def forward(
         self,

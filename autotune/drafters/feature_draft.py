@@ -15,9 +15,17 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.modeling.graph_runner import DeviceStep, Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
+from autotune.modeling.graph_runner import (
+    DeviceStep,
+    GraphKey,
+    GraphRunner,
+    Outputs,
+    Slots,
+    padded_length,
+    padded_masks,
+)
 from autotune.modeling.kv_cache import CachedModel
-from autotune.modeling.masks import Block, MaskBuffer
+from autotune.modeling.masks import MaskBuffer, TreeMask
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
@@ -69,7 +77,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.network = network
         self.kind = network.config.kind
         self.heads = heads
-        self.reads = network.layers_read(injection_layer)
+        self.aux_layers = network.layers_read(injection_layer)
         self.visual_keep = network.config.visual_keep
         self.token_ids = network.token_ids
         self.vocab_size = 0  # the target's, once there is one
@@ -80,7 +88,7 @@ class FeatureDraft(CachedDraft, CachedModel):
     @property
     def subnet(self) -> Subnet:
         """Which part of the draft this is."""
-        layer = self.reads[0] if len(self.reads) == 1 else None
+        layer = self.aux_layers[0] if len(self.aux_layers) == 1 else None
         return Subnet(heads=self.heads, visual_keep=self.visual_keep, injection_layer=layer)
 
     @property
@@ -135,11 +143,6 @@ class FeatureDraft(CachedDraft, CachedModel):
         """For messages."""
         return f"a {self.kind} draft"
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """What a token takes in the cache."""
-        return self.cache_bytes_per_token
-
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt]) -> Sequence[Prompt]:
         """What the target reads."""
         return read
@@ -149,7 +152,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.reserve(max(capacity, len(prompt) + MAX_STEP))
         self._pending, self._pending_features = [], []
         network = self.network
-        hidden = {layer: self._target.hidden[layer][: len(prompt)] for layer in self.reads}
+        hidden = {layer: self._target.hidden[layer][: len(prompt)] for layer in self.aux_layers}
         before = network.target_features({layer: states[:-1] for layer, states in hidden.items()})
         first = before.new_zeros(1, before.shape[1]) if network.first_feature is None else network.first_feature[None]
         features = torch.cat([first, before])
@@ -160,11 +163,11 @@ class FeatureDraft(CachedDraft, CachedModel):
             kept = kept[kept > 0]
         stream, features, is_visual = self._embeddings(prompt)[kept], features[kept], prompt.is_visual[kept]
         rows = PromptRows(network.fuse(stream, features), features, kept, is_visual)
-        stream, features, places, _ = network.condense(rows, hidden[self.reads[-1]][-1])
-        if len(places) > 0:
-            network(stream[None], features[None], self._factors[places][None], caches=self.cache.blocks)
-        self.cache.length = len(places)
-        self._num_condensed = len(prompt) - len(places)
+        stream, features, positions, _ = network.condense(rows, hidden[self.aux_layers[-1]][-1])
+        if len(positions) > 0:
+            network(stream[None], features[None], self._factors[positions][None], caches=self.cache.blocks)
+        self.cache.length = len(positions)
+        self._num_condensed = len(prompt) - len(positions)
 
     def _embeddings(self, prompt: Prompt) -> Tensor:
         """What the target reads, [n, hidden], its text in the draft's own words where it has any."""
@@ -178,13 +181,13 @@ class FeatureDraft(CachedDraft, CachedModel):
     def append(self, token: int) -> None:
         """Tell the draft a committed token; it is read with the next root."""
         self._pending.append(token)
-        self._pending_features.append({layer: self._target.hidden[layer][-1:] for layer in self.reads})
+        self._pending_features.append({layer: self._target.hidden[layer][-1:] for layer in self.aux_layers})
 
     def forward(
         self,
         tokens: NDArray[np.int64],
-        places: Ints,
-        block: Block,
+        offsets: Ints,
+        block: TreeMask,
         *,
         num_uncommitted: int = 0,
         parents: Ints | None = None,
@@ -200,20 +203,20 @@ class FeatureDraft(CachedDraft, CachedModel):
         if len(features) < len(tokens):  # a prepared size is larger
             features = torch.nn.functional.pad(features, (0, 0, 0, len(tokens) - len(features)))
         begin = self.cache.length + num_uncommitted
-        rotations = places + (self.cache.length + self._num_condensed)
+        rotations = offsets + (self.cache.length + self._num_condensed)
         if self.prepared is not None:
             states, logits = self._run_prepared(self.prepared, tokens, features, rotations, block, begin)
         else:
             mask: Any = None
             if len(tokens) > 1 or block.any():  # a chain's node sees all before it
-                mask = self._masks.write(block, self.cache.length, places, np.zeros(block.shape[1], np.int64))
+                mask = self._masks.write(block, self.cache.length, offsets, np.zeros(block.shape[1], np.int64))
             ids = torch.from_numpy(tokens).to(self.device)
             states, logits = self._states(ids, features, _rows(self._factors, rotations), mask, begin)
         self._own[1 + num_uncommitted : 1 + num_uncommitted + len(tokens)] = states
         return logits
 
     @property
-    def stand(self) -> Ints:
+    def prefix_state(self) -> Ints:
         """The tokens in the cache, and those of the prompt that never entered it."""
         return np.array([self.cache.length, self._num_condensed])
 
@@ -222,15 +225,15 @@ class FeatureDraft(CachedDraft, CachedModel):
     ) -> Tensor:
         """See ``CachedDraft``."""
         network, count = self.network, len(step.tokens)
-        begin = len(step.column_places) - count
+        begin = len(step.column_offsets) - count
         if parents is not None:
             features = network.own_features(self._own[parents + 1])
         else:
             assert hidden is not None
             features = network.target_features(hidden)
-        numbers = torch.stack([step.tokens, step.columns, step.stand[0] + step.stand[1] + step.places])
-        values = {"numbers": numbers, "features": features, **step.masks({"mask": None}, closed=self.closed)}
-        states, logits = self.run_within(Size(count, step.extent), values)
+        numbers = torch.stack([step.tokens, step.columns, step.prefix_state[0] + step.prefix_state[1] + step.offsets])
+        values = {"numbers": numbers, "features": features, **step.masks({"mask": None}, mask_value=self.mask_value)}
+        states, logits = self.run_within(GraphKey(count, step.padded_kv_length), values)
         self._own[1 + begin : 1 + begin + count] = states
         return logits
 
@@ -246,18 +249,24 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     def _run_prepared(
         self,
-        prepared: PreparedForwards,
+        prepared: GraphRunner,
         tokens: NDArray[np.int64],
         features: Tensor,
         rotations: Ints,
-        block: Block,
+        block: TreeMask,
         begin: int,
     ) -> Outputs:
         columns = np.arange(begin, begin + len(tokens))
-        size = Size(len(tokens), extent_of(begin + len(tokens)))
-        places = np.zeros(block.shape[1], np.int64)
-        masks = extent_masks(
-            {"mask": None}, block, self.cache.length, places, places, extent=size.extent, closed=self.closed
+        size = GraphKey(len(tokens), padded_length(begin + len(tokens)))
+        offsets = np.zeros(block.shape[1], np.int64)
+        masks = padded_masks(
+            {"mask": None},
+            block,
+            self.cache.length,
+            offsets,
+            offsets,
+            padded_kv_length=size.padded_kv_length,
+            mask_value=self.mask_value,
         )
         numbers = np.stack([tokens, columns, rotations])
         outputs = prepared.run(size, {"numbers": numbers, "features": features, **masks}, self.dtype)
@@ -270,7 +279,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         return self._states(ids, inputs["features"], self._factors[rotations], inputs["mask"], slots)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
-        return {layer: torch.cat([one[layer] for one in self._pending_features]) for layer in self.reads}
+        return {layer: torch.cat([one[layer] for one in self._pending_features]) for layer in self.aux_layers}
 
     def _pending_committed(self, count: int) -> None:
         self._own[0] = self._own[count]
@@ -285,7 +294,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.cache.length += len(self._pending)
         self._pending = [*tree.token[path].tolist(), next_token]
         self._pending_features = [
-            {layer: rows[: len(self._pending)] for layer, rows in zip(self.reads, hidden, strict=True)}
+            {layer: rows[: len(self._pending)] for layer, rows in zip(self.aux_layers, hidden, strict=True)}
         ]
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
@@ -294,7 +303,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         """
         rows = to_device(np.array([ROOT, *path]), self.device)
         self._pending = [*(int(token) for token in tree.token[path]), next_token]
-        self._pending_features = [{layer: self._target.hidden[layer][rows] for layer in self.reads}]
+        self._pending_features = [{layer: self._target.hidden[layer][rows] for layer in self.aux_layers}]
 
 
 def _rows(table: Tensor, numbers: Ints) -> Tensor:

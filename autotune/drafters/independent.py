@@ -17,17 +17,17 @@ from torch import Tensor
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import check_vocabulary, kept_tokens
 from autotune.modeling.graph_runner import DeviceStep
-from autotune.modeling.masks import Block
+from autotune.modeling.masks import TreeMask
 from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
 from autotune.modeling.self_check import check_tree_decoding
-from autotune.modeling.tree_model import TextRunner
+from autotune.modeling.tree_model import TreeModel
 from autotune.trees.tree import Ints, Tree
 
 if TYPE_CHECKING:
     from autotune.modeling.target import Target
 
 
-class IndependentDraft(CachedDraft, TextRunner):
+class IndependentDraft(CachedDraft, TreeModel):
     """Drafts with a whole model of its own (see ``CachedDraft``). Of the accepted nodes only a leaf has not been read.
 
     It looks at images if it is of the target's family, for whose processor the pixels were made. Any other draft,
@@ -41,7 +41,7 @@ class IndependentDraft(CachedDraft, TextRunner):
 
     def __init__(self, model: Any, *, visual_keep: float = 1.0, tokenizer: Any = None) -> None:
         CachedDraft.__init__(self)
-        TextRunner.__init__(self, model)
+        TreeModel.__init__(self, model)
         self.tokenizer = tokenizer
         self.visual_keep = visual_keep
         self.sees = True
@@ -103,8 +103,8 @@ class IndependentDraft(CachedDraft, TextRunner):
     def forward(
         self,
         tokens: NDArray[np.int64],
-        places: Ints,
-        block: Block,
+        offsets: Ints,
+        tree_mask: TreeMask,
         *,
         num_uncommitted: int = 0,
         parents: Ints | None = None,
@@ -112,7 +112,7 @@ class IndependentDraft(CachedDraft, TextRunner):
     ) -> Tensor:
         """Logits [n, vocabulary in common with the target]; it needs to know no parents and no features."""
         tokens = np.where(tokens < self.vocab_size, tokens, 0)  # a token of the target's padding, if it ever says one
-        logits = TextRunner.forward(self, tokens, places, block, num_uncommitted=num_uncommitted)
+        logits = TreeModel.forward(self, tokens, offsets, tree_mask, num_uncommitted=num_uncommitted)
         return logits[:, : self._num_common]
 
     def read_on_device(
@@ -128,9 +128,9 @@ class IndependentDraft(CachedDraft, TextRunner):
     def _pending_committed(self, count: int) -> None:
         self.cache.advance(count)
 
-    def compact_on_device(self, stand: Tensor, slots: Tensor) -> None:
+    def compact_on_device(self, prefix_state: Tensor, slots: Tensor) -> None:
         """See ``CachedDraft``."""
-        self.cache.compact(stand[0], slots.clamp(min=0))
+        self.cache.compact(prefix_state[0], slots.clamp(min=0))
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """End the round: the accepted nodes and the target's own token after them are committed, everything else is

@@ -46,7 +46,7 @@ class PromptRows(NamedTuple):
     """As ``fuse`` gave it, [n, hidden]."""
     features: Tensor
     """[n, features]"""
-    places: Tensor
+    positions: Tensor
     """Of each row in the prompt, ascending, [n]."""
     is_visual: Tensor
     """[n]"""
@@ -91,8 +91,8 @@ class DraftNetwork(nn.Module, ABC):
         """What it reads of states of its own, [..., hidden]: [..., features]."""
 
     @abstractmethod
-    def factors(self, places: Tensor) -> Tensor:
-        """What its blocks need to know of ``places`` [..., n]."""
+    def factors(self, positions: Tensor) -> Tensor:
+        """What its blocks need to know of ``positions`` [..., n]."""
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """The stream that enters the first block, [..., hidden]."""
@@ -180,9 +180,9 @@ class BlocksNetwork(DraftNetwork):
         """Normed states."""
         return nn.functional.layer_norm(states, states.shape[-1:], self.feature_norms[-1])
 
-    def factors(self, places: Tensor) -> Tensor:
-        """Rotary factors of tokens at ``places`` [..., n]."""
-        return rotation(places, self.config.head_size, self.config.rope_theta)
+    def factors(self, positions: Tensor) -> Tensor:
+        """Rotary factors of tokens at ``positions`` [..., n]."""
+        return rotation(positions, self.config.head_size, self.config.rope_theta)
 
     def forward(
         self,

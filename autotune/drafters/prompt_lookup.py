@@ -32,8 +32,8 @@ class PromptLookupDraft:
         self.max_ngram = max_ngram
         self._placeholders = placeholders  # fill the prompt where an image stands, and are never said
         self.visual_keep = 1.0  # taken from whoever sets it, and of no effect: no pixel is looked at
-        self.reads: tuple[int, ...] = ()
-        self.buckets: tuple[int, ...] = ()  # the same: there is no forward to round up
+        self.aux_layers: tuple[int, ...] = ()
+        self.capture_sizes: tuple[int, ...] = ()  # the same: there is no forward to round up
         self._committed: list[int] = []
         # n-gram -> {follower: occurrences}, the follower seen last at the end. Grows by max_ngram entries with every
         # committed token, so that no round scans the text again.
@@ -48,7 +48,7 @@ class PromptLookupDraft:
         check_vocabulary(target, self.vocab_size)
         self._placeholders = placeholders_of(target.model.config)
 
-    def use_runner(self, name: str) -> None:
+    def use_mode(self, name: str) -> None:
         """No forward, no runner."""
 
     def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt] = ()) -> list[list[int]]:

@@ -47,10 +47,10 @@ class SpecVlmNetwork(BlocksNetwork):
         if self.config.compression.gate == "none" or bool(is_text.all()):
             return rows
         asked = self.target_features({self.config.num_target_layers: question})
-        made, at = self.compressor(rows.stream[rows.is_visual], rows.places[rows.is_visual], asked, generator)
-        places = torch.cat([rows.places[is_text], at])
-        order = places.argsort(stable=True)
+        made, at = self.compressor(rows.stream[rows.is_visual], rows.positions[rows.is_visual], asked, generator)
+        positions = torch.cat([rows.positions[is_text], at])
+        order = positions.argsort(stable=True)
         features = torch.cat([rows.features[is_text], rows.features.new_zeros(len(made), rows.features.shape[1])])
-        is_visual = torch.arange(len(places), device=places.device) >= int(is_text.sum())
+        is_visual = torch.arange(len(positions), device=positions.device) >= int(is_text.sum())
         stream = torch.cat([rows.stream[is_text], made])
-        return PromptRows(stream[order], features[order], places[order], is_visual[order])
+        return PromptRows(stream[order], features[order], positions[order], is_visual[order])

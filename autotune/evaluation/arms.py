@@ -34,7 +34,7 @@ class Run(Document):
     verify_ms: float
     decode_ms: float
     health: dict[str, Any]
-    """Which proposals were taken (``DraftHealth``)."""
+    """Which proposals were taken (``AcceptanceCounts``)."""
     perplexity: float | None = None
     """Of the answer, under the target, where it was asked for."""
     point: int = 0

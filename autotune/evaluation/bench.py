@@ -16,12 +16,12 @@ from autotune.documents.configuration import PUBLISHED_DEFAULTS
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP, PROMPT_LOOKUP_ARM, Arm, Run
-from autotune.evaluation.profile_runner import TUNED, ProfileRunner, points_used
-from autotune.evaluation.runner import AR, DISTURBED, STALLED, Runner
-from autotune.evaluation.summary import Summary, decoded_pairs, speedup, summarise
+from autotune.evaluation.profile_runner import TUNED, ProfileArmRunner, points_used
+from autotune.evaluation.runner import AR, DISTURBED, STALLED, ArmRunner
+from autotune.evaluation.summary import Summary, decoded_pairs, speedup, summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
-from autotune.trees.acceptance_counts import DraftHealth
+from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.verification import WetapVerification
 from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
 
@@ -58,7 +58,7 @@ def run_bench(
         )
     points = decoder.profile.points
     is_lossy = LOSSY.name in (against or ()) or not all(point.lossless for point in points)
-    runner = ProfileRunner(decoder, with_perplexity=is_lossy)
+    runner = ProfileArmRunner(decoder, with_perplexity=is_lossy)
     names = [name for name in known if name != LOSSY.name] if against is None else against
     chosen = choose_arms([AR, *names], runner, prompts)
     arms = [*chosen.arms, Arm(TUNED)] if decoder.draft is not None else chosen.arms
@@ -68,7 +68,7 @@ def run_bench(
         console.say(f"{name}: {note}")
     with console.stage("bench") as update:
         runs = runner.compare(arms, prompts, seed=seed, report=lambda done, of: update(done, of, ""))
-    summaries = [summarise(arm.name, runs[arm.name], runs[AR], seed=seed) for arm in arms]
+    summaries = [summarize(arm.name, runs[arm.name], runs[AR], seed=seed) for arm in arms]
     if runner.num_disturbed:
         console.say(
             f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the usual, or a "
@@ -113,7 +113,7 @@ class ChosenArms:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def choose_arms(names: Sequence[str], runner: Runner, prompts: Workload) -> ChosenArms:
+def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> ChosenArms:
     """The arms of these names, each once, in this order, as far as they can run here."""
     known, chosen = known_arms(), ChosenArms()
     for name in dict.fromkeys(names):
@@ -131,7 +131,7 @@ def choose_arms(names: Sequence[str], runner: Runner, prompts: Workload) -> Chos
     return chosen
 
 
-def try_assisted(runner: Runner, prompts: Workload) -> tuple[str | None, str | None]:
+def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str | None]:
     """Why Hugging Face's assisted generation does not work here, or None; and what to know of it where it does.
 
     Tried on the first prompt with an image and the first without. Rounding can flip a near tie in half precision, so
@@ -242,15 +242,15 @@ def print_tasks(by_task: dict[str, dict[str, float | None]], geomeans: dict[str,
     console.table("Speedup over ar by task", ["arm", *tasks, "geomean"], rows, emphasised=_tuned(list(by_task)))
 
 
-def pooled_health(runs: Sequence[Run]) -> DraftHealth:
+def pooled_health(runs: Sequence[Run]) -> AcceptanceCounts:
     """Of all runs of an arm."""
-    health = DraftHealth()
+    health = AcceptanceCounts()
     for run in runs:
-        health.add(DraftHealth.from_json(run.health))
+        health.add(AcceptanceCounts.from_json(run.health))
     return health
 
 
-def print_health(name: str, health: DraftHealth, console: Console) -> None:
+def print_health(name: str, health: AcceptanceCounts, console: Console) -> None:
     """Shares of offered tokens that the target took, by depth and by rank, near an image and in running text."""
     found = health.to_json()
     rows = []

@@ -14,7 +14,7 @@ import torch
 
 from autotune.evaluation.perplexity import answer_logits
 from autotune.modeling.target import Target
-from autotune.runtime.token_sampler import TokenRule
+from autotune.runtime.token_sampler import TokenSampler
 
 _TIE = 2.0  # times the noise: each of the two logits may be off by it
 
@@ -46,7 +46,7 @@ class Divergence:
 
 @torch.inference_mode()
 def first_divergence(
-    target: Target, inputs: dict[str, Any], tokens: list[int], other: list[int], rule: TokenRule | None = None
+    target: Target, inputs: dict[str, Any], tokens: list[int], other: list[int], rule: TokenSampler | None = None
 ) -> Divergence | None:
     """Where two answers to a prompt part, with the target's margin there; None if they are equal. ``rule`` decided the
     tokens, greedy where left out; it may not look at the prefix.
@@ -63,7 +63,7 @@ def first_divergence(
     steps = [target.prefill(prompt).logits, *(target.step(token) for token in tokens[:index])]
     one, two = pairs[index]
     last_place = float(steps[-1][[one, two]].float().abs().max()) * torch.finfo(target.dtype).eps
-    rule = rule or TokenRule(device=target.device)
+    rule = rule or TokenSampler(device=target.device)
     positions = len(prompt) + np.arange(index + 1)
     alone, together = (rule.scores(logits, positions).float() for logits in (torch.stack(steps), together))
     difference = torch.where(alone.isfinite() & together.isfinite(), (alone - together).abs(), 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autotune.execution import EAGER
 from autotune.modeling.target import Target
-from autotune.modeling.tree_model import causal_block
+from autotune.modeling.tree_model import causal_tree_mask
 from autotune.trees.tree import MAX_STEP
 
 
@@ -22,11 +22,11 @@ def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> 
     (prompt,) = target.encode(inputs).prompts
     target.reserve(len(prompt) + len(tokens))
     target.owner = None
-    target.use_runner(EAGER)  # sizes of no round
+    target.use_mode(EAGER)  # sizes of no round
     logits = [target.prefill(prompt).logits[None]]
     for begin in range(0, len(tokens) - 1, MAX_STEP):
         part = np.array(tokens[begin : min(begin + MAX_STEP, len(tokens) - 1)])
-        logits.append(target.forward(part, np.arange(len(part)), causal_block(len(part), target.closed)))
+        logits.append(target.forward(part, np.arange(len(part)), causal_tree_mask(len(part), target.mask_value)))
         target.cache.advance(len(part))
     return torch.cat(logits)
 

@@ -11,12 +11,12 @@ from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import TUNED as TUNED  # for those who run it
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.evaluation.arms import Arm, Run
-from autotune.evaluation.runner import Runner
+from autotune.evaluation.runner import ArmRunner
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import WorkloadPrompt
 
 
-class ProfileRunner(Runner):
+class ProfileArmRunner(ArmRunner):
     """Runs the arm ``tuned`` with the decoder itself, as it was loaded from a profile."""
 
     def __init__(self, decoder: Decoder, ledger: Path | None = None, **options: Any) -> None:
@@ -27,24 +27,24 @@ class ProfileRunner(Runner):
         return self.decoder if arm.name == TUNED else super().decoder_of(arm)
 
     def compare(self, *args: Any, **options: Any) -> dict[str, list[Run]]:
-        """Every arm on the same prompts, as in ``Runner``."""
-        for way in self.decoder.ways if not options.get("goes_on") else ():
-            way.fallback.forget()
+        """Every arm on the same prompts, as in ``ArmRunner``."""
+        for point in self.decoder.points if not options.get("goes_on") else ():
+            point.fallback.forget()
         return super().compare(*args, **options)
 
     def shape_of(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[Any, ...]:
-        """As in ``Runner``; every point of the profile is warmed up by itself."""
+        """As in ``ArmRunner``; every point of the profile is warmed up by itself."""
         shape = super().shape_of(arm, inputs, prompt)
         if arm.name != TUNED:
             return shape
-        conditions = [way.when for way in self.decoder.ways]
+        conditions = [point.when for point in self.decoder.points]
         settings, num_tokens = prompt.settings, inputs["input_ids"].shape[1]
         temperature = settings.temperature or 0.0
         point = first_match(conditions, temperature=temperature, prompt_tokens=num_tokens, workload=settings.task)
         return (*shape, point)
 
     def settings_of(self, arm: Arm, prompt: WorkloadPrompt) -> dict[str, Any]:
-        """As in ``Runner``; a prompt's task is its tag."""
+        """As in ``ArmRunner``; a prompt's task is its tag."""
         task = {"workload": prompt.settings.task} if arm.name == TUNED else {}
         return {**super().settings_of(arm, prompt), **task}
 

@@ -38,7 +38,7 @@ MAX_REPEATS = 3
 SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple are of one shape
 
 
-class Runner:
+class ArmRunner:
     """Runs arms on prompts with one loaded target. ``draft_of`` finds the drafts of configurations; without it the
     decoder's own decodes all of them.
     """
@@ -109,7 +109,7 @@ class Runner:
         target's prefill is the same work in every arm, and no part of what is compared, so a run in which it took several
         times as long as in the others says nothing, and teaches no fallback; nor does one in which the machine stood still.
         """
-        learnt = {arm.name: [way.fallback.memory for way in self.decoder_of(arm).ways] for arm in arms}
+        learnt = {arm.name: [point.fallback.memory for point in self.decoder_of(arm).points] for arm in arms}
         runs = {arm.name: self.run(arm, prompt) for arm in order.sample(list(arms), len(arms))}
         for _ in range(MAX_REPEATS):
             usual_ms = float(np.median([run.target_prefill_ms for run in runs.values()]))
@@ -122,8 +122,8 @@ class Runner:
             ]
             for arm in disturbed:
                 self.num_disturbed += 1
-                for way, memory in zip(self.decoder_of(arm).ways, learnt[arm.name], strict=True):
-                    way.fallback.memory = memory
+                for point, memory in zip(self.decoder_of(arm).points, learnt[arm.name], strict=True):
+                    point.fallback.memory = memory
                 runs[arm.name] = self.run(arm, prompt)
             if not disturbed:
                 break
@@ -192,12 +192,12 @@ class Runner:
             self.decode(arm, inputs, prompt)
             return
         decoder = self.decoder_of(arm)
-        learnt = [way.fallback.memory for way in decoder.ways]
+        learnt = [point.fallback.memory for point in decoder.points]
         stream = decoder.stream(**inputs, **self.settings_of(arm, prompt))
         for _ in itertools.islice(stream, WARM_UP_TOKENS):
             pass
-        for way, memory in zip(decoder.ways, learnt, strict=True):
-            way.fallback.memory = memory
+        for point, memory in zip(decoder.points, learnt, strict=True):
+            point.fallback.memory = memory
 
     def decode(self, arm: Arm, inputs: dict[str, Any], prompt: WorkloadPrompt) -> tuple[list[int], DecodingStats]:
         """The arm's new tokens for a prompt, and what it did."""
@@ -213,7 +213,7 @@ class Runner:
         if arm.key not in self._decoders:
             target, c = self.decoder.target, arm.configuration
             if c is None:
-                made = Decoder(target, runner=self.decoder.runner, threads=self.decoder.threads)
+                made = Decoder(target, mode=self.decoder.mode, threads=self.decoder.threads)
             else:
                 draft = self.decoder.draft
                 if arm.drafter == PROMPT_LOOKUP:
@@ -227,8 +227,8 @@ class Runner:
                     visual_keep=c.visual_keep,
                     verification=c.verification,
                     fallback=c.fallback,
-                    buckets=self.decoder.buckets,
-                    runner=self.decoder.runner,
+                    capture_sizes=self.decoder.capture_sizes,
+                    mode=self.decoder.mode,
                     threads=self.decoder.threads,
                 )
             self._decoders[arm.key] = made

@@ -44,7 +44,7 @@ class Summary:
     """Of all answers' tokens under the target, pooled; None where it was not asked for."""
 
 
-def summarise(
+def summarize(
     name: str, runs: Sequence[Run], baseline: Sequence[Run], *, num_resamples: int = 2000, seed: int = 0
 ) -> Summary:
     """``runs`` against ``baseline``, prompt for prompt the same, with a paired bootstrap interval over prompts."""

@@ -147,7 +147,7 @@ def _prepared(prices: DensePrices, tree: EngineTree, batch: int) -> DensePrices:
     return dataclasses.replace(
         prices,
         decode_ms=prices.decode_ms if batch == 1 else prices.verify_ms[batch],
-        commit_ms=np.ascontiguousarray(prices.commit_ms[::batch][: size + 1]),
+        draft_first_ms=np.ascontiguousarray(prices.draft_first_ms[::batch][: size + 1]),
         draft_ms=always(prices.draft_ms, width * batch, rows=width),
         verify_ms=always(prices.verify_ms, size * batch, rows=size),
         draft_prefill=prefill.model_copy(

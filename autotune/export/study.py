@@ -63,9 +63,9 @@ def kind_of(header: TraceHeader) -> str:
     """What kind of draft a trace is of, as far as it tells: those of this project read one of the target's layers, EAGLE-3
     heads read several, independent models none.
     """
-    if not header.reads:
+    if not header.aux_layers:
         return INDEPENDENT
-    return EAGLE3 if len(header.reads) > 1 else "feature-reading"
+    return EAGLE3 if len(header.aux_layers) > 1 else "feature-reading"
 
 
 def find_studies(profile: DecodingProfile, source: Path, folder: Path | None) -> list[Study]:

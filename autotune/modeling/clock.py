@@ -16,7 +16,7 @@ def now_ms(device: torch.device) -> float:
     return time.perf_counter() * 1e3
 
 
-class Laps:
+class DeviceTimer:
     """Times between marks, by the device's own clock: a mark waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:

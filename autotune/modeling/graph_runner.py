@@ -1,7 +1,7 @@
 """Forwards over buffers that stay where they are, so that they can be prepared: compiled by torch, or captured as CUDA
 graphs.
 
-The eager way, in ``TextRunner`` and ``FeatureDraft``, shows a forward the cache up to its last token. A prepared forward of n
+The eager way, in ``TreeModel`` and ``FeatureDraft``, shows a forward the cache up to its last token. A prepared forward of n
 tokens looks up to an *extent*, the next multiple of 256 tokens, and its mask closes what nobody has written; it writes at
 columns that it reads from a buffer. So every forward of the same size and extent is the same work on the same memory.
 """
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.execution import RUNNERS
-from autotune.modeling.masks import Block
+from autotune.execution import MODES
+from autotune.modeling.masks import TreeMask
 from autotune.trees.tree import Ints
 
-EXTENT_STEP = 256
+KV_LENGTH_STEP = 256
 """Tokens: capacities, and how far prepared forwards look, are multiples of it."""
 WARM_UPS = 2  # runs of a forward before it is captured: libraries set themselves up in the first
 
@@ -38,7 +38,7 @@ class Slots(NamedTuple):
 
     columns: Tensor
     """Of each of its tokens, [n]."""
-    extent: int
+    padded_kv_length: int
 
 
 class DeviceStep(NamedTuple):
@@ -46,35 +46,37 @@ class DeviceStep(NamedTuple):
     be uncommitted tokens, and all of these are its *columns*.
     """
 
-    stand: Tensor
-    """Where the prefix ends: ``CachedModel.stand``."""
+    prefix_state: Tensor
+    """Where the prefix ends: ``CachedModel.prefix_state``."""
     tokens: Tensor
-    places: Tensor
+    offsets: Tensor
     """Of the tokens behind the prefix, [n]."""
-    block: Tensor
+    tree_mask: Tensor
     """Additive mask behind the prefix, [n, columns]."""
-    column_places: Tensor
+    column_offsets: Tensor
     """Of the columns behind the prefix, those of the tokens last, [columns]."""
-    extent: int
+    padded_kv_length: int
 
     @property
     def columns(self) -> Tensor:
         """Of the cache, where the tokens are written, [n]."""
-        count, num_columns = len(self.tokens), len(self.column_places)
-        return self.stand[0] + torch.arange(num_columns - count, num_columns, device=self.tokens.device)
+        count, num_columns = len(self.tokens), len(self.column_offsets)
+        return self.prefix_state[0] + torch.arange(num_columns - count, num_columns, device=self.tokens.device)
 
-    def masks(self, windows: Mapping[str, int | None], *, closed: float) -> dict[str, Tensor]:
-        """What ``extent_masks`` gives."""
-        num_columns = len(self.column_places)
-        behind = torch.arange(self.extent, device=self.block.device) - self.stand[0]  # negative in the prefix
+    def masks(self, windows: Mapping[str, int | None], *, mask_value: float) -> dict[str, Tensor]:
+        """What ``padded_masks`` gives."""
+        num_columns = len(self.column_offsets)
+        behind = (
+            torch.arange(self.padded_kv_length, device=self.tree_mask.device) - self.prefix_state[0]
+        )  # negative in the prefix
         inside = behind.clamp(0, num_columns - 1)
-        whole = self.block[:, inside].masked_fill(behind >= num_columns, closed).masked_fill(behind < 0, 0.0)
+        whole = self.tree_mask[:, inside].masked_fill(behind >= num_columns, mask_value).masked_fill(behind < 0, 0.0)
         masks = {}
         for kind, window in windows.items():
             mask = whole
             if window is not None:
-                places = torch.where((behind < 0) | (behind >= num_columns), behind, self.column_places[inside])
-                mask = whole.masked_fill(places <= (self.places - window)[:, None], closed)
+                offsets = torch.where((behind < 0) | (behind >= num_columns), behind, self.column_offsets[inside])
+                mask = whole.masked_fill(offsets <= (self.offsets - window)[:, None], mask_value)
             masks[kind] = mask[None, None]
         return masks
 
@@ -84,24 +86,24 @@ class EagerNotice(UserWarning):
 
 
 @dataclass(frozen=True)
-class Size:
+class GraphKey:
     """Forwards of one size are one prepared forward."""
 
     tokens: int
-    extent: int
-    watched: tuple[int, ...] = ()
+    padded_kv_length: int
+    output_layers: tuple[int, ...] = ()
     """Layers whose outputs are asked for."""
 
 
-def check_runner(name: str, device: torch.device) -> str:
+def check_mode(name: str, device: torch.device) -> str:
     """Refuse what cannot run here.
 
     Raises:
         UserError: an unknown runner, or CUDA graphs without CUDA.
     """
-    if name not in RUNNERS:
-        raise UserError(f"runner must be {', '.join(RUNNERS)}; got {name!r}; choose one of these")
-    if name == "graph" and device.type != "cuda":
+    if name not in MODES:
+        raise UserError(f"runner must be {', '.join(MODES)}; got {name!r}; choose one of these")
+    if name == "cuda-graph" and device.type != "cuda":
         raise UserError(f"runner graph needs a CUDA device; the model is on {device}; choose eager, or compile")
     return name
 
@@ -119,7 +121,7 @@ class PreparedForward:
         return self._run()
 
 
-class PreparedForwards:
+class GraphRunner:
     """The prepared forwards of one model, each made when it is first asked for.
 
     Args:
@@ -129,8 +131,8 @@ class PreparedForwards:
         what: the model, for messages.
     """
 
-    def __init__(self, runner: str, function: Function, device: torch.device, *, what: str) -> None:
-        self.runner = check_runner(runner, device)
+    def __init__(self, mode: str, function: Function, device: torch.device, *, what: str) -> None:
+        self.mode = check_mode(mode, device)
         self.device = device
         self.what = what
         self.memory_bytes = 0
@@ -172,14 +174,14 @@ class PreparedForwards:
 
     def _prepared(self, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
         function = self._function
-        if self.why_eager is None and self.runner != "fixed":
+        if self.why_eager is None and self.mode != "fixed":
             try:
-                return self._captured(inputs) if self.runner == "graph" else self._compile(inputs)
+                return self._captured(inputs) if self.mode == "cuda-graph" else self._compile(inputs)
             except Exception as error:
                 lines = str(error).strip().splitlines()
                 self.why_eager = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
                 warnings.warn(
-                    f"{self.what} cannot be prepared by runner {self.runner} ({self.why_eager}); its forwards run eagerly",
+                    f"{self.what} cannot be prepared by runner {self.mode} ({self.why_eager}); its forwards run eagerly",
                     EagerNotice,
                     stacklevel=2,
                 )
@@ -233,33 +235,33 @@ def _fill(inputs: Mapping[str, Tensor], values: Mapping[str, NDArray[Any] | Tens
         inputs[name].copy_(torch.from_numpy(value) if isinstance(value, np.ndarray) else value, non_blocking=True)
 
 
-def extent_of(num_tokens: int) -> int:
+def padded_length(num_tokens: int) -> int:
     """How far a prepared forward looks that ends behind so many tokens."""
-    return -(-num_tokens // EXTENT_STEP) * EXTENT_STEP
+    return -(-num_tokens // KV_LENGTH_STEP) * KV_LENGTH_STEP
 
 
-def extent_masks(
+def padded_masks(
     windows: Mapping[str, int | None],
-    block: Block,
+    tree_mask: TreeMask,
     prefix: int,
-    row_places: Ints,
-    column_places: Ints,
+    row_offsets: Ints,
+    column_offsets: Ints,
     *,
-    extent: int,
-    closed: float,
+    padded_kv_length: int,
+    mask_value: float,
 ) -> dict[str, NDArray[np.float32]]:
     """Additive masks [1, 1, rows, extent] by type of layer: the prefix is open as far as a layer's window reaches, then comes
-    ``block`` [rows, columns], and the rest is closed.
+    ``tree_mask`` [rows, columns], and the rest is closed.
     """
-    rows, columns = block.shape
-    whole = np.full((1, 1, rows, extent), closed, np.float32)
+    rows, columns = tree_mask.shape
+    whole = np.full((1, 1, rows, padded_kv_length), mask_value, np.float32)
     whole[..., :prefix] = 0.0
-    whole[..., prefix : prefix + columns] = block
+    whole[..., prefix : prefix + columns] = tree_mask
     masks = {}
     for kind, window in windows.items():
         masks[kind] = whole
-        if window is not None and prefix + int(row_places.max()) >= window:
-            places = np.arange(-prefix, extent - prefix)
-            places[prefix : prefix + columns] = column_places
-            masks[kind] = np.where(places <= (row_places - window)[:, None], np.float32(closed), whole)
+        if window is not None and prefix + int(row_offsets.max()) >= window:
+            offsets = np.arange(-prefix, padded_kv_length - prefix)
+            offsets[prefix : prefix + columns] = column_offsets
+            masks[kind] = np.where(offsets <= (row_offsets - window)[:, None], np.float32(mask_value), whole)
     return masks

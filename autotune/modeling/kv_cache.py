@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from autotune.device import check_room
 from autotune.errors import UserError
 from autotune.execution import EAGER
-from autotune.modeling.graph_runner import EXTENT_STEP, Outputs, PreparedForwards, Size, Slots
+from autotune.modeling.graph_runner import KV_LENGTH_STEP, GraphKey, GraphRunner, Outputs, Slots
 from autotune.modeling.masks import MaskBuffer, first_visible
 from autotune.modeling.transfer import to_device
 from autotune.trees.tree import Ints
@@ -50,7 +50,7 @@ class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         if (slots := self.cache.slots) is not None:
             self.keys.index_copy_(2, slots.columns, key_states)
             self.values.index_copy_(2, slots.columns, value_states)
-            return self.keys[:, :, : slots.extent], self.values[:, :, : slots.extent]
+            return self.keys[:, :, : slots.padded_kv_length], self.values[:, :, : slots.padded_kv_length]
         begin = self.get_seq_length()
         end = begin + key_states.shape[2]
         self.keys[:, :, begin:end] = key_states
@@ -137,25 +137,25 @@ class SlabCache(Cache):  # type: ignore[misc]
         """Commit the tokens of the last forward, in order."""
         self.length += num_tokens
 
-    def keep(self, places: list[int]) -> None:
-        """Commit some of the tokens written behind ``length``, from which ``places`` count, in ascending order. The
+    def keep(self, offsets: list[int]) -> None:
+        """Commit some of the tokens written behind ``length``, from which ``offsets`` count, in ascending order. The
         others are forgotten.
         """
-        if places and places != list(range(len(places))):
+        if offsets and offsets != list(range(len(offsets))):
             for slabs in self._slabs.values():
-                source = to_device(np.array(places), slabs[0].device) + self.length
+                source = to_device(np.array(offsets), slabs[0].device) + self.length
                 for slab in slabs:
-                    slab[:, :, :, self.length : self.length + len(places)] = slab.index_select(3, source)
-        self.length += len(places)
+                    slab[:, :, :, self.length : self.length + len(offsets)] = slab.index_select(3, source)
+        self.length += len(offsets)
 
-    def compact(self, length: Tensor, places: Tensor) -> None:
-        """The device's part of ``keep``: as many columns as there are ``places`` are brought together behind ``length``,
+    def compact(self, length: Tensor, offsets: Tensor) -> None:
+        """The device's part of ``keep``: as many columns as there are ``offsets`` are brought together behind ``length``,
         whether they are then committed or not.
         """
-        goal = length + torch.arange(len(places), device=places.device)
+        goal = length + torch.arange(len(offsets), device=offsets.device)
         for device, slabs in self._slabs.items():
             for slab in slabs:
-                found = slab.index_select(3, (length + places).to(device))
+                found = slab.index_select(3, (length + offsets).to(device))
                 slab.index_copy_(3, goal.to(device), found)
 
 
@@ -165,7 +165,7 @@ class CachedModel(ABC):
     cache: Any
     device: torch.device
     dtype: torch.dtype
-    prepared: PreparedForwards | None = None
+    prepared: GraphRunner | None = None
     """Its forwards behind the prefill, where they are prepared; None: they run eagerly."""
     _masks: MaskBuffer
 
@@ -189,24 +189,24 @@ class CachedModel(ABC):
 
     @property
     @abstractmethod
-    def stand(self) -> Ints:
+    def prefix_state(self) -> Ints:
         """Where the committed tokens end: their number comes first."""
 
-    def run_within(self, size: Size, values: Mapping[str, Tensor]) -> Outputs:
+    def run_within(self, size: GraphKey, values: Mapping[str, Tensor]) -> Outputs:
         """A prepared forward as a part of work that is prepared as a whole: a graph takes it in as it is, a compiled one
         stays compiled.
         """
         assert self.prepared is not None
-        if self.prepared.runner == "graph":
+        if self.prepared.mode == "cuda-graph":
             return self._prepared_forward(values)
         return self.prepared.run(size, values, self.dtype)
 
     @cached_property
-    def _prepared_by(self) -> dict[str, PreparedForwards]:
+    def _prepared_by(self) -> dict[str, GraphRunner]:
         return {}
 
-    def use_runner(self, name: str) -> None:
-        """How forwards behind the prefill run from now on (``graphs.RUNNERS``); what was prepared before is kept.
+    def use_mode(self, name: str) -> None:
+        """How forwards behind the prefill run from now on (``graphs.MODES``); what was prepared before is kept.
 
         Raises:
             UserError: a runner that does not run here.
@@ -215,7 +215,7 @@ class CachedModel(ABC):
             self.prepared = None
             return
         if name not in self._prepared_by:
-            self._prepared_by[name] = PreparedForwards(name, self._prepared_forward, self.device, what=self.what)
+            self._prepared_by[name] = GraphRunner(name, self._prepared_forward, self.device, what=self.what)
         self.prepared = self._prepared_by[name]
 
     @property
@@ -224,9 +224,9 @@ class CachedModel(ABC):
         return int(self.cache.length)
 
     @property
-    def closed(self) -> float:
+    def mask_value(self) -> float:
         """What a mask adds where a token must not look."""
-        return self._masks.closed
+        return self._masks.mask_value
 
     def reserve(self, num_tokens: int) -> None:
         """Empty the cache and make sure that it holds that many tokens.
@@ -242,7 +242,7 @@ class CachedModel(ABC):
                 advice="shorten the prompt, or lower max_new_tokens",
                 freed=self.cache.memory_bytes,
             )
-            self._allocate(-(-num_tokens // EXTENT_STEP) * EXTENT_STEP)
+            self._allocate(-(-num_tokens // KV_LENGTH_STEP) * KV_LENGTH_STEP)
             for prepared in self._prepared_by.values():
                 prepared.forget()
         self.cache.clear()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.trees.tree import MAX_STEP, Ints
 
-Block = NDArray[np.float32]
+TreeMask = NDArray[np.float32]
 
 
 class _Slab:
@@ -25,14 +25,14 @@ class _Slab:
     def num_columns(self) -> int:
         return self._zeros.shape[3]
 
-    def write(self, num_columns: int, *blocks: tuple[int, Block]) -> Tensor:
+    def write(self, num_columns: int, *blocks: tuple[int, TreeMask]) -> Tensor:
         """A view of that many columns, with each block at its first column. Valid until the next call."""
         for rows, begin, end in self._written:
             self._zeros[:, :, :rows, begin:end] = 0.0
         self._written = []
-        for begin, block in blocks:
-            rows, end = len(block), begin + block.shape[1]
-            self._zeros[0, 0, :rows, begin:end] = torch.from_numpy(block)
+        for begin, tree_mask in blocks:
+            rows, end = len(tree_mask), begin + tree_mask.shape[1]
+            self._zeros[0, 0, :rows, begin:end] = torch.from_numpy(tree_mask)
             self._written.append((rows, begin, end))
         return self._zeros[:, :, : len(blocks[0][1]), :num_columns]
 
@@ -49,7 +49,7 @@ class MaskBuffer:
         self, windows: Mapping[str, int | None], capacity: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.capacity = capacity
-        self.closed = float(torch.finfo(dtype).min)
+        self.mask_value = float(torch.finfo(dtype).min)
         self._windows = dict(windows)
         self._full = _Slab(capacity + MAX_STEP, dtype=dtype, device=device)
         self._sliding = {
@@ -58,36 +58,44 @@ class MaskBuffer:
             if window is not None
         }
 
-    def write(self, block: Block, prefix: int, row_places: Ints, column_places: Ints) -> Tensor | dict[str, Tensor]:
-        """Additive masks [1, 1, rows, visible prefix + columns] for ``block`` [rows, columns] behind ``prefix`` tokens.
+    def write(
+        self, tree_mask: TreeMask, prefix: int, row_offsets: Ints, column_offsets: Ints
+    ) -> Tensor | dict[str, Tensor]:
+        """Additive masks [1, 1, rows, visible prefix + columns] for ``tree_mask`` [rows, columns] behind ``prefix`` tokens.
 
         A tensor for models with layers of one type, a dict by type for others, as transformers wants them. Valid until
         the next call.
         """
-        deepest = prefix + int(row_places.max())
+        deepest = prefix + int(row_offsets.max())
         is_narrow = {kind: window is not None and deepest >= window for kind, window in self._windows.items()}
-        full = self._full.write(prefix + block.shape[1], (prefix, block)) if not all(is_narrow.values()) else None
+        full = (
+            self._full.write(prefix + tree_mask.shape[1], (prefix, tree_mask)) if not all(is_narrow.values()) else None
+        )
         masks = {
-            kind: self._write_window(kind, prefix, block, row_places, column_places) if narrow else full
+            kind: self._write_window(kind, prefix, tree_mask, row_offsets, column_offsets) if narrow else full
             for kind, narrow in is_narrow.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))  # type: ignore[return-value]
 
-    def _write_window(self, kind: str, prefix: int, block: Block, row_places: Ints, column_places: Ints) -> Tensor:
+    def _write_window(
+        self, kind: str, prefix: int, tree_mask: TreeMask, row_offsets: Ints, column_offsets: Ints
+    ) -> Tensor:
         """The same, from the first token on that a token at place 0 sees."""
         window = self._windows[kind]
         assert window is not None
         first = first_visible(prefix, window)
-        out_of_sight = (row_places - window)[:, None]
-        ahead = np.arange(first, min(prefix, first + int(row_places.max()) + 1)) - prefix  # places some rows do not see
-        head = np.where(ahead <= out_of_sight, self.closed, 0.0).astype(np.float32)
-        if int(row_places.max()) >= window:
-            block = np.where(column_places <= out_of_sight, np.float32(self.closed), block)
-        num_columns = prefix - first + block.shape[1]
+        out_of_sight = (row_offsets - window)[:, None]
+        ahead = (
+            np.arange(first, min(prefix, first + int(row_offsets.max()) + 1)) - prefix
+        )  # places some rows do not see
+        head = np.where(ahead <= out_of_sight, self.mask_value, 0.0).astype(np.float32)
+        if int(row_offsets.max()) >= window:
+            tree_mask = np.where(column_offsets <= out_of_sight, np.float32(self.mask_value), tree_mask)
+        num_columns = prefix - first + tree_mask.shape[1]
         slab = self._sliding[kind]
         if slab.num_columns < num_columns:
             slab = self._sliding[kind] = _Slab(num_columns, dtype=slab._zeros.dtype, device=slab._zeros.device)
-        return slab.write(num_columns, (prefix - first, block), (0, head))
+        return slab.write(num_columns, (prefix - first, tree_mask), (0, head))
 
 
 def first_visible(length: int, window: int | None) -> int:

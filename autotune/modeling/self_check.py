@@ -14,7 +14,7 @@ from autotune.modeling.prompt import Prompt
 from autotune.modeling.text_model import KNOWN_TEXT_TYPES
 
 if TYPE_CHECKING:
-    from autotune.modeling.tree_model import TextRunner
+    from autotune.modeling.tree_model import TreeModel
 
 # A tree of 3 levels by parents: two branches of different depth, and the second path is the one that is kept, so that a
 # wrong mask, position or compaction shows.
@@ -36,7 +36,7 @@ class SelfCheckNotice(UserWarning):
 
 
 @torch.inference_mode()
-def check_tree_decoding(runner: TextRunner) -> None:
+def check_tree_decoding(runner: TreeModel) -> None:
     """Compare two rounds of a tree, the first committed in part, with transformers' own forwards, token by token. Types
     that tests have tried are not tried again.
 
@@ -69,7 +69,7 @@ def _refusal(kind: str, reason: str) -> UserError:
     )
 
 
-def _compare(runner: TextRunner) -> tuple[float, float]:
+def _compare(runner: TreeModel) -> tuple[float, float]:
     """The largest difference of a tree's logits, and that of cached from uncached stock forwards, both in units of the
     logits' deviation.
     """
@@ -86,11 +86,11 @@ def _compare(runner: TextRunner) -> tuple[float, float]:
     committed = prompt
     for tree in trees:
         paths = [_path(node) for node in range(len(tree))]
-        block = np.full((len(tree), len(tree)), runner.closed, np.float32)
+        tree_mask = np.full((len(tree), len(tree)), runner.mask_value, np.float32)
         for node, path in enumerate(paths):
-            block[node, path] = 0.0
-        places = np.array([len(path) - 1 for path in paths])
-        logits.extend(runner.forward(np.array(tree), places, block))
+            tree_mask[node, path] = 0.0
+        offsets = np.array([len(path) - 1 for path in paths])
+        logits.extend(runner.forward(np.array(tree), offsets, tree_mask))
         texts += [committed + [tree[node] for node in path] for path in paths]
         runner.cache.keep(list(_KEPT))
         committed = committed + [tree[node] for node in _KEPT]
@@ -108,12 +108,12 @@ def _path(node: int) -> list[int]:
     return [node] if node == 0 else [*_path(_PARENTS[node]), node]
 
 
-def _uncached(runner: TextRunner, text: list[int]) -> Tensor:
+def _uncached(runner: TreeModel, text: list[int]) -> Tensor:
     ids = torch.tensor([text], device=runner.device)
     return runner.model(input_ids=ids, use_cache=False).logits[0, -1].float()  # type: ignore[no-any-return]
 
 
-def _cached(runner: TextRunner, text: list[int], num_prompt: int) -> Tensor:
+def _cached(runner: TreeModel, text: list[int], num_prompt: int) -> Tensor:
     """The logits after the text, its end fed token by token through the cache that the model makes."""
     ids = torch.tensor([text], device=runner.device)
     out = runner.model(input_ids=ids[:, :num_prompt], use_cache=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.self_check import check_tree_decoding
-from autotune.modeling.tree_model import TextRunner
+from autotune.modeling.tree_model import TreeModel
 from autotune.modeling.visual_attention import LayerAttention, visual_scores, watched_attention
 
 
@@ -24,7 +24,7 @@ class Prefilled:
     """Mean last-layer attention to each visual token, [visual tokens], where it was asked for."""
 
 
-class Target(TextRunner):
+class Target(TreeModel):
     """A transformers model as the decoding loop uses it. Its weights, config and classes are untouched.
 
     Raises:

@@ -12,9 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.modeling.graph_runner import DeviceStep, Outputs, PreparedForwards, Size, Slots, extent_masks, extent_of
+from autotune.modeling.graph_runner import (
+    DeviceStep,
+    GraphKey,
+    GraphRunner,
+    Outputs,
+    Slots,
+    padded_length,
+    padded_masks,
+)
 from autotune.modeling.kv_cache import CachedModel, SlabCache
-from autotune.modeling.masks import Block, MaskBuffer
+from autotune.modeling.masks import MaskBuffer, TreeMask
 from autotune.modeling.prompt import Encoded, Prompt, encode
 from autotune.modeling.text_model import device_of, text_model_of
 from autotune.trees.tree import Ints
@@ -22,7 +30,7 @@ from autotune.trees.tree import Ints
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
 
 
-class TextRunner(CachedModel):
+class TreeModel(CachedModel):
     """Runs a Hugging Face model's text model behind its own forward, whose code merges images and text. The model's
     weights, config and classes are untouched.
 
@@ -39,7 +47,7 @@ class TextRunner(CachedModel):
         self.device: torch.device = self.text.device
         self.dtype: torch.dtype = self.text.dtype
         self.vocab_size: int = self.text.vocab_size
-        self.watched: tuple[int, ...] = ()
+        self.output_layers: tuple[int, ...] = ()
         """Layers whose output is kept in ``hidden``: 0 is the embedding, the number of layers the final norm's."""
         self.hidden: dict[int, Tensor] = {}
         """Of the last forward or prefill, [n, hidden size] of each watched layer."""
@@ -91,23 +99,25 @@ class TextRunner(CachedModel):
         self._shift = whole.shift
         return self.text.logits(hidden[-1:])[0]
 
-    def forward(self, tokens: NDArray[np.int64], places: Ints, block: Block, *, num_uncommitted: int = 0) -> Tensor:
+    def forward(
+        self, tokens: NDArray[np.int64], offsets: Ints, tree_mask: TreeMask, *, num_uncommitted: int = 0
+    ) -> Tensor:
         """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` tokens written earlier this
         round.
 
-        ``block`` [n, num_uncommitted + n] is the additive mask behind the prefix, which all may see as far as their
+        ``tree_mask`` [n, num_uncommitted + n] is the additive mask behind the prefix, which all may see as far as their
         window reaches. Nothing is committed.
         """
         columns = self._columns[: num_uncommitted + len(tokens)]
-        columns[num_uncommitted:] = places
+        columns[num_uncommitted:] = offsets
         # Nodes behind the end of the context are never emitted. They must not stretch rotary embeddings that depend on
         # the largest position, nor look learned ones up that do not exist.
         before = self.cache.length + self._num_pruned
-        positions = before + np.minimum(places, self.text.max_context - 1 - before) + self._shift[:, None]
+        positions = before + np.minimum(offsets, self.text.max_context - 1 - before) + self._shift[:, None]
         if self.prepared is not None:
-            return self._run_prepared(self.prepared, tokens, positions, places, block, columns)
+            return self._run_prepared(self.prepared, tokens, positions, offsets, tree_mask, columns)
         # A single token right behind the prefix needs none.
-        mask = self._masks.write(block, self.cache.length, places, columns) if len(columns) > 1 else None
+        mask = self._masks.write(tree_mask, self.cache.length, offsets, columns) if len(columns) > 1 else None
         self.cache.num_uncommitted = num_uncommitted
         try:
             hidden = self._run(
@@ -121,44 +131,46 @@ class TextRunner(CachedModel):
 
     def _run_prepared(
         self,
-        prepared: PreparedForwards,
+        prepared: GraphRunner,
         tokens: NDArray[np.int64],
         positions: Ints,
-        places: Ints,
-        block: Block,
+        offsets: Ints,
+        tree_mask: TreeMask,
         columns: Ints,
     ) -> Tensor:
         end = self.cache.length + len(columns)
-        size = Size(len(tokens), extent_of(end), self.watched)
-        masks = extent_masks(
+        size = GraphKey(len(tokens), padded_length(end), self.output_layers)
+        masks = padded_masks(
             self.text.windows,
-            block,
+            tree_mask,
             self.cache.length,
-            places,
+            offsets,
             columns,
-            extent=size.extent,
-            closed=self.closed,
+            padded_kv_length=size.padded_kv_length,
+            mask_value=self.mask_value,
         )
         numbers = np.concatenate([tokens[None], np.arange(end - len(tokens), end)[None], positions])
         # Whoever keeps logits or features keeps them for longer than the buffers do.
         logits, *hidden = (out.clone() for out in prepared.run(size, {"numbers": numbers, **masks}, self.dtype))
-        self.hidden = dict(zip(self.watched, hidden, strict=True))
+        self.hidden = dict(zip(self.output_layers, hidden, strict=True))
         return logits
 
     @property
-    def stand(self) -> Ints:
+    def prefix_state(self) -> Ints:
         """The tokens in the cache, those dropped before it, and the shift of positions on each axis."""
         return np.concatenate([[self.cache.length, self._num_pruned], self._shift])
 
     def forward_on_device(self, step: DeviceStep) -> Tensor:
         """``forward`` as a part of prepared work."""
-        before = step.stand[0] + step.stand[1]
-        positions = before + torch.minimum(step.places, self.text.max_context - 1 - before) + step.stand[2:, None]
+        before = step.prefix_state[0] + step.prefix_state[1]
+        positions = (
+            before + torch.minimum(step.offsets, self.text.max_context - 1 - before) + step.prefix_state[2:, None]
+        )
         numbers = torch.cat([torch.stack([step.tokens, step.columns]), positions])
-        masks = step.masks(self.text.windows, closed=self.closed)
-        size = Size(len(step.tokens), step.extent, self.watched)
+        masks = step.masks(self.text.windows, mask_value=self.mask_value)
+        size = GraphKey(len(step.tokens), step.padded_kv_length, self.output_layers)
         logits, *hidden = self.run_within(size, {"numbers": numbers, **masks})
-        self.hidden = dict(zip(self.watched, hidden, strict=True))
+        self.hidden = dict(zip(self.output_layers, hidden, strict=True))
         return logits
 
     def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
@@ -176,18 +188,18 @@ class TextRunner(CachedModel):
             )
         finally:
             self.cache.slots = None
-        return self.text.logits(hidden), *(self.hidden[layer] for layer in self.watched)
+        return self.text.logits(hidden), *(self.hidden[layer] for layer in self.output_layers)
 
     def _run(self, **inputs: Any) -> Tensor:
         """Final hidden states [n, hidden size]."""
-        if self.watched:
-            inputs["output_hidden_states"] = list(self.watched)
+        if self.output_layers:
+            inputs["output_hidden_states"] = list(self.output_layers)
         out = self.text.module(**inputs, past_key_values=self.cache, use_cache=True)
-        if self.watched:
-            self.hidden = {layer: out.hidden_states[layer][0] for layer in self.watched}
+        if self.output_layers:
+            self.hidden = {layer: out.hidden_states[layer][0] for layer in self.output_layers}
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def causal_block(count: int, closed: float) -> Block:
+def causal_tree_mask(count: int, mask_value: float) -> TreeMask:
     """Each of ``count`` tokens in a row sees those before it and itself."""
-    return np.triu(np.full((count, count), closed, np.float32), 1)
+    return np.triu(np.full((count, count), mask_value, np.float32), 1)

@@ -95,10 +95,10 @@ def visual_scores(attention: LayerAttention, row: int, is_visual: Tensor, num_to
         is_visual: of the prompt's tokens, bool [at least num_tokens].
         num_tokens: of the prompt.
     """
-    places = is_visual[:num_tokens].nonzero().squeeze(1)
-    first = min(int(places[-1]) + 1, num_tokens - 1)  # an image that ends the prompt: ask its last token
+    offsets = is_visual[:num_tokens].nonzero().squeeze(1)
+    first = min(int(offsets[-1]) + 1, num_tokens - 1)  # an image that ends the prompt: ask its last token
     queries = torch.arange(first, num_tokens, device=attention.query.device)
-    return attention.weights(row, queries).mean((0, 1))[places.to(attention.query.device)]
+    return attention.weights(row, queries).mean((0, 1))[offsets.to(attention.query.device)]
 
 
 def attention_entropy(attention: LayerAttention, row: int, queries: Tensor) -> Tensor:

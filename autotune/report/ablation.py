@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration
 from autotune.report.sources import Sources
 from autotune.search.evaluator import Candidate
-from autotune.study.records import Screened
+from autotune.study.records import ScreenedSubnet
 
 
 @dataclass(frozen=True)
-class Worth:
+class Ablation:
     """What is lost if one dimension stays at its default while all others are free."""
 
     dimension: str
@@ -46,15 +46,15 @@ def default_subnet(sources: Sources, draft: str) -> tuple[tuple[float, ...], int
     return max(subnet.head_shares for subnet in of_draft), max(layers, default=None), keep
 
 
-def dimension_worth(sources: Sources) -> list[Worth]:
+def dimension_worth(sources: Sources) -> list[Ablation]:
     """Each dimension fixed at its default in turn: those of subnets over the chains of screening, draft and tree over the
     trees of the subnets that went on. All of it is predicted.
     """
-    found: list[Worth] = []
+    found: list[Ablation] = []
     screened = sources.screened
     if screened:
         defaults = {draft: default_subnet(sources, draft) for draft in {one.draft for one in screened}}
-        is_default: dict[str, Callable[[Screened], bool]] = {
+        is_default: dict[str, Callable[[ScreenedSubnet], bool]] = {
             "heads": lambda one: one.subnet.head_shares == defaults[one.draft][0],
             "injection layer": lambda one: one.subnet.injection_layer == defaults[one.draft][1],
             "visual tokens": lambda one: one.subnet.visual_keep == defaults[one.draft][2],
@@ -69,17 +69,17 @@ def dimension_worth(sources: Sources) -> list[Worth]:
             kept = [one for one in screened if at_default(one)]
             if len(kept) < len(screened):
                 best = min((one.ms_per_token for one in kept), default=None)
-                found.append(Worth(dimension, said[dimension], best, free, SCREENING))
+                found.append(Ablation(dimension, said[dimension], best, free, SCREENING))
     if sources.candidates:
         free = sources.candidates[0].ms_per_token
         first = sources.drafts[0] if sources.drafts else None
         if len({one.configuration.draft for one in sources.candidates}) > 1 and first is not None:
             best = min((c.ms_per_token for c in sources.candidates if c.configuration.draft == first), default=None)
-            found.append(Worth("draft", first, best, free, TREES))
+            found.append(Ablation("draft", first, best, free, TREES))
         published = published_trees(sources)
         if published:
             name, best = min(published.items(), key=lambda one: one[1])
-            found.append(Worth("tree", f"the best published default, {name}", best, free, TREES))
+            found.append(Ablation("tree", f"the best published default, {name}", best, free, TREES))
     return sorted(found, key=lambda one: -(one.gain or 0.0))
 
 
@@ -103,7 +103,7 @@ class Rung:
     """The best with so many dimensions free."""
 
     label: str
-    best: Screened
+    best: ScreenedSubnet
 
 
 def ladder(sources: Sources) -> list[Rung]:
@@ -116,7 +116,7 @@ def ladder(sources: Sources) -> list[Rung]:
     if first is None:
         return []
     heads, layer, keep = default_subnet(sources, first)
-    free: list[tuple[str, Callable[[Screened], bool]]] = [
+    free: list[tuple[str, Callable[[ScreenedSubnet], bool]]] = [
         (f"{first}, chain alone", lambda one: one.subnet.visual_keep == keep),
         ("+ visual tokens", lambda one: one.subnet.head_shares == heads),
         ("+ heads", lambda one: one.subnet.injection_layer == layer),

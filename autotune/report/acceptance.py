@@ -9,7 +9,7 @@ from autotune.acceptance.rounds import health_of
 from autotune.documents.configuration import configuration_of
 from autotune.report.chosen import when_of
 from autotune.report.sources import Sources
-from autotune.trees.acceptance_counts import DraftHealth
+from autotune.trees.acceptance_counts import AcceptanceCounts
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Acceptance:
     number: int
     """Of the point."""
     when: str
-    replayed: DraftHealth
+    replayed: AcceptanceCounts
     """On the tuning prompts that the point decodes."""
     num_replayed: int
     """Prompts."""
-    measured: DraftHealth
+    measured: AcceptanceCounts
     """On held-out prompts, by the runs that the profile was judged by."""
     num_measured: int
 
@@ -37,11 +37,11 @@ def acceptance(sources: Sources) -> list[Acceptance]:
         if point.tree is None:
             continue
         trace, prompts = sources.trace_of(point), sources.prompts_of(number)
-        replayed = DraftHealth() if trace is None else health_of(trace, point.tree, prompts, point.fallback)
+        replayed = AcceptanceCounts() if trace is None else health_of(trace, point.tree, prompts, point.fallback)
         runs = judged_runs(sources, number)
-        measured = DraftHealth()
+        measured = AcceptanceCounts()
         for run in runs:
-            measured.add(DraftHealth.from_json(run["health"]))
+            measured.add(AcceptanceCounts.from_json(run["health"]))
         if prompts or runs:
             found.append(
                 Acceptance(number, when_of(sources.profile, number), replayed, len(prompts), measured, len(runs))

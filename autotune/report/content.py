@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autotune.cost.roofline import DeviceLimits
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance, stamp
-from autotune.report.ablation import PolicyBest, Rung, Worth, dimension_worth, ladder, policies
+from autotune.report.ablation import Ablation, PolicyBest, Rung, dimension_worth, ladder, policies
 from autotune.report.acceptance import Acceptance, acceptance
 from autotune.report.chosen import ChosenPoint, Comparison, chosen_points, comparison
 from autotune.report.findings import (
@@ -43,7 +43,7 @@ class Content:
     front: list[Candidate]
     by_size: dict[str, list[Candidate]]
     places: list[PlaceBest]
-    worth: list[Worth]
+    worth: list[Ablation]
     ladder: list[Rung]
     policies: list[PolicyBest]
     importance: list[Importance]
@@ -124,7 +124,7 @@ def _facts(sources: Sources) -> list[tuple[str, str]]:
         workload = profile.workload
         found += [
             ("precision", profile.precision),
-            ("sizes of forwards", ", ".join(map(str, profile.buckets)) or "every size as it is"),
+            ("sizes of forwards", ", ".join(map(str, profile.capture_sizes)) or "every size as it is"),
             ("CPU threads of a step", str(profile.threads or "as many as torch uses")),
             ("workload", workload.name),
             ("tuning prompts", f"{workload.num_tune_prompts}, SHA-256 {workload.tune_sha256}"),

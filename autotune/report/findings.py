@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.documents.configuration import Place
+from autotune.documents.configuration import DraftVariant
 from autotune.report.sources import Sources
 from autotune.search.evaluator import Candidate
-from autotune.study.records import Screened
+from autotune.study.records import ScreenedSubnet
 from autotune.trees.policy import parse_policy
 
 # ------------------------------------------------------------------------------------------------------------ Pareto fronts
@@ -47,11 +47,11 @@ class PlaceBest:
 
 def fastest_by_place(sources: Sources) -> list[PlaceBest]:
     """Of every draft and subnet, the smallest draft first."""
-    best: dict[Place, Candidate] = {}
+    best: dict[DraftVariant, Candidate] = {}
     for candidate in sources.candidates:  # the fastest first
         c = candidate.configuration
         best.setdefault((c.draft or "", c.subnet), candidate)
-    sizes: dict[Place, float | None] = {}
+    sizes: dict[DraftVariant, float | None] = {}
     for place, candidate in best.items():
         known = sources.evaluator is not None and place in sources.evaluator.traces
         policy = parse_policy(candidate.configuration.tree)
@@ -79,7 +79,7 @@ class Grid:
     speedup: list[list[float | None]]
 
 
-def grids(screened: Sequence[Screened]) -> list[Grid]:
+def grids(screened: Sequence[ScreenedSubnet]) -> list[Grid]:
     """A grid for every draft and layer, layers in their order."""
     found = []
     keeps = sorted({one.subnet.visual_keep for one in screened})

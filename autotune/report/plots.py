@@ -6,7 +6,7 @@ from autotune.documents.decoding_profile import ComparedArm
 from autotune.report import figures
 from autotune.report.content import Content
 from autotune.report.figures import Bar, Line
-from autotune.trees.acceptance_counts import DraftHealth
+from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.tree import Ints
 
 MOST_LINES = 6
@@ -151,7 +151,7 @@ def _acceptance(content: Content) -> dict[str, str]:
     return drawn
 
 
-def counts_of(health: DraftHealth, kind: str) -> Ints:
+def counts_of(health: AcceptanceCounts, kind: str) -> Ints:
     """[depth or rank, (offered, accepted)], near images and elsewhere together."""
     table: Ints = (health.by_depth if kind == "depth" else health.by_rank).sum(0)
     return table

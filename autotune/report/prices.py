@@ -77,6 +77,6 @@ def curves(table: CostTable, study: StudyDocument | None) -> list[Curve]:
     ]
     for costs in table.drafts:
         shape = of_draft.get(costs.draft.sha256) if costs.heads is None else None  # of the whole draft
-        found.append(curve(f"{costs.name}, first level", costs.commit, shape, is_draft=True))
-        found.append(curve(f"{costs.name}, other levels", costs.propose, shape, is_draft=True))
+        found.append(curve(f"{costs.name}, first level", costs.draft_first, shape, is_draft=True))
+        found.append(curve(f"{costs.name}, other levels", costs.draft_level, shape, is_draft=True))
     return found

@@ -17,7 +17,7 @@ from autotune.search.tree_search import optuna_storage
 from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
 from autotune.study.folder import load_headers, load_tables, studies_beside, study_of
 from autotune.study.ledger import Ledger, Record
-from autotune.study.records import Screened
+from autotune.study.records import ScreenedSubnet
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Sources:
     study: StudyDocument | None = None
     table: CostTable | None = None
     traces: list[Trace] = field(default_factory=list)
-    screened: list[Screened] = field(default_factory=list)
+    screened: list[ScreenedSubnet] = field(default_factory=list)
     """Every subnet once."""
     candidates: list[Candidate] = field(default_factory=list)
     """Every configuration once, the fastest first."""
@@ -173,10 +173,10 @@ def _records(ledger: Ledger | None, study: StudyDocument | None, stage: str) -> 
     return list(ledger.records(study.records.get(stage, [])).values())
 
 
-def _screened(records: list[Record]) -> list[Screened]:
+def _screened(records: list[Record]) -> list[ScreenedSubnet]:
     """Every subnet once, by its last record: one that was measured comes after its prediction."""
-    found = [Screened.model_validate(record, strict=False) for record in records]
-    return list({one.place: one for one in found}.values())
+    found = [ScreenedSubnet.model_validate(record, strict=False) for record in records]
+    return list({one.variant: one for one in found}.values())
 
 
 def _candidates(records: list[Record]) -> list[Candidate]:

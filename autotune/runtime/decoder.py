@@ -12,19 +12,19 @@ from torch.nn import functional
 from autotune.documents.condition import first_match
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
-from autotune.execution import EAGER, sizes_for
+from autotune.execution import EAGER, capture_sizes_for
 from autotune.modeling.clock import now_ms
-from autotune.modeling.graph_runner import check_runner
+from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
 from autotune.runtime.generate_args import check_names, generation_settings, hf_call, prepared_call, processors_of_row
 from autotune.runtime.host_rounds import HostRound
-from autotune.runtime.points import Way
+from autotune.runtime.points import LoadedPoint
 from autotune.runtime.request import Call, Request
 from autotune.runtime.stats import DecodingOutput, DecodingStats
-from autotune.runtime.token_sampler import TokenRule
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
 from autotune.trees.fallback import Fallback, RoundPrice
 
@@ -49,7 +49,7 @@ class Decoder:
             whose condition it meets; every request must meet the last one's.
         buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
         runner: how forwards behind the prefills run: ``eager``, ``compile``, or ``graph`` for CUDA graphs (see ``graphs.py``).
-            What prepares forwards prepares sizes: without ``buckets``, those of ``PREPARED_SIZES``. Over prepared forwards the
+            What prepares forwards prepares sizes: without ``capture_sizes``, those of ``DEFAULT_CAPTURE_SIZES``. Over prepared forwards the
             device leads the rounds that it can (see ``device_round.py``).
         threads: CPU threads of the steps behind the prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer, kept for the caller; stop strings need it.
@@ -67,9 +67,9 @@ class Decoder:
         visual_keep: float = 1.0,
         verification: Any = None,
         fallback: RoundPrice | None = None,
-        ways: Sequence[Way] = (),
-        buckets: Sequence[int] = (),
-        runner: str = EAGER,
+        points: Sequence[LoadedPoint] = (),
+        capture_sizes: Sequence[int] = (),
+        mode: str = EAGER,
         threads: int | None = None,
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
@@ -79,19 +79,19 @@ class Decoder:
         self.profile = profile
         if processor is not None:
             self.target.tokenizer = getattr(processor, "tokenizer", processor)
-        self.ways = tuple(ways) or (
-            Way(draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback),
+        self.points = tuple(points) or (
+            LoadedPoint(draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback),
         )
-        self.way = self.ways[-1]
+        self.point = self.points[-1]
         """That of the latest request."""
-        for way in self.ways:
-            if way.draft is not None:
-                way.draft.attach(self.target)
-        self.runner = check_runner(runner, self.target.device)
-        self.buckets = sizes_for(self.runner, buckets)
+        for point in self.points:
+            if point.draft is not None:
+                point.draft.attach(self.target)
+        self.mode = check_mode(mode, self.target.device)
+        self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.threads = threads
-        self.host_round = HostRound(self.target, self.buckets)
-        self._device_rounds = DeviceRounds(self.target, self.buckets)
+        self.host_round = HostRound(self.target, self.capture_sizes)
+        self._device_rounds = DeviceRounds(self.target, self.capture_sizes)
 
     def configure(
         self,
@@ -106,8 +106,10 @@ class Decoder:
         Raises:
             UserError: an unknown tree policy, hyperparameter or verification, a share out of range.
         """
-        way = Way(self.draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback)
-        self.ways, self.way = (way,), way
+        point = LoadedPoint(
+            self.draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback
+        )
+        self.points, self.point = (point,), point
 
     @property
     def target_model(self) -> Any:
@@ -117,12 +119,12 @@ class Decoder:
     @property
     def draft(self) -> Draft | None:
         """The draft; of several ways that of the last one that has any."""
-        return next((way.draft for way in reversed(self.ways) if way.draft is not None), None)
+        return next((point.draft for point in reversed(self.points) if point.draft is not None), None)
 
     @property
     def fallback(self) -> Fallback:
         """Of the way of the latest request."""
-        return self.way.fallback
+        return self.point.fallback
 
     # ---------------------------------------------------------------------------------------------------------- public
 
@@ -295,22 +297,22 @@ class Decoder:
                 f"prompt and answer must fit the target's context of {self.target.max_context} tokens; "
                 f"got {len(prompt)} + {call.max_new_tokens}; shorten the prompt or lower max_new_tokens"
             )
-        point = first_match(
-            (way.when for way in self.ways),
+        number = first_match(
+            (point.when for point in self.points),
             temperature=call.temperature,
             prompt_tokens=len(prompt),
             workload=call.workload,
         )
-        way = self.ways[point]
-        rule = TokenRule(
+        point = self.points[number]
+        rule = TokenSampler(
             temperature=1.0 if call.temperature > 0 else 0.0,  # itself it is among the processors
             processors=processors_of_row(call.processors, row),
             seed=call.seed + row,
             device=self.target.device,
         )
-        if rule.needs_prefix and not way.verification.is_lossless and way.draft is not None:
+        if rule.needs_prefix and not point.verification.is_lossless and point.draft is not None:
             raise UserError(
-                f"{way.verification.kind} verification knows no logits processors; drop them, or verify losslessly"
+                f"{point.verification.kind} verification knows no logits processors; drop them, or verify losslessly"
             )
         images = prompt.is_visual.nonzero()
         return Request(
@@ -321,7 +323,7 @@ class Decoder:
             eos_token_ids=call.eos_token_ids,
             stops=call.stops,
             row=row,
-            stats=DecodingStats(point=point),
+            stats=DecodingStats(point=number),
             near_image_until=int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0,
         )
 
@@ -350,22 +352,22 @@ class Decoder:
         Inference mode is left at every yield, and what the caller does there is not decoding time.
         """
         stats, clock = request.stats, self._clock
-        way = self.way = self.ways[stats.point]
-        draft = way.draft if way.fallback.begin_request() else None
+        point = self.point = self.points[stats.point]
+        draft = point.draft if point.fallback.begin_request() else None
         with torch.inference_mode():
             started = clock()
             self.target.owner = request
-            self.target.watched = () if draft is None else draft.reads
-            self.target.use_runner(self.runner)  # other decoders may have used these models otherwise
+            self.target.output_layers = () if draft is None else draft.aux_layers
+            self.target.use_mode(self.mode)  # other decoders may have used these models otherwise
             if draft is not None:
-                draft.visual_keep, draft.buckets = way.visual_keep, self.buckets
-                draft.use_runner(self.runner)
-            on_device = None if draft is None else self._device_rounds.of(way, request.rule)
+                draft.visual_keep, draft.capture_sizes = point.visual_keep, self.capture_sizes
+                draft.use_mode(self.mode)
+            on_device = None if draft is None else self._device_rounds.of(point, request.rule)
             # Of all ways, so that caches do not grow with a change of ways.
-            longest = max(way.policy.max_grown for way in self.ways) + 1 + max(self.buckets, default=0)
+            longest = max(point.policy.max_grown for point in self.points) + 1 + max(self.capture_sizes, default=0)
             capacity = len(request.prompt) + request.max_new_tokens + longest
             self.target.reserve(capacity)
-            ranks = draft is not None and way.visual_keep < 1.0
+            ranks = draft is not None and point.visual_keep < 1.0
             prefilled = self.target.prefill(request.prompt, rank_visual_tokens=ranks)
             token = request.rule.token(prefilled.logits, len(request.prompt), request.prefix)
             emitted = request.emit([token])
@@ -384,10 +386,10 @@ class Decoder:
                         call.draft_prompts[draft] = draft.prompts(call.inputs, call.prompts)
                     draft.prefill(call.draft_prompts[draft][request.row], prefilled.visual_scores, capacity=capacity)
                     draft.append(token)
-                    way.grower.reset()
+                    point.grower.reset()
                     stats.draft_prefill_ms = clock() - started
                 with limited_threads(self.threads):
-                    if draft is None or way.fallback.is_resting:
+                    if draft is None or point.fallback.is_plain:
                         tokens = self._plain_step(token, draft, request)
                     else:
                         tokens = self._round(token, request, on_device)
@@ -398,7 +400,7 @@ class Decoder:
                 stats.decode_ms += clock() - started
             yield emitted
         if draft is not None and stats.rounds > 0:
-            way.fallback.end_request()
+            point.fallback.end_request()
 
     def _plain_step(self, root: int, draft: Draft | None, request: Request) -> list[int]:
         """One AR step: the baseline, and the fallback, through the same adapter, cache and token rule."""
@@ -413,25 +415,25 @@ class Decoder:
         request.stats.verify_ms += self._clock() - started
         if draft is not None:
             draft.append(token)
-            self.fallback.rest()
+            self.fallback.count_plain_step()
         return [token]
 
     def _round(self, root: int, request: Request, on_device: DeviceRound | None) -> list[int]:
         """One round: returns the accepted draft tokens and the target's own token after them."""
-        way, stats = self.way, request.stats
+        point, stats = self.point, request.stats
         is_near_image = self.target.length < request.near_image_until
         if on_device is not None:
-            path, token, draft_forwards = on_device.run(request, way.grower)
+            path, token, draft_forwards = on_device.run(request, point.grower)
         else:
-            path, token, draft_forwards = self.host_round.run(root, request, way)
-        tree = way.grower.tree
+            path, token, draft_forwards = self.host_round.run(root, request, point)
+        tree = point.grower.tree
         num_nodes = int(tree.size[0]) - 1
         stats.draft_forwards += draft_forwards
         stats.target_forwards += 1
         stats.verified_nodes.append(num_nodes)
         stats.health.observe(tree, path, is_near_image=is_near_image)
-        way.fallback.learn(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
-        way.grower.learn(len(path))
+        point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
+        point.grower.update(len(path))
         return [*tree.token[path].tolist(), token]
 
     def _clock(self) -> float:

@@ -181,8 +181,8 @@ class Eagle2Grower(DeviceGrower):
         self._best = self._logprob.sort(descending=True, stable=True).indices
         # Of the new candidates the best, if they are among the best of all; below the last of these there is no room.
         best = self._best[: self.policy.budget - 1]
-        places = (best >= first).byte().sort(descending=True, stable=True).indices
-        candidate = best[places[: self.policy.k]]
+        offsets = (best >= first).byte().sort(descending=True, stable=True).indices
+        candidate = best[offsets[: self.policy.k]]
         self._frontier_logprob = self._logprob[candidate].masked_fill(candidate < first, NEVER)
         self._expanded.append((candidate + 1).masked_fill(self._frontier_logprob == NEVER, ROOT))
         new = (candidate - first).clamp(min=0)

@@ -15,14 +15,14 @@ from autotune.drafters.draft import Draft
 from autotune.execution import round_up
 from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Target
-from autotune.runtime.points import Way
+from autotune.runtime.points import LoadedPoint
 from autotune.runtime.request import Request
 from autotune.trees.policy import TreeGrower
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree, write_tree_mask
 from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
 
 
-class Verified(NamedTuple):
+class RoundResult(NamedTuple):
     """What came of a round; the tree stands in the way's grower."""
 
     path: Ints
@@ -35,20 +35,20 @@ class Verified(NamedTuple):
 class HostRound:
     """Rounds of any way to decode."""
 
-    def __init__(self, target: Target, buckets: Sequence[int]) -> None:
+    def __init__(self, target: Target, capture_sizes: Sequence[int]) -> None:
         self.target = target
-        self.buckets = buckets
+        self.capture_sizes = capture_sizes
         self._path = np.zeros(MAX_STEP, np.int64)
         self._block = np.zeros((MAX_STEP, MAX_STEP), np.float32)
 
-    def run(self, root: int, request: Request, way: Way) -> Verified:
+    def run(self, root: int, request: Request, point: LoadedPoint) -> RoundResult:
         """Draft, verify, accept, commit."""
-        assert way.draft is not None
-        num_levels = self._grow_tree(root, request, way.draft, way.grower)
-        path, next_token = self.verify(request, way)
+        assert point.draft is not None
+        num_levels = self._grow_tree(root, request, point.draft, point.grower)
+        path, next_token = self.verify(request, point)
         self.target.cache.keep([ROOT, *path.tolist()])
-        way.draft.commit(way.grower.tree, path, next_token)
-        return Verified(path, next_token, num_levels)
+        point.draft.commit(point.grower.tree, path, next_token)
+        return RoundResult(path, next_token, num_levels)
 
     def _grow_tree(self, root: int, request: Request, draft: Draft, grower: TreeGrower) -> int:
         """Draft: alternate between the draft's proposals and the policy's choice, level by level; returns how many."""
@@ -63,25 +63,25 @@ class HostRound:
         grower.prune()
         return num_levels
 
-    def verify(self, request: Request, way: Way) -> tuple[Ints, int]:
+    def verify(self, request: Request, point: LoadedPoint) -> tuple[Ints, int]:
         """One target forward over root and tree: the accepted nodes, and the token that the target emits after the
         last of them.
         """
-        tree, rule = way.grower.tree, request.rule
+        tree, rule = point.grower.tree, request.rule
         count = int(tree.size[0])
-        size = round_up(count, self.buckets)
-        block = self._block[:size, :size]
-        write_tree_mask(tree, block, self.target.closed)
+        size = round_up(count, self.capture_sizes)
+        tree_mask = self._block[:size, :size]
+        write_tree_mask(tree, tree_mask, self.target.mask_value)
         started = self._clock()
-        nodes, places = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        nodes, offsets = np.zeros(size, np.int64), np.zeros(size, np.int64)
         nodes[:count] = np.maximum(tree.token[:count], 0)
-        places[:count] = tree.depth[:count]
-        logits = self.target.forward(nodes, places, block)[:count]
+        offsets[:count] = tree.depth[:count]
+        logits = self.target.forward(nodes, offsets, tree_mask)[:count]
         if rule.needs_prefix:
             path, token = self._accept_visiting(logits, request, tree)
         else:
-            tokens = rule.tokens(logits, self.target.length + places[:count] + 1)
-            if isinstance(verification := way.verification, WetapVerification):
+            tokens = rule.tokens(logits, self.target.length + offsets[:count] + 1)
+            if isinstance(verification := point.verification, WetapVerification):
                 logprobs = rule.logprobs(logits, tree.parent[1:count], nodes[1:count])
                 found = accept_by_ratio(tree, logprobs, np.log(verification.threshold), self._path)
             else:

@@ -16,7 +16,7 @@ from autotune.errors import NotComparable, UserError
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.points import Way, as_draft
+from autotune.runtime.points import LoadedPoint, as_draft
 
 
 def load(
@@ -45,8 +45,8 @@ def load(
         raise UserError(
             f"{source}: its points name {len(networks)} drafts; leave draft= out, and they are loaded by name"
         )
-    place = choose_device(device) if target is None else str(target.device)
-    here = fingerprint(place)
+    device_name = choose_device(device) if target is None else str(target.device)
+    here = fingerprint(device_name)
     if here.key != document.hardware.key:
         message = f"{source}: tuned on {document.hardware.key}, this is {here.key}"
         if strict:
@@ -62,9 +62,9 @@ def load(
             )
         return reference_in_profile.id
 
-    runner = Target(load_model(checked(document.target), device=place) if target is None else target)
+    loaded = Target(load_model(checked(document.target), device=device_name) if target is None else target)
     drafts = {
-        network: load_draft(checked(ModelReference(id=choice.id, sha256=choice.sha256)), runner, choice.subnet)
+        network: load_draft(checked(ModelReference(id=choice.id, sha256=choice.sha256)), loaded, choice.subnet)
         if draft is None
         else as_draft(draft)
         for network, choice in networks.items()
@@ -74,7 +74,7 @@ def load(
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
     return decoder_for(
         document,
-        runner,
+        loaded,
         lambda choice: drafts[choice.network],
         processor=processor,
         threads=document.threads if here.key == document.hardware.key else None,
@@ -92,8 +92,8 @@ def decoder_for(
     """A decoder that obeys a profile, of loaded models."""
     return Decoder(
         target,
-        ways=[
-            Way(
+        points=[
+            LoadedPoint(
                 None if point.draft is None else draft_of(point.draft),
                 tree=point.tree,
                 visual_keep=1.0 if point.draft is None else point.draft.subnet.visual_keep,
@@ -103,8 +103,8 @@ def decoder_for(
             )
             for point in profile.points
         ],
-        buckets=profile.buckets,
-        runner=profile.runner,
+        capture_sizes=profile.capture_sizes,
+        mode=profile.mode,
         threads=threads,
         processor=processor,
         profile=profile,

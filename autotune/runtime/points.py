@@ -13,7 +13,7 @@ from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import parse_verification
 
 
-class Way:
+class LoadedPoint:
     """An operating point at work. Everything it needs is made here, so that switching to it between requests costs nothing;
     several ways may share a draft. Its arguments are those of ``Decoder``.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.modeling.prompt import Prompt
 from autotune.runtime.stats import DecodingStats
-from autotune.runtime.token_sampler import TokenRule
+from autotune.runtime.token_sampler import TokenSampler
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Call:
 class Request:
     """One row on its way: what stops it, and where its figures go."""
 
-    rule: TokenRule
+    rule: TokenSampler
     prompt: Prompt
     prefix: Tensor
     """The row as it was given, padding included, [1, tokens]: what logits processors read and what is returned."""

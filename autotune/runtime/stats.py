@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.trees.acceptance_counts import DraftHealth
+from autotune.trees.acceptance_counts import AcceptanceCounts
 
 
 @dataclass
@@ -38,7 +38,7 @@ class DecodingStats:
     decode_ms: float = 0.0
     """From the first token to the last: draft prefill, drafting, verification and everything between them."""
 
-    health: DraftHealth = field(default_factory=DraftHealth)
+    health: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     """Which proposals the target took."""
 
     @property

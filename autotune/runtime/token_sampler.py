@@ -55,7 +55,7 @@ def mix_seed(seed: int, position: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-class TokenRule:
+class TokenSampler:
     """Turns logits into tokens. ``processors`` are Hugging Face logits processors, which may look at the tokens before
     the position.
     """

@@ -14,10 +14,10 @@ from autotune.cost.roofline import datasheets, estimate_table
 from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import CostTable, load_table, shipped_tables
 from autotune.device import choose_device, fingerprint, gib, local_devices
-from autotune.documents.configuration import Place
+from autotune.documents.configuration import DraftVariant
 from autotune.errors import UserError, nearest
 from autotune.files import SCHEMA_VERSIONS, content_key, write_document
-from autotune.search.model_pool import Contenders
+from autotune.search.model_pool import ModelPool
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload
 
@@ -42,17 +42,17 @@ def device_for(gpu: str) -> str | None:
     return None
 
 
-def foreign_table(gpu: str, contenders: Contenders, priced: Sequence[Place]) -> CostTable:
+def foreign_table(gpu: str, model_pool: ModelPool, priced: Sequence[DraftVariant]) -> CostTable:
     """Another device's table for these drafts: the shipped measurement, or an estimate from its datasheet and from what is
     shipped of other models.
 
     Raises:
         UserError: there is no datasheet, and the shipped tables speak of other models.
     """
-    target = contenders.target_reference
+    target = model_pool.target_reference
     shipped = [load_table(path) for path in shipped_tables().get(gpu, [])]
     for table in shipped:
-        is_of_these = all(table.holds(contenders.references[draft], subnet) for draft, subnet in priced)
+        is_of_these = all(table.holds(model_pool.references[draft], subnet) for draft, subnet in priced)
         if table.target.sha256 == target.sha256 and is_of_these:
             return table
     if gpu not in datasheets():
@@ -63,32 +63,32 @@ def foreign_table(gpu: str, contenders: Contenders, priced: Sequence[Place]) -> 
         estimate_table(
             gpu,
             target=target,
-            target_shape=shape_of(contenders.target),
-            draft=contenders.references[draft],
-            draft_shape=shape_of(contenders.draft(draft, subnet)),
-            precision=contenders.precision,
+            target_shape=shape_of(model_pool.target),
+            draft=model_pool.references[draft],
+            draft_shape=shape_of(model_pool.draft(draft, subnet)),
+            precision=model_pool.precision,
             subnet=subnet,
             measured=shipped,
         )
         for draft, subnet in priced
     ]
     drafts = [costs for table in tables for costs in table.drafts]
-    return tables[0].model_copy(update={"buckets": contenders.buckets, "drafts": drafts})
+    return tables[0].model_copy(update={"capture_sizes": model_pool.capture_sizes, "drafts": drafts})
 
 
-def priced_apart(places: Sequence[Place]) -> list[Place]:
+def priced_apart(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
     """One subnet for every draft and share of heads: how many visual tokens it keeps, and which layer it reads, do not
     change what a step costs.
     """
-    found: dict[tuple[str, tuple[float, ...]], Place] = {}
-    for draft, subnet in places:
+    found: dict[tuple[str, tuple[float, ...]], DraftVariant] = {}
+    for draft, subnet in variants:
         found.setdefault((draft, subnet.head_shares), (draft, subnet.model_copy(update={"visual_keep": 1.0})))
     return list(found.values())
 
 
 def local_table(
-    contenders: Contenders,
-    priced: Sequence[Place],
+    model_pool: ModelPool,
+    priced: Sequence[DraftVariant],
     workload: Workload,
     folder: Path,
     ledger: Ledger,
@@ -104,53 +104,53 @@ def local_table(
     """
     described = [[draft, list(subnet.head_shares)] for draft, subnet in priced]
     # Tables of older schemas hold no errors.
-    named = [contenders.key, described, workload.sha256, SCHEMA_VERSIONS["cost-table"]]
+    named = [model_pool.key, described, workload.sha256, SCHEMA_VERSIONS["cost-table"]]
     hurried = [] if time_limit_s == ProfileSettings.time_limit_s else [time_limit_s]
     key = content_key([*named, *hurried])
     path = folder / f"{key}.cost.json"
     if not path.exists():
         record = ledger.work(
             "cost table",
-            {key: lambda: measure_table(contenders, priced, workload, console, time_limit_s).model_dump(mode="json")},
+            {key: lambda: measure_table(model_pool, priced, workload, console, time_limit_s).model_dump(mode="json")},
         )[key]
         write_document(path, "cost-table", CostTable.model_validate(record, strict=False))
     else:
         console.say(f"cost table of {load_table(path).provenance.created} reused: {path}")
     table = load_table(path)
-    table.check_speaks_of(contenders.target_reference, contenders.device, contenders.precision, source=str(path))
+    table.check_speaks_of(model_pool.target_reference, model_pool.device, model_pool.precision, source=str(path))
     return table
 
 
 def measure_table(
-    contenders: Contenders,
-    priced: Sequence[Place],
+    model_pool: ModelPool,
+    priced: Sequence[DraftVariant],
     workload: Workload,
     console: Console,
     time_limit_s: float = ProfileSettings.time_limit_s,
 ) -> CostTable:
     """Measure target and drafts at the KV lengths that the workload's prompts and answers reach."""
-    lengths = [prompt.inputs(contenders.processor)["input_ids"].shape[1] for prompt in workload.prompts]
+    lengths = [prompt.inputs(model_pool.processor)["input_ids"].shape[1] for prompt in workload.prompts]
     longest = max(
         length + prompt.settings.max_new_tokens for length, prompt in zip(lengths, workload.prompts, strict=True)
     )
     kv_lengths, between = kv_lengths_for(min(lengths), longest)
     with console.stage("cost table") as update:
         table = profile(
-            contenders.target,
-            contenders.target_reference,
-            [(contenders.draft(draft, subnet), contenders.references[draft]) for draft, subnet in priced],
-            contenders.processor,
+            model_pool.target,
+            model_pool.target_reference,
+            [(model_pool.draft(draft, subnet), model_pool.references[draft]) for draft, subnet in priced],
+            model_pool.processor,
             workload,
             settings=ProfileSettings(
                 kv_lengths=kv_lengths,
                 held_out_kv_length=between,
-                buckets=contenders.buckets,
-                runner=contenders.step_runner,
+                capture_sizes=model_pool.capture_sizes,
+                mode=model_pool.mode,
                 time_limit_s=time_limit_s,
             ),
             report=lambda done, of: update(done, of, ""),
         )
-    for model in (contenders.target, *(contenders.draft(draft, subnet) for draft, subnet in priced)):
+    for model in (model_pool.target, *(model_pool.draft(draft, subnet) for draft, subnet in priced)):
         if (prepared := model.prepared) is not None:
             console.say(f"{len(prepared)} forwards of {prepared.what} prepared, {gib(prepared.memory_bytes)}")
     return table
@@ -163,8 +163,8 @@ def print_table(table: CostTable, console: Console) -> None:
     middle = (min(lengths) + max(lengths)) // 2
     shown = {"target, plain step": (table.decode, (1,)), "target, verification": (table.verify, sizes)}
     for costs in table.drafts:
-        shown[f"draft {costs.name}, first"] = costs.commit, sizes
-        shown[f"draft {costs.name}, a level"] = costs.propose, sizes
+        shown[f"draft {costs.name}, first"] = costs.draft_first, sizes
+        shown[f"draft {costs.name}, a level"] = costs.draft_level, sizes
     rows = []
     for name, (surface, tokens) in shown.items():
         latencies = surface.latency_ms(np.array(tokens, np.float64), np.array([middle], np.float64))[:, 0]
@@ -175,7 +175,7 @@ def print_table(table: CostTable, console: Console) -> None:
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)} a step"
     columns = ["part", *(f"{n} tok" for n in sizes), "model", "held-out error"]
     console.table(
-        f"Cost table, ms: {table.device.model}{threads}, {table.precision}, {table.runner}, KV length {middle}{mark}",
+        f"Cost table, ms: {table.device.model}{threads}, {table.precision}, {table.mode}, KV length {middle}{mark}",
         columns,
         rows,
     )
@@ -188,10 +188,10 @@ def print_table(table: CostTable, console: Console) -> None:
             f"for images (held-out error {_percent(prefill.held_out_error)})"
         )
     for costs in table.drafts:
-        if costs.num_parameters is not None and costs.cache_bytes_per_token is not None:
+        if costs.num_parameters is not None and costs.kv_bytes_per_token is not None:
             console.say(
                 f"draft {costs.name}: {costs.num_parameters / 1e6:.3g}M parameters of its own, "
-                f"{costs.cache_bytes_per_token} bytes of cache a token"
+                f"{costs.kv_bytes_per_token} bytes of cache a token"
             )
     overheads = {costs.draft.id: costs.overhead for costs in table.drafts}  # the same for all subnets of a draft
     for draft, overhead in overheads.items():

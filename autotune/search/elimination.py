@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from autotune.documents.decoding_profile import AR as AR  # for those who run it
 from autotune.evaluation.arms import Arm, Run
-from autotune.evaluation.runner import Report, Runner
+from autotune.evaluation.runner import ArmRunner, Report
 from autotune.workloads.workload import Workload
 
-BLOCK = 8  # prompts between two looks
+PROMPTS_PER_ROUND = 8  # prompts between two looks
 
 
 MAX_PASSES = 4  # over the prompts
@@ -34,7 +34,7 @@ class Elimination:
 
 
 def eliminate(
-    runner: Runner,
+    runner: ArmRunner,
     arms: Sequence[Arm],
     workload: Workload,
     *,
@@ -48,7 +48,10 @@ def eliminate(
     """
     standing = [arm.name for arm in arms]
     runs: dict[str, list[Run]] = {name: [] for name in (AR, *standing)}
-    blocks = [workload.prompts[begin : begin + BLOCK] for begin in range(0, len(workload.prompts), BLOCK)]
+    blocks = [
+        workload.prompts[begin : begin + PROMPTS_PER_ROUND]
+        for begin in range(0, len(workload.prompts), PROMPTS_PER_ROUND)
+    ]
     total = len(workload.prompts) * MAX_PASSES
     began = time.monotonic()
     for number in range(MAX_PASSES * len(blocks)):

@@ -13,7 +13,7 @@ import numpy as np
 from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
 from autotune.cost.table import CostTable, DensePrices, DraftCosts
-from autotune.documents.configuration import Configuration, Place
+from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import Document
@@ -97,7 +97,8 @@ def largest_round_ms(prices: DensePrices, policy: Policy) -> float:
     """Latency of the largest round that a policy can make, at the longest KV length that is priced."""
     levels = policy.max_depth
     draft = (
-        prices.commit_ms[1, -1] + (levels - 1) * prices.draft_ms[min(policy.max_width, len(prices.draft_ms) - 1), -1]
+        prices.draft_first_ms[1, -1]
+        + (levels - 1) * prices.draft_ms[min(policy.max_width, len(prices.draft_ms) - 1), -1]
     )
     overhead = prices.overhead_round_ms + levels * prices.overhead_level_ms + policy.max_nodes * prices.overhead_node_ms
     return float(draft + prices.verify_ms[policy.max_nodes + 1, -1] + overhead)
@@ -105,10 +106,10 @@ def largest_round_ms(prices: DensePrices, policy: Policy) -> float:
 
 def memory_mib(costs: DraftCosts, precision: str, num_tokens: int) -> float | None:
     """Of a draft: its own weights, and a cache of so many tokens, MiB; None where the cost table does not say."""
-    if costs.num_parameters is None or costs.cache_bytes_per_token is None:
+    if costs.num_parameters is None or costs.kv_bytes_per_token is None:
         return None
     width = {"float32": 4, "float64": 8}.get(precision, 2)
-    return (costs.num_parameters * width + costs.cache_bytes_per_token * num_tokens) / 2**20
+    return (costs.num_parameters * width + costs.kv_bytes_per_token * num_tokens) / 2**20
 
 
 class Evaluator:
@@ -127,7 +128,7 @@ class Evaluator:
         Raises:
             UserError: answers too short to decode, or a draft that the table does not price.
         """
-        self.traces: dict[Place, Trace] = {(t.header.draft.id, t.header.subnet): t for t in traces}
+        self.traces: dict[DraftVariant, Trace] = {(t.header.draft.id, t.header.subnet): t for t in traces}
         self.table = table
         self.constraints = constraints or Constraints()
         self.jobs = jobs or os.cpu_count() or 1
@@ -137,7 +138,7 @@ class Evaluator:
                 "every recorded answer has one token, so there is nothing to speed up; raise max_new_tokens"
             )
         self.longest = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
-        self.prices = {place: self._prices_of(trace) for place, trace in self.traces.items()}
+        self.prices = {variant: self._prices_of(trace) for variant, trace in self.traces.items()}
         self.ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
         """Of plain decoding, predicted, by prompt."""
         self.ar_ms_per_token = float(self.ar_ms.sum() / any_trace.num_tokens)
@@ -146,7 +147,9 @@ class Evaluator:
 
     def _prices_of(self, trace: Trace) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet
-        max_tokens = min(MAX_STEP, self.table.verify.max_tokens, self.table.costs_of(draft, subnet).propose.max_tokens)
+        max_tokens = min(
+            MAX_STEP, self.table.verify.max_tokens, self.table.costs_of(draft, subnet).draft_level.max_tokens
+        )
         return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.longest, subnet=subnet)
 
     def placed(self, configuration: Configuration) -> Configuration:
@@ -171,13 +174,13 @@ class Evaluator:
     def _reach(self, configuration: Configuration) -> tuple[Trace, Policy, DensePrices]:
         """What a configuration is replayed with."""
         configuration = self.placed(configuration)
-        place = configuration.draft or "", configuration.subnet
-        if place not in self.traces:
+        variant = configuration.draft or "", configuration.subnet
+        if variant not in self.traces:
             known = "; ".join(f"{draft} {subnet.label}" for draft, subnet in self.traces)
             raise UserError(
                 f"no trace has {configuration.draft} {configuration.subnet.label}; there are {known}; record it, or narrow the space"
             )
-        trace, prices, policy = self.traces[place], self.prices[place], parse_policy(configuration.tree)
+        trace, prices, policy = self.traces[variant], self.prices[variant], parse_policy(configuration.tree)
         check_reach(trace, policy)
         largest = prices.verify_ms.shape[0] - 1
         if max(policy.max_nodes + 1, policy.max_width) > largest:
@@ -196,25 +199,25 @@ class Evaluator:
         except UserError:
             return False
 
-    def round_ms(self, place: Place, policy: Policy) -> float:
+    def round_ms(self, variant: DraftVariant, policy: Policy) -> float:
         """Latency of the largest round that a policy can make, at the longest KV length."""
-        return largest_round_ms(self.prices[place], policy)
+        return largest_round_ms(self.prices[variant], policy)
 
-    def draft_mib(self, place: Place, policy: Policy) -> float | None:
+    def draft_mib(self, variant: DraftVariant, policy: Policy) -> float | None:
         """Memory of a draft with its cache at the longest KV length, MiB; None where the cost table does not say."""
-        header = self.traces[place].header
+        header = self.traces[variant].header
         costs = self.table.costs_of(header.draft, header.subnet)
         return memory_mib(costs, self.table.precision, self.longest + policy.max_grown)
 
-    def is_feasible(self, place: Place, tree: dict[str, Any]) -> bool:
+    def is_feasible(self, variant: DraftVariant, tree: dict[str, Any]) -> bool:
         """Whether a tree keeps to the constraints."""
         found = self.constraints
         if found == Constraints():
             return True
         policy = parse_policy(tree)
-        if found.max_round_ms is not None and self.round_ms(place, policy) > found.max_round_ms:
+        if found.max_round_ms is not None and self.round_ms(variant, policy) > found.max_round_ms:
             return False
-        return found.max_draft_mib is None or (self.draft_mib(place, policy) or 0.0) <= found.max_draft_mib
+        return found.max_draft_mib is None or (self.draft_mib(variant, policy) or 0.0) <= found.max_draft_mib
 
     def check_feasible(self) -> None:
         """Refuse constraints that the smallest of trees does not keep.
@@ -223,8 +226,8 @@ class Evaluator:
             UserError: says which constraint binds, and what the least is.
         """
         self.constraints.check(
-            (self.round_ms(place, SMALLEST) for place in self.traces),
-            (self.draft_mib(place, SMALLEST) for place in self.traces),
+            (self.round_ms(variant, SMALLEST) for variant in self.traces),
+            (self.draft_mib(variant, SMALLEST) for variant in self.traces),
         )
 
     def evaluate(self, configuration: Configuration) -> Candidate:
@@ -280,8 +283,8 @@ class Evaluator:
         price = self.round_price(candidate.configuration)
         return self.evaluate(candidate.configuration.model_copy(update={"fallback": price}))
 
-    def static_trees(self, place: Place, space: SearchSpace) -> list[dict[str, Any]]:
+    def static_trees(self, variant: DraftVariant, space: SearchSpace) -> list[dict[str, Any]]:
         """Sequoia's trees of the budgets and depths of a search space, for a subnet."""
         budgets, depths = (space.trees["static"][name].values or [] for name in STATIC_FIELDS)
-        trees = sequoia_trees(rank_acceptance(self.traces[place]), budgets=budgets, depths=depths)
+        trees = sequoia_trees(rank_acceptance(self.traces[variant]), budgets=budgets, depths=depths)
         return [tree.model_dump(mode="json") for tree in trees]

@@ -19,7 +19,7 @@ from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.decoding_profile import DecodingProfile, save_profile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
-from autotune.execution import EAGER, check_buckets
+from autotune.execution import EAGER, check_capture_sizes
 from autotune.files import WORKSPACE, content_key, require_writable, write_document
 from autotune.search.cost_tables import (
     device_for,
@@ -30,13 +30,13 @@ from autotune.search.cost_tables import (
     print_table,
 )
 from autotune.search.evaluator import Constraints, Evaluator
-from autotune.search.model_pool import Contenders
-from autotune.search.profile_selection import Judging
+from autotune.search.model_pool import ModelPool
+from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import measure, print_screened, screen, survivors
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
-from autotune.study.document import LEDGER, PROFILE, Contender, StudyDocument, save_study
+from autotune.study.document import LEDGER, PROFILE, DraftEntry, StudyDocument, save_study
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload, load_workload
 
@@ -63,9 +63,9 @@ class SearchSettings:
     """A database that several workers share; None: a file in the study's folder."""
     study: str | None = None
     seed: int = 0
-    buckets: tuple[int, ...] = ()
+    capture_sizes: tuple[int, ...] = ()
     """Sizes that forwards are rounded up to; none: every size as it is."""
-    runner: str = EAGER
+    mode: str = EAGER
     """How forwards run (``modeling/graph_runner.py``)."""
     measure_all: bool = False
     """Run every subnet for real before its trees are searched."""
@@ -94,8 +94,8 @@ class SearchSettings:
             ("measure", "all" if self.measure_all else "finalists"),
             ("max-round-ms", self.constraints.max_round_ms),
             ("max-draft-mib", self.constraints.max_draft_mib),
-            ("buckets", ",".join(map(str, self.buckets)) or None),
-            ("runner", self.runner),
+            ("capture_sizes", ",".join(map(str, self.capture_sizes)) or None),
+            ("mode", self.mode),
             ("storage", None if self.storage is None else "..."),
             ("study", self.study),
             ("seed", self.seed),
@@ -119,7 +119,7 @@ def check_settings(settings: SearchSettings) -> None:
         raise UserError(f"--trials must be at least 1; got {settings.num_trials}; the default is 200")
     if not settings.drafts:
         raise UserError("a search needs a draft; name one with --draft")
-    check_buckets(settings.buckets)
+    check_capture_sizes(settings.capture_sizes)
     require_writable(settings.output)
 
 
@@ -160,14 +160,14 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     check_settings(settings)
     deadline = (time.monotonic() if started is None else started) + settings.budget_s
     space = space_of(settings)
-    bounds = bounds_of(space, max(settings.buckets, default=TOKENS[-1]))
+    bounds = bounds_of(space, max(settings.capture_sizes, default=TOKENS[-1]))
     tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
     evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
     device = device_for(settings.gpu)
     shared = None if settings.storage is None else Ledger(settings.storage)
-    contenders = Contenders(settings.target, settings.drafts, device or "cpu", settings.buckets, settings.runner)
-    places = contenders.subnets(space)
-    folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{contenders.key}")
+    model_pool = ModelPool(settings.target, settings.drafts, device or "cpu", settings.capture_sizes, settings.mode)
+    variants = model_pool.subnets(space)
+    folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{model_pool.key}")
     ledger = shared or Ledger(folder / LEDGER)
     console.say(
         f"target {settings.target}, draft{'s' * (len(settings.drafts) > 1)} {', '.join(settings.drafts)}, "
@@ -175,28 +175,28 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     )
     clock = _StageClock()
 
-    priced = priced_apart(places)
+    priced = priced_apart(variants)
     if device is None:
-        table = foreign_table(settings.gpu, contenders, priced)
+        table = foreign_table(settings.gpu, model_pool, priced)
         write_document(folder / f"{table.device.name}.cost.json", "cost-table", table)
     else:
         limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
-        table = local_table(contenders, priced, tune, folder, ledger, console, time_limit_s=limit_s)
+        table = local_table(model_pool, priced, tune, folder, ledger, console, time_limit_s=limit_s)
     clock.ended("cost table")
     settings.constraints.check_table(table)
-    left = _study_of(settings, contenders, table, tune, space)
+    left = _study_of(settings, model_pool, table, tune, space)
     save_study(folder, left)
     print_table(table, console)
-    if len(places) > space.survivors:
-        screened = screen(contenders, places, table, tune, folder, ledger, console, jobs=settings.jobs)
+    if len(variants) > space.survivors:
+        screened = screen(model_pool, variants, table, tune, folder, ledger, console, jobs=settings.jobs)
         if settings.measure_all and device is not None:
-            screened = measure(contenders, screened, table.threads, tune, ledger, console)
+            screened = measure(model_pool, screened, table.threads, tune, ledger, console)
         left = left.model_copy(update={"records": ledger.used_keys})
         save_study(folder, left)
-        places = survivors(screened, space.survivors)
-        print_screened(screened, places, console)
+        variants = survivors(screened, space.survivors)
+        print_screened(screened, variants, console)
         clock.ended("subnets")
-    traces = record_traces(contenders, places, tune, folder, console, bounds=bounds, jobs=settings.jobs)
+    traces = record_traces(model_pool, variants, tune, folder, console, bounds=bounds, jobs=settings.jobs)
     print_agreement(traces, console)
     clock.ended("traces")
 
@@ -207,7 +207,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
             space,
             ledger,
             num_trials=settings.num_trials,
-            documents=[contenders.key, tune.sha256, table.content, bounds.model_dump()],
+            documents=[model_pool.key, tune.sha256, table.content, bounds.model_dump()],
             seed=settings.seed,
             deadline=time.monotonic() + max(MIN_TREES_S, 0.4 * (deadline - time.monotonic())),
             report=update,
@@ -218,18 +218,20 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     )
     left = left.model_copy(update={"records": ledger.used_keys, "sampled": found.sampled})
     save_study(folder, left)
-    judging = Judging(found, contenders, table, evaluator, folder, tune, evaluate, settings.seed, deadline, console)
+    selection = ProfileSelection(
+        found, model_pool, table, evaluator, folder, tune, evaluate, settings.seed, deadline, console
+    )
     if device is None:
-        document = judging.predicted_profile()
+        document = selection.predicted_profile()
     elif shared is None:
-        document = judging.measured_profile()
+        document = selection.measured_profile()
     else:  # one worker measures, for all
         best = found.fastest[0].key
         key = content_key(["profile", best, evaluate.sha256, settings.budget_s, settings.seed, table.content])
-        units = {key: lambda: judging.measured_profile().model_dump(mode="json")}
+        units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
         document = DecodingProfile.model_validate(ledger.work("profile", units)[key], strict=False)
     clock.ended("finalists and evaluation")
-    save_study(folder, left.model_copy(update={"finalists": judging.finalists, "stage_seconds": clock.seconds}))
+    save_study(folder, left.model_copy(update={"finalists": selection.finalists, "stage_seconds": clock.seconds}))
     for path in (folder / PROFILE, settings.output):
         save_profile(path, document)
     console.say(f"time: {clock.said}")
@@ -239,7 +241,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
 
 def _study_of(
     settings: SearchSettings,
-    contenders: Contenders,
+    model_pool: ModelPool,
     table: CostTable,
     tune: Workload,
     space: SearchSpace,
@@ -248,11 +250,11 @@ def _study_of(
     return StudyDocument(
         provenance=stamp(),
         command=settings.command,
-        target=contenders.target_reference,
-        target_shape=shape_of(contenders.target),
+        target=model_pool.target_reference,
+        target_shape=shape_of(model_pool.target),
         drafts=[
-            Contender(kind=contenders.kind(draft), reference=reference, shape=shape_of(contenders.draft(draft)))
-            for draft, reference in contenders.references.items()
+            DraftEntry(kind=model_pool.kind(draft), reference=reference, shape=shape_of(model_pool.draft(draft)))
+            for draft, reference in model_pool.references.items()
         ],
         hardware=table.device,
         workload=settings.workload,

@@ -154,9 +154,9 @@ class _Judge:
         gains = np.zeros(NUM_HALVINGS)
         for number in range(NUM_HALVINGS):
             order = rng.permutation(members)
-            choosing, judging = order[: len(order) // 2], order[len(order) // 2 :]
-            own_ms = self.ms[_best(self.ms, choosing), judging]
-            gains[number] = 1 - own_ms.sum() / max(self.ms[self.common, judging].sum(), 1e-9)
+            choosing, selection = order[: len(order) // 2], order[len(order) // 2 :]
+            own_ms = self.ms[_best(self.ms, choosing), selection]
+            gains[number] = 1 - own_ms.sum() / max(self.ms[self.common, selection].sum(), 1e-9)
         gain = float(gains.mean())
         # Halves as large as those that judge have chosen: the variance of the mean is (1 / halvings + 1) times that seen.
         deviation = float(gains.std(ddof=1)) * (1 / NUM_HALVINGS + 1) ** 0.5

@@ -30,15 +30,15 @@ from autotune.documents.decoding_profile import (
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.evaluation.arms import Arm, Run
-from autotune.evaluation.profile_runner import TUNED, ProfileRunner, prompt_evidence
+from autotune.evaluation.profile_runner import TUNED, ProfileArmRunner, prompt_evidence
 from autotune.evaluation.runner import AR
-from autotune.evaluation.summary import Summary, bootstrap_ratio, summarise
+from autotune.evaluation.summary import Summary, bootstrap_ratio, summarize
 from autotune.runtime.load import decoder_for
 from autotune.search.elimination import RISK, eliminate, surely_slower
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.model_pool import Contenders
+from autotune.search.model_pool import ModelPool
 from autotune.search.point_selection import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
-from autotune.search.tree_search import Found, choose_finalists
+from autotune.search.tree_search import TreeSearchResult, choose_finalists
 from autotune.study.document import RUNS, Finalist
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, WorkloadPrompt
@@ -53,11 +53,11 @@ NUM_POINT_CANDIDATES = 200  # of the fastest of all prompts, among which points 
 
 
 @dataclass
-class Judging:
+class ProfileSelection:
     """What a tree stage has found, and what it takes to tell it apart."""
 
-    found: Found
-    contenders: Contenders
+    found: TreeSearchResult
+    model_pool: ModelPool
     table: CostTable
     evaluator: Evaluator
     folder: Path
@@ -72,7 +72,7 @@ class Judging:
     """How they did, once they were measured."""
 
     def __post_init__(self) -> None:
-        self.runner = self.contenders.runner(self.table.threads, self.folder / RUNS)
+        self.runner = self.model_pool.runner(self.table.threads, self.folder / RUNS)
 
     def predicted_profile(self) -> DecodingProfile:
         """For a device that is not here: predictions only."""
@@ -89,7 +89,7 @@ class Judging:
         finalists = choose_finalists(self.found.fastest, self.evaluator, NUM_FINALISTS)
         winner = self.measure_finalists([self.evaluator.guarded(c) for c in finalists])
         points = [self._point(when, one) for when, one in self.confirmed(self.points(winner), winner)]
-        return self.judge(self._profile(self.contenders.device, points))
+        return self.judge(self._profile(self.model_pool.device, points))
 
     def measure_finalists(self, finalists: list[Candidate]) -> Candidate:
         """Real runs until one is left or the time is up; ties go to the smaller tree."""
@@ -108,7 +108,7 @@ class Judging:
         self.finalists = []
         for name, one in of_arm.items():
             runs = found.runs[name]
-            summary = summarise(name, runs, found.runs[AR][: len(runs)])
+            summary = summarize(name, runs, found.runs[AR][: len(runs)])
             self.finalists.append(
                 Finalist(
                     configuration=one.configuration,
@@ -192,25 +192,25 @@ class Judging:
 
     def _meets(self, condition: Condition, prompt: WorkloadPrompt) -> bool:
         settings = prompt.settings
-        length = prompt.inputs(self.contenders.processor)["input_ids"].shape[1]
+        length = prompt.inputs(self.model_pool.processor)["input_ids"].shape[1]
         return condition.matches(temperature=settings.temperature or 0.0, prompt_tokens=length, workload=settings.task)
 
     def judge(self, document: DecodingProfile) -> DecodingProfile:
         """The profile's own decoder, published defaults and plain decoding on the evaluation prompts; returns the profile with
         what came out.
         """
-        contenders, evaluator = self.contenders, self.evaluator
+        model_pool, evaluator = self.model_pool, self.evaluator
         decoder = decoder_for(
             document,
-            contenders.target,
-            lambda choice: contenders.draft(choice.id, choice.subnet),
-            processor=contenders.processor,
+            model_pool.target,
+            lambda choice: model_pool.draft(choice.id, choice.subnet),
+            processor=model_pool.processor,
             threads=document.threads,
         )
-        runner = ProfileRunner(
+        runner = ProfileArmRunner(
             decoder,
             ledger=self.folder / RUNS,
-            context=[contenders.key, document.threads, [point.model_dump(mode="json") for point in document.points]],
+            context=[model_pool.key, document.threads, [point.model_dump(mode="json") for point in document.points]],
             draft_of=self.runner.draft_of,
         )
         overall = configuration_of(document.point)
@@ -218,7 +218,7 @@ class Judging:
         defaults = [Arm(name, default) for name, default in self._defaults().items()]
         arms = [Arm(AR), *defaults, tuned]
         runs = self._evaluated(runner, tuned, defaults)
-        summaries = {name: summarise(name, own, runs[AR][: len(own)]) for name, own in runs.items()}
+        summaries = {name: summarize(name, own, runs[AR][: len(own)]) for name, own in runs.items()}
         predicted = {
             arm.name: evaluator.evaluate(arm.configuration)
             for arm in arms
@@ -257,12 +257,12 @@ class Judging:
             measured = None
             if any(decoded[i].new_tokens > 1 for i in by_it):
                 tuned_runs, plain_runs = ([runs[name][i] for i in by_it] for name in (TUNED, AR))
-                own = summarise(TUNED, tuned_runs, plain_runs)
-                measured = _measured(own, summarise(AR, plain_runs, plain_runs))
+                own = summarize(TUNED, tuned_runs, plain_runs)
+                measured = _measured(own, summarize(AR, plain_runs, plain_runs))
             points.append(point.model_copy(update={"measured": measured}))
         return document.model_copy(update={"points": points, "evidence": evidence})
 
-    def _evaluated(self, runner: ProfileRunner, tuned: Arm, defaults: list[Arm]) -> dict[str, list[Run]]:
+    def _evaluated(self, runner: ProfileArmRunner, tuned: Arm, defaults: list[Arm]) -> dict[str, list[Run]]:
         """Runs of plain decoding, the published defaults and the profile, by arm name. All of them decode the first prompts;
         the others, as many as there is time for, only the fastest of the defaults beside the profile.
         """
@@ -290,8 +290,8 @@ class Judging:
 
     def _defaults(self) -> dict[str, Configuration]:
         """What users run today, each with a draft of the paper's own kind where there is one."""
-        of_kind = {self.contenders.kind(draft): draft for draft in reversed(self.contenders.references)}
-        first = next(iter(self.contenders.references))
+        of_kind = {self.model_pool.kind(draft): draft for draft in reversed(self.model_pool.references)}
+        first = next(iter(self.model_pool.references))
         return {
             name: default.model_copy(update={"draft": of_kind.get(name, of_kind.get("independent", first))})
             for name, default in PUBLISHED_DEFAULTS.items()
@@ -303,11 +303,11 @@ class Judging:
             plain = Predicted(speedup=1.0, ms_per_token=self.evaluator.ar_ms_per_token, tokens_per_round=None)
             return OperatingPoint(when=condition, draft=None, tree=None, predicted=plain, measured=None)
         c = candidate.configuration
-        reference = self.contenders.references[c.draft or ""]
+        reference = self.model_pool.references[c.draft or ""]
         return OperatingPoint(
             when=condition,
             draft=DraftChoice(
-                kind=self.contenders.kind(reference.id), id=reference.id, sha256=reference.sha256, subnet=c.subnet
+                kind=self.model_pool.kind(reference.id), id=reference.id, sha256=reference.sha256, subnet=c.subnet
             ),
             tree=parse_policy(c.tree),
             fallback=c.fallback,
@@ -323,7 +323,7 @@ class Judging:
     def _profile(self, device: Fingerprint, points: list[OperatingPoint]) -> DecodingProfile:
         return DecodingProfile(
             provenance=stamp(),
-            target=self.contenders.target_reference,
+            target=self.model_pool.target_reference,
             workload=WorkloadReference(
                 name=self.tune.name,
                 tune_sha256=self.tune.sha256,
@@ -333,8 +333,8 @@ class Judging:
             ),
             hardware=device,
             precision=self.table.precision,
-            buckets=self.table.buckets,
-            runner=self.table.runner,
+            capture_sizes=self.table.capture_sizes,
+            mode=self.table.mode,
             threads=self.table.threads,
             points=points,
             evidence=Evidence(configurations_replayed=self.found.num_replayed),

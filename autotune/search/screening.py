@@ -12,16 +12,16 @@ from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
-from autotune.documents.configuration import Configuration, Place
+from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.provenance import version_of
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import AR
-from autotune.evaluation.summary import summarise
+from autotune.evaluation.summary import summarize
 from autotune.files import content_key
 from autotune.search.evaluator import Evaluator
-from autotune.search.model_pool import Contenders
+from autotune.search.model_pool import ModelPool
 from autotune.study.ledger import Ledger, Record
-from autotune.study.records import Screened
+from autotune.study.records import ScreenedSubnet
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import Workload
 
@@ -33,8 +33,8 @@ NUM_MEASURED_PROMPTS = 8
 
 
 def screen(
-    contenders: Contenders,
-    places: Sequence[Place],
+    model_pool: ModelPool,
+    variants: Sequence[DraftVariant],
     table: CostTable,
     workload: Workload,
     folder: Path,
@@ -42,48 +42,48 @@ def screen(
     console: Console,
     *,
     jobs: int | None = None,
-) -> list[Screened]:
-    """All of ``places``, the best first. Every subnet is a record of the ledger; ``jobs`` processes make them where that takes
+) -> list[ScreenedSubnet]:
+    """All of ``variants``, the best first. Every subnet is a record of the ledger; ``jobs`` processes make them where that takes
     long (None: one for each core).
     """
-    arguments = list(places), table, workload, folder, ledger.storage
-    with console.stage("subnets by chains") as update, contenders.helped(jobs, _help, *arguments) as helpers:
+    arguments = list(variants), table, workload, folder, ledger.storage
+    with console.stage("subnets by chains") as update, model_pool.helped(jobs, _help, *arguments) as helpers:
 
         def report(done: int, of: int) -> None:
             update(done, of, "")
             helpers.report(done, of)
 
-        records = ledger.work("subnets", _units(contenders, places, table, workload, folder), report=report)
+        records = ledger.work("subnets", _units(model_pool, variants, table, workload, folder), report=report)
     return _ranked(records)
 
 
 def _help(
-    contenders: Contenders,
+    model_pool: ModelPool,
     rank: int,
-    places: list[Place],
+    variants: list[DraftVariant],
     table: CostTable,
     workload: Workload,
     folder: Path,
     storage: str | Path,
 ) -> None:
     """Screen what nobody has claimed."""
-    Ledger(storage).work("subnets", _units(contenders, places, table, workload, folder))
+    Ledger(storage).work("subnets", _units(model_pool, variants, table, workload, folder))
 
 
 def _units(
-    contenders: Contenders, places: Sequence[Place], table: CostTable, workload: Workload, folder: Path
+    model_pool: ModelPool, variants: Sequence[DraftVariant], table: CostTable, workload: Workload, folder: Path
 ) -> dict[str, Callable[[], Record]]:
     """What screens each of the places by its best chain."""
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
-    recorder = Recorder(contenders.target, contenders.target_reference, contenders.processor, folder)
-    recorder.layers = tuple(sorted({layer for place in places for layer in contenders.draft(*place).reads}))
+    recorder = Recorder(model_pool.target, model_pool.target_reference, model_pool.processor, folder)
+    recorder.layers = tuple(sorted({layer for variant in variants for layer in model_pool.draft(*variant).aux_layers}))
     recorder.answers(prompts)
 
-    def make(place: Place) -> Screened:
-        draft, subnet = place
+    def make(variant: DraftVariant) -> ScreenedSubnet:
+        draft, subnet = variant
         trace = recorder.trace(
-            contenders.draft(draft, subnet),
-            contenders.references[draft],
+            model_pool.draft(draft, subnet),
+            model_pool.references[draft],
             prompts,
             visual_keep=subnet.visual_keep,
             bounds=CHAINS,
@@ -91,7 +91,7 @@ def _units(
         evaluator = Evaluator([trace], table, jobs=1)
         chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
         best = min((evaluator.evaluate(chain) for chain in chains), key=lambda found: found.ms_per_token)
-        return Screened(
+        return ScreenedSubnet(
             draft=draft,
             subnet=subnet,
             depth=best.configuration.tree["depth"],
@@ -101,68 +101,73 @@ def _units(
         )
 
     documents = ["screened", table.content, prompts.sha256, CHAINS.model_dump()]
-    return _units_of(contenders, places, make, documents)
+    return _units_of(model_pool, variants, make, documents)
 
 
 def measure(
-    contenders: Contenders,
-    screened: Sequence[Screened],
+    model_pool: ModelPool,
+    screened: Sequence[ScreenedSubnet],
     threads: int | None,
     workload: Workload,
     ledger: Ledger,
     console: Console,
-) -> list[Screened]:
+) -> list[ScreenedSubnet]:
     """The same subnets run for real beside plain decoding, each with its best chain, as the paper measures them; the best
     first. Every one is a record of the ledger.
     """
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_MEASURED_PROMPTS])
-    of_place = {one.place: one for one in screened}
-    runner = contenders.runner(threads)
+    of_place = {one.variant: one for one in screened}
+    runner = model_pool.runner(threads)
 
-    def make(place: Place) -> Screened:
-        one = of_place[place]
+    def make(variant: DraftVariant) -> ScreenedSubnet:
+        one = of_place[variant]
         tree = {"policy": "chain", "depth": one.depth}
         arm = Arm("chain", Configuration(tree=tree, draft=one.draft, subnet=one.subnet))
         runs = runner.compare([Arm(AR), arm], prompts, min_prompts=len(prompts.prompts))
-        speedup = summarise(arm.name, runs[arm.name], runs[AR]).speedup
+        speedup = summarize(arm.name, runs[arm.name], runs[AR]).speedup
         return one.model_copy(update={"measured_speedup": speedup})
 
     depths = sorted([one.draft, one.subnet.name, one.depth] for one in screened)
     documents = ["measured", prompts.sha256, depths]
-    units = _units_of(contenders, list(of_place), make, documents)
+    units = _units_of(model_pool, list(of_place), make, documents)
     with console.stage("subnets, measured") as update:
         return _ranked(ledger.work("subnets", units, report=lambda done, of: update(done, of, "")))
 
 
 def _units_of(
-    contenders: Contenders, places: Sequence[Place], make: Callable[[Place], Screened], documents: object
+    model_pool: ModelPool,
+    variants: Sequence[DraftVariant],
+    make: Callable[[DraftVariant], ScreenedSubnet],
+    documents: object,
 ) -> dict[str, Callable[[], Record]]:
     """A unit for every subnet, named by what its record depends on."""
-    common = [version_of("autotune"), contenders.key, documents]
+    common = [version_of("autotune"), model_pool.key, documents]
 
-    def unit(place: Place) -> Record:
-        return make(place).model_dump(mode="json")
+    def unit(variant: DraftVariant) -> Record:
+        return make(variant).model_dump(mode="json")
 
     return {
         content_key([common, draft, subnet.model_dump(mode="json")]): partial(unit, (draft, subnet))
-        for draft, subnet in places
+        for draft, subnet in variants
     }
 
 
-def _ranked(records: Mapping[str, Record]) -> list[Screened]:
+def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
     """The best first."""
-    return sorted((Screened.model_validate(one, strict=False) for one in records.values()), key=lambda one: one.rank)
+    return sorted(
+        (ScreenedSubnet.model_validate(one, strict=False) for one in records.values()), key=lambda one: one.rank
+    )
 
 
-def survivors(screened: Sequence[Screened], count: int) -> list[Place]:
+def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVariant]:
     """Whose trees are searched: the best subnet of each draft, and then the best of all, ``count`` together."""
     best_of_draft = {one.draft: one for one in reversed(screened)}
     chosen = sorted(best_of_draft.values(), key=lambda one: one.rank)
     chosen += [one for one in screened if one not in chosen]
-    return [one.place for one in chosen[: max(count, len(best_of_draft))]]
+    return [one.variant for one in chosen[: max(count, len(best_of_draft))]]
 
 
-def print_screened(screened: Sequence[Screened], chosen: Sequence[Place], console: Console) -> None:
+def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVariant], console: Console) -> None:
     """The survivors, and how far behind the others are."""
     rows = [
         [
@@ -174,7 +179,7 @@ def print_screened(screened: Sequence[Screened], chosen: Sequence[Place], consol
             "-" if one.measured_speedup is None else f"{one.measured_speedup:.2f}x",
         ]
         for one in screened
-        if one.place in chosen
+        if one.variant in chosen
     ]
     speedups = [one.measured_speedup or one.speedup for one in screened]
     columns = ["draft", "subnet", "best chain", "M", "predicted", "measured"]

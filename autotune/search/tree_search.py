@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from autotune.acceptance.replay import Replay
-from autotune.documents.configuration import Configuration, Place, Tree
+from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.provenance import version_of
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
@@ -44,7 +44,7 @@ UNIT = "unit"  # what a trial is tagged with: how many others' come before its u
 
 
 @dataclass(frozen=True)
-class Found:
+class TreeSearchResult:
     """What a tree stage leaves."""
 
     fastest: list[Candidate]
@@ -67,7 +67,7 @@ def search_trees(
     seed: int = 0,
     deadline: float | None = None,
     report: Report | None = None,
-) -> Found:
+) -> TreeSearchResult:
     """The fastest of the space over all subnets of the evaluator: small policies outright, the others by an even sweep, from
     whose best TPE goes on: a replay takes less time than TPE needs to think of a tree.
 
@@ -102,7 +102,7 @@ def search_trees(
     for task in dict.fromkeys(evaluator.tasks):
         leaders = sorted((one for record in records for one in record["of_task"].get(task, ())), key=_task_rank)
         of_task[task] = list(_candidates(one["candidate"] for one in leaders[:NUM_KEPT]))
-    return Found(
+    return TreeSearchResult(
         fastest=sorted(fastest.values(), key=lambda one: one.rank),
         of_task=of_task,
         num_replayed=sum(record["num_replayed"] for record in records),
@@ -126,8 +126,8 @@ class _Stage:
         self.space = space
         self.ledger = ledger
         self.seed = seed
-        self.places = list(evaluator.traces)
-        described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.places]
+        self.variants = list(evaluator.traces)
+        described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.variants]
         trees = {policy: {n: d.model_dump() for n, d in found.items()} for policy, found in space.trees.items()}
         self.key = content_key([documents, described, trees, seed])
         self.prompts_of_task = {
@@ -152,27 +152,27 @@ class _Stage:
 
     def sweeps(self) -> dict[str, Callable[[], Record]]:
         """What is enumerated or swept, in an order in which whatever time there is serves all subnets and policies."""
-        parts: list[tuple[int, str, Place]] = []
+        parts: list[tuple[int, str, DraftVariant]] = []
         for policy in self.space.trees:
             count = NUM_SWEPT // SWEPT_AT_ONCE if policy in self.sampled else 1
-            parts += [(part, policy, place) for part in range(count) for place in self.places]
+            parts += [(part, policy, variant) for part in range(count) for variant in self.variants]
         parts.sort(key=lambda found: found[0])
         return {
-            content_key([self.key, part, policy, place[0], place[1].model_dump(mode="json")]): self._sweep(
-                part, policy, place
+            content_key([self.key, part, policy, variant[0], variant[1].model_dump(mode="json")]): self._sweep(
+                part, policy, variant
             )
-            for part, policy, place in parts
+            for part, policy, variant in parts
         }
 
-    def _sweep(self, part: int, policy: str, place: Place) -> Callable[[], Record]:
+    def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Callable[[], Record]:
         def make() -> Record:
             if policy == "static":
-                trees = self.evaluator.static_trees(place, self.space)
+                trees = self.evaluator.static_trees(variant, self.space)
             elif (few := self.space.enumerated(policy)) is not None:
                 trees = few
             else:
                 trees = self.space.sweep(policy, SWEPT_AT_ONCE, self.seed, first=part * SWEPT_AT_ONCE)
-            configurations = self._feasible((place, tree) for tree in trees)
+            configurations = self._feasible((variant, tree) for tree in trees)
             going_on = self._race(configurations)
             return self._record(going_on, self.evaluator.replay_many(going_on), num_replayed=len(configurations))
 
@@ -197,7 +197,7 @@ class _Stage:
         of_task = {task: least(ms[:, prompts].sum(1), count_of_task) for task, prompts in self.prompts_of_task.items()}
         return least(ms.sum(1), count), of_task
 
-    def _feasible(self, trees: Iterable[tuple[Place, Tree]]) -> list[Configuration]:
+    def _feasible(self, trees: Iterable[tuple[DraftVariant, Tree]]) -> list[Configuration]:
         """Those that keep to the constraints."""
         return [
             Configuration(tree=tree, draft=draft, subnet=subnet)
@@ -263,20 +263,23 @@ class _Stage:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        names = [f"{draft} {subnet.label}" for draft, subnet in self.places]
+        names = [f"{draft} {subnet.label}" for draft, subnet in self.variants]
         sampler = optuna.samplers.TPESampler(seed=self.seed + first, multivariate=True, n_startup_trials=0)
         study = optuna.create_study(direction="minimize", sampler=sampler)
         distributions = self._distributions(names)
         for one in seeds:
-            place = one.configuration.draft or "", one.configuration.subnet
-            parameters = {"subnet": names[self.places.index(place)], **self.space.parameters(one.configuration.tree)}
+            variant = one.configuration.draft or "", one.configuration.subnet
+            parameters = {
+                "subnet": names[self.variants.index(variant)],
+                **self.space.parameters(one.configuration.tree),
+            }
             study.add_trial(_finished(parameters, one.ms_per_token, distributions))
         configurations, results = [], []
         for _ in range(count):
             trial = study.ask()
             trial.set_user_attr(UNIT, first)
-            place = self.places[names.index(trial.suggest_categorical("subnet", names))]
-            feasible = self._feasible([(place, self.space.suggest(trial, self.sampled))])
+            variant = self.variants[names.index(trial.suggest_categorical("subnet", names))]
+            feasible = self._feasible([(variant, self.space.suggest(trial, self.sampled))])
             if not feasible:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
                 continue

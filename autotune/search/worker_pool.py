@@ -17,7 +17,7 @@ WORTH_S = 15.0  # of work left: a helper has to load torch and the models first
 MOST_HELPERS = 7  # more wait for memory
 
 
-class Helpers:
+class WorkerPool:
     """Up to ``number`` processes that run ``task(rank, *arguments)``, ranks from 1; started when ``report`` first tells
     that they are worth it, and ended with the block.
     """
@@ -28,7 +28,7 @@ class Helpers:
         self._task, self._arguments = task, arguments
         self._first: tuple[int, float] | None = None
 
-    def __enter__(self) -> Helpers:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,7 +19,7 @@ STUDY, PROFILE, RUNS, LEDGER = "study.json", "profile.json", "runs.jsonl", "ledg
 """Files of a study's folder."""
 
 
-class Contender(Document):
+class DraftEntry(Document):
     """A draft that took part, in the order in which the user named them."""
 
     kind: str
@@ -55,7 +55,7 @@ class StudyDocument(Document):
     """That repeats it."""
     target: ModelReference
     target_shape: ModelShape
-    drafts: list[Contender]
+    drafts: list[DraftEntry]
     hardware: Fingerprint
     workload: str
     """As the user named it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autotune.documents.configuration import Place
+from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import Subnet
 from autotune.files import Document
 
 
-class Screened(Document):
+class ScreenedSubnet(Document):
     """A subnet, and its best chain."""
 
     draft: str
@@ -22,7 +22,7 @@ class Screened(Document):
     """Of real runs with the same chain, where they were asked for."""
 
     @property
-    def place(self) -> Place:
+    def variant(self) -> DraftVariant:
         return self.draft, self.subnet
 
     @property

@@ -18,7 +18,7 @@ from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import BlocksNetwork, PromptRows
 from autotune.drafters.star import HEAD_SHARES, VISUAL_KEEPS, StarNetwork
 from autotune.training.recipe import Stage
-from autotune.training.teacher import Lesson
+from autotune.training.teacher import TeacherBatch
 
 STRETCH = 6  # tokens: one true feature, then the draft's own states
 
@@ -35,14 +35,14 @@ class DraftRows:
     """What enters the first block."""
     features: Tensor
     """The target's, of the token before."""
-    places: Tensor
+    positions: Tensor
     """Which column of the lesson each row is."""
-    is_taught: Tensor
+    loss_mask: Tensor
 
 
 def rows_of(
     network: BlocksNetwork,
-    lesson: Lesson,
+    lesson: TeacherBatch,
     *,
     visual_keep: float,
     injection_layer: int,
@@ -63,15 +63,15 @@ def rows_of(
         question = lesson.hidden[injection_layer][row, lesson.first_taught[row]]
         found.append(network.condense(rows, question, generator))
     padded = [nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*found, strict=True)]
-    stream, features, places, _ = padded
-    is_row = torch.arange(places.shape[1]) < torch.tensor([len(one.places) for one in found])[:, None]
-    wide = places.unsqueeze(-1).expand(-1, -1, lesson.embeddings.shape[2])
+    stream, features, positions, _ = padded
+    is_row = torch.arange(positions.shape[1]) < torch.tensor([len(one.positions) for one in found])[:, None]
+    wide = positions.unsqueeze(-1).expand(-1, -1, lesson.embeddings.shape[2])
     return DraftRows(
         embeddings=lesson.embeddings.gather(1, wide),
         stream=stream,
         features=features,
-        places=places,
-        is_taught=lesson.is_taught.gather(1, places) & is_row.to(places.device),
+        positions=positions,
+        loss_mask=lesson.loss_mask.gather(1, positions) & is_row.to(positions.device),
     )
 
 
@@ -79,10 +79,10 @@ def own_stretches(rows: DraftRows, generator: torch.Generator) -> Tensor:
     """Rows that read the draft's own state of the row before, [batch, n]: all answer tokens but the first of each
     stretch, which begin at a random place.
     """
-    offset = torch.randint(STRETCH, (len(rows.places), 1), generator=generator).to(rows.places.device)
-    follows = torch.zeros_like(rows.is_taught)
-    follows[:, 1:] = rows.is_taught[:, :-1] & rows.is_taught[:, 1:]
-    return follows & ((rows.places + offset) % STRETCH != 0)
+    offset = torch.randint(STRETCH, (len(rows.positions), 1), generator=generator).to(rows.positions.device)
+    follows = torch.zeros_like(rows.loss_mask)
+    follows[:, 1:] = rows.loss_mask[:, :-1] & rows.loss_mask[:, 1:]
+    return follows & ((rows.positions + offset) % STRETCH != 0)
 
 
 def sampled_subnet(network: StarNetwork, generator: torch.Generator) -> Subnet:
@@ -100,7 +100,7 @@ def sampled_subnet(network: StarNetwork, generator: torch.Generator) -> Subnet:
 
 def drafting_loss(
     network: BlocksNetwork,
-    lesson: Lesson,
+    lesson: TeacherBatch,
     stage: Stage,
     subnet: Subnet,
     head_masks: list[Tensor] | None,
@@ -112,12 +112,12 @@ def drafting_loss(
     layer = subnet.injection_layer or network.config.num_target_layers
     noise = generator if network.training else None
     rows = rows_of(network, lesson, visual_keep=subnet.visual_keep, injection_layer=layer, generator=noise)
-    factors = network.factors(rows.places)
-    truth = lesson.hidden[network.config.num_target_layers][lesson.is_taught]
+    factors = network.factors(rows.positions)
+    truth = lesson.hidden[network.config.num_target_layers][lesson.loss_mask]
     taught = lesson.head(truth).float().log_softmax(-1)
     early: list[Tensor] = []
     is_own = own_stretches(rows, generator)
-    is_scored = torch.ones_like(truth[:, 0], dtype=torch.bool), is_own[rows.is_taught]
+    is_scored = torch.ones_like(truth[:, 0], dtype=torch.bool), is_own[rows.loss_mask]
     states = network(rows.stream, rows.features, factors, head_masks=head_masks, early=early)
     losses, figures = [], {}
     for number in range(2):
@@ -126,7 +126,7 @@ def drafting_loss(
             features = torch.where(is_own.unsqueeze(-1), own, rows.features)
             stream = torch.where(is_own.unsqueeze(-1), network.fuse(rows.embeddings, own), rows.stream)
             states = network(stream, features, factors, head_masks=head_masks)
-        said = states[rows.is_taught]
+        said = states[rows.loss_mask]
         logits = lesson.head(said).float().log_softmax(-1)
         losses.append(
             stage.logit_weight * functional.kl_div(logits, taught, reduction="batchmean", log_target=True)
@@ -137,7 +137,7 @@ def drafting_loss(
     loss = torch.stack(losses).mean()
     if stage.distillation != "none":
         source = lesson.distilled_layer(stage.distillation)
-        wanted = lesson.hidden[source][lesson.is_taught].float()
-        loss = loss + stage.distillation_weight * functional.smooth_l1_loss(early[0][rows.is_taught].float(), wanted)
+        wanted = lesson.hidden[source][lesson.loss_mask].float()
+        loss = loss + stage.distillation_weight * functional.smooth_l1_loss(early[0][rows.loss_mask].float(), wanted)
         figures["distilled_layer"] = float(source)
     return loss, {"loss": loss.item(), **figures}

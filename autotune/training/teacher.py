@@ -32,7 +32,7 @@ DistillationRule = Literal["none", "entropy", "entropy-and-change"]
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TeacherBatch:
     """A batch of examples, padded on the right, and what the target makes of them."""
 
     embeddings: Tensor
@@ -58,7 +58,7 @@ class Lesson:
         return torch.arange(self.embeddings.shape[1], device=self.lengths.device) < self.lengths[:, None]
 
     @property
-    def is_taught(self) -> Tensor:
+    def loss_mask(self) -> Tensor:
         """Tokens that are followed by the answer's, [batch, n]."""
         columns = torch.arange(self.embeddings.shape[1], device=self.lengths.device)
         return self.is_token & (columns >= self.first_taught[:, None])
@@ -101,7 +101,7 @@ class Teacher:
         self.target = target
         self.num_layers = len(target.text.layers)
 
-    def load(self, path: Path) -> Lesson:
+    def load(self, path: Path) -> TeacherBatch:
         """A lesson that was saved."""
         target = self.target
         tensors = load_file(path, device=str(target.device))
@@ -109,7 +109,7 @@ class Teacher:
         def numbered(kind: str) -> dict[int, Tensor]:
             return {int(n.split(".")[1]): t for n, t in sorted(tensors.items()) if n.startswith(kind + ".")}
 
-        return Lesson(
+        return TeacherBatch(
             embeddings=tensors["embeddings"].to(target.dtype),
             is_visual=tensors["is_visual"],
             lengths=tensors["lengths"],
@@ -123,7 +123,7 @@ class Teacher:
     @torch.no_grad()
     def lesson(
         self, examples: Sequence[Example], *, layers: Collection[int], rule: DistillationRule = "none", seed: int = 0
-    ) -> Lesson:
+    ) -> TeacherBatch:
         """Run the target over the examples.
 
         Args:
@@ -157,7 +157,7 @@ class Teacher:
         with watched_attention(self.target.text, watch):
             for rows in groups:
                 found.append(self._hidden([prompts[row] for row in rows], [embeddings[row] for row in rows]))
-        lesson = Lesson(
+        lesson = TeacherBatch(
             embeddings=torch.stack([_padded(one, longest) for one in embeddings]),
             is_visual=torch.stack([_padded(prompt.is_visual, longest) for prompt in prompts]),
             lengths=torch.tensor(lengths, device=device),

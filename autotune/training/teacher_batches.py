@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from autotune.modeling.target import Target
 from autotune.training.batches import IGNORED, POOL_BATCHES, Batches
 from autotune.training.memory import BatchShape
-from autotune.training.teacher import DistillationRule, Example, Lesson, Teacher
+from autotune.training.teacher import DistillationRule, Example, Teacher, TeacherBatch
 
 
 class Examples(Protocol):
@@ -123,7 +123,7 @@ class Lessons:
         order = np.random.default_rng([self.seed, epoch]).permutation(self.examples.num_batches)
         return int(order[within])
 
-    def __getitem__(self, step: int) -> Lesson:
+    def __getitem__(self, step: int) -> TeacherBatch:
         number = self.batch_of(step)
         path = None if self.cache is None else self.cache / f"{number}.safetensors"
         kept, rule = self.layers, self.rule
@@ -138,7 +138,7 @@ class Lessons:
         lesson.save(path)
         return self.teacher.load(path)  # as it will be read from now on
 
-    def _found(self, path: Path) -> Lesson | None:
+    def _found(self, path: Path) -> TeacherBatch | None:
         """A lesson that is on disk whole."""
         try:
             return self.teacher.load(path)

@@ -15,7 +15,7 @@ NUM_RANKS = 16
 _PLACES = ("text", "near_image")
 
 
-class DraftHealth:
+class AcceptanceCounts:
     """Counts over rounds: [place, depth or rank, (offered, accepted)]. A depth is offered by a round that accepted a
     node of every depth above it, the last of which has children; a rank by an accepted node, or the root, that has such a
     child in the tree.
@@ -30,13 +30,13 @@ class DraftHealth:
         place = int(is_near_image)
         count_round(tree, path, self.by_depth[place], self.by_rank[place])
 
-    def add(self, other: DraftHealth) -> None:
+    def add(self, other: AcceptanceCounts) -> None:
         """Take in the counts of another request."""
         self.by_depth += other.by_depth
         self.by_rank += other.by_rank
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> DraftHealth:
+    def from_json(cls, found: dict[str, Any]) -> AcceptanceCounts:
         """What ``to_json`` gave."""
         health = cls()
         for i, place in enumerate(_PLACES):

@@ -53,19 +53,19 @@ def reset(state: Floats) -> None:
 
 
 @compiled
-def is_resting(params: Floats, state: Floats) -> bool:
+def is_plain(params: Floats, state: Floats) -> bool:
     """Whether the next token is a plain step."""
     return bool(params[_ROUND] >= 0.0 and state[_REST] > 0.0)
 
 
 @compiled
-def rest(state: Floats) -> None:
+def count_plain_step(state: Floats) -> None:
     """A plain step was taken."""
     state[_REST] -= 1.0
 
 
 @compiled
-def learn(params: Floats, state: Floats, draft_forwards: int, nodes: int, accepted: int) -> None:
+def update(params: Floats, state: Floats, draft_forwards: int, nodes: int, accepted: int) -> None:
     """A round ended."""
     if params[_ROUND] < 0.0:
         return
@@ -135,13 +135,13 @@ class Fallback:
         return self.memory.num_failed >= self.PATIENCE and self.memory.saved < 0.0
 
     @property
-    def is_resting(self) -> bool:
-        return bool(is_resting(self._params, self._state))
+    def is_plain(self) -> bool:
+        return bool(is_plain(self._params, self._state))
 
-    def rest(self) -> None:
+    def count_plain_step(self) -> None:
         """A plain step was taken."""
-        rest(self._state)
+        count_plain_step(self._state)
 
-    def learn(self, *, draft_forwards: int, nodes: int, accepted: int) -> None:
+    def update(self, *, draft_forwards: int, nodes: int, accepted: int) -> None:
         """A round ended."""
-        learn(self._params, self._state, draft_forwards, nodes, accepted)
+        update(self._params, self._state, draft_forwards, nodes, accepted)

@@ -103,16 +103,16 @@ def prune(kind: int, params: Floats, tree: Tree, work: Workspace) -> None:
 
 
 @compiled
-def learn(kind: int, params: Floats, state: Floats, accepted: int) -> None:
+def update(kind: int, params: Floats, state: Floats, accepted: int) -> None:
     """Tell the policy the accepted length of the round that ended."""
     if kind == _SAGE:
-        sage.learn(params, state, accepted)
+        sage.update(params, state, accepted)
 
 
 class TreeGrower:
     """A policy at work on one live tree, for those who have proposals level by level: the runtime.
 
-    A round is ``plant``, then ``grow`` until no node waits in ``frontier``, then ``prune``, and ``learn`` what was
+    A round is ``plant``, then ``grow`` until no node waits in ``frontier``, then ``prune``, and ``update`` what was
     accepted.
     """
 
@@ -151,6 +151,6 @@ class TreeGrower:
         """The tree has grown: cut it to what is verified."""
         prune(self.policy.KIND, self._params, self.tree, self._work)
 
-    def learn(self, accepted: int) -> None:
+    def update(self, accepted: int) -> None:
         """The round ended with this accepted length."""
-        learn(self.policy.KIND, self._params, self._state, accepted)
+        update(self.policy.KIND, self._params, self._state, accepted)

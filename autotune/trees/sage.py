@@ -151,7 +151,7 @@ def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontie
 
 
 @compiled
-def learn(params: Floats, state: Floats, accepted: int) -> None:
+def update(params: Floats, state: Floats, accepted: int) -> None:
     """Adaptive history tracking (section 3.3): the mean of the last accepted lengths moves the depth limit by one."""
     window = int(params[_WINDOW])
     seen = int(state[_NUM_SEEN])

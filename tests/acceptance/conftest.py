@@ -13,7 +13,7 @@ from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.workloads.workload import Workload, load_workload
 from tests.conftest import Pair
-from tests.documents import write_image, write_workload
+from tests.sample_documents import write_image, write_workload
 
 
 @pytest.fixture(scope="session")

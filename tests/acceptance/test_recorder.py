@@ -22,7 +22,7 @@ from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
 from autotune.workloads.workload import Workload, load_workload
 from tests.conftest import NUM_VISUAL_TOKENS
-from tests.documents import write_workload
+from tests.sample_documents import write_workload
 
 TOLERANCE = 1e-5 * 16  # 1e-5 of the logits, which reach 16 in the tiny pair
 SMALL = ForestBounds(depth=4, num_proposals=5, width=5)

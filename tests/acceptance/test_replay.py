@@ -27,7 +27,7 @@ from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.wetap import WetapPolicy
 from autotune.workloads.workload import Workload, WorkloadPrompt
-from tests.documents import DRAFT, cost_table, forest_of, free_prices, header, random_trace
+from tests.sample_documents import DRAFT, cost_table, forest_of, free_prices, header, random_trace
 
 KEEPS = (1.0, 0.5, 0.1)
 DEPTH = 12

@@ -13,7 +13,7 @@ from autotune.acceptance.trace import Trace
 from autotune.errors import UserError
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
-from tests.documents import DRAFT, cost_table, random_trace
+from tests.sample_documents import DRAFT, cost_table, random_trace
 
 TREES: list[dict[str, Any]] = [
     {"policy": "chain", "depth": 3},

@@ -10,7 +10,7 @@ import pytest
 
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, agreement, join, load_trace, save_trace
 from autotune.errors import UserError
-from tests.documents import forest_of, header, random_trace
+from tests.sample_documents import forest_of, header, random_trace
 
 # Two answers, two children a node. Ranks of the answer's next tokens: 0, 1 | 0, none.
 FIRST = forest_of([1, 2, 3], [[(2, 0.6, 2), (9, 0.3, -1)], [(8, 0.5, -1), (3, 0.4, -1)], [(3, 0.9, -1), (9, 0.1, -1)]])

@@ -21,8 +21,8 @@ from autotune.check.sequential import Design
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference
 from autotune.errors import NotComparable, UserError
-from tests.check.documents import prompt_evidence
-from tests.documents import DEVICE, PROVENANCE, TARGET
+from tests.check.sample_documents import prompt_evidence
+from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
 ELSEWHERE = Fingerprint(name="slate", kind="cpu", model="A slate", num_cores=1, memory_bytes=1)
 

@@ -10,7 +10,7 @@ from autotune.check.exact import Counts, compare, judge, plain_steps
 from autotune.check.launch import Decoded
 from autotune.check.result import COUNTS, Gate
 from autotune.trees.fallback import RoundPrice
-from tests.check.documents import prompt_evidence
+from tests.check.sample_documents import prompt_evidence
 
 PRICE = RoundPrice(round_steps=1.2, level_steps=0.1, node_steps=0.02)
 

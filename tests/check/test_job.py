@@ -20,7 +20,7 @@ from autotune.documents.decoding_profile import DecodingProfile, Evidence, load_
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable, UserError
-from autotune.evaluation.profile_runner import TUNED, ProfileRunner
+from autotune.evaluation.profile_runner import TUNED, ProfileArmRunner
 from autotune.files import read_json, read_lines
 from autotune.modeling import loading
 from autotune.modeling.loading import reference
@@ -28,7 +28,7 @@ from autotune.runtime import host_rounds
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.verification import WetapVerification, accept_path
 from tests.conftest import Pair
-from tests.documents import DEVICE, decoding_profile, write_workload
+from tests.sample_documents import DEVICE, decoding_profile, write_workload
 
 
 @pytest.fixture
@@ -69,13 +69,13 @@ def test_equal_outputs_pass(world: Path) -> None:
 def test_another_output_fails_a_profile_that_promises_the_target_s(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = ProfileRunner.decode
+    decode = ProfileArmRunner.decode
 
-    def wrong(self: ProfileRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
+    def wrong(self: ProfileArmRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
         tokens, stats = decode(self, arm, inputs, prompt)
         return (tokens if arm.name != TUNED else [*tokens[:-1], 0]), stats
 
-    monkeypatch.setattr(ProfileRunner, "decode", wrong)
+    monkeypatch.setattr(ProfileArmRunner, "decode", wrong)
     found = check("lossless.json")
     assert found.exit_code == 1 and found.verdict == "failed: the output is not that of plain decoding"
 
@@ -96,13 +96,13 @@ def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
     assert (found.verdict, found.exit_code, gate(found, "lossless").verdict) == ("passed", 0, "warned")
     assert "output differs at token" in capsys.readouterr().err
 
-    decode = ProfileRunner.decode
+    decode = ProfileArmRunner.decode
 
-    def wrong(self: ProfileRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
+    def wrong(self: ProfileArmRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
         tokens, stats = decode(self, arm, inputs, prompt)
         return (tokens if arm.name != TUNED else [*tokens[:3], 5, *tokens[4:]]), stats
 
-    monkeypatch.setattr(ProfileRunner, "decode", wrong)
+    monkeypatch.setattr(ProfileArmRunner, "decode", wrong)
     found = check("lossless.json", num_prompts=6)
     assert found.exit_code == 1 and any(": not a tie" in divergence for divergence in found.workloads[0].divergences)
 
@@ -158,13 +158,13 @@ def test_only_outputs_of_lossless_points_must_be_the_target_s(world: Path, monke
     found = check("points.json")
     (workload,) = found.workloads
     assert (found.exit_code, workload.identical_outputs, found.lossless, workload.divergences) == (0, 1, False, [])
-    decode = ProfileRunner.decode
+    decode = ProfileArmRunner.decode
 
-    def wrong(self: ProfileRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
+    def wrong(self: ProfileArmRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
         tokens, stats = decode(self, arm, inputs, prompt)
         return (tokens if arm.name != TUNED else [*tokens[:-1], 0]), stats
 
-    monkeypatch.setattr(ProfileRunner, "decode", wrong)
+    monkeypatch.setattr(ProfileArmRunner, "decode", wrong)
     found = check("points.json")
     assert found.exit_code == 1 and [one.split(": ")[0] for one in found.workloads[0].divergences] == [
         "workload.jsonl:2"
@@ -175,15 +175,15 @@ def test_a_check_counts_by_the_point_of_each_prompt(world: Path, monkeypatch: py
     """A lossy point accepts whatever is drafted, and takes fewer rounds than the lossless one on the same prompt."""
     write_points(world, "strict", "loose")
     runs: dict[str, Any] = {}
-    run = ProfileRunner.run
+    run = ProfileArmRunner.run
 
-    def noted(self: ProfileRunner, arm: Any, prompt: Any) -> Any:
+    def noted(self: ProfileArmRunner, arm: Any, prompt: Any) -> Any:
         found = run(self, arm, prompt)
         if arm.name == TUNED:
             runs[prompt.settings.task] = found
         return found
 
-    monkeypatch.setattr(ProfileRunner, "run", noted)
+    monkeypatch.setattr(ProfileArmRunner, "run", noted)
     check("points.json")
     assert runs["loose"].rounds < runs["strict"].rounds == len(runs["strict"].accepted_lengths)
 
@@ -375,7 +375,7 @@ def test_equal_sides_need_no_timing(world: Path, workers: type[InProcess]) -> No
     assert found.exit_code == 0 and verdicts(found)["counts of the base"] == "passed"
     assert "nothing to time" in gate(found, "time against the base").summary
     assert workers.launched == ["base"], "once, to count"
-    for number, steps in enumerate(({"threads": 3}, {"runner": "fixed"}, {"buckets": (1, 8, 64)})):
+    for number, steps in enumerate(({"threads": 3}, {"mode": "fixed"}, {"capture_sizes": (1, 8, 64)})):
         changed(world, f"{number}.json", **steps)
         found = check("lossless.json", against=f"{number}.json")
         assert verdicts(found)["counts of the base"] == "passed", "the same trees"

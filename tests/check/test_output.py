@@ -9,7 +9,7 @@ import pytest
 
 from autotune.check.output import SUMMARY_FILE, add_to_step_summary, github, junit, markdown, write_outputs
 from autotune.check.result import Gate, verdict_of
-from tests.check.documents import check_result, gate
+from tests.check.sample_documents import check_result, gate
 
 GATES = [
     gate("passed", "lossless"),

@@ -19,7 +19,7 @@ from autotune.documents.decoding_profile import load_profile, save_profile
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from tests.conftest import Inputs, Pair
-from tests.documents import decoding_profile
+from tests.sample_documents import decoding_profile
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_it_says_what_decoding_took(profile: Path, prompts: dict[str, Inputs], t
 
 def test_plain_decoding_steps_as_the_profile_does(profile: Path) -> None:
     """By its runner, sizes and threads: an eager baseline would flatter a compiled draft."""
-    steps = {"runner": "fixed", "buckets": (1, 8, 64), "threads": 1}
+    steps = {"mode": "fixed", "capture_sizes": (1, 8, 64), "threads": 1}
     save_profile(profile, load_profile(profile).model_copy(update=steps))
     side = worker.Side(str(profile), "cpu")
     assert (

@@ -22,7 +22,7 @@ from autotune.documents.configuration import PUBLISHED_DEFAULTS
 from autotune.documents.decoding_profile import load_profile, save_profile
 from autotune.modeling.loading import reference
 from tests.conftest import Pair, new_llama
-from tests.documents import decoding_profile, write_image, write_workload
+from tests.sample_documents import decoding_profile, write_image, write_workload
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -24,7 +24,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Workload, load_workload
 from tests.conftest import NUM_VISUAL_TOKENS, Pair
-from tests.documents import write_image, write_workload
+from tests.sample_documents import write_image, write_workload
 
 SETTINGS = ProfileSettings(
     kv_lengths=(32, 64, 128), held_out_kv_length=48, min_samples=2, max_samples=2, retries=0, time_limit_s=5
@@ -81,7 +81,7 @@ def sizes(surface: Surface) -> set[tuple[int, int]]:
 def test_every_surface_is_a_grid_with_points_held_out(table: CostTable) -> None:
     """Of the sizes that every grid has, at least, and of all those that test it."""
     coarse = {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)}
-    for surface in (table.verify, table.drafts[0].commit, table.drafts[0].propose):
+    for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
         assert coarse <= sizes(surface) <= {(n, m) for n in TOKENS for m in SETTINGS.kv_lengths}
         assert {(p.tokens, p.kv_length) for p in surface.held_out} == set(SETTINGS.held_out)
         surface.latency_ms(np.array([1.0, TOKENS[-1]]), np.array([16.0, 128.0]), model="linear")  # a full grid
@@ -90,9 +90,9 @@ def test_every_surface_is_a_grid_with_points_held_out(table: CostTable) -> None:
 
 
 def test_every_part_has_a_held_out_error(table: CostTable, pair: Pair) -> None:
-    of_draft = [f"{pair.draft_folder}: {part}" for part in ("commit", "propose", "prefill", "overhead")]
+    of_draft = [f"{pair.draft_folder}: {part}" for part in ("draft_first", "draft_level", "prefill", "overhead")]
     assert list(table.held_out_errors) == ["decode", "verify", "prefill", *of_draft]
-    for surface in (table.decode, table.verify, table.drafts[0].commit, table.drafts[0].propose):
+    for surface in (table.decode, table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
         assert set(surface.errors) == {"linear", "steps"}
         assert surface.held_out_error == min(surface.errors.values())
 
@@ -107,7 +107,7 @@ def test_a_table_knows_the_shapes_of_its_models(table: CostTable) -> None:
 
 def test_every_sample_is_kept_and_takes_time(table: CostTable) -> None:
     costs = table.drafts[0]
-    for surface in (table.verify, costs.commit, costs.propose, table.decode):
+    for surface in (table.verify, costs.draft_first, costs.draft_level, table.decode):
         for point in [*surface.points, *surface.examined, *surface.held_out]:
             assert len(point.samples_ms) >= SETTINGS.min_samples and min(point.samples_ms) > 0
     overhead = costs.overhead
@@ -180,11 +180,11 @@ def test_prepared_sizes_are_the_sizes_measured(
         decoder.target, "forward", lambda tokens, *rest: (sizes.add(len(tokens)), forward(tokens, *rest))[1]
     )
     monkeypatch.setattr("autotune.cost.profiler.overhead_runs", lambda *_, **__: [])
-    settings = replace(SETTINGS, buckets=(4, 9))
+    settings = replace(SETTINGS, capture_sizes=(4, 9))
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     table = profile(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)
-    assert table.buckets == (4, 9) and sizes == {1, 4, 9}, "1 is the plain step"
-    for surface in (table.verify, table.drafts[0].commit, table.drafts[0].propose):
+    assert table.capture_sizes == (4, 9) and sizes == {1, 4, 9}, "1 is the plain step"
+    for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
         assert {p.tokens for p in (*surface.points, *surface.examined, *surface.held_out)} == {4, 9}
 
 
@@ -199,9 +199,9 @@ def test_slicing_shows_in_the_rows(pair: Pair, workload: Workload, processor: An
     rows = [table.costs_of(references[1], subnet) for subnet in (Subnet(), Subnet(heads=0.5))]
     assert [row.heads for row in rows] == [None, 0.5]
     # Three blocks of 4 or 2 heads of 8 numbers, keys and values, 4 bytes each.
-    assert [row.cache_bytes_per_token for row in rows] == [3 * 2 * 4 * 8 * 4, 3 * 2 * 2 * 8 * 4]
+    assert [row.kv_bytes_per_token for row in rows] == [3 * 2 * 4 * 8 * 4, 3 * 2 * 2 * 8 * 4]
     assert rows[0].num_parameters - rows[1].num_parameters == 3 * 4 * 2 * 8 * 32
-    assert all((129, 128) in sizes(row.propose) for row in rows)
+    assert all((129, 128) in sizes(row.draft_level) for row in rows)
     seen = next(prompt for prompt in workload.prompts if prompt.pixels).inputs(processor)
     lengths = []
     for keep in (1.0, 0.1):

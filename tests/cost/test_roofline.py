@@ -11,7 +11,7 @@ from autotune.cost.table import CostTable, ModelShape
 from autotune.device import short_name
 from autotune.documents.subnet import Subnet
 from autotune.files import dump_document
-from tests.documents import DRAFT, TARGET
+from tests.sample_documents import DRAFT, TARGET
 
 # One layer of a billion parameters in two bytes, a kilobyte of keys and values for a token.
 SHAPE = ModelShape(
@@ -97,8 +97,8 @@ def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
     (costs,) = table.drafts
     costs = costs.model_copy(
         update={
-            "commit": surface(draft, costs.commit),
-            "propose": surface(draft, costs.propose),
+            "draft_first": surface(draft, costs.draft_first),
+            "draft_level": surface(draft, costs.draft_level),
             "overhead": costs.overhead.model_copy(update={"round_ms": 0.7}),
         }
     )
@@ -150,7 +150,7 @@ def test_an_estimate_goes_by_what_is_measured_on_the_device() -> None:
     assert step(anchored_table) == pytest.approx(2 * step(estimate()), rel=0.01)
     strangers = [
         measured_table(slow, precision="float32"),
-        measured_table(slow, runner="graph"),
+        measured_table(slow, mode="cuda-graph"),
         measured_table(slow, estimated=True),
         measured_table(slow, target_shape=None),
     ]

@@ -46,14 +46,14 @@ class Bench:
     def __init__(
         self,
         verify: Latency = straight,
-        propose: Latency = draft_level,
+        draft_level: Latency = draft_level,
         *,
         speed: Callable[[float], float] = lambda seconds: 1.0,
         noise: Callable[[], float] = lambda: 0.0,
         log: list[tuple[Any, ...]] | None = None,
         name: str = "draft",
     ) -> None:
-        self.verify, self.propose, self.speed, self.noise = verify, propose, speed, noise
+        self.verify, self.draft_level, self.speed, self.noise = verify, draft_level, speed, noise
         self.log: list[tuple[Any, ...]] = [] if log is None else log
         self.name = name
         self.seconds = 0.0
@@ -70,11 +70,11 @@ class Bench:
     def verify_ms(self, tokens: int, kv_length: int) -> float:
         return self._take(self.verify(tokens, kv_length), "verify", tokens, kv_length)
 
-    def commit_ms(self, tokens: int, kv_length: int) -> float:
-        return self._take(1.5 * self.propose(tokens, kv_length), "commit", tokens, kv_length, self.name)
+    def draft_first_ms(self, tokens: int, kv_length: int) -> float:
+        return self._take(1.5 * self.draft_level(tokens, kv_length), "draft_first", tokens, kv_length, self.name)
 
-    def propose_ms(self, tokens: int, kv_length: int) -> float:
-        return self._take(self.propose(tokens, kv_length), "propose", tokens, kv_length, self.name)
+    def draft_level_ms(self, tokens: int, kv_length: int) -> float:
+        return self._take(self.draft_level(tokens, kv_length), "draft_level", tokens, kv_length, self.name)
 
 
 def measured(*benches: Bench, **changes: Any) -> Sampler:
@@ -105,7 +105,7 @@ def worst_error(surface: Surface, truth: Latency, lengths: Sequence[int] = (32, 
 def test_a_straight_surface_keeps_its_coarse_grid() -> None:
     """Which costs a fraction of the finest one."""
     sampler = measured(Bench())
-    for grid, truth in ((sampler.verify, straight), (sampler.proposes[0], draft_level)):
+    for grid, truth in ((sampler.verify, straight), (sampler.draft_levels[0], draft_level)):
         surface = grid.surface()
         assert tokens_of(surface) == list(COARSE_TOKENS) and lengths_of(surface) == [32, 128]
         assert worst_error(surface, truth) < 1e-9
@@ -170,7 +170,7 @@ def test_held_out_points_were_chosen_before_and_decide_nothing() -> None:
 
 def test_prepared_sizes_are_all_measured_and_nothing_between_them() -> None:
     log: list[tuple[Any, ...]] = []
-    sampler = measured(Bench(stepping, log=log), buckets=(4, 9, 24))
+    sampler = measured(Bench(stepping, log=log), capture_sizes=(4, 9, 24))
     surface = sampler.verify.surface()
     assert tokens_of(surface) == [4, 9, 24] and {p.tokens for p in surface.held_out} == {4, 9, 24}
     assert {entry[1] for entry in log if entry[0] != "decode"} == {4, 9, 24}
@@ -184,11 +184,11 @@ def test_rounds_are_in_the_order_of_decoding() -> None:
     log: list[tuple[Any, ...]] = []
     measured(*(Bench(log=log, name=name) for name in ("a", "b")))
     for before, now in pairwise(log):
-        if now[0] == "commit":
+        if now[0] == "draft_first":
             assert before[0] == "verify"
-        if now[0] == "propose":
-            assert before[0] in ("commit", "propose") and before[3] == now[3]
-    assert {now[3] for before, now in pairwise(log) if now[0] == "commit"} == {"a", "b"}
+        if now[0] == "draft_level":
+            assert before[0] in ("draft_first", "draft_level") and before[3] == now[3]
+    assert {now[3] for before, now in pairwise(log) if now[0] == "draft_first"} == {"a", "b"}
 
 
 def test_rounds_to_spare_verify_what_scatters() -> None:
@@ -198,7 +198,7 @@ def test_rounds_to_spare_verify_what_scatters() -> None:
     most, found = SETTINGS.max_samples, scattered.verify.samples.values()
     assert all(len(samples) >= most or standard_error(samples) <= SETTINGS.settled for samples in found)
     assert np.mean([len(samples) for samples in found]) > 1.5 * most
-    assert all(len(samples) <= most for grid in scattered.commits for samples in grid.samples.values())
+    assert all(len(samples) <= most for grid in scattered.draft_firsts for samples in grid.samples.values())
 
 
 def test_the_target_is_measured_once_whoever_drafts() -> None:
@@ -207,7 +207,7 @@ def test_the_target_is_measured_once_whoever_drafts() -> None:
     for num_drafts in (1, 7):
         sampler = measured(*(Bench() for _ in range(num_drafts)))
         counts.append({size: len(samples) for size, samples in sampler.verify.samples.items()})
-        assert all(len(grid.surface().points) == 12 for grid in (*sampler.commits, *sampler.proposes))
+        assert all(len(grid.surface().points) == 12 for grid in (*sampler.draft_firsts, *sampler.draft_levels))
     assert counts[0] == counts[1]
 
 
@@ -216,10 +216,10 @@ def test_sizes_come_in_random_order_and_drafts_take_turns() -> None:
     benches = [Bench(log=log, name=name) for name in "ab"]
     sampler = Sampler(benches, SETTINGS, clock=lambda: 0.0)
     sampler.run()
-    commits = [entry for entry in log if entry[0] == "commit"]
-    first = [entry[1:3] for entry in commits if entry[3] == "a"][: len(COARSE_TOKENS) * 2]
+    draft_firsts = [entry for entry in log if entry[0] == "draft_first"]
+    first = [entry[1:3] for entry in draft_firsts if entry[3] == "a"][: len(COARSE_TOKENS) * 2]
     assert first != sorted(first) and len(set(first)) == len(first), "a sweep visits no size twice"
-    turns = [entry[3] for entry in commits][:30]
+    turns = [entry[3] for entry in draft_firsts][:30]
     assert turns != sorted(turns) and 5 < turns.count("a") < 25
 
 
@@ -237,7 +237,7 @@ def test_the_first_time_at_a_size_does_not_count() -> None:
             return super()._take(100 * ms if is_cold else ms, *what)
 
     sampler = measured(Cold(), min_samples=1, max_samples=1)
-    for grid, truth in ((sampler.verify, straight), (sampler.proposes[0], draft_level)):
+    for grid, truth in ((sampler.verify, straight), (sampler.draft_levels[0], draft_level)):
         for (n, m), samples in grid.samples.items():
             assert samples == pytest.approx([truth(n, m)] * len(samples))
 
@@ -298,7 +298,7 @@ def throttled(begin: float, end: float, factor: float) -> Callable[[float], floa
 def test_throttled_samples_are_measured_again() -> None:
     """For a while everything takes half as long again: none of it is left in the table."""
     sampler = measured(Bench(speed=throttled(1.0, 3.0, 1.5)))
-    for grid, truth in ((sampler.verify, straight), (sampler.proposes[0], draft_level)):
+    for grid, truth in ((sampler.verify, straight), (sampler.draft_levels[0], draft_level)):
         for (n, m), samples in grid.samples.items():
             assert max(samples) < 1.4 * truth(n, m), (n, m)
             assert len(samples) >= SETTINGS.min_samples

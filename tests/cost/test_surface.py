@@ -14,7 +14,7 @@ import pytest
 from autotune.cost.surface import MODELS, Point, Surface
 from autotune.errors import UserError
 from autotune.files import write_document
-from tests.documents import cost_table, surface
+from tests.sample_documents import cost_table, surface
 
 REPOSITORY = Path(__file__).parents[2]
 # Latencies typed in: rows are 1, 2 and 8 tokens, columns KV lengths of 100 and 300.

@@ -14,7 +14,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import dump_document, parse, read_json, write_document
-from tests.documents import DEVICE, DRAFT, TARGET, cost_table, surface
+from tests.sample_documents import DEVICE, DRAFT, TARGET, cost_table, surface
 
 
 def test_prefill_coefficients_are_recovered() -> None:
@@ -87,7 +87,7 @@ def test_prices_are_read_off_the_surfaces() -> None:
     table = cost_table()
     prices = table.prices(DRAFT, max_tokens=10, max_kv_length=100)
     num_bins = 100 // KV_STEP + 2  # the last one begins at 112
-    assert prices.commit_ms.shape == prices.draft_ms.shape == prices.verify_ms.shape == (
+    assert prices.draft_first_ms.shape == prices.draft_ms.shape == prices.verify_ms.shape == (
         11,
         num_bins,
     ) and prices.decode_ms.shape == (num_bins,)
@@ -96,14 +96,14 @@ def test_prices_are_read_off_the_surfaces() -> None:
     # KV lengths 32 to 47 are priced at 40.
     assert prices.verify_ms[5, 2] == pytest.approx(1.0 + 0.02 * 5 + 0.001 * 40)
     assert prices.draft_ms[10, 2] == pytest.approx(0.2 + 0.01 * 10 + 0.0001 * 40)
-    assert prices.commit_ms[10, 2] == pytest.approx(0.3 + 0.01 * 10 + 0.0001 * 40)
+    assert prices.draft_first_ms[10, 2] == pytest.approx(0.3 + 0.01 * 10 + 0.0001 * 40)
     assert prices.decode_ms[2] == pytest.approx(1.0 + 0.001 * 40)
     assert (prices.overhead_round_ms, prices.overhead_level_ms, prices.overhead_node_ms) == (0.05, 0.01, 0.0)
     assert prices.draft_prefill == table.drafts[0].prefill
 
 
 def test_a_prepared_size_costs_as_much_as_what_it_is_filled_up_to() -> None:
-    table = cost_table().model_copy(update={"buckets": (3, 8)})
+    table = cost_table().model_copy(update={"capture_sizes": (3, 8)})
     rounded, exact = (t.prices(DRAFT, max_tokens=8, max_kv_length=200) for t in (table, cost_table()))
     for n in range(1, 9):
         size = 3 if n <= 3 else 8
@@ -165,7 +165,7 @@ def test_every_part_has_its_error_under_its_name() -> None:
     """Those that were tested; heads tell subnets apart."""
     tested = surface(lambda n, m: 1.0 + n, held_out=[(5, 100)]).with_best_model()
     (costs,) = cost_table().drafts
-    half = costs.model_copy(update={"heads": 0.5, "commit": tested, "propose": tested})
+    half = costs.model_copy(update={"heads": 0.5, "draft_first": tested, "draft_level": tested})
     overhead = {"overhead": Overhead(round_ms=1, level_ms=0, held_out_error=0.25)}
     costs, half = costs.model_copy(update=overhead), half.model_copy(update=overhead)
     table = cost_table(verify=tested, drafts=[costs, half])
@@ -258,7 +258,7 @@ def test_tables_of_the_version_before_are_still_read(tmp_path: Path) -> None:
     del costs["overhead"]["samples"], costs["overhead"]["held_out_error"]
     for prefill in (content["prefill"], costs["prefill"]):
         del prefill["held_out_error"]
-    for part in (content["decode"], content["verify"], costs["commit"], costs["propose"]):
+    for part in (content["decode"], content["verify"], costs["draft_first"], costs["draft_level"]):
         del part["examined"], part["model"], part["errors"]
     assert parse(CostTable, "cost-table", content, source=path) == cost_table()
 

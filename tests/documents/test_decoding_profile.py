@@ -20,7 +20,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
 from autotune.trees.sage import SagePolicy
 from tests.conftest import Inputs, Pair
-from tests.documents import DEVICE, decoding_profile
+from tests.sample_documents import DEVICE, decoding_profile
 
 SAGE = {"policy": "sage", "d_max": 6, "n_max": 20}
 

@@ -26,8 +26,8 @@ def compressor(gate: str = "select", **changes: int) -> Compressor:
 
 def test_pruning_keeps_tokens_as_they_are(rows: Tensor) -> None:
     """At random in training, at even distances when decoding, so that every run and every replay sees the same."""
-    found, places = compressor().operate("prune", rows, PLACES, None)
-    assert torch.equal(found, rows[[4, 9]]) and places.tolist() == [7, 24]
+    found, positions = compressor().operate("prune", rows, PLACES, None)
+    assert torch.equal(found, rows[[4, 9]]) and positions.tolist() == [7, 24]
     drawn = [compressor().operate("prune", rows, PLACES, torch.Generator().manual_seed(seed)) for seed in range(20)]
     assert {len(one) for one, _ in drawn} == {2}
     assert len({tuple(at.tolist()) for _, at in drawn}) > 10
@@ -36,24 +36,24 @@ def test_pruning_keeps_tokens_as_they_are(rows: Tensor) -> None:
 
 
 def test_pooling_is_the_mean_of_neighbours(rows: Tensor) -> None:
-    found, places = compressor().operate("pool", rows, PLACES, None)
+    found, positions = compressor().operate("pool", rows, PLACES, None)
     last = torch.cat([rows[8:], rows[9:], rows[9:]])  # filled up by the last token
     torch.testing.assert_close(found, torch.stack([rows[:4].mean(0), rows[4:8].mean(0), last.mean(0)]))
-    assert places.tolist() == [6, 22, 24]
+    assert positions.tolist() == [6, 22, 24]
 
 
 def test_convolution_mixes_neighbours(rows: Tensor) -> None:
     made = compressor()
-    found, places = made.operate("convolve", rows, PLACES, None)
-    assert made.convolution is not None and places.tolist() == [5, 20, 23, 24]
+    found, positions = made.operate("convolve", rows, PLACES, None)
+    assert made.convolution is not None and positions.tolist() == [5, 20, 23, 24]
     by_hand = torch.einsum("ock,kc->o", made.convolution.weight, rows[3:6]) + made.convolution.bias
     torch.testing.assert_close(found[1], by_hand)
 
 
 def test_the_resampler_is_one_cross_attention(rows: Tensor) -> None:
     made = compressor()
-    found, places = made.operate("resample", rows, PLACES, None)
-    assert made.queries is not None and made.keys_values is not None and places.tolist() == [24, 24]
+    found, positions = made.operate("resample", rows, PLACES, None)
+    assert made.queries is not None and made.keys_values is not None and positions.tolist() == [24, 24]
     keys, values = made.keys_values(rows).chunk(2, -1)
     torch.testing.assert_close(found, (made.queries @ keys.T / HIDDEN**0.5).softmax(-1) @ values)
 
@@ -62,9 +62,9 @@ def test_the_resampler_is_one_cross_attention(rows: Tensor) -> None:
 @pytest.mark.parametrize("name", ["prune", "pool", "convolve", "resample", "text_only"])
 def test_few_tokens_are_condensed_as_well(rows: Tensor, name: str, count: int) -> None:
     """Less than a group: one row."""
-    found, places = compressor().operate(name, rows[:count], PLACES[:count], None)
-    assert len(found) == len(places) == {"resample": 2, "text_only": 0}.get(name, 1)
-    assert found.isfinite().all() and set(places.tolist()) <= {int(PLACES[count - 1])}
+    found, positions = compressor().operate(name, rows[:count], PLACES[:count], None)
+    assert len(found) == len(positions) == {"resample": 2, "text_only": 0}.get(name, 1)
+    assert found.isfinite().all() and set(positions.tolist()) <= {int(PLACES[count - 1])}
 
 
 def test_selection_follows_the_gate(rows: Tensor) -> None:
@@ -104,24 +104,24 @@ def test_weighing_adds_up_operators_of_one_ratio(rows: Tensor) -> None:
     made = compressor("weigh", weigh_ratio=3)
     assert made.gate is not None
     question = torch.randn(HIDDEN)
-    found, places = made(rows, PLACES, question)
+    found, positions = made(rows, PLACES, question)
     weights = made.gate(question).softmax(-1)
     parts = [made.operate(name, rows, PLACES, None)[0] for name in ("prune", "pool", "convolve")]
     torch.testing.assert_close(found, sum(w * part for w, part in zip(weights, parts, strict=True)))
-    assert places.tolist() == [5, 20, 23, 24]
+    assert positions.tolist() == [5, 20, 23, 24]
 
 
 def test_concatenation_keeps_every_operator_in_its_place(rows: Tensor) -> None:
     made = compressor("concatenate")
     assert made.gate is None
-    found, places = made(rows, PLACES, torch.randn(HIDDEN))
-    assert len(found) == 2 + 3 + 4 + 2 and places.tolist() == sorted(places.tolist())
+    found, positions = made(rows, PLACES, torch.randn(HIDDEN))
+    assert len(found) == 2 + 3 + 4 + 2 and positions.tolist() == sorted(positions.tolist())
     assert any(torch.equal(one, rows[4]) for one in found), "a pruned token is one of them"
 
 
 def test_without_a_gate_tokens_stay(rows: Tensor) -> None:
-    found, places = compressor("none")(rows, PLACES, torch.randn(HIDDEN))
-    assert found is rows and places is PLACES
+    found, positions = compressor("none")(rows, PLACES, torch.randn(HIDDEN))
+    assert found is rows and positions is PLACES
 
 
 def test_the_ratios_are_the_papers() -> None:

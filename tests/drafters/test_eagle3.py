@@ -23,7 +23,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree
 from tests.conftest import VOCABULARY_SIZE, Inputs, Pair
-from tests.documents import free_prices, header
+from tests.sample_documents import free_prices, header
 from tests.obvious import tokens_to
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, MLP = 32, 4, 2, 8, 48
@@ -207,7 +207,7 @@ def test_proposals_equal_eagles_algorithm(
 def test_decoding_is_lossless_and_replayed(pair: Pair, prompts: dict[str, Inputs], tmp_path: Path, kind: str) -> None:
     target = Target(pair.target)
     draft = load_draft(str(write_head(tmp_path / "head", kind)), target)
-    assert isinstance(draft, FeatureDraft) and draft.reads == (1, 2, 3) and draft.subnet == Subnet()
+    assert isinstance(draft, FeatureDraft) and draft.aux_layers == (1, 2, 3) and draft.subnet == Subnet()
     bounds = ForestBounds(depth=4, num_proposals=8, width=64, floor=1e-9, beam=16)
     for inputs in prompts.values():
         plain = Decoder(target).generate(**inputs, max_new_tokens=16)
@@ -216,7 +216,8 @@ def test_decoding_is_lossless_and_replayed(pair: Pair, prompts: dict[str, Inputs
         length = inputs["input_ids"].shape[1]
         answer = Answer(plain.sequences[0, length:].tolist(), length, [])
         trace = join(
-            header(1, bounds=bounds, reads=draft.reads), [record_forest(target, draft, inputs, answer, bounds)]
+            header(1, bounds=bounds, aux_layers=draft.aux_layers),
+            [record_forest(target, draft, inputs, answer, bounds)],
         )
         replayed = replay(trace, parse_policy(TREE), free_prices())
         assert replayed.missing[0] == 0 and replayed.accepted_lengths[0].tolist() == out.stats.accepted_lengths
@@ -226,7 +227,7 @@ def test_the_published_default_layers(pair: Pair, tmp_path: Path) -> None:
     """{2, L/2, L - 3}, where the config names none."""
     target = Target(pair.target)
     draft = load_draft(str(write_head(tmp_path / "head", "eagle3", eagle_aux_hidden_state_layer_ids=None)), target)
-    assert draft.reads == (2, 2, 1)
+    assert draft.aux_layers == (2, 2, 1)
 
 
 def rename(folder: Path, old: str, new: str) -> None:

@@ -26,7 +26,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree
 from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair
-from tests.documents import free_prices, header
+from tests.sample_documents import free_prices, header
 from tests.obvious import assert_same_logits, tokens_to
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 48}
@@ -83,7 +83,7 @@ class Stock:
         """Behind the last token of prompt, committed tokens and a path of nodes, of which only the features of the
         committed ones are the target's.
         """
-        network, (layer,) = self.draft.network, self.draft.reads
+        network, (layer,) = self.draft.network, self.draft.aux_layers
         ids = torch.cat([self.inputs["input_ids"], torch.tensor([committed], dtype=torch.long)], 1)
         extra = {n: v for n, v in self.inputs.items() if n not in ("input_ids", "attention_mask")}
         model = self.target.model
@@ -97,11 +97,11 @@ class Stock:
         is_visual = ids[0, kept] == model.config.image_token_id
         stream = network.fuse(embeddings[kept], features[kept])
         question = hidden[layer][0, length - 1]
-        prompt_stream, prompt_features, places, _ = network.condense(
+        prompt_stream, prompt_features, offsets, _ = network.condense(
             PromptRows(stream, features[kept], kept, is_visual), question
         )
         for depth in range(len(path) + 1):
-            rows = torch.cat([places, torch.arange(number, number + depth)])
+            rows = torch.cat([offsets, torch.arange(number, number + depth)])
             behind = features[number : number + depth]
             stream = torch.cat([prompt_stream, network.fuse(embeddings[number : number + depth], behind)])
             read = torch.cat([prompt_features, behind])
@@ -165,17 +165,17 @@ def test_proposals_equal_whole_forwards(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("buckets", [(), (4, 16, 32)])
+@pytest.mark.parametrize("capture_sizes", [(), (4, 16, 32)])
 @pytest.mark.parametrize("prompt", ["text", "image", "long"])
 def test_decoding_is_lossless(
-    pair: Pair, prompts: dict[str, Inputs], kind: str, prompt: str, buckets: tuple[int, ...]
+    pair: Pair, prompts: dict[str, Inputs], kind: str, prompt: str, capture_sizes: tuple[int, ...]
 ) -> None:
     target = Target(pair.target)
     draft = new_draft(kind, target)
     for settings in ({}, {"temperature": 1.0, "seed": 3}):
         expected = Decoder(target).generate(**prompts[prompt], max_new_tokens=32, **settings).sequences
         for keep, tree in zip((1.0, 0.5, 0.1), TREES, strict=True):
-            decoder = Decoder(target, draft, tree=tree, visual_keep=keep, buckets=buckets)
+            decoder = Decoder(target, draft, tree=tree, visual_keep=keep, capture_sizes=capture_sizes)
             actual = decoder.generate(**prompts[prompt], max_new_tokens=32, **settings).sequences
             assert actual.tolist() == expected.tolist()
 
@@ -187,9 +187,9 @@ def test_two_requests_in_turn_do_not_mix(pair: Pair, prompts: dict[str, Inputs])
     decoder.generate(**prompts["long"], max_new_tokens=24)
     again = decoder.generate(**prompts["image"], max_new_tokens=24)
     assert again.stats.accepted_lengths == first.stats.accepted_lengths
-    assert target.watched == (4,)
+    assert target.output_layers == (4,)
     Decoder(target).generate(**prompts["image"], max_new_tokens=2)
-    assert target.watched == (), "plain decoding pays for nobody's features"
+    assert target.output_layers == (), "plain decoding pays for nobody's features"
 
 
 def test_another_decoder_of_the_same_draft_disturbs_nothing(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -223,7 +223,7 @@ def test_replay_counts_the_rounds_of_decoding(pair: Pair, prompts: dict[str, Inp
         answer = Answer(tokens, len(read), [] if scores is None else scores.tolist())
         draft.visual_keep = 0.5
         part = record_forest(target, draft, inputs, answer, bounds)
-        trace = join(header(1, bounds=bounds, subnet=draft.subnet, reads=draft.reads), [part])
+        trace = join(header(1, bounds=bounds, subnet=draft.subnet, aux_layers=draft.aux_layers), [part])
         for tree in TREES:
             stats = Decoder(target, draft, tree=tree, visual_keep=0.5).generate(**inputs, max_new_tokens=24).stats
             replayed = replay(trace, parse_policy(tree), free_prices())

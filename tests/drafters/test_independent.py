@@ -139,9 +139,11 @@ def logits_with_pruned_image(model: Any, inputs: Inputs, kept_visual: list[int],
     of which the kept ones are selected together with their positions; one forward, no cache."""
     ids = inputs["input_ids"]
     embeddings = model.get_input_embeddings()(ids)
-    places = (ids[0] == model.config.image_token_id).nonzero().squeeze(1)
-    embeddings[0, places] = torch.cat(list(model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output))
-    pruned = set(places.tolist()) - {int(places[visual]) for visual in kept_visual}
+    offsets = (ids[0] == model.config.image_token_id).nonzero().squeeze(1)
+    embeddings[0, offsets] = torch.cat(
+        list(model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output)
+    )
+    pruned = set(offsets.tolist()) - {int(offsets[visual]) for visual in kept_visual}
     kept = [place for place in range(ids.shape[1]) if place not in pruned]
     embeddings = torch.cat([embeddings[:, kept], model.get_input_embeddings()(torch.tensor([tokens]))], 1)
     positions = torch.tensor([[*kept, *range(ids.shape[1], ids.shape[1] + len(tokens))]])

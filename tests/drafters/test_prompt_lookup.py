@@ -49,16 +49,16 @@ def proposed(draft: PromptLookupDraft, token: int, num_proposals: int) -> list[t
 def rescan(committed: list[int], context: list[int], *, max_ngram: int, never: int | None) -> list[tuple[int, float]]:
     """The obvious way: look at every place of the text, for the longest n-gram first."""
     for length in range(min(max_ngram, len(context)), 0, -1):
-        places = [
+        offsets = [
             end
             for end in range(length, len(committed))
             if committed[end - length : end] == context[-length:] and committed[end] != never
         ]
-        if places:
-            counts = Counter(committed[place] for place in places)
-            last = {committed[place]: place for place in places}
+        if offsets:
+            counts = Counter(committed[place] for place in offsets)
+            last = {committed[place]: place for place in offsets}
             best = sorted(counts, key=lambda token: (-counts[token], -last[token]))
-            return [(token, counts[token] / len(places)) for token in best]
+            return [(token, counts[token] / len(offsets)) for token in best]
     return []
 
 

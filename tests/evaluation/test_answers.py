@@ -16,7 +16,7 @@ from autotune.modeling.loading import reference
 from autotune.trees.verification import WetapVerification
 from autotune.workloads.workload import Prompt, WorkloadPrompt
 from tests.conftest import Pair
-from tests.documents import decoding_profile, write_workload
+from tests.sample_documents import decoding_profile, write_workload
 
 
 @pytest.fixture

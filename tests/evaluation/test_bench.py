@@ -22,14 +22,14 @@ from autotune.evaluation import runner as runner_module
 from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP
 from autotune.evaluation.bench import choose_arms, known_arms, print_arms, print_tasks, run_bench, speedups_by_task
 from autotune.evaluation.profile_runner import TUNED
-from autotune.evaluation.runner import AR, Runner
-from autotune.evaluation.summary import summarise
+from autotune.evaluation.runner import AR, ArmRunner
+from autotune.evaluation.summary import summarize
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
 from tests.conftest import VOCABULARY_SIZE, Pair
-from tests.documents import decoding_profile, write_image, write_workload
+from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.evaluation.test_runner import run
 
 BLIND = "generate gives the draft no image, so that it drafts blind"
@@ -145,19 +145,19 @@ def prompts(world: Path, monkeypatch: pytest.MonkeyPatch) -> Workload:
     return load_workload("workload.jsonl", "evaluate")
 
 
-def reason_against_assisted(runner: Runner, prompts: Workload) -> str | None:
+def reason_against_assisted(runner: ArmRunner, prompts: Workload) -> str | None:
     chosen = choose_arms([AR, HF_ASSISTED], runner, prompts)
     assert [arm.name for arm in chosen.arms] == [AR, *([] if chosen.unavailable else [HF_ASSISTED])]
     return chosen.unavailable.get(HF_ASSISTED)
 
 
 @pytest.fixture
-def runner(pair: Pair, processor: Any) -> Runner:
-    return Runner(Decoder(pair.target, pair.draft), processor)
+def runner(pair: Pair, processor: Any) -> ArmRunner:
+    return ArmRunner(Decoder(pair.target, pair.draft), processor)
 
 
 def test_assisted_generation_that_raises_is_left_out(
-    runner: Runner, prompts: Workload, monkeypatch: pytest.MonkeyPatch
+    runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it raises: the first line of it is the reason."""
 
@@ -183,7 +183,7 @@ def test_assisted_generation_that_raises_is_left_out(
     (torch.float32, 1.0, False),
 ])  # fmt: skip
 def test_assisted_generation_with_another_output_is_left_out(
-    runner: Runner,
+    runner: ArmRunner,
     prompts: Workload,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
@@ -208,22 +208,22 @@ def test_assisted_generation_with_another_output_is_left_out(
 
 
 def test_a_draft_that_is_no_model_cannot_assist(pair: Pair, processor: Any, prompts: Workload) -> None:
-    runner = Runner(Decoder(pair.target, PromptLookupDraft(VOCABULARY_SIZE)), processor)
+    runner = ArmRunner(Decoder(pair.target, PromptLookupDraft(VOCABULARY_SIZE)), processor)
     assert reason_against_assisted(runner, prompts) == (
         "the profile's draft is no model that generate takes as its assistant_model"
     )
 
 
-def test_both_kinds_of_prompt_are_tried(runner: Runner, prompts: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_kinds_of_prompt_are_tried(runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of each; a workload without images tries one."""
     tried: list[str] = []
-    original = Runner.decode
+    original = ArmRunner.decode
 
-    def noting(self: Runner, arm: Any, inputs: Any, prompt: WorkloadPrompt) -> Any:
+    def noting(self: ArmRunner, arm: Any, inputs: Any, prompt: WorkloadPrompt) -> Any:
         tried.append(f"{arm.name} {prompt.name}")
         return original(self, arm, inputs, prompt)
 
-    monkeypatch.setattr(Runner, "decode", noting)
+    monkeypatch.setattr(ArmRunner, "decode", noting)
     chosen = choose_arms([HF_ASSISTED], runner, prompts)
     assert sorted(tried) == sorted(f"{arm} workload.jsonl:{line}" for arm in (HF, HF_ASSISTED) for line in (1, 2))
     assert chosen.notes == {HF_ASSISTED: BLIND}
@@ -234,7 +234,7 @@ def test_both_kinds_of_prompt_are_tried(runner: Runner, prompts: Workload, monke
 def test_text_pairs_assist(text_pair: Pair, processor: Any) -> None:
     """A Llama with a Llama: no image, nothing to note."""
     prompt = WorkloadPrompt("text", Prompt(prompt="Count.", max_new_tokens=12), ())
-    runner = Runner(Decoder(Target(text_pair.target), text_pair.draft), processor)
+    runner = ArmRunner(Decoder(Target(text_pair.target), text_pair.draft), processor)
     chosen = choose_arms([HF_ASSISTED], runner, Workload("text", "evaluate", (prompt,)))
     assert [arm.name for arm in chosen.arms] == [HF_ASSISTED] and not chosen.notes and not chosen.unavailable
 
@@ -267,7 +267,7 @@ def test_the_tables_say_what_the_figures_say(capsys: pytest.CaptureFixture[str])
         run(100.0, tokens=101, rounds=25, target_prefill_ms=30.0, vision_ms=10.0, draft_prefill_ms=5.0, verify_ms=90.0),
     ]
     console = Console()
-    tuned = summarise(TUNED, runs, baseline)
+    tuned = summarize(TUNED, runs, baseline)
     unmeasured = dataclasses.replace(
         tuned, name="hf", outside_share=None, outside_us_per_round=None, tokens_per_round=None
     )

@@ -17,8 +17,8 @@ NEW_TOKENS = 24
 
 
 def on(abacus: Abacus, monkeypatch: pytest.MonkeyPatch) -> Abacus:
-    for place in (module, vision_timing):
-        monkeypatch.setattr(place, "now_ms", abacus.now_ms)
+    for variant in (module, vision_timing):
+        monkeypatch.setattr(variant, "now_ms", abacus.now_ms)
     return abacus
 
 

@@ -10,15 +10,15 @@ import pytest
 from autotune.documents.condition import Condition
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.evaluation.arms import HF, Arm
-from autotune.evaluation.profile_runner import TUNED, ProfileRunner, points_used
+from autotune.evaluation.profile_runner import TUNED, ProfileArmRunner, points_used
 from autotune.evaluation.runner import AR
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.points import Way
+from autotune.runtime.points import LoadedPoint
 from autotune.runtime.request import Call, Request
 from autotune.trees.fallback import RequestMemory
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
 from tests.conftest import Pair
-from tests.documents import decoding_profile
+from tests.sample_documents import decoding_profile
 from tests.runtime.test_control import DEAR, stranger
 
 PROMPTS = Workload(
@@ -32,19 +32,19 @@ PROMPTS = Workload(
 
 
 @pytest.fixture
-def runner(pair: Pair, processor: Any) -> ProfileRunner:
+def runner(pair: Pair, processor: Any) -> ProfileArmRunner:
     """Two points: a draft that never helps, and one that always does."""
     when = Condition(workload="hard")
-    ways = [Way(stranger(), fallback=DEAR, when=when), Way(pair.target, fallback=DEAR)]
+    points = [LoadedPoint(stranger(), fallback=DEAR, when=when), LoadedPoint(pair.target, fallback=DEAR)]
     point = decoding_profile().point
     profile: DecodingProfile = decoding_profile().model_copy(
         update={"points": [point.model_copy(update={"when": when}), point]}
     )
-    return ProfileRunner(Decoder(pair.target, ways=ways, processor=processor, profile=profile))
+    return ProfileArmRunner(Decoder(pair.target, points=points, processor=processor, profile=profile))
 
 
 def test_every_point_is_warmed_up_once_and_learns_nothing_of_it(
-    runner: ProfileRunner, monkeypatch: pytest.MonkeyPatch
+    runner: ProfileArmRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The useless draft loses time in two requests and is then left alone: had the warm-ups counted, after the first."""
     begun: list[int] = []
@@ -61,17 +61,17 @@ def test_every_point_is_warmed_up_once_and_learns_nothing_of_it(
     assert [run.point for run in runs] == [int(prompt.settings.task == "easy") for prompt in PROMPTS.prompts]
     assert runner.decoder.profile is not None
     assert points_used(runner.decoder.profile, runs) == "4 by point 0 (workload hard), 2 by point 1 (any request)"
-    assert runner.decoder.ways[1].fallback.memory.num_failed == 0
+    assert runner.decoder.points[1].fallback.memory.num_failed == 0
 
 
-def test_a_comparison_begins_with_nothing_learnt(runner: ProfileRunner) -> None:
+def test_a_comparison_begins_with_nothing_learnt(runner: ProfileArmRunner) -> None:
     first = runner.compare([Arm(TUNED)], PROMPTS)[TUNED]
-    assert runner.decoder.ways[0].fallback.memory != RequestMemory()
+    assert runner.decoder.points[0].fallback.memory != RequestMemory()
     again = runner.compare([Arm(TUNED)], PROMPTS)[TUNED]
     assert [run.draft_forwards for run in again] == [run.draft_forwards for run in first]
 
 
-def test_a_disturbed_run_teaches_nothing(runner: ProfileRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disturbed_run_teaches_nothing(runner: ProfileArmRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts are the same whether the machine was busy or not: the useless draft does not lose one request twice."""
     arms = [Arm(AR), Arm(HF), Arm(TUNED)]  # two of three say what is usual
     expected = runner.compare(arms, PROMPTS)[TUNED]

@@ -18,11 +18,11 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.evaluation import runner as runner_module
 from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP_ARM, Arm, Run
-from autotune.evaluation.runner import AR, SHAPE_TOKENS, Runner
-from autotune.evaluation.summary import bootstrap_ratio, speedup, summarise
+from autotune.evaluation.runner import AR, SHAPE_TOKENS, ArmRunner
+from autotune.evaluation.summary import bootstrap_ratio, speedup, summarize
 from autotune.runtime.decoder import Decoder
 from autotune.search.elimination import eliminate, surely_slower
-from autotune.trees.acceptance_counts import DraftHealth
+from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
 from tests.conftest import Pair
 
@@ -46,7 +46,7 @@ def run(decode_ms: float, *, tokens: int = 11, rounds: int = 5, output: str = "s
         target_forwards=rounds,
         draft_forwards=rounds,
         decode_ms=decode_ms,
-        health=DraftHealth().to_json(),
+        health=AcceptanceCounts().to_json(),
         **known,
     )
 
@@ -119,7 +119,7 @@ def test_a_summary_by_hand() -> None:
         ),
     ]
     baseline = [run(100.0, tokens=11, rounds=10), run(300.0, tokens=21, rounds=20)]
-    found = summarise("tuned", runs, baseline)
+    found = summarize("tuned", runs, baseline)
     assert (found.name, found.num_prompts, found.num_tokens) == ("tuned", 2, 30)
     assert found.speedup == speedup(runs, baseline) == pytest.approx(400 / 150)
     assert found.ci95 == pytest.approx((2.0, 3.0))
@@ -136,7 +136,7 @@ def test_a_lossy_arm_is_compared_per_token() -> None:
     """It stops after half of the tokens, at the same speed: no gain, neither pooled nor for a prompt."""
     baseline = [run(100.0, tokens=11), run(300.0, tokens=31)]
     lossy = [run(50.0, tokens=6, output="short"), run(150.0, tokens=16, output="short")]
-    found = summarise("lossy", lossy, baseline)
+    found = summarize("lossy", lossy, baseline)
     assert (found.speedup, found.median_speedup) == pytest.approx((1.0, 1.0))
     assert found.ci95 == pytest.approx((1.0, 1.0)) and found.identical_outputs == 0
     # Twice the speed at 15 instead of 40 tokens: (400 / 40) / (75 / 15).
@@ -147,21 +147,21 @@ def test_a_lossy_arm_is_compared_per_token() -> None:
 def test_answers_of_one_token_have_no_part_in_the_speedup() -> None:
     """The prefill gives their only token. Where there are no others, there is nothing to say."""
     baseline, runs = [run(100.0), run(0.0, tokens=1, rounds=0)], [run(50.0), run(0.0, tokens=1, rounds=0)]
-    found = summarise("tuned", runs, baseline)
+    found = summarize("tuned", runs, baseline)
     assert (found.speedup, found.median_speedup, found.ci95) == (2.0, 2.0, (2.0, 2.0)) and found.num_prompts == 2
     # An arm that goes on where plain decoding ended has nothing to be compared with either.
     assert speedup([run(50.0), run(7.0)], baseline) == 2.0
     with pytest.raises(UserError, match=r"every answer has one token, so nothing was decoded .* raise max_new_tokens"):
-        summarise("tuned", runs[1:], baseline[1:])
+        summarize("tuned", runs[1:], baseline[1:])
     assert np.isnan(speedup(runs[1:], baseline[1:]))
 
 
 def test_no_rounds_have_no_tokens_per_round() -> None:
-    assert summarise(AR, [run(1.0, rounds=0)], [run(1.0)]).tokens_per_round is None
+    assert summarize(AR, [run(1.0, rounds=0)], [run(1.0)]).tokens_per_round is None
 
 
 def test_what_is_not_measured_has_no_share() -> None:
-    assert summarise(HF, [run(1.0, verify_ms=0.0)], [run(1.0)]).outside_share is None
+    assert summarize(HF, [run(1.0, verify_ms=0.0)], [run(1.0)]).outside_share is None
 
 
 # --------------------------------------------------------------------------------------------------------------- runner
@@ -176,7 +176,7 @@ def test_all_arms_say_the_same(decoder: Decoder, processor: Any, evaluate: Workl
     """Plain decoding, Hugging Face alone and assisted, n-grams, a chain and a tree that sees half of the image: token
     for token.
     """
-    runs = Runner(decoder, processor).compare(ARMS, evaluate)
+    runs = ArmRunner(decoder, processor).compare(ARMS, evaluate)
     assert list(runs) == [AR, HF, HF_ASSISTED, "prompt_lookup", "chain", "tuned"]
     for per_prompt in zip(*runs.values(), strict=True):
         assert len({run.tokens_sha256 for run in per_prompt}) == 1
@@ -202,10 +202,10 @@ def test_sampled_prompts_say_the_same_with_and_without_a_draft(
         for p in evaluate.prompts
     )
     arms = [arm for arm in ARMS if arm.name not in (HF, HF_ASSISTED)]
-    runs = Runner(decoder, processor).compare(arms, Workload("sampled", "evaluate", sampled))
+    runs = ArmRunner(decoder, processor).compare(arms, Workload("sampled", "evaluate", sampled))
     for per_prompt in zip(*runs.values(), strict=True):
         assert len({run.tokens_sha256 for run in per_prompt}) == 1
-    greedy = Runner(decoder, processor).compare([Arm(AR)], evaluate)
+    greedy = ArmRunner(decoder, processor).compare([Arm(AR)], evaluate)
     assert [run.tokens_sha256 for run in runs[AR]] != [run.tokens_sha256 for run in greedy[AR]]
 
 
@@ -215,9 +215,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
     of_ours, of_hf = Decoder._decode, runner_module.hf_generate
     prompt_of_run: list[tuple[str, str]] = []
-    run = Runner.run
+    run = ArmRunner.run
 
-    def noting_run(self: Runner, arm: Arm, prompt: WorkloadPrompt) -> Any:
+    def noting_run(self: ArmRunner, arm: Arm, prompt: WorkloadPrompt) -> Any:
         prompt_of_run[:] = [(arm.name, prompt.name)]
         return run(self, arm, prompt)
 
@@ -228,7 +228,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
         return noted
 
-    monkeypatch.setattr(Runner, "run", noting_run)
+    monkeypatch.setattr(ArmRunner, "run", noting_run)
     monkeypatch.setattr(Decoder, "_decode", noting(of_ours))
     monkeypatch.setattr(runner_module, "hf_generate", noting(of_hf))
     return calls
@@ -238,13 +238,15 @@ def test_known_runs_are_not_repeated(
     decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
 ) -> None:
     arms = [Arm(AR), Arm("chain", CHAIN)]
-    first = Runner(decoder, processor, ledger, context="here").compare(arms, evaluate)
+    first = ArmRunner(decoder, processor, ledger, context="here").compare(arms, evaluate)
     assert len(decoded) == 2 * (3 + 2), "each arm's first prompt with an image and without is decoded twice"
     assert len(ledger.read_text().splitlines()) == 6
     decoded.clear()
-    again = Runner(decoder, processor, ledger, context="here").compare(arms, evaluate)
+    again = ArmRunner(decoder, processor, ledger, context="here").compare(arms, evaluate)
     assert again == first and not decoded
-    renamed = Runner(decoder, processor, ledger, context="here").compare([Arm("other name", CHAIN), Arm(AR)], evaluate)
+    renamed = ArmRunner(decoder, processor, ledger, context="here").compare(
+        [Arm("other name", CHAIN), Arm(AR)], evaluate
+    )
     assert renamed["other name"] == first["chain"] and not decoded, "a configuration is known by what it is"
 
 
@@ -252,9 +254,9 @@ def test_another_comparison_measures_all_its_arms(
     decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
 ) -> None:
     """Plain decoding as it was an hour ago is no measure of what decodes now."""
-    Runner(decoder, processor, ledger).compare([Arm(AR), Arm("chain", CHAIN)], evaluate)
+    ArmRunner(decoder, processor, ledger).compare([Arm(AR), Arm("chain", CHAIN)], evaluate)
     decoded.clear()
-    Runner(decoder, processor, ledger).compare([Arm(AR), Arm("sage", SAGE)], evaluate)
+    ArmRunner(decoder, processor, ledger).compare([Arm(AR), Arm("sage", SAGE)], evaluate)
     assert {name for name, _ in decoded} == {AR, "sage"}
 
 
@@ -262,11 +264,11 @@ def test_an_interrupted_prompt_is_measured_as_a_whole(
     decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
 ) -> None:
     arms = [Arm(AR), Arm("chain", CHAIN)]
-    Runner(decoder, processor, ledger).compare(arms, evaluate)
+    ArmRunner(decoder, processor, ledger).compare(arms, evaluate)
     lines = ledger.read_text().splitlines()
     ledger.write_text("".join(f"{line}\n" for line in lines[:3]))  # a whole prompt and an arm of the next
     decoded.clear()
-    Runner(decoder, processor, ledger).compare(arms, evaluate)
+    ArmRunner(decoder, processor, ledger).compare(arms, evaluate)
     again = {prompt for _, prompt in decoded}
     assert again == {prompt.name for prompt in evaluate.prompts[1:]}
     assert {name for name, prompt in decoded if prompt == evaluate.prompts[1].name} == {AR, "chain"}
@@ -285,7 +287,7 @@ def test_an_arm_is_warmed_up_for_every_shape(
     prompts += [prompt("as long", 41), prompt("seen too", 2, image)]
     lengths = {p.name: p.inputs(processor)["input_ids"].shape[1] for p in prompts}
     assert max(lengths["short"], lengths["as short"], lengths["seen too"]) <= SHAPE_TOKENS < lengths["long"]
-    Runner(decoder, processor).compare([Arm(AR), Arm(HF)], Workload("shapes", "evaluate", tuple(prompts)))
+    ArmRunner(decoder, processor).compare([Arm(AR), Arm(HF)], Workload("shapes", "evaluate", tuple(prompts)))
     counted = {name: [prompt for arm, prompt in decoded if arm == name] for name in (AR, HF)}
     expected = ["short", "short", "as short", "long", "long", "seen", "seen", "as long", "seen too"]
     assert counted[AR] == counted[HF] == expected
@@ -296,16 +298,16 @@ def test_the_same_tree_of_another_drafter_is_another_arm(
 ) -> None:
     """Their runs in one ledger are kept apart."""
     drafted = Arm("drafted", PROMPT_LOOKUP_ARM.configuration)
-    runs = Runner(decoder, processor, ledger).compare([drafted, PROMPT_LOOKUP_ARM], evaluate)
+    runs = ArmRunner(decoder, processor, ledger).compare([drafted, PROMPT_LOOKUP_ARM], evaluate)
     assert {name for name, _ in decoded} == {"drafted", "prompt_lookup"}
     assert [run.rounds for run in runs["drafted"]] != [run.rounds for run in runs["prompt_lookup"]]
     decoded.clear()
-    assert Runner(decoder, processor, ledger).compare([PROMPT_LOOKUP_ARM, drafted], evaluate) == runs and not decoded
+    assert ArmRunner(decoder, processor, ledger).compare([PROMPT_LOOKUP_ARM, drafted], evaluate) == runs and not decoded
 
 
 def test_the_assistant_is_the_draft_s_model(decoder: Decoder, text_pair: Pair) -> None:
-    assert Runner(decoder, None).assistant is decoder.draft.model
-    assert Runner(Decoder(text_pair.target), None).assistant is None
+    assert ArmRunner(decoder, None).assistant is decoder.draft.model
+    assert ArmRunner(Decoder(text_pair.target), None).assistant is None
 
 
 def test_runs_of_another_pair_or_device_do_not_count(
@@ -314,11 +316,11 @@ def test_runs_of_another_pair_or_device_do_not_count(
     one = Workload("one", "evaluate", evaluate.prompts[:1])
     for context in ("here", "elsewhere"):
         decoded.clear()
-        Runner(decoder, processor, ledger, context=context).compare([Arm(AR)], one)
+        ArmRunner(decoder, processor, ledger, context=context).compare([Arm(AR)], one)
         assert decoded
     decoded.clear()
     for context in ("here", "elsewhere"):
-        Runner(decoder, processor, ledger, context=context).compare([Arm(AR)], one)
+        ArmRunner(decoder, processor, ledger, context=context).compare([Arm(AR)], one)
     assert not decoded
 
 
@@ -326,16 +328,16 @@ def test_a_torn_ledger_loses_the_torn_line(
     decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path, decoded: list[tuple[str, str]]
 ) -> None:
     """A crash in the middle of a line, a line of another version, and one that is no JSON."""
-    first = Runner(decoder, processor, ledger).compare([Arm(AR)], evaluate)
+    first = ArmRunner(decoder, processor, ledger).compare([Arm(AR)], evaluate)
     lines = ledger.read_text().splitlines()
     other_version = json.dumps({**json.loads(lines[1]), "temperature_of_the_room": 21})
     ledger.write_text("\n".join([lines[0], other_version, "not JSON", lines[2][: len(lines[2]) // 2]]))
     decoded.clear()
-    again = Runner(decoder, processor, ledger).compare([Arm(AR)], evaluate)
+    again = ArmRunner(decoder, processor, ledger).compare([Arm(AR)], evaluate)
     assert {prompt for _, prompt in decoded} == {prompt.name for prompt in evaluate.prompts[1:]}
     assert again[AR][0] == first[AR][0]
     decoded.clear()
-    assert Runner(decoder, processor, ledger).compare([Arm(AR)], evaluate) == again
+    assert ArmRunner(decoder, processor, ledger).compare([Arm(AR)], evaluate) == again
     assert not decoded, "the new lines did not run into the torn one"
 
 
@@ -348,9 +350,9 @@ def test_arms_take_turns_in_a_random_order_that_the_seed_repeats(
     for seed in (0, 0, 1):
         called: list[tuple[str, str]] = []
         monkeypatch.setattr(
-            Runner, "run", lambda self, arm, prompt, to=called: (to.append((arm.name, prompt.name)), run(1.0))[1]
+            ArmRunner, "run", lambda self, arm, prompt, to=called: (to.append((arm.name, prompt.name)), run(1.0))[1]
         )
-        Runner(decoder, processor).compare(ARMS, prompts, seed=seed)
+        ArmRunner(decoder, processor).compare(ARMS, prompts, seed=seed)
         orders[seed].append(called)
     assert orders[0][0] == orders[0][1] != orders[1][0]
     turns = [orders[0][0][i : i + len(ARMS)] for i in range(0, len(orders[0][0]), len(ARMS))]
@@ -360,7 +362,7 @@ def test_arms_take_turns_in_a_random_order_that_the_seed_repeats(
 
 
 def test_an_arm_named_twice_counts_once(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
-    runs = Runner(decoder, processor).compare([Arm(AR), Arm(AR)], evaluate)
+    runs = ArmRunner(decoder, processor).compare([Arm(AR), Arm(AR)], evaluate)
     assert len(runs[AR]) == len(evaluate.prompts)
 
 
@@ -370,14 +372,14 @@ def test_a_prompt_that_would_end_too_late_is_not_begun(
     """By a clock on which looking at it takes a second: two prompts took a second and a half each, and 1.2 s are left."""
     ticks = itertools.count()
     monkeypatch.setattr("autotune.evaluation.runner.time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    runs = Runner(decoder, processor).compare([Arm(AR)], evaluate, deadline=4.2, min_prompts=1)
+    runs = ArmRunner(decoder, processor).compare([Arm(AR)], evaluate, deadline=4.2, min_prompts=1)
     assert len(runs[AR]) == 2 < len(evaluate.prompts)
 
 
 def test_past_the_deadline_it_ends_with_whole_prompts(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
     """After at least ``min_prompts`` of them, each with all arms."""
     said: list[tuple[int, int]] = []
-    runs = Runner(decoder, processor).compare(
+    runs = ArmRunner(decoder, processor).compare(
         [Arm(AR), Arm("chain", CHAIN)],
         evaluate,
         deadline=time.monotonic() - 1,
@@ -393,7 +395,7 @@ def test_a_disturbed_run_is_measured_again(
     """Its prefill took much longer than the other arms' of the same prompt: the machine was busy. How long its decoding
     took plays no part.
     """
-    runner = Runner(decoder, processor, ledger)
+    runner = ArmRunner(decoder, processor, ledger)
     arms = [Arm(AR), Arm("chain", CHAIN), Arm("sage", SAGE)]
     decode, calls = runner.decode, []
 
@@ -418,14 +420,14 @@ def test_a_disturbed_run_is_measured_again(
     assert all(run.target_prefill_ms == 10.0 for of_arm in runs.values() for run in of_arm)
     assert all(run.decode_ms == 1e6 for run in runs["sage"])
     # The ledger's last word on a run counts.
-    assert Runner(decoder, processor, ledger).compare(arms, evaluate) == runs
+    assert ArmRunner(decoder, processor, ledger).compare(arms, evaluate) == runs
 
 
 def test_a_run_in_which_the_machine_stood_still_is_measured_again(
     decoder: Decoder, processor: Any, evaluate: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its forwards took much longer than any tree's could; five times as long they may."""
-    runner = Runner(decoder, processor)
+    runner = ArmRunner(decoder, processor)
     decode, stalls = runner.decode, iter([500.0])
 
     def slowed(arm: Arm, inputs: Any, prompt: WorkloadPrompt) -> Any:
@@ -448,7 +450,7 @@ def test_a_run_in_which_the_machine_stood_still_is_measured_again(
 # ---------------------------------------------------------------------------------------------------------- elimination
 
 
-class TimedRunner(Runner):
+class TimedRunner(ArmRunner):
     """Arms take what is typed in: a time for every prompt, and noise of a seed."""
 
     def __init__(self, ms: dict[str, float], noise: float = 0.0) -> None:
@@ -514,7 +516,7 @@ def test_an_elimination_ends_behind_a_block_once_time_is_up() -> None:
     runner = TimedRunner({AR: 100.0, "one": 50.0, "other": 50.0}, noise=0.05)
     arms = [Arm("one", CHAIN), Arm("other", CHAIN)]
     found = eliminate(runner, arms, some_prompts(16), deadline=time.monotonic() - 1)
-    assert len(found.runs[AR]) == runner_module.BLOCK and len(runner.compared) == 1
+    assert len(found.runs[AR]) == runner_module.PROMPTS_PER_ROUND and len(runner.compared) == 1
 
 
 @pytest.mark.parametrize(("seconds", "blocks"), [(5.0, 1), (19.0, 1), (21.0, 2), (29.0, 2), (31.0, 3)])
@@ -531,16 +533,16 @@ def test_repeats_of_a_comparison_are_measured_again(
     decoder: Decoder, processor: Any, evaluate: Workload, tmp_path: Path
 ) -> None:
     arms = [Arm(AR), Arm("chain", CHAIN)]
-    runner = Runner(decoder, processor, tmp_path / "runs.jsonl")
+    runner = ArmRunner(decoder, processor, tmp_path / "runs.jsonl")
     first, second = (runner.compare(arms, evaluate, repeat=repeat) for repeat in (0, 1))
-    again = Runner(decoder, processor, tmp_path / "runs.jsonl").compare(arms, evaluate, repeat=1)
+    again = ArmRunner(decoder, processor, tmp_path / "runs.jsonl").compare(arms, evaluate, repeat=1)
     assert again == second != first
 
 
 def test_configurations_find_their_drafts(decoder: Decoder, processor: Any, evaluate: Workload) -> None:
     """Several drafts run in one comparison, each configuration with its own."""
     asked: list[Configuration] = []
-    runner = Runner(decoder, processor, draft_of=lambda c: asked.append(c) or decoder.draft)
+    runner = ArmRunner(decoder, processor, draft_of=lambda c: asked.append(c) or decoder.draft)
     named = Configuration(tree={"policy": "chain", "depth": 2}, draft="some/draft", subnet=Subnet(visual_keep=0.5))
     runs = runner.compare([Arm(AR), Arm("chain", CHAIN), Arm("named", named)], evaluate)
     assert {c.draft for c in asked} == {None, "some/draft"}

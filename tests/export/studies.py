@@ -15,7 +15,7 @@ from autotune.documents.subnet import Subnet
 from autotune.files import write_document
 from autotune.search.evaluator import Evaluator
 from autotune.trees.policy import parse_policy
-from tests.documents import DRAFT, cost_table, decoding_profile, random_trace
+from tests.sample_documents import DRAFT, cost_table, decoding_profile, random_trace
 
 TREE = {"policy": "sage", "k": 4, "d_max": 4}
 WHOLE = ForestBounds(depth=4, num_proposals=4, beam=4, beam_depth=4)

@@ -15,7 +15,7 @@ from autotune.export.choose import EngineReplay
 from autotune.search.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
-from tests.documents import DRAFT, cost_table, surface
+from tests.sample_documents import DRAFT, cost_table, surface
 from tests.export.studies import trace_of
 
 LENGTHS = (16, 256, 400)
@@ -26,8 +26,8 @@ def flat_table(*, largest: int = 65, token_ms: float = 0.02) -> CostTable:
     sizes = {"tokens": sorted({1, min(8, largest), largest}), "kv_lengths": LENGTHS}
     costs = DraftCosts(
         draft=DRAFT,
-        commit=surface(lambda n, m: 0.1, **sizes),
-        propose=surface(lambda n, m: 0.05 + 0.01 * n, **sizes),
+        draft_first=surface(lambda n, m: 0.1, **sizes),
+        draft_level=surface(lambda n, m: 0.05 + 0.01 * n, **sizes),
         prefill=PrefillCost(intercept_ms=0.1, per_token_ms=0.001, image_ms=0.0, samples=[]),
         overhead=Overhead(round_ms=0.05, level_ms=0.01),
     )

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from autotune.errors import UserError
-from autotune.execution import EAGER, PREPARED_SIZES, RUNNERS
+from autotune.execution import DEFAULT_CAPTURE_SIZES, EAGER, MODES
 from autotune.modeling.graph_runner import (
-    EXTENT_STEP,
+    KV_LENGTH_STEP,
     DeviceStep,
     EagerNotice,
-    PreparedForwards,
-    Size,
-    extent_masks,
-    extent_of,
+    GraphKey,
+    GraphRunner,
+    padded_length,
+    padded_masks,
 )
 from autotune.modeling.masks import MaskBuffer, first_visible
 from autotune.modeling.target import Target
@@ -29,12 +29,12 @@ from autotune.runtime.points import as_draft
 from tests.conftest import Inputs, Pair
 from tests.drafters.test_feature_draft import KINDS, TREES, agreeing_draft
 
-HERE = [name for name in RUNNERS if name not in (EAGER, "graph")]
+HERE = [name for name in MODES if name not in (EAGER, "cuda-graph")]
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def decoders(pair: Pair, kind: str, tree: dict[str, Any], runner: str, **options: Any) -> tuple[Decoder, Decoder]:
-    """Of one target and one draft: eager, and by ``runner``."""
+def decoders(pair: Pair, kind: str, tree: dict[str, Any], mode: str, **options: Any) -> tuple[Decoder, Decoder]:
+    """Of one target and one draft: eager, and by ``mode``."""
     target = Target(pair.target)
     draft = (
         as_draft(pair.draft)
@@ -42,14 +42,14 @@ def decoders(pair: Pair, kind: str, tree: dict[str, Any], runner: str, **options
         else agreeing_draft(kind, target, injection_layer=2 if kind == "star" else 4)
     )
     eager = Decoder(target, draft, tree=tree, visual_keep=0.5, **options)
-    return eager, Decoder(target, draft, tree=tree, visual_keep=0.5, runner=runner, **options)
+    return eager, Decoder(target, draft, tree=tree, visual_keep=0.5, mode=mode, **options)
 
 
 @pytest.mark.parametrize("kind", ["independent", *KINDS])
 def test_tokens_and_counts_are_those_of_eager_forwards(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
     """One decoder after the other, on the same models and caches; greedy, and sampled."""
     for tree in TREES:
-        eager, fixed = decoders(pair, kind, tree, "fixed", buckets=(1, 3, 8, 16, 64))
+        eager, fixed = decoders(pair, kind, tree, "fixed", capture_sizes=(1, 3, 8, 16, 64))
         for settings in ({}, {"temperature": 1.0, "seed": 4}):
             for inputs in prompts.values():
                 expected = eager.generate(**inputs, max_new_tokens=24, **settings)
@@ -65,36 +65,36 @@ def test_tokens_and_counts_are_those_of_eager_forwards(pair: Pair, prompts: dict
 def test_an_answer_grows_past_its_extent(text_pair: Pair) -> None:
     """And past the capacity of the request before, whose forwards were prepared for another cache."""
     eager, fixed = decoders(text_pair, "independent", TREES[1], "fixed")
-    for length, num_tokens in ((10, 4), (EXTENT_STEP - 6, 24), (900, 200)):
+    for length, num_tokens in ((10, 4), (KV_LENGTH_STEP - 6, 24), (900, 200)):
         inputs = {"input_ids": torch.arange(length)[None] % 40 + 5}
         expected = eager.generate(**inputs, max_new_tokens=num_tokens)
         found = fixed.generate(**inputs, max_new_tokens=num_tokens)
         assert torch.equal(found.sequences, expected.sequences)
         prepared = fixed.target.prepared
         assert prepared is not None
-        extents = {size.extent for size in prepared._made}
-        assert max(extents) == extent_of(length + num_tokens)
-        assert {size.tokens for size in prepared._made} <= set(PREPARED_SIZES)
+        extents = {size.padded_kv_length for size in prepared._made}
+        assert max(extents) == padded_length(length + num_tokens)
+        assert {size.tokens for size in prepared._made} <= set(DEFAULT_CAPTURE_SIZES)
 
 
 def test_a_size_is_prepared_once(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
     """And its buffers stay where they are."""
-    _, fixed = decoders(pair, "dream", TREES[1], "fixed", buckets=(1, 16))
+    _, fixed = decoders(pair, "dream", TREES[1], "fixed", capture_sizes=(1, 16))
     fixed.generate(**prompts["text"], max_new_tokens=20)
     prepared = fixed.target.prepared
     assert prepared is not None and {size.tokens for size in prepared._made} == {16}
-    places = {size: made.inputs["numbers"].data_ptr() for size, made in prepared._made.items()}
-    monkeypatch.setattr(PreparedForwards, "_prepare", None)
+    offsets = {size: made.inputs["numbers"].data_ptr() for size, made in prepared._made.items()}
+    monkeypatch.setattr(GraphRunner, "_prepare", None)
     fixed.generate(**prompts["text"], max_new_tokens=20)
-    assert {size: made.inputs["numbers"].data_ptr() for size, made in prepared._made.items()} == places
+    assert {size: made.inputs["numbers"].data_ptr() for size, made in prepared._made.items()} == offsets
     assert prepared.memory_bytes > 0
 
 
 def test_what_a_forward_gives_outlives_the_buffers(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """Plain steps tell the draft features of several forwards, one after the other, before it reads them."""
     target = Target(pair.target)
-    target.watched = (4,)
-    target.use_runner("fixed")
+    target.output_layers = (4,)
+    target.use_mode("fixed")
     with torch.inference_mode():
         target.reserve(200)
         target.prefill(target.encode(prompts["text"]).prompts[0])
@@ -108,7 +108,7 @@ def test_what_a_forward_gives_outlives_the_buffers(pair: Pair, prompts: dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["independent", "star"])
 def test_compiled_forwards_decode_as_eager_ones(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
-    eager, compiled = decoders(pair, kind, TREES[1], "compile", buckets=(1, 4, 16))
+    eager, compiled = decoders(pair, kind, TREES[1], "compile", capture_sizes=(1, 4, 16))
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerNotice)
         for name in ("text", "image"):
@@ -129,14 +129,14 @@ def test_every_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend=count, **options))
-    forwards = PreparedForwards("compile", lambda inputs: (inputs["x"] * 2,), torch.device("cpu"), what="a doubling")
+    forwards = GraphRunner("compile", lambda inputs: (inputs["x"] * 2,), torch.device("cpu"), what="a doubling")
     sizes = range(1, torch._dynamo.config.recompile_limit + 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerNotice)
         for _ in range(2):
             for size in sizes:
                 values = {"x": np.arange(size, dtype=np.float32)}
-                (found,) = forwards.run(Size(size, EXTENT_STEP), values, torch.float32)
+                (found,) = forwards.run(GraphKey(size, KV_LENGTH_STEP), values, torch.float32)
                 assert found.tolist() == [2.0 * number for number in range(size)]
     assert len(graphs) == len(sizes)
 
@@ -156,10 +156,12 @@ def test_what_torch_gives_up_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend="eager", **options))
-    forwards = PreparedForwards("compile", broken, torch.device("cpu"), what="a doubling")
+    forwards = GraphRunner("compile", broken, torch.device("cpu"), what="a doubling")
     with pytest.warns(EagerNotice, match="a doubling cannot be prepared by runner compile"):
         for size in range(1, torch._dynamo.config.recompile_limit + 4):
-            (found,) = forwards.run(Size(size, EXTENT_STEP), {"x": np.arange(size, dtype=np.float32)}, torch.float32)
+            (found,) = forwards.run(
+                GraphKey(size, KV_LENGTH_STEP), {"x": np.arange(size, dtype=np.float32)}, torch.float32
+            )
             assert found.tolist() == [2.0 * number for number in range(size)]
     assert forwards.why_eager is not None
 
@@ -183,15 +185,15 @@ def test_what_cannot_be_prepared_runs_eagerly_and_says_why(
 
 
 @pytest.mark.parametrize(
-    ("runner", "message"),
+    ("mode", "message"),
     [
-        ("graph", "runner graph needs a CUDA device; the model is on cpu"),
+        ("cuda-graph", "runner graph needs a CUDA device; the model is on cpu"),
         ("jit", "runner must be eager, fixed, compile, graph; got 'jit'"),
     ],
 )
-def test_a_runner_that_is_none_here_is_refused(pair: Pair, runner: str, message: str) -> None:
+def test_a_runner_that_is_none_here_is_refused(pair: Pair, mode: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Decoder(pair.target, pair.draft, runner=runner)
+        Decoder(pair.target, pair.draft, mode=mode)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
@@ -203,28 +205,36 @@ def test_masks_of_an_extent_show_what_masks_of_a_cache_show(window: int | None) 
     for _ in range(60):
         prefix, num_columns = int(rng.integers(0, 90)), int(rng.integers(1, 30))
         rows = np.sort(rng.choice(num_columns, int(rng.integers(1, num_columns + 1)), replace=False))
-        places = np.sort(rng.integers(0, 12, num_columns))
+        offsets = np.sort(rng.integers(0, 12, num_columns))
         is_open = rng.random((len(rows), num_columns)) < 0.5
-        block = np.where(is_open, np.float32(0), np.float32(buffer.closed))
-        expected = buffer.write(block, prefix, places[rows], places)
+        tree_mask = np.where(is_open, np.float32(0), np.float32(buffer.mask_value))
+        expected = buffer.write(tree_mask, prefix, offsets[rows], offsets)
         assert isinstance(expected, torch.Tensor)
-        found = extent_masks(windows, block, prefix, places[rows], places, extent=EXTENT_STEP, closed=buffer.closed)
+        found = padded_masks(
+            windows,
+            tree_mask,
+            prefix,
+            offsets[rows],
+            offsets,
+            padded_kv_length=KV_LENGTH_STEP,
+            mask_value=buffer.mask_value,
+        )
         mask = found["layers"]
-        assert mask.shape == (1, 1, len(rows), EXTENT_STEP)
-        is_narrow = window is not None and prefix + int(places[rows].max()) >= window
+        assert mask.shape == (1, 1, len(rows), KV_LENGTH_STEP)
+        is_narrow = window is not None and prefix + int(offsets[rows].max()) >= window
         first = first_visible(prefix, window) if is_narrow else 0
         assert np.array_equal(mask[..., first : prefix + num_columns], expected.numpy())
-        assert (mask[..., :first] == buffer.closed).all()
-        assert (mask[..., prefix + num_columns :] == buffer.closed).all()
+        assert (mask[..., :first] == buffer.mask_value).all()
+        assert (mask[..., prefix + num_columns :] == buffer.mask_value).all()
         step = DeviceStep(
-            stand=torch.tensor([prefix]),
+            prefix_state=torch.tensor([prefix]),
             tokens=torch.zeros(len(rows), dtype=torch.long),
-            places=torch.from_numpy(places[rows]),
-            block=torch.from_numpy(block),
-            column_places=torch.from_numpy(places),
-            extent=EXTENT_STEP,
+            offsets=torch.from_numpy(offsets[rows]),
+            tree_mask=torch.from_numpy(tree_mask),
+            column_offsets=torch.from_numpy(offsets),
+            padded_kv_length=KV_LENGTH_STEP,
         )
-        on_device = step.masks(windows, closed=buffer.closed)
+        on_device = step.masks(windows, mask_value=buffer.mask_value)
         assert np.array_equal(on_device["layers"].numpy(), mask)
 
 
@@ -237,7 +247,7 @@ def test_masks_of_an_extent_show_what_masks_of_a_cache_show(window: int | None) 
 def test_graphs_decode_as_eager_forwards(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
     """Memory does not grow with what is decoded."""
     on_device = replace(pair, target=deepcopy(pair.target).to("cuda"), draft=deepcopy(pair.draft).to("cuda"))
-    eager, graphs = decoders(on_device, kind, TREES[1], "graph")
+    eager, graphs = decoders(on_device, kind, TREES[1], "cuda-graph")
     inputs = {name: {k: v.to("cuda") for k, v in one.items()} for name, one in prompts.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerNotice)
@@ -261,8 +271,8 @@ def test_a_replayed_forward_is_the_captured_one() -> None:
         calls.append(1)
         return (inputs["x"] * 2,)
 
-    forwards = PreparedForwards("graph", function, torch.device("cuda"), what="a doubling")
+    forwards = GraphRunner("cuda-graph", function, torch.device("cuda"), what="a doubling")
     for number in range(5):
-        (found,) = forwards.run(Size(3, 256), {"x": np.full(3, number, np.float32)}, torch.float32)
+        (found,) = forwards.run(GraphKey(3, 256), {"x": np.full(3, number, np.float32)}, torch.float32)
         assert found.tolist() == [2.0 * number] * 3
     assert len(calls) == 3, "two warm-ups, and the capture"

@@ -37,23 +37,23 @@ def write(cache: SlabCache, num_tokens: int) -> list[tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("places", [[], [0], [0, 1, 2], [4], [0, 2, 5], [1, 2, 3], [0, 1, 2, 3, 4, 5]])
-def test_keep_gathers_the_kept_places_behind_the_committed_ones(places: list[int]) -> None:
+def test_keep_gathers_the_kept_places_behind_the_committed_ones(offsets: list[int]) -> None:
     torch.manual_seed(0)
     cache = new_cache()
     prefix = write(cache, 7)
     cache.advance(7)
     block = write(cache, 6)
-    cache.keep(places)
+    cache.keep(offsets)
     following = write(cache, 2)
-    assert cache.length == 7 + len(places)
+    assert cache.length == 7 + len(offsets)
     for layer in range(NUM_LAYERS):
         for which, shown in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
-            expected = torch.cat([prefix[layer][which], block[layer][which][:, :, places], following[layer][which]], 2)
+            expected = torch.cat([prefix[layer][which], block[layer][which][:, :, offsets], following[layer][which]], 2)
             assert torch.equal(shown[:, :, : expected.shape[2]], expected)
 
 
 @pytest.mark.parametrize("places", [[0, 1, 2], [4], [0, 2, 5], [1, 2, 3]])
-def test_the_device_keeps_what_the_host_keeps(places: list[int]) -> None:
+def test_the_device_keeps_what_the_host_keeps(offsets: list[int]) -> None:
     """The longest path's worth of columns moves, whatever was accepted."""
     caches = new_cache(), new_cache()
     for cache in caches:
@@ -62,9 +62,9 @@ def test_the_device_keeps_what_the_host_keeps(places: list[int]) -> None:
         cache.advance(7)
         write(cache, 6)
     host, device = caches
-    host.keep(places)
-    others = [place for place in range(6) if place not in places]
-    device.compact(torch.tensor(7), torch.tensor((places + others)[:5]))
+    host.keep(offsets)
+    others = [place for place in range(6) if place not in offsets]
+    device.compact(torch.tensor(7), torch.tensor((offsets + others)[:5]))
     for layer in range(NUM_LAYERS):
         for name in ("keys", "values"):
             kept, found = getattr(host.layers[layer], name), getattr(device.layers[layer], name)
@@ -141,7 +141,7 @@ def test_a_tree_in_one_forward_equals_each_branch_alone(pair: Pair, prompts: dic
         )
         size = num_nodes + 1
         block = np.empty((size, size), np.float32)
-        write_tree_mask(tree, block, target.closed)
+        write_tree_mask(tree, block, target.mask_value)
         logits = target.forward(tree.token[:size], tree.depth[:size], block)
         for leaf in leaves_of(tree):
             branch = ancestors_of(tree, leaf)

@@ -20,9 +20,9 @@ def test_a_view_is_open_over_the_prefix_and_the_block_behind_it() -> None:
         if turn % 20 == 0:
             prefix = int(rng.integers(5))
         rows, columns = int(rng.integers(1, 40)), int(rng.integers(1, 40))
-        block = np.where(rng.random((rows, columns)) < 0.5, np.float32(masks.closed), np.float32(0))
-        expected = np.concatenate([np.zeros((rows, prefix), np.float32), block], 1)
-        mask = masks.write(block, prefix, np.zeros(rows, np.int64), np.zeros(columns, np.int64))
+        tree_mask = np.where(rng.random((rows, columns)) < 0.5, np.float32(masks.mask_value), np.float32(0))
+        expected = np.concatenate([np.zeros((rows, prefix), np.float32), tree_mask], 1)
+        mask = masks.write(tree_mask, prefix, np.zeros(rows, np.int64), np.zeros(columns, np.int64))
         assert isinstance(mask, torch.Tensor) and np.array_equal(mask[0, 0].numpy(), expected)
         prefix += int(rng.integers(1, 10))
 
@@ -40,20 +40,20 @@ def test_a_window_is_measured_in_places(window: int, has_full_layers: bool) -> N
     for _ in range(60):
         num_columns = int(rng.integers(1, 40))
         rows = np.sort(rng.choice(num_columns, int(rng.integers(1, num_columns + 1)), replace=False))
-        column_places = np.sort(rng.integers(0, 12, num_columns))
+        column_offsets = np.sort(rng.integers(0, 12, num_columns))
         is_open = rng.random((len(rows), num_columns)) < 0.5
-        block = np.where(is_open, np.float32(0), np.float32(masks.closed))
-        written = masks.write(block, prefix, column_places[rows], column_places)
+        tree_mask = np.where(is_open, np.float32(0), np.float32(masks.mask_value))
+        written = masks.write(tree_mask, prefix, column_offsets[rows], column_offsets)
         assert isinstance(written, dict) == has_full_layers
         mask = written["sliding_attention"] if isinstance(written, dict) else written
         if isinstance(written, dict):
             full = written["full_attention"][0, 0].numpy()
-            assert np.array_equal(full, np.concatenate([np.zeros((len(rows), prefix), np.float32), block], 1))
+            assert np.array_equal(full, np.concatenate([np.zeros((len(rows), prefix), np.float32), tree_mask], 1))
         first = first_visible(prefix, window)
-        for row, place in enumerate(column_places[rows]):
+        for row, place in enumerate(column_offsets[rows]):
             for column in range(first, prefix + num_columns):
-                behind = column - prefix if column < prefix else column_places[column - prefix]
+                behind = column - prefix if column < prefix else column_offsets[column - prefix]
                 sees = behind > place - window and (column < prefix or is_open[row, column - prefix])
-                assert mask[0, 0, row, column - first] == (0.0 if sees else masks.closed)
+                assert mask[0, 0, row, column - first] == (0.0 if sees else masks.mask_value)
         assert mask.shape[3] == prefix - first + num_columns
         prefix = (prefix + int(rng.integers(1, 12))) % 90

@@ -201,9 +201,9 @@ def test_models_that_accelerate_spread(name: str, tmp_path: Path) -> None:
     whole = load(tmp_path / "target")
     text = "model.language_model" if family.sees else "model"
     names = {name.rsplit(".", 1)[0] for name, _ in whole.named_parameters()}
-    places = {name: "disk" if name.startswith((f"{text}.layers.1.", f"{text}.layers.3.")) else "cpu" for name in names}
+    offsets = {name: "disk" if name.startswith((f"{text}.layers.1.", f"{text}.layers.3.")) else "cpu" for name in names}
     auto = hf.AutoModelForImageTextToText if family.sees else hf.AutoModelForCausalLM
-    for device_map in ({"": "cpu"}, {**places, "lm_head": "cpu"}):
+    for device_map in ({"": "cpu"}, {**offsets, "lm_head": "cpu"}):
         spread = auto.from_pretrained(
             tmp_path / "target", device_map=device_map, offload_folder=tmp_path / "offload"
         ).eval()

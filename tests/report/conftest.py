@@ -33,12 +33,12 @@ from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
-from autotune.study.document import LEDGER, PROFILE, RUNS, Contender, Finalist, StudyDocument, save_study
+from autotune.study.document import LEDGER, PROFILE, RUNS, DraftEntry, Finalist, StudyDocument, save_study
 from autotune.study.ledger import Ledger
-from autotune.study.records import Screened
+from autotune.study.records import ScreenedSubnet
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import load_workload
-from tests.documents import DEVICE, PROVENANCE, TARGET, cost_table, random_trace, write_image, write_workload
+from tests.sample_documents import DEVICE, PROVENANCE, TARGET, cost_table, random_trace, write_image, write_workload
 
 # Names and texts of strangers.
 EVIL = ModelReference(id='evil/<script>alert("d")</script>&amp;', sha256="b" * 64)
@@ -73,7 +73,7 @@ class MadeStudy:
     profile: DecodingProfile
     study: StudyDocument
     traces: list[Trace]
-    screened: list[Screened]
+    screened: list[ScreenedSubnet]
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +91,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     for trace in traces:
         save_trace(folder / "traces" / "evil-draft" / f"{trace.header.subnet.name}.trace.json", trace)
     table = cost_table(EVIL)
-    costs = table.drafts[0].model_copy(update={"num_parameters": 10**6, "cache_bytes_per_token": 1024})
+    costs = table.drafts[0].model_copy(update={"num_parameters": 10**6, "kv_bytes_per_token": 1024})
     table = table.model_copy(update={"drafts": [costs]})
     write_document(folder / "0123.cost.json", "cost-table", table)
 
@@ -124,7 +124,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         command="autotune search --draft '<evil>'",
         target=TARGET,
         target_shape=SHAPE,
-        drafts=[Contender(kind="independent", reference=EVIL, shape=SHAPE)],
+        drafts=[DraftEntry(kind="independent", reference=EVIL, shape=SHAPE)],
         hardware=DEVICE,
         workload=workload.name,
         tune_sha256=workload.sha256,
@@ -157,10 +157,10 @@ def _of_workload(trace: Trace, workload: Any) -> Trace:
     return replace(trace, header=header)
 
 
-def _screened() -> list[Screened]:
+def _screened() -> list[ScreenedSubnet]:
     """Two shares of heads, two layers, three of visual tokens; the fastest reads layer 3 with half of the heads."""
     return [
-        Screened(
+        ScreenedSubnet(
             draft=EVIL.id,
             subnet=Subnet(heads=heads, injection_layer=layer, visual_keep=keep),
             depth=3,

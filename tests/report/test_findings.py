@@ -15,8 +15,8 @@ from autotune.report.findings import fastest_by_place, fastest_by_size, front, g
 from autotune.report.prices import curves, middle_kv_length
 from autotune.report.sources import Sources, find_sources
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.study.records import Screened
-from tests.documents import DEVICE, cost_table
+from autotune.study.records import ScreenedSubnet
+from tests.sample_documents import DEVICE, cost_table
 from tests.report.conftest import EVIL, KEEPS, SHAPE, MadeStudy
 
 
@@ -96,7 +96,7 @@ def test_the_ladder_frees_one_dimension_after_the_other(sources: Sources) -> Non
 
 
 def test_the_ladder_ends_with_other_drafts(made: MadeStudy) -> None:
-    other = Screened(draft="other", subnet=Subnet(), depth=2, tokens_per_round=2, ms_per_token=0.5, speedup=4.0)
+    other = ScreenedSubnet(draft="other", subnet=Subnet(), depth=2, tokens_per_round=2, ms_per_token=0.5, speedup=4.0)
     rungs = ladder(Sources(screened=[*made.screened, other]))
     assert rungs[-1].label == "+ draft" and rungs[-1].best == other
     assert ladder(Sources()) == []

@@ -16,7 +16,7 @@ from autotune.report.samples import Sample, data_uri, samples
 from autotune.report.sources import find_sources
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import new_tree
-from tests.documents import random_trace
+from tests.sample_documents import random_trace
 from tests.report.conftest import QUESTION, MadeStudy
 
 SVG = "{http://www.w3.org/2000/svg}"

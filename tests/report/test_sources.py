@@ -13,7 +13,7 @@ from autotune.errors import UserError
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources, find_sources
 from autotune.study.document import PROFILE, STUDY, save_study
-from tests.documents import DEVICE, decoding_profile, write_workload
+from tests.sample_documents import DEVICE, decoding_profile, write_workload
 from tests.report.conftest import QUESTION, MadeStudy
 
 

@@ -82,7 +82,8 @@ def test_without_a_price_nothing_rests(pair: Pair, prompts: dict[str, Inputs]) -
 def test_prepared_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs], tree: str) -> None:
     """Neither the tokens nor the counts: what fills a forward up is seen by nobody."""
     plain, rounded = (
-        Decoder(pair.target, pair.draft, tree=TREES[tree], buckets=buckets) for buckets in ((), (8, 3, 64, 16))
+        Decoder(pair.target, pair.draft, tree=TREES[tree], capture_sizes=capture_sizes)
+        for capture_sizes in ((), (8, 3, 64, 16))
     )
     for settings in ({}, {"temperature": 1.0, "seed": 4}):
         one, other = (d.generate(**prompts["image"], max_new_tokens=NEW_TOKENS, **settings) for d in (plain, rounded))
@@ -92,7 +93,7 @@ def test_prepared_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs], 
 
 
 def test_forwards_have_prepared_sizes(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = Decoder(pair.target, pair.draft, tree={"policy": "sage"}, buckets=(4, 12, 70))
+    decoder = Decoder(pair.target, pair.draft, tree={"policy": "sage"}, capture_sizes=(4, 12, 70))
     sizes: set[int] = set()
     forward = decoder.target.forward
     monkeypatch.setattr(
@@ -110,7 +111,7 @@ def test_forwards_have_prepared_sizes(pair: Pair, prompts: dict[str, Inputs], mo
 @pytest.mark.parametrize("size", [0, 999])
 def test_a_size_out_of_range(pair: Pair, size: int) -> None:
     with pytest.raises(UserError, match=f"buckets are numbers of tokens from 1 to 160; got {size}"):
-        Decoder(pair.target, buckets=(8, size))
+        Decoder(pair.target, capture_sizes=(8, size))
 
 
 # -------------------------------------------------------------------------------------------------- lossy verification
@@ -177,8 +178,8 @@ def test_a_mistake_in_the_verification(pair: Pair, verification: Any, message: s
 
 def test_a_verification_may_be_typed_in(pair: Pair) -> None:
     decoder = Decoder(pair.target, pair.draft, verification={"kind": "wetap", "threshold": 0.5})
-    assert decoder.way.verification == WetapVerification(threshold=0.5)
-    assert Decoder(pair.target, pair.draft, verification={"kind": "lossless"}).way.verification.is_lossless
+    assert decoder.point.verification == WetapVerification(threshold=0.5)
+    assert Decoder(pair.target, pair.draft, verification={"kind": "lossless"}).point.verification.is_lossless
 
 
 def test_a_threshold_reads_no_logits_processors(pair: Pair, prompts: dict[str, Inputs]) -> None:

@@ -400,9 +400,9 @@ def test_between_two_tokens_the_caller_s_grad_mode_is_its_own(decoder: Decoder, 
 def test_custom_generate_equals_generate(
     pair: Pair, prompts: dict[str, Inputs], greedy: Greedy, decoder: Decoder, prompt: str, num_tokens: int
 ) -> None:
-    for way in (decoder, Decoder(pair.target)):
+    for point in (decoder, Decoder(pair.target)):
         generated = pair.target.generate(
-            **prompts[prompt], max_new_tokens=num_tokens, do_sample=False, custom_generate=way
+            **prompts[prompt], max_new_tokens=num_tokens, do_sample=False, custom_generate=point
         )
         assert torch.equal(generated, greedy(prompt, max_new_tokens=num_tokens))
 
@@ -440,7 +440,7 @@ def test_custom_generate_samples_repeatably_and_the_draft_changes_nothing(
 ) -> None:
     """The seed comes from torch's global state. Temperature, top-k and top-p are processors there."""
 
-    def sample(way: Decoder, seed: int) -> Tensor:
+    def sample(point: Decoder, seed: int) -> Tensor:
         torch.manual_seed(seed)
         return pair.target.generate(
             **prompts["image"],
@@ -449,7 +449,7 @@ def test_custom_generate_samples_repeatably_and_the_draft_changes_nothing(
             temperature=0.7,
             top_p=0.9,
             top_k=20,
-            custom_generate=way,
+            custom_generate=point,
         )
 
     assert torch.equal(sample(decoder, 1), sample(decoder, 1))

@@ -19,7 +19,7 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.modeling import graph_runner, transfer
-from autotune.modeling.graph_runner import EXTENT_STEP, WARM_UPS, Outputs, PreparedForwards
+from autotune.modeling.graph_runner import KV_LENGTH_STEP, WARM_UPS, GraphRunner, Outputs
 from autotune.modeling.target import Target
 from autotune.runtime import decoder as decoder_module
 from autotune.runtime import device_rounds
@@ -27,7 +27,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.device_rounds import DeviceRound
 from autotune.runtime.points import as_draft
 from autotune.runtime.stats import DecodingStats
-from autotune.runtime.token_sampler import TokenRule
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreeGrower
 from tests.conftest import VOCABULARY_SIZE, Inputs, Pair
@@ -59,15 +59,15 @@ class Seen(NamedTuple):
 
 def watch_trees(decoder: Decoder) -> list[Seen]:
     """The trees of all rounds to come."""
-    grower, seen = decoder.way.grower, []
+    grower, seen = decoder.point.grower, []
 
     def learn_and_note(accepted: int) -> None:
         tree, size = grower.tree, int(grower.tree.size[0])
         fields = (tree.token, tree.parent, tree.depth, tree.rank, tree.slot >= 0, tree.path_logprob)
         seen.append(Seen(*(field[:size].tolist() for field in fields)))
-        TreeGrower.learn(grower, accepted)
+        TreeGrower.update(grower, accepted)
 
-    grower.learn = learn_and_note  # type: ignore[method-assign]
+    grower.update = learn_and_note  # type: ignore[method-assign]
     return seen
 
 
@@ -80,13 +80,13 @@ def make_draft(kind: str, pair: Pair, target: Target, folder: Path) -> Any:
 
 
 def led_by_host(decoder: Decoder) -> Decoder:
-    decoder._device_rounds.of = lambda way, rule: None  # type: ignore[method-assign]
+    decoder._device_rounds.of = lambda point, rule: None  # type: ignore[method-assign]
     return decoder
 
 
 def two_decoders(target: Target, draft: Any, tree: dict[str, Any], **options: Any) -> tuple[Decoder, Decoder]:
     """Led by the host and by the device, of one target and one draft."""
-    options = {"tree": tree, "runner": "fixed", **options}
+    options = {"tree": tree, "mode": "fixed", **options}
     return led_by_host(Decoder(target, draft, **options)), Decoder(target, draft, **options)
 
 
@@ -101,11 +101,11 @@ def assert_same(host: Decoder, device: Decoder, inputs: Inputs, **settings: Any)
     assert found.stats.health.to_json() == expected.stats.health.to_json()
     num_rounds = found.stats.target_forwards - found.stats.plain_steps
     # The host may see that no node is worth expanding and stop; the device always goes on.
-    on_device = device._device_rounds.of(device.way, TokenRule())
+    on_device = device._device_rounds.of(device.point, TokenSampler())
     assert on_device is not None
     num_levels = on_device.grower.num_levels
     assert expected.stats.draft_forwards <= found.stats.draft_forwards == num_levels * num_rounds
-    if device.way.policy.policy != "eagle2":
+    if device.point.policy.policy != "eagle2":
         assert expected.stats.draft_forwards == found.stats.draft_forwards
     assert len(found_trees) == len(expected_trees) == num_rounds
     assert num_rounds == 0 or min(found.stats.draft_ms, found.stats.verify_ms, found.stats.overhead_ms) > 0.0
@@ -123,7 +123,7 @@ def test_trees_and_tokens_are_those_of_the_host(
     draft = make_draft(kind, pair, target, tmp_path)
     num_accepted = 0
     for tree in TREES.values():
-        host, device = two_decoders(target, draft, tree, buckets=(1, 3, 8, 16, 64), visual_keep=0.5)
+        host, device = two_decoders(target, draft, tree, capture_sizes=(1, 3, 8, 16, 64), visual_keep=0.5)
         for settings in SETTINGS:
             for name in ("text", "image"):
                 stats = assert_same(host, device, prompts[name], max_new_tokens=16, **settings)
@@ -151,7 +151,7 @@ def test_trees_of_other_shapes(pair: Pair, prompts: dict[str, Inputs], tree: dic
 
 def test_eager_forwards_give_the_same_tokens(pair: Pair, prompts: dict[str, Inputs]) -> None:
     eager = Decoder(pair.target, pair.draft, tree=TREES["eagle2"])
-    device = Decoder(pair.target, pair.draft, tree=TREES["eagle2"], runner="fixed")
+    device = Decoder(pair.target, pair.draft, tree=TREES["eagle2"], mode="fixed")
     for settings in SETTINGS:
         expected = eager.generate(**prompts["image"], max_new_tokens=24, **settings)
         found = device.generate(**prompts["image"], max_new_tokens=24, **settings)
@@ -165,7 +165,7 @@ def test_an_answer_grows_past_extents_and_capacities(text_pair: Pair, kind: str)
     draft = as_draft(text_pair.draft) if kind == "independent" else agreeing_draft(kind, target, injection_layer=2)
     host, device = two_decoders(target, draft, TREES["eagle2"])
     capacities = set()
-    for length, num_tokens in ((10, 4), (EXTENT_STEP - 6, 24), (1010, 40)):
+    for length, num_tokens in ((10, 4), (KV_LENGTH_STEP - 6, 24), (1010, 40)):
         inputs = {"input_ids": torch.arange(length)[None] % 40 + 5}
         assert_same(host, device, inputs, max_new_tokens=num_tokens)
         capacities.add(target.cache.capacity)
@@ -191,7 +191,7 @@ def test_plain_steps_between_rounds(pair: Pair, prompts: dict[str, Inputs], kind
     """After which the draft has more to read than a round leaves."""
     target = Target(pair.target)
     dear = RoundPrice(round_steps=4.5, level_steps=0.0, node_steps=0.0)
-    options = {"fallback": dear, "buckets": (1, 4, 16)}
+    options = {"fallback": dear, "capture_sizes": (1, 4, 16)}
     host, device = two_decoders(target, make_draft(kind, pair, target, tmp_path), TREES["eagle2"], **options)
     stats = assert_same(host, device, prompts["text"], max_new_tokens=60)
     assert 0 < stats.plain_steps < stats.target_forwards
@@ -207,14 +207,14 @@ def test_who_leads(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.M
         (True, {}, {}),
         (True, {}, {"temperature": 1.0}),
         (False, {}, penalty),
-        (False, {"runner": "eager"}, {}),
+        (False, {"mode": "eager"}, {}),
         (False, {"draft": PromptLookupDraft(VOCABULARY_SIZE)}, {}),
         (False, {"tree": {"policy": "sage"}}, {}),
         (False, {"tree": {"policy": "wetap"}}, {}),
         (False, {"verification": {"kind": "wetap", "threshold": 0.9}}, {}),
     ):
         rounds.clear()
-        given: dict[str, Any] = {"draft": pair.draft, "tree": TREES["eagle2"], "runner": "fixed", **options}
+        given: dict[str, Any] = {"draft": pair.draft, "tree": TREES["eagle2"], "mode": "fixed", **options}
         Decoder(pair.target, **given).generate(**prompts["text"], max_new_tokens=8, **settings)
         assert bool(rounds) == leads, options
 
@@ -228,11 +228,11 @@ def test_rounds_of_compiled_forwards(
     """As on a device; on a CPU, where that gains nothing, the host leads."""
     target = Target(pair.target)
     draft = make_draft(kind, pair, target, tmp_path)
-    options = {"tree": TREES["eagle2"], "runner": "compile", "buckets": (1, 4, 16)}
+    options = {"tree": TREES["eagle2"], "mode": "compile", "capture_sizes": (1, 4, 16)}
     decoder = Decoder(target, draft, **options)
     decoder.generate(**prompts["text"], max_new_tokens=8)
-    assert decoder._device_rounds.of(decoder.way, TokenRule()) is None
-    monkeypatch.setattr(device_rounds, "_is_worth_it", lambda device, runner: True)
+    assert decoder._device_rounds.of(decoder.point, TokenSampler()) is None
+    monkeypatch.setattr(device_rounds, "_is_worth_it", lambda device, mode: True)
     assert_same(*two_decoders(target, draft, **options), prompts["text"], max_new_tokens=16)
 
 
@@ -342,14 +342,14 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     """Runner ``graph`` on this machine; those that were made."""
     made: list[Tape] = []
 
-    def capture(forwards: PreparedForwards, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
+    def capture(forwards: GraphRunner, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
         tape = Tape(forwards._function, inputs)
         made.append(tape)
         return tape.replay
 
-    monkeypatch.setattr(PreparedForwards, "_captured", capture)
+    monkeypatch.setattr(GraphRunner, "_captured", capture)
     for module in (graph_runner, decoder_module):
-        monkeypatch.setattr(module, "check_runner", lambda name, device: name)
+        monkeypatch.setattr(module, "check_mode", lambda name, device: name)
     return made
 
 
@@ -362,7 +362,7 @@ def test_a_captured_round_depends_on_its_buffers_alone(
     target = Target(pair.target)
     draft = make_draft(kind, pair, target, tmp_path)
     assert isinstance(draft, CachedDraft)
-    options = {"buckets": (1, 8, 16), "runner": "graph"}
+    options = {"capture_sizes": (1, 8, 16), "mode": "cuda-graph"}
     for tree in (TREES["static"], TREES["eagle2"]):
         host, device = two_decoders(target, draft, tree, **options)
         for settings in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.7, "top_k": 7, "seed": 2}):
@@ -379,10 +379,10 @@ def test_a_captured_round_depends_on_its_buffers_alone(
 @gpu
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
-@pytest.mark.parametrize("runner", ["fixed", "graph"])
+@pytest.mark.parametrize("mode", ["fixed", "cuda-graph"])
 @pytest.mark.parametrize("kind", ["independent", *KINDS])
 def test_a_round_waits_for_the_device_once(
-    pair: Pair, prompts: dict[str, Inputs], kind: str, runner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pair: Pair, prompts: dict[str, Inputs], kind: str, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The tokens are those of eager forwards, and nothing but the transfer synchronises."""
     on_device = replace(pair, target=deepcopy(pair.target).to("cuda"), draft=deepcopy(pair.draft).to("cuda"))
@@ -391,7 +391,7 @@ def test_a_round_waits_for_the_device_once(
     draft = make_draft(kind, on_device, target, tmp_path)
     for tree in TREES.values():
         eager = Decoder(target, draft, tree=tree)
-        device = Decoder(target, draft, tree=tree, runner=runner)
+        device = Decoder(target, draft, tree=tree, mode=mode)
         expected = eager.generate(**inputs, max_new_tokens=32)
         found = device.generate(**inputs, max_new_tokens=32)  # captures, which waits
         assert torch.equal(found.sequences, expected.sequences)

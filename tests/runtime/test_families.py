@@ -28,7 +28,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
-from tests.documents import free_prices, header
+from tests.sample_documents import free_prices, header
 from tests.families import (
     FAMILIES,
     VISUAL_TOKENS,
@@ -108,7 +108,7 @@ class TestEveryFamily:
             tree = TREES[int(rng.integers(len(TREES)))]
             options = {
                 "visual_keep": float(rng.choice([1.0, 0.5, 0.1])),
-                "buckets": [(), (), (4, 9, 33)][int(rng.integers(3))],
+                "capture_sizes": [(), (), (4, 9, 33)][int(rng.integers(3))],
             }
             decoder = Decoder(member.target, member.draft, tree=tree, **options)
             out = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
@@ -127,9 +127,9 @@ class TestEveryFamily:
         rng = np.random.default_rng(15)
         for number, sight in enumerate(member.sights):
             inputs = member.inputs(rng, sight)
-            options = {"tree": TREES[2 + 2 * number], "visual_keep": 0.5, "buckets": (1, 4, 16, 64)}
+            options = {"tree": TREES[2 + 2 * number], "visual_keep": 0.5, "capture_sizes": (1, 4, 16, 64)}
             expected = Decoder(member.target, member.draft, **options).generate(**inputs, max_new_tokens=NEW_TOKENS)
-            decoder = Decoder(member.target, member.draft, **options, runner="fixed")
+            decoder = Decoder(member.target, member.draft, **options, mode="fixed")
             found = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
             assert torch.equal(found.sequences, greedy(member.target, inputs))
             assert found.stats.accepted_lengths == expected.stats.accepted_lengths
@@ -148,7 +148,7 @@ class TestEveryFamily:
         rng = np.random.default_rng(3)
         model = load(member.folder / "target", attention=attention)
         target = Target(model)
-        target.watched = (1, 2, len(target.text.layers))
+        target.output_layers = (1, 2, len(target.text.layers))
         for sight in member.sights:
             inputs = member.inputs(rng, sight)
             (prompt,) = target.encode(inputs).prompts
@@ -159,9 +159,9 @@ class TestEveryFamily:
                 size = num_nodes + 1
                 tree = random_tree(rng, num_nodes, num_tokens=300, root_token=int(rng.integers(300)))
                 tree.token[:size] += NUM_SPECIAL_TOKENS  # which the stock forward would look pixels up for
-                block = np.empty((size, size), np.float32)
-                write_tree_mask(tree, block, target.closed)
-                logits = target.forward(tree.token[:size], tree.depth[:size], block)
+                tree_mask = np.empty((size, size), np.float32)
+                write_tree_mask(tree, tree_mask, target.mask_value)
+                logits = target.forward(tree.token[:size], tree.depth[:size], tree_mask)
                 hidden = {layer: states.clone() for layer, states in target.hidden.items()}
                 for leaf in leaves_of(tree):
                     branch = ancestors_of(tree, leaf)
@@ -194,20 +194,20 @@ class TestEveryFamily:
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
     def test_the_attention_to_visual_tokens_is_that_of_an_eager_model(self, member: Member, attention: str) -> None:
         rng = np.random.default_rng(5)
-        watched = load(member.folder / "target", attention=attention)
+        output_layers = load(member.folder / "target", attention=attention)
         eager = load(member.folder / "target", attention="eager")
-        before = copy.deepcopy(watched.config.to_dict())
+        before = copy.deepcopy(output_layers.config.to_dict())
         for sight in member.family.sees:
             inputs = member.inputs(rng, sight)
-            target = Target(watched)
+            target = Target(output_layers)
             with torch.inference_mode():
                 (prompt,) = target.encode(inputs).prompts
                 scores = target.prefill(prompt, rank_visual_tokens=True).visual_scores
                 attended = eager(**inputs, output_attentions=True).attentions[-1][0]
-            places = prompt.is_visual.nonzero()[:, 0]
-            first = min(int(places[-1]) + 1, len(prompt) - 1)  # an image that ends the prompt is asked itself
-            torch.testing.assert_close(scores, attended[:, first:, places].mean((0, 1)), atol=1e-5, rtol=0)
-        assert watched.config.to_dict() == before
+            offsets = prompt.is_visual.nonzero()[:, 0]
+            first = min(int(offsets[-1]) + 1, len(prompt) - 1)  # an image that ends the prompt is asked itself
+            torch.testing.assert_close(scores, attended[:, first:, offsets].mean((0, 1)), atol=1e-5, rtol=0)
+        assert output_layers.config.to_dict() == before
 
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
     def test_in_bfloat16_every_divergence_is_a_near_tie(self, member: Member, attention: str) -> None:

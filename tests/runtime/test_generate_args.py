@@ -24,7 +24,7 @@ from transformers import (
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import DEFAULT_MAX_NEW_TOKENS
-from autotune.runtime.token_sampler import TokenRule
+from autotune.runtime.token_sampler import TokenSampler
 from tests.conftest import Inputs, Pair
 from tests.runtime.test_decoder import TREES
 
@@ -90,9 +90,9 @@ def test_settings_mean_what_they_mean_to_generate(
         call |= settings
     expected = pair.target.generate(**call, do_sample=False)
     assert new_tokens(expected, prompts["image"]) != text, "the setting must have an effect"
-    for way in (decoder, Decoder(pair.target)):
-        assert torch.equal(way.generate(**call).sequences, expected)
-        assert torch.equal(pair.target.generate(**call, do_sample=False, custom_generate=way), expected)
+    for point in (decoder, Decoder(pair.target)):
+        assert torch.equal(point.generate(**call).sequences, expected)
+        assert torch.equal(pair.target.generate(**call, do_sample=False, custom_generate=point), expected)
     assert list(Decoder(pair.target, pair.draft).stream(**call)) == new_tokens(expected, prompts["image"])
 
 
@@ -210,10 +210,10 @@ def test_a_seed_goes_through_generate(pair: Pair, prompts: dict[str, Inputs], de
 
 
 def test_processors_that_look_at_logits_alone_decide_a_round_at_once() -> None:
-    assert not TokenRule(processors=[TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]).needs_prefix
-    assert TokenRule(processors=[TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.2)]).needs_prefix
-    assert TokenRule(processors=[MinNewTokensLengthLogitsProcessor(3, 5, 1)]).needs_prefix
-    assert TokenRule(processors=[Never(3)]).needs_prefix
+    assert not TokenSampler(processors=[TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)]).needs_prefix
+    assert TokenSampler(processors=[TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.2)]).needs_prefix
+    assert TokenSampler(processors=[MinNewTokensLengthLogitsProcessor(3, 5, 1)]).needs_prefix
+    assert TokenSampler(processors=[Never(3)]).needs_prefix
 
 
 def test_a_streamer_gets_the_prompt_and_then_round_by_round(

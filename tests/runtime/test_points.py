@@ -25,15 +25,15 @@ from autotune.modeling import loading
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
-from autotune.modeling.tree_model import TextRunner
+from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
-from autotune.runtime.points import Way
+from autotune.runtime.points import LoadedPoint
 from autotune.trees import policy as policies
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import WetapVerification
 from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair
-from tests.documents import decoding_profile
+from tests.sample_documents import decoding_profile
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.runtime.test_control import DEAR, stranger
 from tests.runtime.test_decoder import TREES
@@ -154,7 +154,7 @@ def test_hugging_face_s_way_picks_alike(decoder: Decoder, pair: Pair, prompts: d
 def test_a_stream_picks_alike(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
     for tag, expected in (("read", READ), (None, OTHERS), ("read", READ)):
         found = list(decoder.stream(**prompts["image"], max_new_tokens=NEW_TOKENS, workload=tag))
-        assert decoder.way is decoder.ways[expected]
+        assert decoder.point is decoder.points[expected]
         length = prompts["image"]["input_ids"].shape[1]
         assert found == plainly(pair, {**prompts["image"], "max_new_tokens": NEW_TOKENS})[0, length:].tolist()
 
@@ -183,8 +183,8 @@ def test_a_misspelt_tag_argument_is_named(decoder: Decoder, prompts: dict[str, I
 
 def test_what_a_point_cannot_honour_is_refused_where_it_is_chosen(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """A lossy point among lossless ones, and a logits processor."""
-    lossy = Way(pair.draft, verification=WetapVerification(), when=Condition(workload="fast"))
-    decoder = Decoder(pair.target, ways=[lossy, Way(pair.draft)])
+    lossy = LoadedPoint(pair.draft, verification=WetapVerification(), when=Condition(workload="fast"))
+    decoder = Decoder(pair.target, points=[lossy, LoadedPoint(pair.draft)])
     settings = {**prompts["text"], "max_new_tokens": 5, "repetition_penalty": 1.3}
     with pytest.raises(UserError, match="wetap verification knows no logits processors"):
         decoder.generate(**settings, workload="fast")
@@ -197,12 +197,12 @@ def test_what_a_point_cannot_honour_is_refused_where_it_is_chosen(pair: Pair, pr
 def buffers_of(decoder: Decoder) -> list[int]:
     """Identities of what is reserved: caches with their memory, masks, trees, drafts."""
     found: list[Any] = [decoder.target, decoder.host_round._block]
-    for model in (decoder.target, *(way.draft for way in decoder.ways if way.draft is not None)):
+    for model in (decoder.target, *(point.draft for point in decoder.points if point.draft is not None)):
         assert isinstance(model, CachedModel)
         slabs = model.cache.blocks if isinstance(model, FeatureDraft) else list(model.cache._slabs.values())
         found += [model, model.cache, model._masks, *slabs]
-    for way in decoder.ways:
-        found += [way, way.draft, way.grower, way.grower.tree, *way.grower.tree, way.fallback]
+    for point in decoder.points:
+        found += [point, point.draft, point.grower, point.grower.tree, *point.grower.tree, point.fallback]
     return [id(one) for one in found]
 
 
@@ -221,11 +221,11 @@ def test_switching_makes_nothing_anew(
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("made anew")
 
-    for place in (TextRunner, FeatureDraft):
+    for place in (TreeModel, FeatureDraft):
         monkeypatch.setattr(place, "_allocate", refuse)
     for place, name in (
         (TreeGrower, "__init__"),
-        (Way, "__init__"),
+        (LoadedPoint, "__init__"),
         (checkpoint, "load_draft"),
         (loading, "load_model"),
         (profiles, "parse_policy"),
@@ -240,9 +240,10 @@ def test_switching_makes_nothing_anew(
 def test_caches_are_reserved_for_the_largest_trees_of_all(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request by small trees leaves room for one of the same length by large ones."""
     small, large = ({"policy": "chain", "depth": 1}, TREES["sage-wide"])
-    draft = Way(pair.draft).draft
+    draft = LoadedPoint(pair.draft).draft
     decoder = Decoder(
-        pair.target, ways=[Way(draft, tree=large, when=Condition(workload="large")), Way(draft, tree=small)]
+        pair.target,
+        points=[LoadedPoint(draft, tree=large, when=Condition(workload="large")), LoadedPoint(draft, tree=small)],
     )
     inputs = {"input_ids": torch.randint(4, 300, (1, 1010), generator=torch.Generator().manual_seed(0))}
     room = decoder.target.cache.capacity - 1010 - 8
@@ -250,13 +251,13 @@ def test_caches_are_reserved_for_the_largest_trees_of_all(pair: Pair, monkeypatc
     decoder.generate(**inputs, max_new_tokens=8)
     cache = decoder.target.cache
     decoder.generate(**inputs, max_new_tokens=8, workload="large")
-    assert decoder.target.cache is cache and decoder.way is decoder.ways[0]
+    assert decoder.target.cache is cache and decoder.point is decoder.points[0]
 
 
 def test_each_point_remembers_its_own_requests(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """A point whose draft never helps gives up; the other one's requests, in turn with its own, are drafted as ever."""
-    useless = Way(stranger(), fallback=DEAR, when=Condition(workload="hard"))
-    decoder = Decoder(pair.target, ways=[useless, Way(pair.target, fallback=DEAR)])
+    useless = LoadedPoint(stranger(), fallback=DEAR, when=Condition(workload="hard"))
+    decoder = Decoder(pair.target, points=[useless, LoadedPoint(pair.target, fallback=DEAR)])
     drafted: dict[str, list[bool]] = {"hard": [], "easy": []}
     for _ in range(4):
         for tag, rounds in drafted.items():
@@ -264,7 +265,7 @@ def test_each_point_remembers_its_own_requests(pair: Pair, prompts: dict[str, In
             rounds.append(stats.draft_forwards > 0)
             assert (stats.plain_steps > 0) == (tag == "hard")
     assert drafted == {"hard": [True, True, False, False], "easy": [True] * 4}
-    assert decoder.ways[1].fallback.memory.num_failed == 0 < useless.fallback.memory.pause
+    assert decoder.points[1].fallback.memory.num_failed == 0 < useless.fallback.memory.pause
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -281,13 +282,13 @@ def test_each_draft_is_loaded_once(profile: DecodingProfile, pair: Pair, monkeyp
 
     monkeypatch.setattr(checkpoint, "load_draft", counted)
     decoder = load(profile, target=pair.target)
-    drafts = [way.draft for way in decoder.ways]
+    drafts = [point.draft for point in decoder.points]
     assert len(loaded) == 3 and drafts[READ] is drafts[SHORT] and drafts[OTHERS] is None
     assert len({id(draft) for draft in drafts}) == 4
-    assert (drafts[SAMPLED].reads, drafts[HALF].reads) == ((2,), (4,))
+    assert (drafts[SAMPLED].aux_layers, drafts[HALF].aux_layers) == ((2,), (4,))
     assert drafts[HALF].cache.memory_bytes * 2 == drafts[SAMPLED].cache.memory_bytes
     assert decoder.draft is drafts[HALF], "the last that there is"
-    assert [way.visual_keep for way in decoder.ways] == [0.5, 1.0, 0.3, 1.0, 1.0] and NUM_VISUAL_TOKENS > 10
+    assert [point.visual_keep for point in decoder.points] == [0.5, 1.0, 0.3, 1.0, 1.0] and NUM_VISUAL_TOKENS > 10
 
 
 def test_a_draft_of_one_s_own_serves_points_that_name_one(profile: DecodingProfile, pair: Pair) -> None:
@@ -295,7 +296,7 @@ def test_a_draft_of_one_s_own_serves_points_that_name_one(profile: DecodingProfi
         load(profile, target=pair.target, draft=pair.draft)
     same = profile.model_copy(update={"points": [profile.points[n] for n in (READ, SHORT, OTHERS)]})
     decoder = load(same, target=pair.target, draft=pair.draft)
-    assert decoder.ways[0].draft is decoder.ways[1].draft and decoder.draft.model is pair.draft
+    assert decoder.points[0].draft is decoder.points[1].draft and decoder.draft.model is pair.draft
 
 
 def test_the_weights_of_every_point_are_checked(profile: DecodingProfile, pair: Pair) -> None:
@@ -308,10 +309,10 @@ def test_the_weights_of_every_point_are_checked(profile: DecodingProfile, pair: 
 
 
 def test_a_decoder_may_be_given_another_way_for_all_requests(decoder: Decoder, pair: Pair) -> None:
-    ways = [Way(pair.draft, when=Condition(workload="read")), Way(None)]
-    made = Decoder(pair.target, ways=ways)
+    points = [LoadedPoint(pair.draft, when=Condition(workload="read")), LoadedPoint(None)]
+    made = Decoder(pair.target, points=points)
     made.configure(TREES["sage"], visual_keep=0.5)
-    assert len(made.ways) == 1 and made.draft is ways[0].draft and made.way.policy == parse_policy(TREES["sage"])
+    assert len(made.points) == 1 and made.draft is points[0].draft and made.point.policy == parse_policy(TREES["sage"])
 
 
 def test_points_of_a_profile_on_disk(profile: DecodingProfile, tmp_path: Path, pair: Pair) -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from autotune.errors import UserError
-from autotune.runtime.token_sampler import TokenRule, mix_seed
+from autotune.runtime.token_sampler import TokenSampler, mix_seed
 from tests.obvious import chi_square_p_value
 
 LOGITS = [2.0, 1.5, 1.0, 0.0, -0.5, -2.0]
@@ -47,7 +47,7 @@ def expected_distribution(temperature: float, top_k: int = 0, top_p: float = 1.0
     ],
 )
 def test_tokens_over_positions_follow_the_distribution(settings: dict[str, Any]) -> None:
-    rule = TokenRule(**settings, seed=3)
+    rule = TokenSampler(**settings, seed=3)
     tokens = rule.tokens(torch.tensor([LOGITS]).repeat(NUM_DRAWS, 1), np.arange(NUM_DRAWS))
     observed = np.bincount(tokens, minlength=len(LOGITS))
     # A right implementation fails this for one seed in a thousand; the seed is fixed.
@@ -57,13 +57,13 @@ def test_tokens_over_positions_follow_the_distribution(settings: dict[str, Any])
 def test_tokens_over_seeds_follow_the_distribution() -> None:
     """At one position: what a user who varies the seed sees."""
     logits = torch.tensor(LOGITS)
-    tokens = [TokenRule(temperature=1.0, seed=seed).token(logits, 17) for seed in range(NUM_DRAWS // 2)]
+    tokens = [TokenSampler(temperature=1.0, seed=seed).token(logits, 17) for seed in range(NUM_DRAWS // 2)]
     assert chi_square_p_value(np.bincount(tokens, minlength=len(LOGITS)), expected_distribution(1.0)) > 0.001
 
 
 def test_temperature_0_is_argmax_whatever_else_is_set() -> None:
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    rule = TokenRule(temperature=0.0, top_k=3, top_p=0.1, seed=9)
+    rule = TokenSampler(temperature=0.0, top_k=3, top_p=0.1, seed=9)
     assert rule.tokens(logits, np.arange(50)).tolist() == logits.argmax(-1).tolist()
 
 
@@ -71,16 +71,16 @@ def test_noise_does_not_depend_on_the_order_or_company_of_calls() -> None:
     """Plain decoding asks position after position, verification asks for many at once and some twice."""
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
     positions = np.random.default_rng(0).integers(0, 10, 40)
-    at_once = TokenRule(temperature=1.0, seed=5).tokens(logits, positions)
-    rule, one_by_one = TokenRule(temperature=1.0, seed=5), np.zeros(40, np.int64)
+    at_once = TokenSampler(temperature=1.0, seed=5).tokens(logits, positions)
+    rule, one_by_one = TokenSampler(temperature=1.0, seed=5), np.zeros(40, np.int64)
     for node in reversed(range(40)):
         one_by_one[node] = rule.token(logits[node], int(positions[node]))
     assert at_once.tolist() == one_by_one.tolist()
-    assert at_once.tolist() != TokenRule(temperature=1.0, seed=6).tokens(logits, positions).tolist()
+    assert at_once.tolist() != TokenSampler(temperature=1.0, seed=6).tokens(logits, positions).tolist()
 
 
 def noise_of(seed: int, positions: range, vocabulary: int = 8) -> NDArray[np.float64]:
-    rule = TokenRule(temperature=1.0, seed=seed)
+    rule = TokenSampler(temperature=1.0, seed=seed)
     return np.stack([rule.noise(position, vocabulary).double().numpy() for position in positions])
 
 
@@ -130,8 +130,8 @@ class Forbid:
 
 def test_processors_see_the_prefix_and_leave_the_logits_alone() -> None:
     processor, logits = Forbid(), torch.tensor(LOGITS)
-    rule = TokenRule(processors=[processor])
-    assert rule.needs_prefix and not TokenRule().needs_prefix
+    rule = TokenSampler(processors=[processor])
+    assert rule.needs_prefix and not TokenSampler().needs_prefix
     assert rule.token(logits, 3, torch.tensor([[4, 4, 0]])) == 1
     assert processor.prefixes == [[4, 4, 0]]
     assert logits.tolist() == LOGITS, "the tree's other nodes still need them"
@@ -151,14 +151,14 @@ def test_processors_see_the_prefix_and_leave_the_logits_alone() -> None:
 )
 def test_a_setting_out_of_range_says_rule_and_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        TokenRule(**settings)
+        TokenSampler(**settings)
     assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
 def test_tokens_of_a_tree_whose_depths_the_device_knows(settings: dict[str, Any]) -> None:
     """The same as where the host knows them."""
-    rule = TokenRule(**settings, seed=6)
+    rule = TokenSampler(**settings, seed=6)
     logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(1))
     depths = np.array([0, 1, 1, 2, 2, 2, 4])
     found = rule.tokens_on_device(logits, 30, torch.from_numpy(depths), 6)

@@ -13,28 +13,28 @@ from autotune.errors import UserError
 from autotune.files import write_document
 from autotune.search import cost_tables
 from autotune.search.cost_tables import local_table, priced_apart
-from autotune.search.model_pool import Contenders
+from autotune.search.model_pool import ModelPool
 from autotune.search.space import load_space
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload
 from tests.conftest import Pair
-from tests.documents import cost_table
+from tests.sample_documents import cost_table
 
 
 @pytest.fixture(scope="module")
-def contenders(pair: Pair) -> Contenders:
-    return Contenders(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
+def model_pool(pair: Pair) -> ModelPool:
+    return ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
 
 
 @pytest.fixture
-def measured(contenders: Contenders, monkeypatch: pytest.MonkeyPatch) -> list[CostTable]:
+def measured(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> list[CostTable]:
     """Every table that is measured: numbers typed in, for these models on this device."""
     found: list[CostTable] = []
 
     def measure(*_: object) -> CostTable:
         known = cost_table()
-        draft = known.drafts[0].model_copy(update={"draft": next(iter(contenders.references.values()))})
-        here = {"target": contenders.target_reference, "device": contenders.device, "drafts": [draft]}
+        draft = known.drafts[0].model_copy(update={"draft": next(iter(model_pool.references.values()))})
+        here = {"target": model_pool.target_reference, "device": model_pool.device, "drafts": [draft]}
         found.append(known.model_copy(update=here))
         return found[-1]
 
@@ -43,14 +43,14 @@ def measured(contenders: Contenders, monkeypatch: pytest.MonkeyPatch) -> list[Co
 
 
 def test_a_table_is_measured_once(
-    contenders: Contenders, evaluate: Workload, measured: list[CostTable], tmp_path: Path
+    model_pool: ModelPool, evaluate: Workload, measured: list[CostTable], tmp_path: Path
 ) -> None:
     """Whoever asks for it: from the folder, or, where that is gone, from the ledger; but with more time anew."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    priced = priced_apart(contenders.subnets(load_space("quick")))
+    priced = priced_apart(model_pool.subnets(load_space("quick")))
 
     def table(**options: float) -> CostTable:
-        return local_table(contenders, priced, evaluate, tmp_path, ledger, Console(), **options)
+        return local_table(model_pool, priced, evaluate, tmp_path, ledger, Console(), **options)
 
     first = table(time_limit_s=5.0)
     assert first == measured[0] == table(time_limit_s=5.0)
@@ -71,7 +71,7 @@ def test_a_table_is_measured_once(
     ids=["model", "device", "precision"],
 )
 def test_a_table_put_in_its_place_is_refused(
-    contenders: Contenders,
+    model_pool: ModelPool,
     evaluate: Workload,
     measured: list[CostTable],
     tmp_path: Path,
@@ -79,10 +79,10 @@ def test_a_table_put_in_its_place_is_refused(
     message: str,
 ) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    priced = priced_apart(contenders.subnets(load_space("quick")))
-    table = local_table(contenders, priced, evaluate, tmp_path, ledger, Console())
+    priced = priced_apart(model_pool.subnets(load_space("quick")))
+    table = local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
     (path,) = tmp_path.glob("*.cost.json")
     write_document(path, "cost-table", table.model_copy(update=change))
     with pytest.raises(UserError, match=message) as refused:
-        local_table(contenders, priced, evaluate, tmp_path, ledger, Console())
+        local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
     assert str(refused.value).startswith(f"{path}: ")

@@ -15,7 +15,7 @@ from autotune.errors import UserError
 from autotune.search import evaluator as evaluator_module
 from autotune.search.evaluator import SMALLEST, Candidate, Constraints, Evaluator, largest_round_ms
 from autotune.trees.policy import parse_policy
-from tests.documents import DRAFT, cost_table, random_trace, surface
+from tests.sample_documents import DRAFT, cost_table, random_trace, surface
 
 KEEPS = (1.0, 0.5)
 
@@ -25,7 +25,7 @@ def evaluator(constraints: Constraints | None = None, jobs: int | None = None) -
     return Evaluator(traces, cost_table(), constraints=constraints, jobs=jobs)
 
 
-def place(keep: float) -> tuple[str, Subnet]:
+def variant(keep: float) -> tuple[str, Subnet]:
     return DRAFT.id, Subnet(visual_keep=keep)
 
 
@@ -33,12 +33,12 @@ def test_a_candidate_is_its_replay() -> None:
     found = evaluator()
     configuration = Configuration(tree={"policy": "sage", "k": 4, "d_max": 4}, subnet=Subnet(visual_keep=0.5))
     candidate = found.evaluate(configuration)
-    replayed = replay(found.traces[place(0.5)], parse_policy(configuration.tree), found.prices[place(0.5)])
+    replayed = replay(found.traces[variant(0.5)], parse_policy(configuration.tree), found.prices[variant(0.5)])
     assert candidate.ms_per_token == replayed.decode_ms.sum() / replayed.tokens.sum()
     assert candidate.tokens_per_round == replayed.tokens.sum() / replayed.rounds.sum()
     assert candidate.nodes_per_round == replayed.verified_nodes.sum() / replayed.rounds.sum()
-    whole = found.traces[place(1.0)]
-    plain = plain_decode_ms(whole, found.prices[place(1.0)]).sum() / whole.num_tokens
+    whole = found.traces[variant(1.0)]
+    plain = plain_decode_ms(whole, found.prices[variant(1.0)]).sum() / whole.num_tokens
     assert found.ar_ms_per_token == pytest.approx(plain)
     assert candidate.speedup == pytest.approx(plain / candidate.ms_per_token)
 
@@ -85,7 +85,7 @@ def test_short_prompts_are_within_their_own_table() -> None:
 
 def test_trees_larger_than_the_table_are_refused() -> None:
     found = evaluator()
-    assert found.prices[place(1.0)].verify_ms.shape[0] - 1 == 65
+    assert found.prices[variant(1.0)].verify_ms.shape[0] - 1 == 65
     with pytest.raises(UserError, match="65"):
         found.evaluate(Configuration(tree={"policy": "sage", "k": 4, "d_max": 4, "n_max": 128}))
 
@@ -137,14 +137,14 @@ def test_a_round_s_price_adds_up_to_what_its_rounds_cost() -> None:
 
 def test_memory_of_the_draft_is_a_constraint() -> None:
     table = cost_table()
-    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "cache_bytes_per_token": 2**14})
+    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "kv_bytes_per_token": 2**14})
     table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
     found = Evaluator([random_trace(0)], table)
     small, large = ({"policy": "sage", "k": 4, "d_max": 4, "n_max": n} for n in (4, 64))
-    sizes = [found.draft_mib(place(1.0), parse_policy(tree)) for tree in (small, large)]
+    sizes = [found.draft_mib(variant(1.0), parse_policy(tree)) for tree in (small, large)]
     assert sizes[0] is not None and sizes[1] is not None and 1.0 < sizes[0] < sizes[1]
     narrow = Evaluator([random_trace(0)], table, constraints=Constraints(max_draft_mib=(sizes[0] + sizes[1]) / 2))
-    assert narrow.is_feasible(place(1.0), small) and not narrow.is_feasible(place(1.0), large)
+    assert narrow.is_feasible(variant(1.0), small) and not narrow.is_feasible(variant(1.0), large)
 
 
 def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
@@ -174,7 +174,7 @@ def test_constraints_that_nothing_keeps_are_refused_before_anything_is_recorded(
     with pytest.raises(UserError, match="--max-round-ms"):
         Constraints(max_round_ms=0.99 * least).check_table(table)
     Constraints(max_round_ms=1.01 * least).check_table(table)
-    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "cache_bytes_per_token": 16})
+    costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "kv_bytes_per_token": 16})
     table = table.model_copy(update={"drafts": [costs], "precision": "bfloat16"})
     with pytest.raises(UserError, match=r"--max-draft-mib 0\.4: no draft keeps to it; the smallest takes 0\.5 MiB"):
         Constraints(max_draft_mib=0.4).check_table(table)

@@ -16,18 +16,18 @@ from autotune.console import Console
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import OperatingPoint
 from autotune.evaluation.arms import Arm, Run
-from autotune.evaluation.runner import AR, Runner
+from autotune.evaluation.runner import AR, ArmRunner
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.model_pool import Contenders
+from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
-from autotune.search.profile_selection import DEFAULTS_PROMPTS, POINT_BLOCK, Judging, configuration_of
+from autotune.search.profile_selection import DEFAULTS_PROMPTS, POINT_BLOCK, ProfileSelection, configuration_of
 from autotune.search.space import SearchSpace
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
 from tests.conftest import Pair
-from tests.documents import cost_table, write_image, write_workload
+from tests.sample_documents import cost_table, write_image, write_workload
 from tests.evaluation.test_runner import run
 
 SPACE = SearchSpace.model_validate(
@@ -56,20 +56,22 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workload, Workl
 
 
 @pytest.fixture(scope="module")
-def judging(pair: Pair, workloads: tuple[Workload, Workload], tmp_path_factory: pytest.TempPathFactory) -> Judging:
+def selection(
+    pair: Pair, workloads: tuple[Workload, Workload], tmp_path_factory: pytest.TempPathFactory
+) -> ProfileSelection:
     """A tree stage over real traces of the tiny pair."""
     folder = tmp_path_factory.mktemp("study")
-    contenders = Contenders(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
+    model_pool = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
     known = cost_table()
-    drafts = [known.drafts[0].model_copy(update={"draft": draft}) for draft in contenders.references.values()]
-    table = known.model_copy(update={"drafts": drafts, "target": contenders.target_reference})
+    drafts = [known.drafts[0].model_copy(update={"draft": draft}) for draft in model_pool.references.values()]
+    table = known.model_copy(update={"drafts": drafts, "target": model_pool.target_reference})
     traces = record_traces(
-        contenders, contenders.subnets(SPACE), workloads[0], folder, Console(), bounds=bounds_of(SPACE)
+        model_pool, model_pool.subnets(SPACE), workloads[0], folder, Console(), bounds=bounds_of(SPACE)
     )
     evaluator = Evaluator(traces, table)
     found = search_trees(evaluator, SPACE, Ledger(folder / "ledger.sqlite"), num_trials=0, documents="x")
     deadline = time.monotonic() + 3600
-    return Judging(found, contenders, table, evaluator, folder, *workloads, 0, deadline, Console())
+    return ProfileSelection(found, model_pool, table, evaluator, folder, *workloads, 0, deadline, Console())
 
 
 @pytest.fixture
@@ -77,92 +79,94 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], None]:
     """Arms take the time that they are told to."""
 
     def told(speed: Speed) -> None:
-        def compare(self: Runner, arms: Sequence[Arm], workload: Workload, **_: Any) -> dict[str, list[Run]]:
+        def compare(self: ArmRunner, arms: Sequence[Arm], workload: Workload, **_: Any) -> dict[str, list[Run]]:
             return {
                 arm.name: [run(TOKENS * speed(arm, prompt), tokens=TOKENS) for prompt in workload.prompts]
                 for arm in arms
             }
 
-        monkeypatch.setattr(Runner, "compare", compare)
+        monkeypatch.setattr(ArmRunner, "compare", compare)
 
     return told
 
 
-def finalists_of(judging: Judging) -> list[Candidate]:
-    return [judging.evaluator.guarded(one) for one in judging.found.fastest[:4]]
+def finalists_of(selection: ProfileSelection) -> list[Candidate]:
+    return [selection.evaluator.guarded(one) for one in selection.found.fastest[:4]]
 
 
-def test_the_fastest_in_real_runs_wins(judging: Judging, clock: Callable[[Speed], None]) -> None:
+def test_the_fastest_in_real_runs_wins(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
     """Whatever was predicted; and what is stored is the prediction for the very prompts."""
-    finalists = finalists_of(judging)
+    finalists = finalists_of(selection)
     clock(lambda arm, prompt: {AR: 10.0, "finalist 3": 5.0}.get(arm.name, 6.0))
-    assert judging.measure_finalists(finalists) is finalists[2]
-    assert [one.configuration.label for one in judging.finalists] == [one.configuration.label for one in finalists]
-    assert any(one.is_standing for one in judging.finalists)
-    assert [one.speedup for one in judging.finalists] == pytest.approx([10 / 6, 10 / 6, 2.0, 10 / 6])
-    for one, candidate in zip(judging.finalists, finalists, strict=True):
-        replayed_ms = judging.evaluator.replay(candidate.configuration).decode_ms
+    assert selection.measure_finalists(finalists) is finalists[2]
+    assert [one.configuration.label for one in selection.finalists] == [one.configuration.label for one in finalists]
+    assert any(one.is_standing for one in selection.finalists)
+    assert [one.speedup for one in selection.finalists] == pytest.approx([10 / 6, 10 / 6, 2.0, 10 / 6])
+    for one, candidate in zip(selection.finalists, finalists, strict=True):
+        replayed_ms = selection.evaluator.replay(candidate.configuration).decode_ms
         ran = slice(8)  # one block of prompts told them apart
-        assert one.predicted_speedup == pytest.approx(judging.evaluator.ar_ms[ran].sum() / replayed_ms[ran].sum())
+        assert one.predicted_speedup == pytest.approx(selection.evaluator.ar_ms[ran].sum() / replayed_ms[ran].sum())
 
 
-def test_ties_go_to_the_smaller_tree(judging: Judging, clock: Callable[[Speed], None]) -> None:
-    finalists = finalists_of(judging)
+def test_ties_go_to_the_smaller_tree(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
+    finalists = finalists_of(selection)
     clock(lambda arm, prompt: 10.0 if arm.name == AR else 5.0)
     smallest = min(one.nodes_per_round for one in finalists)
-    assert judging.measure_finalists(finalists).nodes_per_round == smallest
+    assert selection.measure_finalists(finalists).nodes_per_round == smallest
     assert max(one.nodes_per_round for one in finalists) > smallest
 
 
 def test_a_point_of_its_own_must_be_faster_in_real_runs(
-    judging: Judging, clock: Callable[[Speed], None], capsys: pytest.CaptureFixture[str]
+    selection: ProfileSelection, clock: Callable[[Speed], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    winner, other = finalists_of(judging)[:2]
-    points = [(judging.points(winner)[-1][0].model_copy(update={"workload": "read"}), other)]
-    points += judging.points(winner)[-1:]
+    winner, other = finalists_of(selection)[:2]
+    points = [(selection.points(winner)[-1][0].model_copy(update={"workload": "read"}), other)]
+    points += selection.points(winner)[-1:]
     clock(lambda arm, prompt: {"winner": 5.0, "point": 4.99}.get(arm.name, 10.0))
-    assert [when.label for when, _ in judging.confirmed(points, winner)] == ["any request"]
+    assert [when.label for when, _ in selection.confirmed(points, winner)] == ["any request"]
     clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0}.get(arm.name, 10.0))
-    kept = judging.confirmed(points, winner)
+    kept = selection.confirmed(points, winner)
     assert f"on {POINT_BLOCK} tuning prompts: a point of its own" in " ".join(capsys.readouterr().err.split()), (
         "more would say no more"
     )
     assert [when.workload for when, _ in kept] == ["read", None] and kept[0][1].key == other.key
 
 
-def test_temperatures_may_have_points_of_their_own(judging: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temperatures_may_have_points_of_their_own(
+    selection: ProfileSelection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here the winner loses half of the time whenever tokens are sampled."""
-    winner, other = finalists_of(judging)[0], judging.found.fastest[1]
-    sampled = np.array([prompt.settings.temperature == 1.0 for prompt in judging.tune.prompts])
+    winner, other = finalists_of(selection)[0], selection.found.fastest[1]
+    sampled = np.array([prompt.settings.temperature == 1.0 for prompt in selection.tune.prompts])
 
     def prompt_ms(self: Evaluator, configurations: Sequence[Configuration]) -> np.ndarray:
         fast = {winner.key: ~sampled, other.key: sampled}
         return np.array([np.where(fast.get(one.key, np.zeros(16, bool)), 1.0, 2.0) for one in configurations])
 
     monkeypatch.setattr(Evaluator, "prompt_ms", prompt_ms)
-    points = judging.points(winner)
+    points = selection.points(winner)
     assert [when.label for when, _ in points] == ["temperature from 0.5", "any request"]
 
 
-def test_a_profile_says_what_was_measured(judging: Judging, clock: Callable[[Speed], None]) -> None:
+def test_a_profile_says_what_was_measured(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0}.get(arm.name, 5.0))
-    document = judging.measured_profile()
+    document = selection.measured_profile()
     (point,) = document.points
     assert point.measured is not None and point.measured.speedup == pytest.approx(2.5)
     assert point.measured.num_prompts == 4 and point.measured.identical_outputs == 4
     compared = {one.name: one for one in document.evidence.compared}
     assert compared["tuned"].speedup == pytest.approx(2.5) and compared["chain"].speedup == pytest.approx(2.0)
-    assert document.evidence.configurations_replayed == judging.found.num_replayed == 2 * (4 + 1)
+    assert document.evidence.configurations_replayed == selection.found.num_replayed == 2 * (4 + 1)
     assert len(document.evidence.prompts) == 4
     configuration = configuration_of(point)
     assert configuration is not None
-    assert configuration.key in {judging.evaluator.guarded(one).key for one in judging.found.fastest}
+    assert configuration.key in {selection.evaluator.guarded(one).key for one in selection.found.fastest}
 
 
-def test_only_the_fastest_default_goes_on(judging: Judging, clock: Callable[[Speed], None]) -> None:
+def test_only_the_fastest_default_goes_on(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
     """All published defaults decode the first prompts, the profile and the fastest of them every one."""
-    prompts = tuple(replace(prompt, name=f"{n}") for n in range(5) for prompt in judging.evaluate.prompts)
-    more = replace(judging, evaluate=Workload("x", "evaluate", prompts))
+    prompts = tuple(replace(prompt, name=f"{n}") for n in range(5) for prompt in selection.evaluate.prompts)
+    more = replace(selection, evaluate=Workload("x", "evaluate", prompts))
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0, "dream": 4.5}.get(arm.name, 5.0))
     document = more.measured_profile()
     compared = {one.name: one for one in document.evidence.compared}
@@ -174,10 +178,12 @@ def test_only_the_fastest_default_goes_on(judging: Judging, clock: Callable[[Spe
     assert len(document.evidence.prompts) == 20
 
 
-def test_a_draft_that_loses_on_held_out_prompts_is_left_alone(judging: Judging, clock: Callable[[Speed], None]) -> None:
+def test_a_draft_that_loses_on_held_out_prompts_is_left_alone(
+    selection: ProfileSelection, clock: Callable[[Speed], None]
+) -> None:
     """The profile is never slower than plain decoding; what was tried stays in the evidence."""
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 11.0}.get(arm.name, 5.0))
-    document = judging.measured_profile()
+    document = selection.measured_profile()
     (point,) = document.points
     assert point.draft is None and point.tree is None and configuration_of(point) is None
     assert point.measured is not None and point.measured.speedup == 1.0
@@ -187,12 +193,12 @@ def test_a_draft_that_loses_on_held_out_prompts_is_left_alone(judging: Judging, 
     }, "of plain decoding, for that is what a check will compare them with"
 
 
-def test_another_device_s_profile_has_predictions_alone(judging: Judging) -> None:
-    points: list[OperatingPoint] = judging.predicted_profile().points
-    fastest = judging.found.fastest[0]
+def test_another_device_s_profile_has_predictions_alone(selection: ProfileSelection) -> None:
+    points: list[OperatingPoint] = selection.predicted_profile().points
+    fastest = selection.found.fastest[0]
     assert all(point.measured is None for point in points)
     if fastest.speedup >= 1.0:
         assert points[-1].predicted is not None and points[-1].tree is not None
-        assert points[-1].predicted.speedup == judging.evaluator.guarded(fastest).speedup
+        assert points[-1].predicted.speedup == selection.evaluator.guarded(fastest).speedup
     else:
         assert [point.tree for point in points] == [None]

@@ -15,21 +15,23 @@ from autotune.cost.table import CostTable
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import save_draft
 from autotune.errors import UserError
-from autotune.evaluation.runner import Runner
+from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.search import screening
+from autotune.search import traces as traces_module
 from autotune.search.cost_tables import priced_apart
-from autotune.search.model_pool import Contenders
-from autotune.search.model_pool import _as_helper as run_helper
+from autotune.search.model_pool import ModelPool
+from autotune.search.model_pool import _as_helper as run_worker
 from autotune.search.screening import DEPTHS, measure, screen, survivors
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.traces import record_traces
 from autotune.search.worker_pool import MOST_HELPERS
 from autotune.study.ledger import Ledger
-from autotune.study.records import Screened
+from autotune.study.records import ScreenedSubnet
 from autotune.workloads.workload import Workload, load_workload
 from tests.conftest import Pair
-from tests.documents import cost_table, write_image, write_workload
+from tests.sample_documents import cost_table, write_image, write_workload
 from tests.drafters.test_feature_draft import agreeing_draft
 
 GRID = {
@@ -42,12 +44,12 @@ GRID = {
 
 
 @pytest.fixture(scope="module")
-def contenders(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Contenders:
+def model_pool(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> ModelPool:
     """A supernet, and a draft of its own model."""
     folder = tmp_path_factory.mktemp("star")
     with torch.inference_mode():
         save_draft(agreeing_draft("star", Target(pair.target), injection_layer=4).network, folder)  # type: ignore[arg-type]
-    return Contenders(str(pair.target_folder), [str(folder), str(pair.draft_folder)], "cpu")
+    return ModelPool(str(pair.target_folder), [str(folder), str(pair.draft_folder)], "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -60,64 +62,64 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 
 @pytest.fixture(scope="module")
-def table(contenders: Contenders) -> CostTable:
+def table(model_pool: ModelPool) -> CostTable:
     """Typed in: every draft costs the same."""
     known = cost_table()
     grid = SearchSpace.model_validate(GRID)
     drafts = [
-        known.drafts[0].model_copy(update={"draft": contenders.references[draft], "heads": subnet.heads})
-        for draft, subnet in priced_apart(contenders.subnets(grid))
+        known.drafts[0].model_copy(update={"draft": model_pool.references[draft], "heads": subnet.heads})
+        for draft, subnet in priced_apart(model_pool.subnets(grid))
     ]
-    return known.model_copy(update={"drafts": drafts, "target": contenders.target_reference})
+    return known.model_copy(update={"drafts": drafts, "target": model_pool.target_reference})
 
 
-def test_every_draft_has_its_own_subnets(contenders: Contenders) -> None:
-    star, independent = contenders.references
-    found = contenders.subnets(SearchSpace.model_validate(GRID))
+def test_every_draft_has_its_own_subnets(model_pool: ModelPool) -> None:
+    star, independent = model_pool.references
+    found = model_pool.subnets(SearchSpace.model_validate(GRID))
     layers = sorted({subnet.injection_layer for draft, subnet in found if draft == star})
     assert len(found) == len(set(found)) == 2 * len(layers) * 2 + 2 and layers[-1] == 4
     assert [subnet for draft, subnet in found if draft == independent] == [Subnet(), Subnet(visual_keep=0.5)]
     assert len(priced_apart(found)) == 3, "two shares of heads, and the other draft: all else costs the same"
-    whole = contenders.draft(star)
-    assert contenders.draft(star, Subnet(injection_layer=4)) is whole
-    half = contenders.draft(star, Subnet(heads=0.25, injection_layer=2))
-    assert half is contenders.draft(star, Subnet(heads=0.25, injection_layer=2, visual_keep=0.5))
+    whole = model_pool.draft(star)
+    assert model_pool.draft(star, Subnet(injection_layer=4)) is whole
+    half = model_pool.draft(star, Subnet(heads=0.25, injection_layer=2))
+    assert half is model_pool.draft(star, Subnet(heads=0.25, injection_layer=2, visual_keep=0.5))
     assert half.num_parameters < whole.num_parameters and half.reads == (2,)
 
 
 def test_heads_without_a_supernet_are_refused(pair: Pair) -> None:
-    alone = Contenders(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
+    alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
     with pytest.raises(UserError, match="only a star draft has heads and layers to choose"):
         alone.subnets(SearchSpace.model_validate(GRID))
     assert len(alone.subnets(load_space("quick"))) == 3
 
 
 def test_all_are_screened_and_each_is_what_decoding_does(
-    contenders: Contenders, table: CostTable, workload: Workload, tmp_path: Path
+    model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path
 ) -> None:
-    places = contenders.subnets(SearchSpace.model_validate(GRID))
+    variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    found = screen(contenders, places, table, workload, tmp_path, ledger, Console())
-    assert {one.place for one in found} == set(places) and len(found) == len(places)
+    found = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
+    assert {one.variant for one in found} == set(variants) and len(found) == len(variants)
     assert [one.speedup for one in found] == sorted((one.speedup for one in found), reverse=True)
     assert len({round(one.tokens_per_round, 6) for one in found}) > 3, "subnets that all draft alike show nothing"
     for one in found:
         assert one.depth in DEPTHS
         tree = {"policy": "chain", "depth": one.depth}
-        draft = contenders.draft(*one.place)
-        decoder = Decoder(contenders.target, draft, tree=tree, visual_keep=one.subnet.visual_keep)
+        draft = model_pool.draft(*one.variant)
+        decoder = Decoder(model_pool.target, draft, tree=tree, visual_keep=one.subnet.visual_keep)
         tokens = rounds = 0
         for prompt in workload.prompts:
-            stats = decoder.generate(**prompt.inputs(contenders.processor), **prompt.settings.generation).stats
+            stats = decoder.generate(**prompt.inputs(model_pool.processor), **prompt.settings.generation).stats
             tokens, rounds = tokens + stats.new_tokens - 1, rounds + stats.rounds
-        assert one.tokens_per_round == pytest.approx(tokens / rounds), one.place
+        assert one.tokens_per_round == pytest.approx(tokens / rounds), one.variant
 
 
 def test_what_is_screened_stays_screened(
-    contenders: Contenders, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some first, then all: nothing is recorded twice, and another table is another matter."""
-    places = contenders.subnets(SearchSpace.model_validate(GRID))
+    variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     recorded: list[Subnet] = []
     trace = Recorder.trace
 
@@ -127,73 +129,73 @@ def test_what_is_screened_stays_screened(
 
     monkeypatch.setattr(Recorder, "trace", counting)
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    screen(contenders, places[:3], table, workload, tmp_path, ledger, Console())
-    first = screen(contenders, places, table, workload, tmp_path, ledger, Console())
-    assert len(recorded) == len(places)
-    assert screen(contenders, places, table, workload, tmp_path, ledger, Console()) == first
-    assert len(recorded) == len(places)
+    screen(model_pool, variants[:3], table, workload, tmp_path, ledger, Console())
+    first = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
+    assert len(recorded) == len(variants)
+    assert screen(model_pool, variants, table, workload, tmp_path, ledger, Console()) == first
+    assert len(recorded) == len(variants)
     dearer = table.model_copy(update={"verify": table.decode.model_copy(), "precision": "bfloat16"})
     with pytest.raises(UserError):  # which prices one token at a time
-        screen(contenders, places[:1], dearer, workload, tmp_path, ledger, Console())
+        screen(model_pool, variants[:1], dearer, workload, tmp_path, ledger, Console())
 
 
 def test_a_helper_s_records_are_the_search_s_own(
-    contenders: Contenders, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loads the models for itself, uses fewer threads, and names what it makes as the search does."""
-    places = contenders.subnets(SearchSpace.model_validate(GRID))
+    variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     threads = torch.get_num_threads()
     try:
-        arguments = places, table, workload, tmp_path, tmp_path / "ledger.sqlite"
-        run_helper(1, contenders.asked, 1, screening._help, arguments)
-        run_helper(1, contenders.asked, 1, traces_module._help, (places[:3], workload, tmp_path, ForestBounds()))
+        arguments = variants, table, workload, tmp_path, tmp_path / "ledger.sqlite"
+        run_worker(1, model_pool.asked, 1, screening._help, arguments)
+        run_worker(1, model_pool.asked, 1, traces_module._help, (variants[:3], workload, tmp_path, ForestBounds()))
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("autotune.acceptance.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    screened = screen(contenders, places, table, workload, tmp_path, ledger, Console())
-    assert {one.place for one in screened} == set(places)
-    traces = record_traces(contenders, places[:3], workload, tmp_path, Console())
+    screened = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
+    assert {one.variant for one in screened} == set(variants)
+    traces = record_traces(model_pool, variants[:3], workload, tmp_path, Console())
     assert [(trace.header.draft.id, trace.header.subnet.name) for trace in traces] == [
-        (draft, subnet.name) for draft, subnet in places[:3]
+        (draft, subnet.name) for draft, subnet in variants[:3]
     ]
 
 
-def test_helpers_have_room(contenders: Contenders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "asked", contenders.asked._replace(threads=8))
+def test_helpers_have_room(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_pool, "asked", model_pool.asked._replace(threads=8))
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 50)
-    assert contenders.room_for_helpers(None) == (7, 1)
-    assert contenders.room_for_helpers(2) == (1, 4)
-    assert contenders.room_for_helpers(1) == (0, 8)
-    monkeypatch.setattr(contenders, "asked", contenders.asked._replace(threads=64))
-    assert contenders.room_for_helpers(None) == (MOST_HELPERS, 8)
+    assert model_pool.room_for_helpers(None) == (7, 1)
+    assert model_pool.room_for_helpers(2) == (1, 4)
+    assert model_pool.room_for_helpers(1) == (0, 8)
+    monkeypatch.setattr(model_pool, "asked", model_pool.asked._replace(threads=64))
+    assert model_pool.room_for_helpers(None) == (MOST_HELPERS, 8)
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 31)
-    assert contenders.room_for_helpers(None) == (0, 64), "half of 2 GiB holds no other process"
+    assert model_pool.room_for_helpers(None) == (0, 64), "half of 2 GiB holds no other process"
 
 
 def test_every_subnet_can_be_measured(
-    contenders: Contenders, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real runs, one record each; they decide who survives."""
-    star, independent = contenders.references
-    places = [(independent, Subnet()), (independent, Subnet(visual_keep=0.5)), (star, Subnet(injection_layer=4))]
+    star, independent = model_pool.references
+    variants = [(independent, Subnet()), (independent, Subnet(visual_keep=0.5)), (star, Subnet(injection_layer=4))]
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    screened = screen(contenders, places, table, workload, tmp_path, ledger, Console())
-    found = measure(contenders, screened, None, workload, ledger, Console())
-    assert {one.place for one in found} == set(places)
+    screened = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
+    found = measure(model_pool, screened, None, workload, ledger, Console())
+    assert {one.variant for one in found} == set(variants)
     assert all(one.measured_speedup and one.measured_speedup > 0 for one in found)
-    monkeypatch.setattr(Runner, "compare", lambda *args, **options: pytest.fail("measured twice"))
-    assert measure(contenders, screened, None, workload, ledger, Console()) == found
+    monkeypatch.setattr(ArmRunner, "compare", lambda *args, **options: pytest.fail("measured twice"))
+    assert measure(model_pool, screened, None, workload, ledger, Console()) == found
     assert [one.measured_speedup for one in found] == sorted((one.measured_speedup for one in found), reverse=True)  # type: ignore[type-var]
 
 
 def test_survivors_are_the_best_of_each_draft_and_then_the_best() -> None:
-    def one(draft: str, keep: float, speedup: float) -> Screened:
-        return Screened(
+    def one(draft: str, keep: float, speedup: float) -> ScreenedSubnet:
+        return ScreenedSubnet(
             draft=draft, subnet=Subnet(visual_keep=keep), depth=1, tokens_per_round=2, ms_per_token=1, speedup=speedup
         )
 
     ranked = [one("a", 1.0, 2.0), one("a", 0.5, 1.9), one("a", 0.4, 1.8), one("b", 1.0, 1.2), one("b", 0.5, 1.1)]
-    assert survivors(ranked, 3) == [ranked[0].place, ranked[3].place, ranked[1].place]
-    assert survivors(ranked, 1) == [ranked[0].place, ranked[3].place], "no draft is left out by a chain alone"
-    assert survivors(ranked, 9) == [ranked[n].place for n in (0, 3, 1, 2, 4)]
+    assert survivors(ranked, 3) == [ranked[0].variant, ranked[3].variant, ranked[1].variant]
+    assert survivors(ranked, 1) == [ranked[0].variant, ranked[3].variant], "no draft is left out by a chain alone"
+    assert survivors(ranked, 9) == [ranked[n].variant for n in (0, 3, 1, 2, 4)]

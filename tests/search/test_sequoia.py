@@ -11,7 +11,7 @@ import pytest
 from autotune.acceptance.trace import RecordedPrompt, join
 from autotune.search.sequoia import plan, rank_acceptance, sequoia_trees
 from autotune.trees.static import StaticPolicy
-from tests.documents import forest_of, header, random_trace
+from tests.sample_documents import forest_of, header, random_trace
 
 Tree = frozenset[tuple[int, ...]]
 """Rank paths."""
@@ -38,9 +38,9 @@ def counted_trees() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of every tree: how many of its nodes have which ranks on their path [trees, ranks' counts], its size, its depth."""
     trees = all_trees()
     counts = np.zeros((len(trees), *[LARGEST + 1] * NUM_RANKS))
-    for place, tree in enumerate(trees):
+    for variant, tree in enumerate(trees):
         for path in tree:
-            counts[place, path.count(0), path.count(1), path.count(2)] += 1
+            counts[variant, path.count(0), path.count(1), path.count(2)] += 1
     size = np.array([len(tree) for tree in trees])
     depth = np.array([max(map(len, tree), default=0) for tree in trees])
     return counts.reshape(len(trees), -1), size, depth
@@ -214,8 +214,8 @@ def test_rank_acceptance_against_a_plain_count(seed: int) -> None:
     forest, hits, num_places = trace.forest, np.zeros(4), 0
     for prompt in range(trace.num_prompts):
         answer = forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]]
-        for place, following in enumerate(answer[1:]):
-            proposed = forest.child_token[trace.first_node[prompt] + place].tolist()
+        for variant, following in enumerate(answer[1:]):
+            proposed = forest.child_token[trace.first_node[prompt] + variant].tolist()
             num_places += 1
             if following in proposed:
                 hits[proposed.index(following)] += 1

@@ -20,11 +20,11 @@ from autotune.search import evaluator as evaluator_module
 from autotune.search import tree_search
 from autotune.search.evaluator import Candidate, Constraints, Evaluator
 from autotune.search.space import SearchSpace
-from autotune.search.tree_search import Found, choose_finalists, search_trees
+from autotune.search.tree_search import TreeSearchResult, choose_finalists, search_trees
 from autotune.study.ledger import Ledger
 from autotune.trees.policy import parse_policy
-from tests.documents import cost_table, random_trace
-from tests.search.test_evaluator import KEEPS, evaluator, place
+from tests.sample_documents import cost_table, random_trace
+from tests.search.test_evaluator import KEEPS, evaluator, variant
 
 REPOSITORY = Path(__file__).parents[2]
 # Everything here fits what the random traces hold: four levels, four children.
@@ -47,7 +47,7 @@ def space(trees: dict[str, Any]) -> SearchSpace:
     return SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": list(KEEPS)}, "trees": trees})
 
 
-def stage(found: Evaluator, trees: dict[str, Any], storage: Path | str, **options: Any) -> Found:
+def stage(found: Evaluator, trees: dict[str, Any], storage: Path | str, **options: Any) -> TreeSearchResult:
     settings = {"num_trials": 30, "documents": "x", **options}
     return search_trees(found, space(trees), Ledger(storage), **settings)
 
@@ -135,7 +135,11 @@ def test_a_tiny_space_is_searched_whole(tmp_path: Path) -> None:
         for k, low, high in itertools.product((2, 4), (1, 2), (3, 4))
     ]
     by_force = sorted(
-        (replay(found.traces[place(keep)], parse_policy(tree), found.prices[place(keep)]).ms_per_token, keep, str(tree))
+        (
+            replay(found.traces[variant(keep)], parse_policy(tree), found.prices[variant(keep)]).ms_per_token,
+            keep,
+            str(tree),
+        )
         for keep in KEEPS
         for tree in everything
     )
@@ -250,13 +254,13 @@ def test_progress_is_reported(tmp_path: Path) -> None:
 def test_the_longest_round_is_a_constraint(tmp_path: Path) -> None:
     """Nothing that may exceed it is chosen, and its bound holds for every round replayed."""
     free = evaluator()
-    limit = free.round_ms(place(1.0), parse_policy({"policy": "chain", "depth": 2}))
+    limit = free.round_ms(variant(1.0), parse_policy({"policy": "chain", "depth": 2}))
     kept = search(evaluator(Constraints(max_round_ms=limit)), LARGE, tmp_path / "l")
     assert kept and all(
-        free.round_ms(place(c.configuration.visual_keep), parse_policy(c.configuration.tree)) <= limit for c in kept
+        free.round_ms(variant(c.configuration.visual_keep), parse_policy(c.configuration.tree)) <= limit for c in kept
     )
     assert any(
-        free.round_ms(place(c.configuration.visual_keep), parse_policy(c.configuration.tree)) > limit
+        free.round_ms(variant(c.configuration.visual_keep), parse_policy(c.configuration.tree)) > limit
         for c in search(evaluator(), LARGE, tmp_path / "free")
     )
     for candidate in kept:
@@ -277,7 +281,7 @@ def test_the_longest_round_is_a_constraint(tmp_path: Path) -> None:
 )
 def test_constraints_that_nothing_keeps_are_named(constraints: Constraints, said: str, tmp_path: Path) -> None:
     table = cost_table()
-    costs = table.drafts[0].model_copy(update={"num_parameters": 2**19, "cache_bytes_per_token": 16})
+    costs = table.drafts[0].model_copy(update={"num_parameters": 2**19, "kv_bytes_per_token": 16})
     table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
     with pytest.raises(UserError, match=said):
         search(Evaluator([random_trace(0)], table, constraints=constraints), LARGE, tmp_path / "l")
@@ -313,7 +317,7 @@ from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
 from autotune.study.ledger import Ledger
 from autotune.search.space import Configuration, SearchSpace
-from tests.documents import DRAFT, cost_table, random_trace, surface
+from tests.sample_documents import DRAFT, cost_table, random_trace, surface
 
 trees = {"sage": {"k": {"low": 2, "high": 4}, "d_max": {"low": 3, "high": 4}, "upper": {"low": 3.0, "high": 5.0}}}
 space = SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": [1.0]}, "trees": trees})

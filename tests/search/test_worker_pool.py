@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autotune.search import worker_pool
-from autotune.search.worker_pool import Helpers
+from autotune.search.worker_pool import WorkerPool
 
 PARENT = """
 import sys, time
@@ -76,12 +76,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_short_work_is_done_alone(clock: Any) -> None:
     """As far as speed tells: what was there before took no time."""
-    with Helpers(1, fail) as found:
+    with WorkerPool(1, fail) as found:
         for second, done in enumerate((10, 11, 12, 13, 14)):
             clock.now = float(second)
             found.report(done, 20)
         assert not found.started
-    with Helpers(0, fail) as found:
+    with WorkerPool(0, fail) as found:
         for second, done in enumerate((0, 1)):
             clock.now = 100.0 * second
             found.report(done, 20)
@@ -89,7 +89,7 @@ def test_short_work_is_done_alone(clock: Any) -> None:
 
 
 def test_helpers_work_and_end_with_the_block(clock: Any, tmp_path: Path) -> None:
-    with Helpers(2, sign, tmp_path) as found:
+    with WorkerPool(2, sign, tmp_path) as found:
         found.report(3, 99)
         clock.now = 1.0
         found.report(4, 99)
@@ -99,7 +99,7 @@ def test_helpers_work_and_end_with_the_block(clock: Any, tmp_path: Path) -> None
         assert waited(lambda: all((tmp_path / f"{rank}").exists() for rank in (1, 2)))
     own = {(tmp_path / f"{rank}").read_text() for rank in (1, 2)}
     assert len(own) == 2 and f"{os.getpid()}" not in own
-    with Helpers(1, stay, tmp_path) as found:
+    with WorkerPool(1, stay, tmp_path) as found:
         found.report(0, 99)
         clock.now = 2.0
         found.report(1, 99)
@@ -109,7 +109,7 @@ def test_helpers_work_and_end_with_the_block(clock: Any, tmp_path: Path) -> None
 
 
 def test_a_helper_that_fails_stops_nobody(clock: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    with Helpers(1, fail) as found:
+    with WorkerPool(1, fail) as found:
         found.report(0, 99)
         clock.now = 1.0
         found.report(1, 99)

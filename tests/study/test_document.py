@@ -17,7 +17,7 @@ from autotune.search.evaluator import Constraints
 from autotune.search.pipeline import SearchSettings
 from autotune.study.document import STUDY, StudyDocument, load_study, save_study
 from autotune.study.ledger import Ledger
-from tests.documents import DEVICE, PROVENANCE, TARGET
+from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
 PLAIN = SearchSettings(
     target="digits/target", drafts=("digits/star", "a path/with 'quotes'"), workload="my prompts.jsonl"
@@ -37,7 +37,7 @@ PLAIN = SearchSettings(
             num_trials=7,
             study="x",
             seed=3,
-            buckets=(4, 8),
+            capture_sizes=(4, 8),
             measure_all=True,
             constraints=Constraints(40.0, 600.0),
             output=Path("p.json"),

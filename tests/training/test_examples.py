@@ -90,7 +90,7 @@ def test_what_is_taught_of_a_batch_is_what_each_family_answers(name: str, tmp_pa
         inputs = line.load().inputs(processor)
         with torch.no_grad():
             sequence = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]
-            taught = lesson.head(last[row, lesson.is_taught[row]]).argmax(-1)
+            taught = lesson.head(last[row, lesson.loss_mask[row]]).argmax(-1)
         asked = inputs["input_ids"].shape[1]
         assert batch[row].prompt.tokens.tolist() == sequence[:-1].tolist()
         assert taught.tolist() == sequence[asked:].tolist()
@@ -105,7 +105,7 @@ def test_a_given_answer_follows_the_processors_tokens(recorder: Recorder, proces
     answer = processor.tokenizer(" 3, 1, 4.", add_special_tokens=False)["input_ids"]
     assert example.prompt.tokens.tolist() == [*asked, *answer]
     assert example.first_taught == len(asked) - 1
-    assert int(Teacher(recorder.target).lesson([example], layers=()).is_taught.sum()) == len(answer) + 1
+    assert int(Teacher(recorder.target).lesson([example], layers=()).loss_mask.sum()) == len(answer) + 1
 
 
 def test_the_target_writes_an_answer_once_as_the_recorder_does(

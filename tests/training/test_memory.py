@@ -23,7 +23,7 @@ from autotune.training import memory
 from autotune.training.curve import draw_curve, logged
 from autotune.training.draft_task import EVALUATION, DraftTask
 from autotune.training.memory import BatchShape, MemoryNeeds, check_needs, free_disk, memory_needs
-from autotune.training.teacher import Example, Lesson, Teacher
+from autotune.training.teacher import Example, Teacher, TeacherBatch
 from autotune.training.trainer import train, train_with_progress
 from tests.conftest import Pair, new_llama
 from tests.training.test_training import write_examples, write_recipe
@@ -39,7 +39,7 @@ def new_target(**sizes: Any) -> Target:
     return Target(new_llama(4, **sizes))
 
 
-def new_lesson(target: Target, *, num_rows: int, length: int, num_taught: int) -> Lesson:
+def new_lesson(target: Target, *, num_rows: int, length: int, num_taught: int) -> TeacherBatch:
     prompts = [Prompt(torch.arange(length) % 200 + 5, torch.zeros(length, dtype=torch.bool)) for _ in range(num_rows)]
     return Teacher(target).lesson([Example(prompt, length - num_taught) for prompt in prompts], layers=(1, 2, 3, 4))
 
@@ -80,7 +80,7 @@ def test_a_step_needs_what_was_estimated(vocabulary_size: int, shape: BatchShape
     assert 0.6 < estimated / measured < 1.5
 
 
-def drafting_step(network: Any, lesson: Lesson) -> None:
+def drafting_step(network: Any, lesson: TeacherBatch) -> None:
     """Loss and gradients of one lesson."""
     task = SimpleNamespace(module=network, recipe=SimpleNamespace(seed=0), _number=0, _lessons=[lesson])
     task._subnet = lambda stage, generator: DraftTask._subnet(task, stage, generator)  # type: ignore[arg-type]

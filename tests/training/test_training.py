@@ -29,7 +29,7 @@ from autotune.training.draft_task import DraftTask
 from autotune.training.losses import own_stretches, rows_of
 from autotune.training.memory import BatchShape
 from autotune.training.recipe import load_recipe
-from autotune.training.teacher import Example, Lesson, Teacher
+from autotune.training.teacher import Example, Teacher, TeacherBatch
 from autotune.training.teacher_batches import Lessons, Share
 from autotune.training.trainer import train
 from tests.conftest import TARGET_LAYERS, Inputs, Pair
@@ -59,7 +59,7 @@ def test_a_padded_lesson_is_what_each_example_is_alone(
     pair: Pair, target: Target, examples: list[Example], prompts: dict[str, Inputs]
 ) -> None:
     lesson = Teacher(target).lesson(examples, layers=ALL_LAYERS)
-    logits = lesson.head(lesson.hidden[LAST][lesson.is_taught])
+    logits = lesson.head(lesson.hidden[LAST][lesson.loss_mask])
     for row, inputs in enumerate(prompts.values()):
         with torch.no_grad():
             alone = pair.target(**inputs, output_hidden_states=True)
@@ -112,7 +112,7 @@ def test_entropies_are_those_of_an_eager_model(pair: Pair, target: Target, promp
 )
 def test_the_distillation_layer_by_hand(entropies: list[float], by_entropy: int, by_both: int) -> None:
     """Layers count from 1; the last one is another loss's. AE + |change| of the first case: -, 1 + 2, 1.1 + 0.1, 2 + 0.9."""
-    lesson = Lesson(*([torch.zeros(1)] * 4), {}, {}, torch.tensor(entropies), lambda states: states)
+    lesson = TeacherBatch(*([torch.zeros(1)] * 4), {}, {}, torch.tensor(entropies), lambda states: states)
     assert lesson.distilled_layer("entropy") == by_entropy
     assert lesson.distilled_layer("entropy-and-change") == by_both
 
@@ -125,7 +125,7 @@ def test_rows_leave_out_the_least_attended_visual_tokens_and_nothing_else(
     rows = rows_of(network, lesson, visual_keep=0.25, injection_layer=2)
     for row, example in enumerate(examples):
         length = len(example.prompt)
-        kept = rows.places[row][: length - (12 if row else 0)]
+        kept = rows.positions[row][: length - (12 if row else 0)]
         text = set(range(length)) - set(lesson.is_visual[row].nonzero()[:, 0].tolist())
         visual = sorted(set(kept.tolist()) - text)
         assert text <= set(kept.tolist()) and kept.tolist() == sorted(kept.tolist())
@@ -137,7 +137,7 @@ def test_rows_leave_out_the_least_attended_visual_tokens_and_nothing_else(
             if place > 0:
                 before = network.target_features({2: lesson.hidden[2][row, place - 1]})
                 torch.testing.assert_close(rows.features[row, column], before)
-    assert int(rows.is_taught.sum()) == int(lesson.is_taught.sum())
+    assert int(rows.loss_mask.sum()) == int(lesson.loss_mask.sum())
 
 
 def test_own_stretches_begin_with_a_true_feature(target: Target, examples: list[Example]) -> None:
@@ -146,9 +146,9 @@ def test_own_stretches_begin_with_a_true_feature(target: Target, examples: list[
     rows = rows_of(network, lesson, visual_keep=1.0, injection_layer=4)
     found = [own_stretches(rows, torch.Generator().manual_seed(seed)) for seed in range(40)]
     for is_own in found:
-        assert not is_own[~rows.is_taught].any(), "prompts are read with the target's features"
+        assert not is_own[~rows.loss_mask].any(), "prompts are read with the target's features"
         assert int(is_own.sum(1).max()) <= 5
-        first = rows.is_taught.int().argmax(1)
+        first = rows.loss_mask.int().argmax(1)
         assert not is_own[range(3), first].any(), "the root of the first round"
     assert torch.stack(found).any(0).sum() == 15, "every other answer token is drafted at some time"
 
@@ -178,7 +178,7 @@ def batches(examples: list[Example]) -> Counted:
     return Counted(examples)
 
 
-def same(first: Lesson, second: Lesson) -> bool:
+def same(first: TeacherBatch, second: TeacherBatch) -> bool:
     """Bit for bit."""
     numbers = [
         [

@@ -57,9 +57,9 @@ class Session:
     def paths(self) -> list[Ranks]:
         return [path_of(self.tree, node) for node in range(1, int(self.tree.size[0]))]
 
-    def learn(self, *accepted: int) -> None:
+    def update(self, *accepted: int) -> None:
         for length in accepted:
-            self.grower.learn(length)
+            self.grower.update(length)
 
 
 def path_of(tree: Tree, node: int) -> Ranks:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from autotune.trees.acceptance_counts import DraftHealth
+from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.tree import ROOT, Tree, new_tree, plant
 from tests.obvious import add_node, children_of, random_tree
 
@@ -22,8 +22,8 @@ def small_tree() -> Tree:
     return tree
 
 
-def observed(*rounds: tuple[list[int], bool]) -> DraftHealth:
-    health = DraftHealth()
+def observed(*rounds: tuple[list[int], bool]) -> AcceptanceCounts:
+    health = AcceptanceCounts()
     for path, is_near_image in rounds:
         health.observe(small_tree(), np.array(path, np.int64), is_near_image=is_near_image)
     return health
@@ -72,7 +72,7 @@ def test_rounds_near_an_image_are_counted_apart() -> None:
 
 
 def test_a_root_alone_offers_nothing() -> None:
-    health, tree = DraftHealth(), new_tree(1)
+    health, tree = AcceptanceCounts(), new_tree(1)
     plant(tree, 0, -1)
     health.observe(tree, np.zeros(0, np.int64), is_near_image=False)
     assert health.is_empty
@@ -81,7 +81,7 @@ def test_a_root_alone_offers_nothing() -> None:
 
 def test_counts_of_requests_are_added() -> None:
     one, other = observed(([1, 4], True)), observed(([2], True), ([], False))
-    assert not one.is_empty and DraftHealth().is_empty
+    assert not one.is_empty and AcceptanceCounts().is_empty
     one.add(other)
     assert one.to_json() == observed(([1, 4], True), ([2], True), ([], False)).to_json()
 
@@ -96,7 +96,7 @@ def random_walk(rng: np.random.Generator, tree: Tree) -> list[int]:
 
 def test_random_rounds_against_an_obvious_count() -> None:
     """Trees with at most 16 different tokens have ranks of 0 to 15."""
-    rng, health = np.random.default_rng(51), DraftHealth()
+    rng, health = np.random.default_rng(51), AcceptanceCounts()
     depths: Counter[tuple[bool, int, bool]] = Counter()
     ranks: Counter[tuple[bool, int, bool]] = Counter()
     for _ in range(300):
@@ -123,6 +123,6 @@ def test_the_deepest_tree_and_the_last_rank_have_a_place() -> None:
     plant(tree, 0, -1)
     for parent in range(24):
         add_node(tree, parent, 0, -1.0, 15, -1)
-    health = DraftHealth()
+    health = AcceptanceCounts()
     health.observe(tree, np.arange(1, 25), is_near_image=True)
     assert health.to_json()["near_image"] == {"by_depth": [[1, 1]] * 24, "by_rank": [[0, 0]] * 15 + [[24, 24]]}

@@ -24,7 +24,7 @@ def grow_chain(depth: int) -> tuple[Tree, list[int]]:
         tokens = np.array([[grower.tree.token[node] + 100]], np.int32)
         grower.grow(tokens, np.array([[-0.5]], np.float32))
     grower.prune()
-    grower.learn(depth)
+    grower.update(depth)
     return grower.tree, asked
 
 

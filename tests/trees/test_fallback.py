@@ -29,11 +29,11 @@ class Machine:
         return [self._round(length) for length in accepted]
 
     def _round(self, accepted: int) -> int:
-        assert not fallback.is_resting(self.params, self.state)
-        fallback.learn(self.params, self.state, 0, 0, accepted)
+        assert not fallback.is_plain(self.params, self.state)
+        fallback.update(self.params, self.state, 0, 0, accepted)
         steps = 0
-        while fallback.is_resting(self.params, self.state):
-            fallback.rest(self.state)
+        while fallback.is_plain(self.params, self.state):
+            fallback.count_plain_step(self.state)
             steps += 1
         return steps
 
@@ -91,7 +91,7 @@ def test_a_round_is_priced_by_its_forwards_and_nodes() -> None:
     """1.1 + 3 * 0.2 + 10 * 0.01 = 1.8 steps for 2 + 1 tokens: 1.2 saved; the average goes from 1 to 1.025."""
     params, state = RoundPrice(round_steps=1.1, level_steps=0.2, node_steps=0.01).encode(), np.zeros(STATE_SIZE)
     fallback.reset(state)
-    fallback.learn(params, state, 3, 10, 2)
+    fallback.update(params, state, 3, 10, 2)
     assert state[fallback._TOTAL] == pytest.approx(1.2)
     assert state[fallback._SAVED] == pytest.approx(1.025)
 
@@ -100,7 +100,7 @@ def test_without_a_price_nothing_is_ever_given_up() -> None:
     machine = Machine(price=None)
     assert machine.run(*[USELESS] * 300) == [0] * 300
     machine.state[fallback._REST] = 5.0
-    assert not fallback.is_resting(machine.params, machine.state)
+    assert not fallback.is_plain(machine.params, machine.state)
 
 
 def test_a_new_request_forgets_the_rests_of_the_one_before() -> None:
@@ -116,8 +116,8 @@ def test_a_new_request_forgets_the_rests_of_the_one_before() -> None:
 def rounds_until_rest(fallback: Fallback) -> int:
     """Useless rounds until plain steps."""
     for number in range(1, 100):
-        fallback.learn(draft_forwards=1, nodes=1, accepted=USELESS)
-        if fallback.is_resting:
+        fallback.update(draft_forwards=1, nodes=1, accepted=USELESS)
+        if fallback.is_plain:
             return number
     return 0
 
@@ -127,7 +127,7 @@ def request(fallback: Fallback, *accepted: int) -> bool:
     if not fallback.begin_request():
         return False
     for length in accepted:
-        fallback.learn(draft_forwards=1, nodes=1, accepted=length)
+        fallback.update(draft_forwards=1, nodes=1, accepted=length)
     fallback.end_request()
     return True
 
@@ -198,15 +198,15 @@ def test_resting_ends_with_the_request() -> None:
     fallback.begin_request()
     rounds_until_rest(fallback)
     for _ in range(7):
-        fallback.rest()
-        assert fallback.is_resting
-    fallback.rest()
-    assert not fallback.is_resting
+        fallback.count_plain_step()
+        assert fallback.is_plain
+    fallback.count_plain_step()
+    assert not fallback.is_plain
     rounds_until_rest(fallback)
-    assert fallback.is_resting
+    assert fallback.is_plain
     fallback.end_request()
     fallback.begin_request()
-    assert not fallback.is_resting
+    assert not fallback.is_plain
 
 
 def test_the_class_takes_the_decisions_of_the_machine() -> None:
@@ -220,15 +220,15 @@ def test_the_class_takes_the_decisions_of_the_machine() -> None:
             fallback.reset(machine.state)
             ours.forget()
             assert ours.begin_request()
-        assert ours.is_resting == fallback.is_resting(machine.params, machine.state)
-        if ours.is_resting:
+        assert ours.is_plain == fallback.is_plain(machine.params, machine.state)
+        if ours.is_plain:
             num_rests += 1
-            ours.rest()
-            fallback.rest(machine.state)
+            ours.count_plain_step()
+            fallback.count_plain_step(machine.state)
             continue
         forwards, nodes, accepted = int(rng.integers(1, 8)), int(rng.integers(0, 60)), int(rng.integers(0, 4))
-        ours.learn(draft_forwards=forwards, nodes=nodes, accepted=accepted)
-        fallback.learn(machine.params, machine.state, forwards, nodes, accepted)
+        ours.update(draft_forwards=forwards, nodes=nodes, accepted=accepted)
+        fallback.update(machine.params, machine.state, forwards, nodes, accepted)
     assert 100 < num_rests < 1900
 
 
@@ -244,7 +244,7 @@ def test_forgetting_ends_pauses_and_suspicion() -> None:
 def test_without_a_price_every_request_speculates() -> None:
     fallback = Fallback(None)
     assert all(request(fallback, *[USELESS] * 20) for _ in range(20))
-    assert not fallback.is_resting
+    assert not fallback.is_plain
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from autotune.errors import UserError
 from autotune.trees import policy as policies
 from autotune.trees.policy import POLICIES, STATE_SIZE, TreeGrower, parse_policy
 from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Tree, new_tree, new_workspace, plant
-from tests.documents import random_trace
+from tests.sample_documents import random_trace
 from tests.trees.drafts import Draft, Ranks, Session, assert_is_tree, path_logprob, same_everywhere
 
 LARGEST: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def test_the_largest_tree_fits_the_arrays(name: str) -> None:
         assert_is_tree(session.tree)
         if shape == "equal":
             assert len(paths) == policy.max_nodes
-        session.learn(*[24] * 50)
+        session.update(*[24] * 50)
 
 
 def test_wetap_grows_as_many_nodes_as_it_says() -> None:
@@ -156,8 +156,8 @@ def test_proposals_known_beforehand_grow_the_tree_of_those_that_come_level_by_le
         grower.prune()
         for ours, theirs in zip(fields(tree), fields(grower.tree), strict=True):
             assert np.array_equal(ours, theirs)
-        policies.learn(policy.KIND, params, state, turn % 5)
-        grower.learn(turn % 5)
+        policies.update(policy.KIND, params, state, turn % 5)
+        grower.update(turn % 5)
 
 
 def fields(tree: Tree) -> list[np.ndarray]:

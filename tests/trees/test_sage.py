@@ -172,32 +172,32 @@ def depth_limit(session: Session) -> int:
 
 def test_rejected_drafts_lower_the_limit_once_the_window_is_full_down_to_d_min() -> None:
     session = sage(confidence="current")
-    session.learn(*[0] * 9)
+    session.update(*[0] * 9)
     assert depth_limit(session) == 8
     limits = []
     for _ in range(7):
-        session.learn(0)
+        session.update(0)
         limits.append(depth_limit(session))
     assert limits == [7, 6, 5, 4, 3, 3, 3]
 
 
 def test_accepted_drafts_raise_the_limit_up_to_the_cap() -> None:
     session = sage(confidence="current", depth_cap=10)
-    session.learn(*[8] * 9)
+    session.update(*[8] * 9)
     limits = []
     for _ in range(4):
-        session.learn(8)
+        session.update(8)
         limits.append(depth_limit(session))
     assert limits == [9, 10, 10, 10]
 
 
 def test_without_a_cap_history_raises_no_further_than_d_max() -> None:
     session = sage(confidence="current")
-    session.learn(*[8] * 15)
+    session.update(*[8] * 15)
     assert depth_limit(session) == 8
-    session.learn(*[0] * 9)  # one of the ten is still 8: a mean of 0.8
+    session.update(*[0] * 9)  # one of the ten is still 8: a mean of 0.8
     assert depth_limit(session) < 8
-    session.learn(*[8] * 30)
+    session.update(*[8] * 30)
     assert depth_limit(session) == 8
 
 
@@ -205,7 +205,7 @@ def test_a_mean_on_either_threshold_changes_nothing() -> None:
     """Hysteresis: only below 2 and above 3."""
     for length in (2, 3):
         session = sage(confidence="current", depth_cap=12)
-        session.learn(*[length] * 30)
+        session.update(*[length] * 30)
         assert depth_limit(session) == 8
 
 
@@ -213,7 +213,7 @@ def test_the_window_slides() -> None:
     """A window of 2: means of (0, 0), (0, 1), (1, 8), (8, 8) against 2 and 3 move 8 by -1, -1, +1, +1."""
     session, limits = sage(confidence="current", window=2, depth_cap=9), []
     for length in (0, 0, 1, 8, 8, 8):
-        session.learn(length)
+        session.update(length)
         limits.append(depth_limit(session))
     assert limits == [8, 7, 6, 7, 8, 9]
 
@@ -221,7 +221,7 @@ def test_the_window_slides() -> None:
 def test_history_moves_d_max_of_equation_10() -> None:
     """A limit of 5 and confidence 1/2 (of a root with two equal candidates of four): D = 3 + 0.5 * 2 = 4."""
     session = sage(confidence="current", k=4, window=1)
-    session.learn(0, 0, 0)
+    session.update(0, 0, 0)
     assert max(len(path) for path in session.grow(root_and_below([0.5, 0.5], [1.0]))) == 4
 
 
@@ -229,14 +229,14 @@ def test_reset_forgets_confidence_and_history() -> None:
     session, draft = sage(), same_everywhere(0.6, 0.3, 0.1)
     fresh = session.grow(draft)
     session.grow(SURE)
-    session.learn(*[0] * 20)
+    session.update(*[0] * 20)
     assert session.grow(draft) != fresh
     session.grower.reset()
     assert session.grow(draft) == fresh
     session = sage(confidence="current")
-    session.learn(*[0] * 9)
+    session.update(*[0] * 9)
     session.grower.reset()
-    session.learn(*[0] * 9)
+    session.update(*[0] * 9)
     assert depth_limit(session) == 8, "the window must fill again"
 
 

@@ -146,8 +146,8 @@ def cost_table(draft: ModelReference = DRAFT, **fields: Any) -> CostTable:
     """A device on which a draft level costs a fifth of a target step, and tokens and KV length cost a little."""
     costs = DraftCosts(
         draft=draft,
-        commit=surface(lambda n, m: 0.3 + 0.01 * n + 0.0001 * m),
-        propose=surface(lambda n, m: 0.2 + 0.01 * n + 0.0001 * m),
+        draft_first=surface(lambda n, m: 0.3 + 0.01 * n + 0.0001 * m),
+        draft_level=surface(lambda n, m: 0.2 + 0.01 * n + 0.0001 * m),
         prefill=NO_PREFILL,
         overhead=Overhead(round_ms=0.05, level_ms=0.01),
     )

@@ -7,7 +7,7 @@ from typing import Any
 from autotune.check.pairs import Pair
 from autotune.check.result import CheckResult, Gate, Timing, WorkloadResult
 from autotune.documents.decoding_profile import PromptEvidence
-from tests.documents import DEVICE, PROVENANCE, TARGET
+from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
 
 def prompt_evidence(name: str = "count", **fields: Any) -> PromptEvidence:
