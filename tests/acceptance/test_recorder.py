@@ -21,8 +21,8 @@ from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
 from autotune.workloads.workload import Workload, load_workload
-from tests.conftest import NUM_VISUAL_TOKENS
 from tests.sample_documents import write_workload
+from tests.tiny_models import NUM_VISUAL_TOKENS
 
 TOLERANCE = 1e-5 * 16  # 1e-5 of the logits, which reach 16 in the tiny pair
 SMALL = ForestBounds(depth=4, num_proposals=5, width=5)

@@ -27,8 +27,8 @@ from autotune.modeling.loading import reference
 from autotune.runtime import host_rounds
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.verification import WetapVerification, accept_path
-from tests.conftest import Pair
 from tests.sample_documents import DEVICE, decoding_profile, write_workload
+from tests.tiny_models import Pair
 
 
 @pytest.fixture

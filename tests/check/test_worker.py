@@ -18,8 +18,8 @@ from autotune.device import fingerprint
 from autotune.documents.decoding_profile import load_profile, save_profile
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
-from tests.conftest import Inputs, Pair
 from tests.sample_documents import decoding_profile
+from tests.tiny_models import Inputs, Pair
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from autotune.device import fingerprint
 from autotune.documents.configuration import PUBLISHED_DEFAULTS
 from autotune.documents.decoding_profile import load_profile, save_profile
 from autotune.modeling.loading import reference
-from tests.conftest import Pair, new_llama
 from tests.sample_documents import decoding_profile, write_image, write_workload
+from tests.tiny_models import Pair, new_llama
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

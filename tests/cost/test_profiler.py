@@ -23,8 +23,8 @@ from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Workload, load_workload
-from tests.conftest import NUM_VISUAL_TOKENS, Pair
 from tests.sample_documents import write_image, write_workload
+from tests.tiny_models import NUM_VISUAL_TOKENS, Pair
 
 SETTINGS = ProfileSettings(
     kv_lengths=(32, 64, 128), held_out_kv_length=48, min_samples=2, max_samples=2, retries=0, time_limit_s=5

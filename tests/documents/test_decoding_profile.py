@@ -19,8 +19,8 @@ from autotune.modeling.loading import reference
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
 from autotune.trees.sage import SagePolicy
-from tests.conftest import Inputs, Pair
 from tests.sample_documents import DEVICE, decoding_profile
+from tests.tiny_models import Inputs, Pair
 
 SAGE = {"policy": "sage", "d_max": 6, "n_max": 20}
 

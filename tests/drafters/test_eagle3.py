@@ -22,9 +22,9 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree
-from tests.conftest import VOCABULARY_SIZE, Inputs, Pair
-from tests.sample_documents import free_prices, header
 from tests.obvious import tokens_to
+from tests.sample_documents import free_prices, header
+from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, MLP = 32, 4, 2, 8, 48
 DRAFT_VOCABULARY = 120

@@ -25,9 +25,9 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree
-from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair
-from tests.sample_documents import free_prices, header
 from tests.obvious import assert_same_logits, tokens_to
+from tests.sample_documents import free_prices, header
+from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 48}
 KINDS = ("dream", "star", "specvlm")

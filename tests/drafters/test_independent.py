@@ -17,8 +17,8 @@ from autotune.drafters.draft import Proposals, num_kept, top_proposals
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.trees.tree import ROOT, Tree, new_tree, plant
-from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
 from tests.obvious import add_node, ancestors_of, children_of, logits_after, tokens_to
+from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
 
 NUM_PROPOSALS = 10
 CAPACITY = 512

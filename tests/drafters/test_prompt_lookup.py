@@ -13,7 +13,7 @@ import torch
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.runtime.decoder import Decoder
 from autotune.trees.tree import ROOT
-from tests.conftest import VOCABULARY_SIZE, Inputs, Pair
+from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 CHAIN = {"policy": "chain", "depth": 5}
 

@@ -15,8 +15,8 @@ from autotune.evaluation.answers import answer_prompts
 from autotune.modeling.loading import reference
 from autotune.trees.verification import WetapVerification
 from autotune.workloads.workload import Prompt, WorkloadPrompt
-from tests.conftest import Pair
 from tests.sample_documents import decoding_profile, write_workload
+from tests.tiny_models import Pair
 
 
 @pytest.fixture

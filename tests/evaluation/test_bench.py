@@ -28,9 +28,9 @@ from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
-from tests.conftest import VOCABULARY_SIZE, Pair
-from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.evaluation.test_runner import run
+from tests.sample_documents import decoding_profile, write_image, write_workload
+from tests.tiny_models import VOCABULARY_SIZE, Pair
 
 BLIND = "generate gives the draft no image, so that it drafts blind"
 

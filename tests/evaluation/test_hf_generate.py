@@ -10,8 +10,8 @@ from transformers.utils.logging import warning_once
 from autotune.evaluation import hf_generate as module
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.modeling import vision_timing
-from tests.conftest import Inputs, Pair
 from tests.modeling.abacus import Abacus
+from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 24
 

@@ -17,9 +17,9 @@ from autotune.runtime.points import LoadedPoint
 from autotune.runtime.request import Call, Request
 from autotune.trees.fallback import RequestMemory
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
-from tests.conftest import Pair
-from tests.sample_documents import decoding_profile
 from tests.runtime.test_control import DEAR, stranger
+from tests.sample_documents import decoding_profile
+from tests.tiny_models import Pair
 
 PROMPTS = Workload(
     "by hand",

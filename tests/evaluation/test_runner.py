@@ -24,7 +24,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.search.elimination import eliminate, surely_slower
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
-from tests.conftest import Pair
+from tests.tiny_models import Pair
 
 CHAIN = Configuration(tree={"policy": "chain", "depth": 3})
 SAGE = Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.5))

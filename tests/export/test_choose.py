@@ -15,8 +15,8 @@ from autotune.export.choose import EngineReplay
 from autotune.search.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
-from tests.sample_documents import DRAFT, cost_table, surface
 from tests.export.studies import trace_of
+from tests.sample_documents import DRAFT, cost_table, surface
 
 LENGTHS = (16, 256, 400)
 

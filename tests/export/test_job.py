@@ -27,8 +27,8 @@ from autotune.export.sglang import SglangSettings
 from autotune.files import parse, read_json
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, bundled_models
 from autotune.search.evaluator import Evaluator
-from tests.sample_documents import DRAFT, TARGET, cost_table, surface
 from tests.export.studies import PRUNED, point_of, profile_of, trace_of, write_pair, write_study
+from tests.sample_documents import DRAFT, TARGET, cost_table, surface
 
 OTHER = ModelReference(id="tests/other", sha256="f" * 64)
 REPOSITORY = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from autotune.export.vllm import VllmSettings
 from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
-from tests.conftest import Pair as ModelPair
+from tests.tiny_models import Pair as ModelPair
 from tests.trees.drafts import Ranks, Session, logprobs_of, random_draft
 
 SCHEDULE = [BatchRange(1, 2, 5, 1.5), BatchRange(3, 7, 3, 1.2), BatchRange(8, 64, 0, 1.0)]

@@ -26,8 +26,8 @@ from autotune.modeling.masks import MaskBuffer, first_visible
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import as_draft
-from tests.conftest import Inputs, Pair
 from tests.drafters.test_feature_draft import KINDS, TREES, agreeing_draft
+from tests.tiny_models import Inputs, Pair
 
 HERE = [name for name in MODES if name not in (EAGER, "cuda-graph")]
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,8 +12,8 @@ from autotune.errors import UserError
 from autotune.modeling.kv_cache import SlabCache
 from autotune.modeling.target import Target
 from autotune.trees.tree import ROOT, write_tree_mask
-from tests.conftest import Inputs, Pair
 from tests.obvious import ancestors_of, assert_same_logits, leaves_of, logits_after, random_tree, tokens_to
+from tests.tiny_models import Inputs, Pair
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 4
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
-from tests.conftest import Inputs, Pair
+from tests.tiny_models import Inputs, Pair
 
 
 @pytest.fixture

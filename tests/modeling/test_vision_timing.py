@@ -11,8 +11,8 @@ import torch
 from autotune.modeling import vision_timing
 from autotune.modeling.target import Target
 from autotune.modeling.vision_timing import timed_vision, vision_parts
-from tests.conftest import Inputs, Pair
 from tests.modeling.abacus import Abacus
+from tests.tiny_models import Inputs, Pair
 
 
 def vision_ms(model: Any, inputs: Inputs) -> float:

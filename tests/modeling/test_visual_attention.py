@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from autotune.modeling.target import Prefilled, Target
 from autotune.modeling.visual_attention import watched_attention
-from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair
+from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 
 @pytest.fixture(scope="module")

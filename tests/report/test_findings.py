@@ -16,8 +16,8 @@ from autotune.report.prices import curves, middle_kv_length
 from autotune.report.sources import Sources, find_sources
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.study.records import ScreenedSubnet
-from tests.sample_documents import DEVICE, cost_table
 from tests.report.conftest import EVIL, KEEPS, SHAPE, MadeStudy
+from tests.sample_documents import DEVICE, cost_table
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from autotune.documents.decoding_profile import load_profile, save_profile
 from autotune.report.content import gather
 from autotune.report.page import render
 from autotune.report.sources import find_sources
-from tests.sample_documents import decoding_profile
 from tests.report.conftest import EVIL, QUESTION, MadeStudy
+from tests.sample_documents import decoding_profile
 
 SECTIONS = (
     "chosen",

@@ -16,8 +16,8 @@ from autotune.report.samples import Sample, data_uri, samples
 from autotune.report.sources import find_sources
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import new_tree
-from tests.sample_documents import random_trace
 from tests.report.conftest import QUESTION, MadeStudy
+from tests.sample_documents import random_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 12}

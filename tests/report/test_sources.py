@@ -13,8 +13,8 @@ from autotune.errors import UserError
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources, find_sources
 from autotune.study.document import PROFILE, STUDY, save_study
-from tests.sample_documents import DEVICE, decoding_profile, write_workload
 from tests.report.conftest import QUESTION, MadeStudy
+from tests.sample_documents import DEVICE, decoding_profile, write_workload
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.tree import ROOT
 from autotune.trees.verification import WetapVerification
-from tests.conftest import Inputs, Pair, new_llama
 from tests.obvious import ancestors_of, logits_after
 from tests.runtime.test_decoder import TREES
+from tests.tiny_models import Inputs, Pair, new_llama
 
 NEW_TOKENS = 40
 DEAR = RoundPrice(round_steps=1.2, level_steps=0.3, node_steps=0.03)

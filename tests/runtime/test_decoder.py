@@ -28,8 +28,8 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
-from tests.conftest import NUM_VISUAL_TOKENS, VOCABULARY_SIZE, Inputs, Pair, copy_common_weights, new_llama, sharpen
 from tests.obvious import chi_square_p_value
+from tests.tiny_models import NUM_VISUAL_TOKENS, VOCABULARY_SIZE, Inputs, Pair, copy_common_weights, new_llama, sharpen
 
 NEW_TOKENS = 40
 PROMPTS = ("text", "image", "long")

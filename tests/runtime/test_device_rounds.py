@@ -30,9 +30,9 @@ from autotune.runtime.stats import DecodingStats
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreeGrower
-from tests.conftest import VOCABULARY_SIZE, Inputs, Pair
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import KINDS, agreeing_draft
+from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]

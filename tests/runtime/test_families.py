@@ -28,7 +28,6 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
-from tests.sample_documents import free_prices, header
 from tests.families import (
     FAMILIES,
     VISUAL_TOKENS,
@@ -41,6 +40,7 @@ from tests.families import (
     save,
 )
 from tests.obvious import ancestors_of, assert_same_logits, leaves_of, random_tree, tokens_to
+from tests.sample_documents import free_prices, header
 
 NEW_TOKENS = 24
 NUM_SPECIAL_TOKENS = 3 + len(VISUAL_TOKENS)

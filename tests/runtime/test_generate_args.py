@@ -25,8 +25,8 @@ from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import DEFAULT_MAX_NEW_TOKENS
 from autotune.runtime.token_sampler import TokenSampler
-from tests.conftest import Inputs, Pair
 from tests.runtime.test_decoder import TREES
+from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 30
 

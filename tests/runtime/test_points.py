@@ -32,11 +32,11 @@ from autotune.runtime.points import LoadedPoint
 from autotune.trees import policy as policies
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import WetapVerification
-from tests.conftest import NUM_VISUAL_TOKENS, Inputs, Pair
-from tests.sample_documents import decoding_profile
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.runtime.test_control import DEAR, stranger
 from tests.runtime.test_decoder import TREES
+from tests.sample_documents import decoding_profile
+from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 NEW_TOKENS = 24
 READ, SHORT, SAMPLED, HALF, OTHERS = range(5)

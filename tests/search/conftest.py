@@ -10,8 +10,8 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Workload, load_workload
-from tests.conftest import Pair
 from tests.sample_documents import write_image, write_workload
+from tests.tiny_models import Pair
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.space import load_space
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload
-from tests.conftest import Pair
 from tests.sample_documents import cost_table
+from tests.tiny_models import Pair
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
-from tests.conftest import Pair
-from tests.sample_documents import cost_table, write_image, write_workload
 from tests.evaluation.test_runner import run
+from tests.sample_documents import cost_table, write_image, write_workload
+from tests.tiny_models import Pair
 
 SPACE = SearchSpace.model_validate(
     {

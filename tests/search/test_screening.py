@@ -30,9 +30,9 @@ from autotune.search.worker_pool import MOST_HELPERS
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet
 from autotune.workloads.workload import Workload, load_workload
-from tests.conftest import Pair
-from tests.sample_documents import cost_table, write_image, write_workload
 from tests.drafters.test_feature_draft import agreeing_draft
+from tests.sample_documents import cost_table, write_image, write_workload
+from tests.tiny_models import Pair
 
 GRID = {
     "name": "grid",

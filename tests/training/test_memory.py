@@ -25,7 +25,7 @@ from autotune.training.draft_task import EVALUATION, DraftTask
 from autotune.training.memory import BatchShape, MemoryNeeds, check_needs, free_disk, memory_needs
 from autotune.training.teacher import Example, Teacher, TeacherBatch
 from autotune.training.trainer import train, train_with_progress
-from tests.conftest import Pair, new_llama
+from tests.tiny_models import Pair, new_llama
 from tests.training.test_training import write_examples, write_recipe
 
 GIB = 2**30

@@ -32,7 +32,7 @@ from autotune.training.recipe import load_recipe
 from autotune.training.teacher import Example, Teacher, TeacherBatch
 from autotune.training.teacher_batches import Lessons, Share
 from autotune.training.trainer import train
-from tests.conftest import TARGET_LAYERS, Inputs, Pair
+from tests.tiny_models import TARGET_LAYERS, Inputs, Pair
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
 LAST = TARGET_LAYERS
