@@ -71,7 +71,6 @@ class LocalRun:
 
 def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Callable[[int, int], None]) -> LocalRun:
     """Side by side with plain decoding, prompt by prompt in random order; and once more, for counts must repeat."""
-    assert decoder.profile is not None
     tuned = Arm(AR if decoder.draft is None else TUNED)
     runner = ProfileArmRunner(decoder)
     of = len(workload.prompts)
@@ -103,7 +102,6 @@ def _divergences(
     repeated, as runs keep no tokens.
     """
     found = {}
-    assert runner.decoder.profile is not None
     points = runner.decoder.profile.points
     for prompt, run, plain_run in zip(prompts.prompts, runs[arm.name], runs[AR], strict=False):
         if run.tokens_sha256 == plain_run.tokens_sha256 or not points[run.point].lossless:

@@ -75,8 +75,8 @@ class Decoder:
         profile: DecodingProfile | None = None,
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
-        self.processor = processor
-        self.profile = profile
+        self.processor: Any = processor
+        self._profile = profile
         if processor is not None:
             self.target.tokenizer = getattr(processor, "tokenizer", processor)
         self.points = tuple(points) or (
@@ -110,6 +110,17 @@ class Decoder:
             self.draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback
         )
         self.points, self.point = (point,), point
+
+    @property
+    def profile(self) -> DecodingProfile:
+        """The decoding profile in force.
+
+        Raises:
+            UserError: the decoder was created without one.
+        """
+        if self._profile is None:
+            raise UserError("this decoder was created without a decoding profile; load one with autotune.load")
+        return self._profile
 
     @property
     def target_model(self) -> Any:

@@ -59,7 +59,6 @@ def test_every_point_is_warmed_up_once_and_learns_nothing_of_it(
     assert [run.draft_forwards > 0 for run in runs] == [True, True, True, True, False, False]
     assert (begun.count(0), begun.count(1)) == (5, 3), "four prompts and two, and a warm-up each"
     assert [run.point for run in runs] == [int(prompt.settings.task == "easy") for prompt in PROMPTS.prompts]
-    assert runner.decoder.profile is not None
     assert points_used(runner.decoder.profile, runs) == "4 by point 0 (workload hard), 2 by point 1 (any request)"
     assert runner.decoder.points[1].fallback.memory.num_failed == 0
 
