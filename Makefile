@@ -2,31 +2,41 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: search test check clean
+.PHONY: search lint check test nightly docs clean
 
-search: .venv/installed  ## install, then the main job on the bundled pair: writes profile.json
+search: .venv/installed  ## install, then tune the bundled pair: writes profile.json
 	$(BIN)/autotune search
 
-# numba renews the compiled code of a file that changed, not of the files that call it: replay would keep an old policy.
-check: .venv/installed  ## lint, types and the fast tests
-	find autotune \( -name '*.nbi' -o -name '*.nbc' \) -delete
-	$(BIN)/ruff check autotune tests benchmarks
-	$(BIN)/ruff format --check autotune tests benchmarks
+lint: .venv/installed
+	$(BIN)/ruff check autotune tests benchmarks examples
+	$(BIN)/ruff format --check autotune tests benchmarks examples
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto -m "not slow and not gpu"
 
-test: check  ## everything that needs no accelerator
-	$(BIN)/pytest -n auto --dist worksteal -m "slow and not gpu"
+check: lint  ## lint, types and the tests that need no torch: about a minute
+	$(BIN)/pytest -n auto --without-torch -m "not nightly and not gpu"
+
+test: lint  ## what every change needs: about six minutes on two cores
+	$(BIN)/pytest -n auto --dist worksteal -m "not nightly and not gpu" --durations=25
+
+nightly: test docs  ## everything that needs no accelerator
+	$(BIN)/pytest -n auto --dist worksteal -m "nightly and not gpu" --durations=25
+
+docs: .venv/docs  ## the documentation as a site, in site/; a broken link fails
+	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .autotune profile.json
+	rm -rf .venv .autotune profile.json site
 
 # Debian's python3 may come without venv; root installs it.
 .venv/bin/python:
 	$(PYTHON) -m venv .venv || { rm -rf .venv; apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv .venv; }
 
-# torch before everything that depends on it, so that its exact version is the one that is found.
+# torch first, so that pip finds its exact version before another package asks for any.
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .[dev]
+	touch $@
+
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .[docs]
 	touch $@

@@ -6,14 +6,19 @@ import importlib.abc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.imports import MODULES, ROOT, heavy_import
 
 if TYPE_CHECKING:
     from tests.tiny_models import Inputs, Pair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network; read when transformers is imported
+
+MODEL_FIXTURES = {"pair", "text_pair", "processor", "prompts"}
 
 
 class _Refused(importlib.abc.MetaPathFinder):
@@ -33,8 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.meta_path.insert(0, _Refused())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without torch, leave out test modules that import it, and folders whose ``conftest.py`` does."""
+    path = collection_path / "conftest.py" if collection_path.is_dir() else collection_path
+    if not config.getoption("--without-torch") or not path.is_relative_to(ROOT):
+        return None
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return True if module in MODULES and heavy_import(module) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start the longest tests first: started last, one of them would keep a single core busy while the others wait."""
+    if config.getoption("--without-torch"):
+        items[:] = [item for item in items if not MODEL_FIXTURES & set(getattr(item, "fixturenames", ()))]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -1,0 +1,60 @@
+"""What modules of the package and of the tests import, read from their source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in ("autotune", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+"""Source files by full module name."""
+HEAVY = {"torch", "transformers"}
+
+
+def imported_names(path: Path, *, deferred: bool) -> Iterator[str]:
+    """Full names of imported modules; ``deferred`` includes imports inside functions. TYPE_CHECKING blocks do not count."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not deferred:
+                continue
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0 and child.module, f"{path}: imports are absolute"
+                # ``from autotune.trees import sage`` names a module, ``from autotune.files import parse`` does not.
+                for alias in child.names:
+                    full = f"{child.module}.{alias.name}"
+                    yield full if full in MODULES else child.module
+            yield from walk(child)
+
+    return walk(ast.parse(path.read_text()))
+
+
+@functools.cache
+def own_imports(module: str, *, deferred: bool) -> frozenset[str]:
+    """Modules in ``MODULES`` that a module imports."""
+    return frozenset(imported_names(MODULES[module], deferred=deferred)) & MODULES.keys()
+
+
+@functools.cache
+def heavy_import(module: str) -> str | None:
+    """The module through which importing ``module`` loads torch or transformers; None if it loads neither."""
+    reached, waiting = set(), [module]
+    while waiting:
+        current = waiting.pop()
+        if current in reached:
+            continue
+        reached.add(current)
+        if HEAVY & {name.partition(".")[0] for name in imported_names(MODULES[current], deferred=False)}:
+            return current
+        waiting += own_imports(current, deferred=False)
+    return None
