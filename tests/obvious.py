@@ -30,11 +30,11 @@ def random_tree(rng: Generator, num_nodes: int, *, num_tokens: int, root_token: 
     return tree
 
 
-def add_node(tree: Tree, parent: int, token: int, path_logprob: float, rank: int, source: int) -> int:
+def add_node(tree: Tree, parent: int, token: int, path_logprob: float, rank: int, row: int) -> int:
     """Append a node whose fields are typed in, where the compiled ``add_child`` takes them from proposals."""
     node = int(tree.size[0])
-    fields = {"token": token, "parent": parent, "depth": tree.depth[parent] + 1, "rank": rank, "source": source}
-    fields |= {"path_logprob": path_logprob, "path_probability": np.exp(path_logprob), "slot": -1}
+    fields = {"token": token, "parent": parent, "depth": tree.depth[parent] + 1, "rank": rank, "row": row}
+    fields |= {"path_logprob": path_logprob, "path_probability": np.exp(path_logprob), "kv_slot": -1}
     for name, value in fields.items():
         getattr(tree, name)[node] = value
     tree.size[0] += 1

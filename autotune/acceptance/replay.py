@@ -228,8 +228,8 @@ def _replay_prompts(
                 num_levels += 1
                 for i in range(num_frontier):
                     node = work.frontier[i]
-                    tree.slot[node] = num_read + i
-                    counts[p, _MISSING] += tree.source[node] == nowhere
+                    tree.kv_slot[node] = num_read + i
+                    counts[p, _MISSING] += tree.row[node] == nowhere
                 num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
                 if num_frontier == 0:
                     break
@@ -248,7 +248,7 @@ def _replay_prompts(
                 if child < 0:
                     break
                 length += 1
-                num_kept += tree.slot[child] >= 0 and not reads_anew
+                num_kept += tree.kv_slot[child] >= 0 and not reads_anew
                 node = child
             # Commit.
             accepted[begin + counts[p, _ROUNDS]] = length

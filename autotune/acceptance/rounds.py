@@ -84,11 +84,13 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
         position += len(path) + 1
 
 
-def health_of(trace: Trace, policy: Policy, prompts: list[int], fallback: RoundPrice | None = None) -> AcceptanceCounts:
+def count_acceptance(
+    trace: Trace, policy: Policy, prompts: list[int], fallback: RoundPrice | None = None
+) -> AcceptanceCounts:
     """Which proposals the target takes in the rounds of some prompts. Where images are is not recorded: all counts as text."""
-    health = AcceptanceCounts()
+    counts = AcceptanceCounts()
     for prompt in prompts:
         for found in rounds(trace, prompt, policy, fallback):
             if found.tree is not None:
-                health.observe(found.tree, found.path, is_near_image=False)
-    return health
+                counts.observe(found.tree, found.path, is_near_image=False)
+    return counts

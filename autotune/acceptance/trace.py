@@ -8,10 +8,10 @@ else is ever asked of a draft that decodes these prompts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from autotune.trees.sage import SagePolicy
 from autotune.trees.static import StaticPolicy
 from autotune.trees.tree import CHILD, Ints, Proposals
 from autotune.trees.wetap import WetapPolicy
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class ForestBounds(Document):
@@ -154,6 +157,27 @@ class Trace:
         """Tokens that decoding emits after the prefill's first ones."""
         return int(len(self.forest.answer) - self.num_prompts)
 
+    def roots(self) -> tuple[Ints, Ints, Ints]:
+        """Prompt, index in ``forest.answer`` and forest node of every answer token but the last of each answer."""
+        lengths = np.diff(self.answer_start)
+        prompt = np.repeat(np.arange(self.num_prompts), lengths - 1)
+        token = np.delete(np.arange(len(self.forest.answer)), self.answer_start[1:] - 1)
+        return prompt, token, self.first_node[prompt] + token - self.answer_start[prompt]
+
+    def agreement(self, ranks: Sequence[int] = (1, 4)) -> pd.DataFrame:
+        """How often the draft, given the true prefix, has the target's next token among its ``rank`` most probable ones.
+
+        Columns: task, rank, share. A task whose answers have one token each has no rows.
+        """
+        import pandas as pd
+
+        prompt, token, node = self.roots()
+        is_next = self.forest.child_token[node] == self.forest.answer[token + 1][:, None]
+        hits = pd.DataFrame({rank: is_next[:, :rank].any(1) for rank in ranks})
+        hits["task"] = np.array(self.header.tasks)[prompt]
+        shares = hits.melt("task", var_name="rank", value_name="share").astype({"rank": int, "share": float})
+        return shares.groupby(["task", "rank"], sort=False, as_index=False).mean()
+
 
 NUM_HOT = 16
 
@@ -179,14 +203,10 @@ def pack(trace: Trace) -> PackedForest:
     """Lay a trace's forest out for replay."""
     forest = trace.forest
     num_nodes, k = forest.child_token.shape
-    # Which answer token every node descends from, and how probably, level by level.
-    lengths = np.diff(trace.answer_start)
-    prompt = np.repeat(np.arange(len(lengths)), lengths)
-    place = np.arange(len(forest.answer)) - trace.answer_start[prompt]
-    has_node = place < lengths[prompt] - 1  # nothing follows the last token
-    roots = (trace.first_node[prompt] + place)[has_node]
+    # The answer token that every node descends from, and its cumulative log-probability, level by level.
+    _, root_token, roots = trace.roots()
     owner, logprob = np.full(num_nodes, -1), np.zeros(num_nodes, np.float32)
-    level, owner[roots] = roots, np.flatnonzero(has_node)
+    level, owner[roots] = roots, root_token
     while len(level):
         children = forest.child_node[level]
         is_recorded = children >= 0
@@ -205,7 +225,7 @@ def pack(trace: Trace) -> PackedForest:
     proposals["probability"][:-1] = np.exp(forest.child_logprob[order])
     proposals["row"][:-1] = row[forest.child_node[order]]
     root_row = np.full(len(forest.answer), num_nodes, np.int32)
-    root_row[has_node] = row[roots]
+    root_row[root_token] = row[roots]
     return PackedForest(proposals, root_row)
 
 
@@ -279,16 +299,3 @@ def load_trace(path: Path) -> Trace:
         raise UserError(
             f"{arrays_path}: the trace's arrays cannot be read ({error}); record it again with autotune record"
         ) from None
-
-
-def agreement(trace: Trace, ranks: tuple[int, ...] = (1, 4)) -> dict[str, dict[int, float]]:
-    """By task: the share of answer tokens that are among the draft's ``rank`` most probable, after the true prefix."""
-    found: dict[str, list[NDArray[np.int64]]] = {}
-    for p, task in enumerate(trace.header.tasks):
-        begin, end = int(trace.answer_start[p]), int(trace.answer_start[p + 1])
-        following = trace.forest.answer[begin + 1 : end]
-        nodes = int(trace.first_node[p]) + np.arange(len(following))
-        is_it = trace.forest.child_token[nodes] == following[:, None]
-        found.setdefault(task, []).append(np.where(is_it.any(1), is_it.argmax(1), 1 << 30))
-    pooled = {task: np.concatenate(places) for task, places in found.items()}
-    return {task: {rank: float((p < rank).mean()) for rank in ranks} for task, p in pooled.items() if len(p)}

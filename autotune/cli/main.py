@@ -275,7 +275,6 @@ def record(
     as_json: bool,
 ) -> None:
     """Record traces: what the draft proposes along the target's answers."""
-    from autotune.acceptance.trace import agreement
     from autotune.console import Console
     from autotune.device import choose_device
     from autotune.documents.subnet import Subnet
@@ -305,7 +304,7 @@ def record(
                 {
                     "draft": trace.header.draft.id,
                     "visual_keep": trace.header.visual_keep,
-                    "agreement": agreement(trace),
+                    "agreement": trace.agreement().pivot(index="rank", columns="task", values="share").to_dict(),
                 }
                 for trace in traces
             ]

@@ -134,14 +134,14 @@ class CachedDraft(CachedModel):
         else:
             count, begin = len(frontier), self._num_evaluated
             size = round_up(count, self.capture_sizes)
-            tree.slot[frontier] = np.arange(begin, begin + count)
+            tree.kv_slot[frontier] = np.arange(begin, begin + count)
             tree_mask = np.empty((size, begin + size), np.float32)
             write_frontier_mask(tree, frontier, tree_mask, begin + size, self.mask_value)
             tokens = np.zeros(size, np.int64)
             tokens[:count] = np.maximum(tree.token[frontier], 0)
             # The prefix ends with the root, so a child of the root stands right behind it. All are of one depth.
             offsets = np.full(size, tree.depth[frontier[0]] - 1)
-            parents = tree.slot[tree.parent[frontier]]  # the root has no slot: -1
+            parents = tree.kv_slot[tree.parent[frontier]]  # the root has no slot: -1
             logits = self.forward(tokens, offsets, tree_mask, num_uncommitted=begin, parents=parents)[:count]
             self._num_evaluated = begin + count
         return self.best(logits, num_proposals)

@@ -61,7 +61,7 @@ class Draft(Protocol):
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
         """The most probable children of the frontier's nodes, all of one level. The root's come first in every round.
 
-        Where it reads nodes it notes their places in ``tree.slot``.
+        Where it reads nodes it notes their places in ``tree.kv_slot``.
         """
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:

@@ -146,7 +146,7 @@ class IndependentDraft(CachedDraft, TreeModel):
 
     def _places_read(self, tree: Tree, path: Ints) -> list[int]:
         """Only nodes that were expanded have been read: all of the path but perhaps its last node."""
-        return [int(place) for place in tree.slot[path] if place >= 0]
+        return [int(place) for place in tree.kv_slot[path] if place >= 0]
 
     def _wait_for(self, tree: Tree, path: Ints, next_token: int) -> None:
         self._pending = [*tree.token[path][len(self._places_read(tree, path)) :].tolist(), next_token]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import AliasChoices, Field
+
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR as AR  # for those who run it
 from autotune.files import Document
@@ -33,8 +35,8 @@ class Run(Document):
     draft_ms: float
     verify_ms: float
     decode_ms: float
-    health: dict[str, Any]
-    """Which proposals were taken (``AcceptanceCounts``)."""
+    acceptance_counts: dict[str, Any] = Field(validation_alias=AliasChoices("acceptance_counts", "health"))
+    """``AcceptanceCounts.to_json()``; runs of earlier versions call it ``health``."""
     perplexity: float | None = None
     """Of the answer, under the target, where it was asked for."""
     point: int = 0

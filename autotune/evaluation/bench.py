@@ -80,9 +80,9 @@ def run_bench(
     geomeans = {name: _geomean(found) for name, found in by_task.items()}
     print_arms(summaries, console)
     print_tasks(by_task, geomeans, console)
-    health = {name: pooled_health(arm_runs) for name, arm_runs in runs.items()}
-    if TUNED in health:
-        print_health(TUNED, health[TUNED], console)
+    counts = {name: pool_counts(arm_runs) for name, arm_runs in runs.items()}
+    if TUNED in counts:
+        print_acceptance(TUNED, counts[TUNED], console)
     return {
         "provenance": stamp().model_dump(mode="json"),
         "hardware": fingerprint(str(decoder.target.device)).model_dump(mode="json"),
@@ -95,7 +95,7 @@ def run_bench(
         "notes": chosen.notes,
         "speedup_by_task": by_task,
         "speedup_geomean": geomeans,
-        "draft_health": {name: found.to_json() for name, found in health.items() if not found.is_empty},
+        "acceptance_counts": {name: found.to_json() for name, found in counts.items() if not found.is_empty},
         "disturbed_runs": runner.num_disturbed,
         "runs": {name: [run.model_dump(mode="json") for run in arm_runs] for name, arm_runs in runs.items()},
     }
@@ -242,17 +242,17 @@ def print_tasks(by_task: dict[str, dict[str, float | None]], geomeans: dict[str,
     console.table("Speedup over ar by task", ["arm", *tasks, "geomean"], rows, emphasised=_tuned(list(by_task)))
 
 
-def pooled_health(runs: Sequence[Run]) -> AcceptanceCounts:
+def pool_counts(runs: Sequence[Run]) -> AcceptanceCounts:
     """Of all runs of an arm."""
-    health = AcceptanceCounts()
+    counts = AcceptanceCounts()
     for run in runs:
-        health.add(AcceptanceCounts.from_json(run.health))
-    return health
+        counts.add(AcceptanceCounts.from_json(run.acceptance_counts))
+    return counts
 
 
-def print_health(name: str, health: AcceptanceCounts, console: Console) -> None:
+def print_acceptance(name: str, acceptance: AcceptanceCounts, console: Console) -> None:
     """Shares of offered tokens that the target took, by depth and by rank, near an image and in running text."""
-    found = health.to_json()
+    found = acceptance.to_json()
     rows = []
     for place, tables in found.items():
         for table, counts in tables.items():

@@ -171,7 +171,7 @@ class ArmRunner:
             draft_ms=stats.draft_ms,
             verify_ms=stats.verify_ms,
             decode_ms=stats.decode_ms,
-            health=stats.health.to_json(),
+            acceptance_counts=stats.acceptance_counts.to_json(),
             perplexity=perplexity(self.decoder.target, inputs, tokens) if self.with_perplexity else None,
             point=stats.point,
             plain_steps=stats.plain_steps,

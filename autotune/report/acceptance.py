@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.acceptance.rounds import health_of
+from autotune.acceptance.rounds import count_acceptance
 from autotune.documents.configuration import configuration_of
 from autotune.report.chosen import when_of
 from autotune.report.sources import Sources
@@ -37,11 +37,12 @@ def acceptance(sources: Sources) -> list[Acceptance]:
         if point.tree is None:
             continue
         trace, prompts = sources.trace_of(point), sources.prompts_of(number)
-        replayed = AcceptanceCounts() if trace is None else health_of(trace, point.tree, prompts, point.fallback)
+        replayed = AcceptanceCounts() if trace is None else count_acceptance(trace, point.tree, prompts, point.fallback)
         runs = judged_runs(sources, number)
         measured = AcceptanceCounts()
         for run in runs:
-            measured.add(AcceptanceCounts.from_json(run["health"]))
+            counts = run.get("acceptance_counts") or run["health"]  # the key of earlier versions
+            measured.add(AcceptanceCounts.from_json(counts))
         if prompts or runs:
             found.append(
                 Acceptance(number, when_of(sources.profile, number), replayed, len(prompts), measured, len(runs))

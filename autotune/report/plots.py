@@ -130,8 +130,8 @@ def _acceptance(content: Content) -> dict[str, str]:
         kinds = {"depth": (1, "depth in the tree"), "rank": (0, "choice of the draft, 1 its first")}
         for kind, (first, axis) in kinds.items():
             found = []
-            for label, health in both.items():
-                counts = counts_of(health, kind)[first:]
+            for label, acceptance in both.items():
+                counts = counts_of(acceptance, kind)[first:]
                 known = [place for place in range(len(counts)) if counts[place, 0] > 0]
                 shares = [100 * counts[place, 1] / counts[place, 0] for place in known]
                 if known:
@@ -151,9 +151,9 @@ def _acceptance(content: Content) -> dict[str, str]:
     return drawn
 
 
-def counts_of(health: AcceptanceCounts, kind: str) -> Ints:
+def counts_of(acceptance: AcceptanceCounts, kind: str) -> Ints:
     """[depth or rank, (offered, accepted)], near images and elsewhere together."""
-    table: Ints = (health.by_depth if kind == "depth" else health.by_rank).sum(0)
+    table: Ints = (acceptance.by_depth if kind == "depth" else acceptance.by_rank).sum(0)
     return table
 
 

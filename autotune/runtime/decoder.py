@@ -442,7 +442,7 @@ class Decoder:
         stats.draft_forwards += draft_forwards
         stats.target_forwards += 1
         stats.verified_nodes.append(num_nodes)
-        stats.health.observe(tree, path, is_near_image=is_near_image)
+        stats.acceptance_counts.observe(tree, path, is_near_image=is_near_image)
         point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
         point.grower.update(len(path))
         return [*tree.token[path].tolist(), token]

@@ -182,7 +182,7 @@ class DeviceRound:
         if not self.grower.is_chain:  # whose accepted nodes stand in a row
             self.target.cache.compact(inputs["target"][0], path)
         report = torch.cat([inputs["tree"], torch.stack([said, is_accepted.long()])])
-        return report, tree.slot[path[1:]], *(states[path] for states in hidden)
+        return report, tree.kv_slot[path[1:]], *(states[path] for states in hidden)
 
 
 def read_report(report: Ints, tree: Tree) -> tuple[Ints, int]:
@@ -193,7 +193,7 @@ def read_report(report: Ints, tree: Tree) -> tuple[Ints, int]:
     count = int(size[0])
     tree.size[0] = count
     for mine, found in zip(
-        (tree.token, tree.parent, tree.depth, tree.rank, tree.slot, tree.path_logprob),
+        (tree.token, tree.parent, tree.depth, tree.rank, tree.kv_slot, tree.path_logprob),
         (token, parent, depth, rank, slot, logprob.view(np.float64)),
         strict=True,
     ):

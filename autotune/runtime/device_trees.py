@@ -33,7 +33,7 @@ class DeviceTree(NamedTuple):
     """The root's is the root."""
     depth: Tensor
     rank: Tensor
-    slot: Tensor
+    kv_slot: Tensor
     path_logprob: Tensor
     size: Tensor
     """Nodes that are there, a number."""
@@ -213,7 +213,7 @@ class Eagle2Grower(DeviceGrower):
             parent=behind_root(ROOT, place[expanded[row]], ROOT),
             depth=behind_root(0, 1 + (row + width - 1) // width, 0),
             rank=behind_root(-1, kept % k, -1),
-            slot=behind_root(-1, slot[kept + 1], -1),
+            kv_slot=behind_root(-1, slot[kept + 1], -1),
             path_logprob=behind_root(0, self._logprob[kept], NEVER),
             size=is_there.sum() + 1,
         )

@@ -38,7 +38,7 @@ class DecodingStats:
     decode_ms: float = 0.0
     """From the first token to the last: draft prefill, drafting, verification and everything between them."""
 
-    health: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    acceptance_counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     """Which proposals the target took."""
 
     @property
@@ -60,7 +60,7 @@ class DecodingStats:
     def to_json(self) -> dict[str, Any]:
         return {
             **{entry.name: getattr(self, entry.name) for entry in fields(self)},
-            "health": self.health.to_json(),
+            "acceptance_counts": self.acceptance_counts.to_json(),
             "rounds": self.rounds,
             "tokens_per_round": self.tokens_per_round,
             "overhead_ms": self.overhead_ms,

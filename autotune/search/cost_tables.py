@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.acceptance.trace import Trace, agreement
+from autotune.acceptance.trace import Trace
 from autotune.console import Console
 from autotune.cost.profiler import kv_lengths_for, profile, shape_of
 from autotune.cost.roofline import datasheets, estimate_table
@@ -218,16 +218,18 @@ def _percent(error: float | None) -> str:
 
 
 def print_agreement(traces: Sequence[Trace], console: Console) -> None:
-    """How often each draft, at its best subnet recorded, names the target's next token, by task."""
-    of_draft: dict[str, Trace] = {}
-    for trace in traces:
-        of_draft.setdefault(trace.header.draft.id, trace)
-    shares = {draft: agreement(trace) for draft, trace in of_draft.items()}
-    tasks = list(next(iter(shares.values())))
-    if len(shares) == 1:
-        (found,) = shares.values()
-        rows = [[task, *(f"{100 * found[task][n]:.1f} %" for n in (1, 4))] for task in tasks]
-        console.table("Draft's agreement with the target", ["task", "top-1", "top-4"], rows)
-        return
-    rows = [[task, *(f"{100 * found[task][1]:.1f} %" for found in shares.values())] for task in tasks]
-    console.table("Drafts' agreement with the target, top-1", ["task", *shares], rows)
+    """Print how often each draft, at its first subnet in ``traces``, predicts the target's next token, by task."""
+    import pandas as pd
+
+    by_draft = {trace.header.draft.id: trace.agreement() for trace in reversed(traces)}
+    drafts = list(dict.fromkeys(trace.header.draft.id for trace in traces))
+    shares = pd.concat([by_draft[draft].assign(draft=draft) for draft in drafts])
+    tasks = shares["task"].unique()
+    if len(drafts) == 1:
+        title, names = "Draft's agreement with the target", ["top-1", "top-4"]
+        table = shares.pivot(index="task", columns="rank", values="share").loc[tasks]
+    else:
+        title, names = "Drafts' agreement with the target, top-1", drafts
+        table = shares[shares["rank"] == 1].pivot(index="task", columns="draft", values="share").loc[tasks, drafts]
+    rows = [[task, *(f"{100 * share:.1f} %" for share in row)] for task, *row in table.itertuples()]
+    console.table(title, ["task", *names], rows)

@@ -38,12 +38,12 @@ class AcceptanceCounts:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> AcceptanceCounts:
         """What ``to_json`` gave."""
-        health = cls()
+        parsed = cls()
         for i, place in enumerate(_PLACES):
-            for table, rows in ((health.by_depth[i, 1:], "by_depth"), (health.by_rank[i], "by_rank")):
+            for table, rows in ((parsed.by_depth[i, 1:], "by_depth"), (parsed.by_rank[i], "by_rank")):
                 for row, counts in enumerate(found[place][rows]):
                     table[row] = counts
-        return health
+        return parsed
 
     @property
     def is_empty(self) -> bool:

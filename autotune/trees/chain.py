@@ -48,7 +48,7 @@ class ChainPolicy(Document):
 def grow(params: Floats, tree: Tree, work: Workspace, proposals: Proposals) -> int:
     """Add the best child of the last node; returns how many nodes to expand next (written to the frontier)."""
     parent = work.frontier[0]
-    if proposals[tree.source[parent], 0].logprob == -np.inf:
+    if proposals[tree.row[parent], 0].logprob == -np.inf:
         return 0  # the draft has no idea
     node = add_child(tree, parent, 0, proposals)
     work.frontier[0] = node

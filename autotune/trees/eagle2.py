@@ -74,7 +74,7 @@ def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposa
     worst = tree.path_logprob[work.order[budget - 1]] if num_best == budget else -np.inf
     for i in range(num_frontier):
         parent = work.frontier[i]
-        row, parent_logprob = tree.source[parent], tree.path_logprob[parent]
+        row, parent_logprob = tree.row[parent], tree.path_logprob[parent]
         for rank in range(k):
             path_logprob = parent_logprob + proposals[row, rank].logprob
             if path_logprob <= worst or path_logprob < log_floor:

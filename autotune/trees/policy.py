@@ -78,7 +78,7 @@ def grow(
     num_frontier: int,
     proposals: Proposals,
 ) -> int:
-    """Grow one level from the proposals of the frontier's nodes, which stand where ``tree.source`` says.
+    """Grow one level from the proposals of the frontier's nodes, which stand where ``tree.row`` says.
 
     The nodes to expand next are written to the frontier, their number is returned; 0 ends the tree.
     """
@@ -141,7 +141,7 @@ class TreeGrower:
     def grow(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
         """Add a level from the proposals [frontier, proposals] of the frontier's nodes."""
         count = len(self.frontier)
-        self.tree.source[self.frontier] = np.arange(count)
+        self.tree.row[self.frontier] = np.arange(count)
         proposals = self._proposals[:count]
         proposals["token"], proposals["logprob"], proposals["probability"] = tokens, logprobs, np.exp(logprobs)
         count = grow(self.policy.KIND, self._params, self._state, self.tree, self._work, count, proposals)

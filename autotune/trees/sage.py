@@ -126,7 +126,7 @@ def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontie
     level = tree.depth[work.frontier[0]] + 1
     k = min(int(params[_K]), proposals.shape[1])
     if level == 1:
-        confidence = root_confidence(proposals, tree.source[0], k)
+        confidence = root_confidence(proposals, tree.row[0], k)
         used = state[_CONFIDENCE] if params[_FROM_PREVIOUS] else confidence
         state[_CONFIDENCE] = confidence
         state[_DEPTH] = _round(params[_D_MIN] + used * (state[_LIMIT] - params[_D_MIN]))  # eq. 10

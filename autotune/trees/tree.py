@@ -39,9 +39,9 @@ class Tree(NamedTuple):
     """The product of its probabilities: kept beside the sum, because an exponential costs more than a node."""
     rank: Ints
     """Place of the node among its parent's proposals, 0 the most probable; -1 at the root."""
-    source: Ints
+    row: Ints
     """Row of ``Proposals`` where the node's own children stand, once it is expanded."""
-    slot: Ints
+    kv_slot: Ints
     """Place of the node among those that the draft has read this round; -1: not read."""
     size: Ints
 
@@ -92,7 +92,7 @@ def new_workspace(num_nodes: int) -> Workspace:
 
 
 @compiled
-def plant(tree: Tree, token: int, source: int) -> None:
+def plant(tree: Tree, token: int, row: int) -> None:
     """Make the tree a root alone."""
     tree.token[0] = token
     tree.parent[0] = -1
@@ -100,8 +100,8 @@ def plant(tree: Tree, token: int, source: int) -> None:
     tree.path_logprob[0] = 0.0
     tree.path_probability[0] = 1.0
     tree.rank[0] = -1
-    tree.source[0] = source
-    tree.slot[0] = -1
+    tree.row[0] = row
+    tree.kv_slot[0] = -1
     tree.size[0] = 1
 
 
@@ -109,15 +109,15 @@ def plant(tree: Tree, token: int, source: int) -> None:
 def add_child(tree: Tree, parent: int, rank: int, proposals: Proposals) -> int:
     """Append a child that was proposed for ``parent`` and return its index; the caller minds the room."""
     node = tree.size[0]
-    child = proposals[tree.source[parent], rank]
+    child = proposals[tree.row[parent], rank]
     tree.token[node] = child.token
     tree.parent[node] = parent
     tree.depth[node] = tree.depth[parent] + 1
     tree.path_logprob[node] = tree.path_logprob[parent] + child.logprob
     tree.path_probability[node] = tree.path_probability[parent] * child.probability
     tree.rank[node] = rank
-    tree.source[node] = child.row
-    tree.slot[node] = -1
+    tree.row[node] = child.row
+    tree.kv_slot[node] = -1
     tree.size[0] = node + 1
     return int(node)
 
@@ -158,7 +158,7 @@ def add_best_children(
     size = 0
     for i in range(num_frontier):
         node = work.frontier[i]
-        value[i] = tree.path_logprob[node] + proposals[tree.source[node], 0].logprob
+        value[i] = tree.path_logprob[node] + proposals[tree.row[node], 0].logprob
         next_rank[i] = 0
         if work.mark[i] > 0 and value[i] > log_floor:
             at = size
@@ -171,7 +171,7 @@ def add_best_children(
     while size > 0 and added < num_best:
         i = heap[0]
         node, rank = work.frontier[i], next_rank[i]
-        row = tree.source[node]
+        row = tree.row[node]
         add_child(tree, node, rank, proposals)
         added += 1
         # The row's next candidate, or the last row of the heap, sinks from the top.
@@ -215,8 +215,8 @@ def keep_marked(tree: Tree, mark: Ints) -> None:
         tree.path_logprob[size] = tree.path_logprob[node]
         tree.path_probability[size] = tree.path_probability[node]
         tree.rank[size] = tree.rank[node]
-        tree.source[size] = tree.source[node]
-        tree.slot[size] = tree.slot[node]
+        tree.row[size] = tree.row[node]
+        tree.kv_slot[size] = tree.kv_slot[node]
         mark[node] = size  # where it stands now
         size += 1
     tree.size[0] = size
@@ -251,5 +251,5 @@ def write_frontier_mask(tree: Tree, frontier: Ints, mask: NDArray[np.float32], n
     for row in range(len(frontier)):
         node = frontier[row]
         while node > ROOT:
-            mask[row, tree.slot[node]] = 0.0
+            mask[row, tree.kv_slot[node]] = 0.0
             node = tree.parent[node]

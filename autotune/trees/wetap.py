@@ -109,7 +109,7 @@ def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontie
     if level == 1:
         state[_WIDTH] = params[_W_MIN]
     for i in range(num_frontier):
-        row = tree.source[work.frontier[i]]
+        row = tree.row[work.frontier[i]]
         mass, count = 0.0, 0
         while count < k and mass < params[_TOP_P]:
             mass += proposals[row, count].probability

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.replay import Replay, replay
-from autotune.acceptance.rounds import health_of, rounds
+from autotune.acceptance.rounds import count_acceptance, rounds
 from autotune.acceptance.trace import Trace
 from autotune.errors import UserError
 from autotune.trees.fallback import RoundPrice
@@ -53,12 +53,12 @@ def test_an_accepted_path_is_the_answer() -> None:
         assert one.tree.parent[one.path].tolist() == [0, *one.path[:-1]][: len(one.path)]
 
 
-def test_health_counts_every_round() -> None:
+def test_acceptance_counts_every_round() -> None:
     """By depth: what was accepted at depth d is what has a length of d at least."""
     trace = random_trace(5, num_tokens=30)
     lengths = np.concatenate(replayed(trace, TREES[0], None).accepted_lengths)
-    health = health_of(trace, parse_policy(TREES[0]), list(range(trace.num_prompts)))
-    by_depth = health.by_depth.sum(0)
+    counts = count_acceptance(trace, parse_policy(TREES[0]), list(range(trace.num_prompts)))
+    by_depth = counts.by_depth.sum(0)
     assert by_depth[1:4, 1].tolist() == [int((lengths >= depth).sum()) for depth in (1, 2, 3)]
     assert by_depth[1:4, 0].tolist() == [len(lengths), *by_depth[1:3, 1].tolist()]
 

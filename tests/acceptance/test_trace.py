@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, agreement, join, load_trace, save_trace
+from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, join, load_trace, save_trace
 from autotune.errors import UserError
 from tests.sample_documents import forest_of, header, random_trace
 
@@ -88,17 +88,24 @@ def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
             load_trace(path)
 
 
+def shares(trace: Trace, *ranks: int) -> dict[tuple[str, int], float]:
+    frame = trace.agreement(ranks)
+    assert list(frame.columns) == ["task", "rank", "share"]
+    return {(task, rank): share for task, rank, share in frame.itertuples(index=False)}
+
+
 def test_agreement_by_hand() -> None:
-    assert agreement(two_prompts()) == {"read": {1: 0.5, 4: 1.0}, "count": {1: 0.5, 4: 0.5}}
+    expected = {("read", 1): 0.5, ("read", 4): 1.0, ("count", 1): 0.5, ("count", 4): 0.5}
+    assert shares(two_prompts(), 1, 4) == expected
 
 
 def test_agreement_pools_the_prompts_of_a_task() -> None:
-    assert agreement(two_prompts(("read", "read")), ranks=(1, 2, 3)) == {"read": {1: 0.5, 2: 0.75, 3: 0.75}}
+    expected = {("read", 1): 0.5, ("read", 2): 0.75, ("read", 3): 0.75}
+    assert shares(two_prompts(("read", "read")), 1, 2, 3) == expected
 
 
-def test_answers_of_one_token_agree_on_nothing() -> None:
-    """A task whose answers ask nothing of a draft has no share, or a finite one."""
-    single = forest_of([1], [[(2, 0.6, -1), (9, 0.3, -1)]])
-    trace = join(header(1), [RecordedPrompt(single, 10, 8, 4)])
-    shares = agreement(trace).get("prompt", {})
-    assert all(np.isfinite(share) for share in shares.values())
+def test_a_task_whose_answers_have_one_token_has_no_agreement() -> None:
+    single = RecordedPrompt(forest_of([1], [[(2, 0.6, -1), (9, 0.3, -1)]]), 10, 8, 4)
+    assert shares(join(header(1), [single]), 1, 4) == {}
+    parts = [RecordedPrompt(FIRST, 10, 8, 4), single]
+    assert shares(join(header(2, tasks=["read", "count"]), parts), 1) == {("read", 1): 0.5}

@@ -297,14 +297,14 @@ def test_a_lossy_arm_is_compared_on_request_and_by_its_perplexity(
     assert {arm["perplexity"] for arm in found["arms"]} == {None} and "perplexity" not in capsys.readouterr().err
 
 
-def test_health_is_pooled_over_prompts(
+def test_acceptance_counts_are_pooled_over_prompts(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = run_in(world, "tree.json", ["chain"], monkeypatch)
-    runs, health = found["runs"]["chain"], found["draft_health"]["chain"]
+    runs, counts = found["runs"]["chain"], found["acceptance_counts"]["chain"]
 
     def rounds(of: Any) -> int:
         return sum(int(tables["by_depth"][0][0]) for tables in of.values() if tables["by_depth"])
 
-    assert sum(rounds(run["health"]) for run in runs) == rounds(health) > 0
-    assert AR not in found["draft_health"] and "accepted of offered" in capsys.readouterr().err
+    assert sum(rounds(run["acceptance_counts"]) for run in runs) == rounds(counts) > 0
+    assert AR not in found["acceptance_counts"] and "accepted of offered" in capsys.readouterr().err

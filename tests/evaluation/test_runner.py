@@ -46,12 +46,19 @@ def run(decode_ms: float, *, tokens: int = 11, rounds: int = 5, output: str = "s
         target_forwards=rounds,
         draft_forwards=rounds,
         decode_ms=decode_ms,
-        health=AcceptanceCounts().to_json(),
+        acceptance_counts=AcceptanceCounts().to_json(),
         **known,
     )
 
 
 # ----------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_a_run_of_an_earlier_version_is_read() -> None:
+    """It called its acceptance counts ``health``."""
+    document = run(1.0).model_dump()
+    document["health"] = document.pop("acceptance_counts")
+    assert Run.model_validate(document) == run(1.0)
 
 
 def test_a_constant_ratio_has_no_width() -> None:

@@ -248,7 +248,7 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
 
 def _runs(profile: DecodingProfile, overall: Configuration) -> list[dict[str, Any]]:
     """Of the profile's evidence, by turns of both points; and two that are not: of another arm, and of another time."""
-    health = {
+    counts = {
         "text": {"by_depth": [[4, 3], [3, 2]], "by_rank": [[7, 4], [7, 1]]},
         "near_image": {"by_depth": [[1, 1]], "by_rank": [[1, 1]]},
     }
@@ -258,7 +258,7 @@ def _runs(profile: DecodingProfile, overall: Configuration) -> list[dict[str, An
             "prompt_sha256": one.sha256,
             "point": number % 2,
             "decode_ms": one.decode_ms,
-            "health": health,
+            "acceptance_counts": counts,
         }
         for number, one in enumerate(profile.evidence.prompts)
     ]

@@ -200,18 +200,18 @@ def test_perplexity_is_that_of_one_forward_over_everything(
     assert perplexity(target, inputs, answer) == pytest.approx(math.exp(-float(expected.mean())), rel=1e-4)
 
 
-# --------------------------------------------------------------------------------------------------------------- health
+# --------------------------------------------------------------------------------------------------------------- counts
 
 
 def test_health_counts_the_accepted_tokens_near_the_image_and_behind(pair: Pair, prompts: dict[str, Inputs]) -> None:
     decoder = Decoder(pair.target, pair.draft, tree=TREES["sage"])
     for prompt, has_image in (("text", False), ("image", True)):
         stats = decoder.generate(**prompts[prompt], max_new_tokens=120).stats
-        health = stats.health.to_json()
-        accepted = {place: sum(count for _, count in tables["by_depth"]) for place, tables in health.items()}
-        assert accepted == {place: sum(count for _, count in tables["by_rank"]) for place, tables in health.items()}
+        counts = stats.acceptance_counts.to_json()
+        accepted = {place: sum(count for _, count in tables["by_depth"]) for place, tables in counts.items()}
+        assert accepted == {place: sum(count for _, count in tables["by_rank"]) for place, tables in counts.items()}
         # The last round may have accepted more than was emitted.
         assert sum(stats.accepted_lengths) <= sum(accepted.values()) <= sum(stats.accepted_lengths) + 12
-        offered = sum(tables["by_depth"][0][0] for tables in health.values() if tables["by_depth"])
+        offered = sum(tables["by_depth"][0][0] for tables in counts.values() if tables["by_depth"])
         assert offered == sum(nodes > 0 for nodes in stats.verified_nodes)
         assert (accepted["near_image"] > 0) == has_image and accepted["text"] > 0

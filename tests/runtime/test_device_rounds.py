@@ -63,7 +63,7 @@ def watch_trees(decoder: Decoder) -> list[Seen]:
 
     def learn_and_note(accepted: int) -> None:
         tree, size = grower.tree, int(grower.tree.size[0])
-        fields = (tree.token, tree.parent, tree.depth, tree.rank, tree.slot >= 0, tree.path_logprob)
+        fields = (tree.token, tree.parent, tree.depth, tree.rank, tree.kv_slot >= 0, tree.path_logprob)
         seen.append(Seen(*(field[:size].tolist() for field in fields)))
         TreeGrower.update(grower, accepted)
 
@@ -98,7 +98,7 @@ def assert_same(host: Decoder, device: Decoder, inputs: Inputs, **settings: Any)
     assert torch.equal(found.sequences, expected.sequences)
     for name in ("accepted_lengths", "verified_nodes", "target_forwards", "plain_steps", "new_tokens"):
         assert getattr(found.stats, name) == getattr(expected.stats, name), name
-    assert found.stats.health.to_json() == expected.stats.health.to_json()
+    assert found.stats.acceptance_counts.to_json() == expected.stats.acceptance_counts.to_json()
     num_rounds = found.stats.target_forwards - found.stats.plain_steps
     # The host may see that no node is worth expanding and stop; the device always goes on.
     on_device = device._device_rounds.of(device.point, TokenSampler())

@@ -99,7 +99,7 @@ def read_in_order(found: DeviceTree, session: Session) -> bool:
     """Slots ascend in the order in which the host asked for children, level by level."""
     asked = [path for level in session.asked[1:] for path in level if -1 not in path]
     paths = [(node, path) for node, path in enumerate(session.paths, 1) if -1 not in path]
-    slots = {path: int(found.slot[node]) for node, path in paths}
+    slots = {path: int(found.kv_slot[node]) for node, path in paths}
     in_tree = [slots[path] for path in asked if path in slots]
     return in_tree == sorted(in_tree) and all((slots[path] >= 0) == (path in asked) for path in slots)
 

@@ -23,10 +23,10 @@ def small_tree() -> Tree:
 
 
 def observed(*rounds: tuple[list[int], bool]) -> AcceptanceCounts:
-    health = AcceptanceCounts()
+    counts = AcceptanceCounts()
     for path, is_near_image in rounds:
-        health.observe(small_tree(), np.array(path, np.int64), is_near_image=is_near_image)
-    return health
+        counts.observe(small_tree(), np.array(path, np.int64), is_near_image=is_near_image)
+    return counts
 
 
 NOTHING = {"by_depth": [], "by_rank": []}
@@ -64,19 +64,19 @@ def test_a_round_that_ends_above_a_leaf() -> None:
 
 
 def test_rounds_near_an_image_are_counted_apart() -> None:
-    health = observed(([1], True), ([2, 6], False), ([], True))
-    assert health.to_json() == {
+    counts = observed(([1], True), ([2, 6], False), ([], True))
+    assert counts.to_json() == {
         "text": {"by_depth": [[1, 1], [1, 1]], "by_rank": [[2, 1], [0, 0], [1, 1]]},
         "near_image": {"by_depth": [[2, 1], [1, 0]], "by_rank": [[3, 1], [1, 0], [2, 0], [1, 0]]},
     }
 
 
 def test_a_root_alone_offers_nothing() -> None:
-    health, tree = AcceptanceCounts(), new_tree(1)
+    counts, tree = AcceptanceCounts(), new_tree(1)
     plant(tree, 0, -1)
-    health.observe(tree, np.zeros(0, np.int64), is_near_image=False)
-    assert health.is_empty
-    assert health.to_json() == {"text": NOTHING, "near_image": NOTHING}
+    counts.observe(tree, np.zeros(0, np.int64), is_near_image=False)
+    assert counts.is_empty
+    assert counts.to_json() == {"text": NOTHING, "near_image": NOTHING}
 
 
 def test_counts_of_requests_are_added() -> None:
@@ -96,13 +96,13 @@ def random_walk(rng: np.random.Generator, tree: Tree) -> list[int]:
 
 def test_random_rounds_against_an_obvious_count() -> None:
     """Trees with at most 16 different tokens have ranks of 0 to 15."""
-    rng, health = np.random.default_rng(51), AcceptanceCounts()
+    rng, counts = np.random.default_rng(51), AcceptanceCounts()
     depths: Counter[tuple[bool, int, bool]] = Counter()
     ranks: Counter[tuple[bool, int, bool]] = Counter()
     for _ in range(300):
         tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=int(rng.integers(2, 17)))
         path, is_near_image = random_walk(rng, tree), bool(rng.integers(2))
-        health.observe(tree, np.array(path, np.int64), is_near_image=is_near_image)
+        counts.observe(tree, np.array(path, np.int64), is_near_image=is_near_image)
         accepted = set(path)
         for node in [ROOT, *path]:
             children = children_of(tree, node)
@@ -110,12 +110,12 @@ def test_random_rounds_against_an_obvious_count() -> None:
                 ranks[is_near_image, int(tree.rank[child]), child in accepted] += 1
             if children:
                 depths[is_near_image, int(tree.depth[node]) + 1, not accepted.isdisjoint(children)] += 1
-    for counts, table in ((depths, health.by_depth), (ranks, health.by_rank)):
+    for hits, table in ((depths, counts.by_depth), (ranks, counts.by_rank)):
         expected = np.zeros_like(table)
-        for (place, row, is_accepted), count in counts.items():
+        for (place, row, is_accepted), count in hits.items():
             expected[int(place), row] += (count, count * is_accepted)
         assert np.array_equal(table, expected)
-    assert health.by_depth[:, 6].min() > 0 and health.by_rank[:, 5, 0].min() > 0, "the random trees are too small"
+    assert counts.by_depth[:, 6].min() > 0 and counts.by_rank[:, 5, 0].min() > 0, "the random trees are too small"
 
 
 def test_the_deepest_tree_and_the_last_rank_have_a_place() -> None:
@@ -123,6 +123,6 @@ def test_the_deepest_tree_and_the_last_rank_have_a_place() -> None:
     plant(tree, 0, -1)
     for parent in range(24):
         add_node(tree, parent, 0, -1.0, 15, -1)
-    health = AcceptanceCounts()
-    health.observe(tree, np.arange(1, 25), is_near_image=True)
-    assert health.to_json()["near_image"] == {"by_depth": [[1, 1]] * 24, "by_rank": [[0, 0]] * 15 + [[24, 24]]}
+    counts = AcceptanceCounts()
+    counts.observe(tree, np.arange(1, 25), is_near_image=True)
+    assert counts.to_json()["near_image"] == {"by_depth": [[1, 1]] * 24, "by_rank": [[0, 0]] * 15 + [[24, 24]]}

@@ -105,7 +105,7 @@ def test_nodes_say_whose_proposals_they_are(name: str) -> None:
     for path, node in zip(session.grow(draft), range(1, 100), strict=False):
         assert session.tree.rank[node] == session.tree.token[node] == path[-1]
         assert session.tree.path_logprob[node] == path_logprob(draft, path)
-        assert session.tree.slot[node] == -1
+        assert session.tree.kv_slot[node] == -1
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -118,7 +118,7 @@ def test_places_in_the_draft_s_cache_survive_pruning(name: str) -> None:
     while len(grower.frontier):
         paths = session.paths
         for node in grower.frontier[grower.frontier > ROOT]:
-            slots[paths[node - 1]] = grower.tree.slot[node] = len(slots)
+            slots[paths[node - 1]] = grower.tree.kv_slot[node] = len(slots)
         shape = (len(grower.frontier), session.policy.num_proposals)
         logprobs = np.linspace(-0.7, -2.5, shape[1], dtype=np.float32)
         grower.grow(np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1)), np.tile(logprobs, (shape[0], 1)))
@@ -126,7 +126,7 @@ def test_places_in_the_draft_s_cache_survive_pruning(name: str) -> None:
     grower.prune()
     assert len(session.paths) < grown or name not in PRUNES, "nothing was pruned"
     size = int(grower.tree.size[0])
-    assert grower.tree.slot[1:size].tolist() == [slots.get(path, -1) for path in session.paths]
+    assert grower.tree.kv_slot[1:size].tolist() == [slots.get(path, -1) for path in session.paths]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -149,7 +149,7 @@ def test_proposals_known_beforehand_grow_the_tree_of_those_that_come_level_by_le
         while count:
             assert len(grower.frontier) == count
             frontier = grower.frontier
-            rows = np.array([tree.source[node] for node in frontier])
+            rows = np.array([tree.row[node] for node in frontier])
             count = policies.grow(policy.KIND, params, state, tree, work, count, proposals)
             grower.grow(*(proposals[part][rows, : policy.num_proposals] for part in ("token", "logprob")))
         policies.prune(policy.KIND, params, tree, work)

@@ -48,13 +48,13 @@ def test_the_frontier_mask_opens_the_places_of_a_node_and_its_ancestors_below_th
     for num_nodes in (1, 2, 5, 17, 64, 120):
         tree = random_tree(rng, num_nodes, num_tokens=1000)
         places = rng.permutation(num_nodes)
-        tree.slot[1 : num_nodes + 1] = places
+        tree.kv_slot[1 : num_nodes + 1] = places
         frontier = rng.choice(np.arange(1, num_nodes + 1), size=min(num_nodes, 9), replace=False)
         expected = np.full((len(frontier), num_nodes), CLOSED, np.float32)
         for row, node in enumerate(frontier):
             for ancestor in ancestors_of(tree, int(node)):
                 if ancestor != ROOT:
-                    expected[row, tree.slot[ancestor]] = 0.0
+                    expected[row, tree.kv_slot[ancestor]] = 0.0
         mask = rng.normal(size=(len(frontier), num_nodes + 3)).astype(np.float32)
         before = mask[:, num_nodes:].copy()
         write_frontier_mask(tree, frontier, mask, num_nodes, CLOSED)
@@ -64,7 +64,7 @@ def test_the_frontier_mask_opens_the_places_of_a_node_and_its_ancestors_below_th
 
 def test_planting_forgets_the_tree_before() -> None:
     tree = random_tree(np.random.default_rng(2), 20, num_tokens=1000)
-    tree.slot[:21] = 9
+    tree.kv_slot[:21] = 9
     plant(tree, 5, 3)
     node = add_node(tree, ROOT, 6, -0.25, 2, 4)
     assert (node, int(tree.size[0])) == (1, 2)
@@ -89,10 +89,10 @@ def test_a_child_takes_what_was_proposed() -> None:
     proposals[2, 1] = (-0.5, 0.6, 44, 7)
     plant(tree, 5, 2)
     first = add_child(tree, ROOT, 1, proposals)
-    tree.source[first] = 2
+    tree.row[first] = 2
     second = add_child(tree, first, 1, proposals)
     assert [int(array[second]) for array in (tree.token, tree.parent, tree.depth, tree.rank)] == [44, first, 2, 1]
-    assert (tree.source[second], tree.slot[second], tree.path_logprob[second]) == (7, -1, -1.0)
+    assert (tree.row[second], tree.kv_slot[second], tree.path_logprob[second]) == (7, -1, -1.0)
     assert tree.path_probability[second] == pytest.approx(0.36)
 
 
@@ -107,13 +107,13 @@ def test_the_best_children_are_those_of_a_stable_sort_over_all() -> None:
         tree, work = new_tree(200), new_workspace(200)
         plant(tree, 0, 0)
         parents = [add_child(tree, ROOT, rank, proposals) for rank in range(num_parents)]
-        tree.source[parents] = 1 + np.arange(num_parents)
+        tree.row[parents] = 1 + np.arange(num_parents)
         order = rng.permutation(parents)
         work.frontier[:num_parents] = order
         work.mark[:num_parents] = rng.integers(0, k + 1, num_parents)
         num_best, floor = int(rng.integers(0, 20)), float(rng.choice([-np.inf, -4.5, -4.0]))
         candidates = [
-            (float(tree.path_logprob[node] + proposals[tree.source[node], rank]["logprob"]), int(node), rank)
+            (float(tree.path_logprob[node] + proposals[tree.row[node], rank]["logprob"]), int(node), rank)
             for i, node in enumerate(order)
             for rank in range(work.mark[i])
         ]
@@ -155,7 +155,7 @@ def test_dropping_nodes_keeps_the_others_as_they_were() -> None:
     for num_nodes in (0, 1, 2, 7, 30, 128):
         tree = random_tree(rng, num_nodes, num_tokens=1000)
         size = num_nodes + 1
-        tree.source[1:size], tree.slot[1:size] = rng.integers(0, 99, num_nodes), rng.integers(0, 99, num_nodes)
+        tree.row[1:size], tree.kv_slot[1:size] = rng.integers(0, 99, num_nodes), rng.integers(0, 99, num_nodes)
         mark = np.zeros(size, np.int64)
         for node in rng.permutation(size)[: size // 4]:
             mark[ancestors_of(tree, int(node))] = rng.integers(1, 4)
