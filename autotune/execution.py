@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Sequence
 
 from autotune.errors import UserError
-from autotune.trees.tree import MAX_STEP
+from autotune.trees.limits import MAX_STEP
 
 EAGER = "eager"
 MODES: dict[str, str] = {

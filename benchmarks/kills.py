@@ -20,7 +20,7 @@ import click
 import sqlalchemy
 
 from autotune.study.document import LEDGER
-from autotune.study.ledger import storage_url
+from autotune.study.storage import storage_url
 
 SCREENING_S = 9.0  # of one attempt, at most
 

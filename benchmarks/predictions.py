@@ -29,13 +29,14 @@ from autotune.evaluation.runner import AR
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.search.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
-from autotune.search.pipeline import SearchSettings, bounds_of
+from autotune.search.pipeline import bounds_of
+from autotune.search.settings import SearchSettings
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.traces import record_traces
 from autotune.study.document import load_study
 from autotune.workloads.workload import Workload, load_workload
 
-NUM_TUNE = SearchSettings.num_tune_prompts
+NUM_TUNE = SearchSettings().num_tune_prompts
 PARTS = ("draft_prefill_ms", "draft_ms", "verify_ms")  # of decoding; the rest is overhead
 
 

@@ -109,17 +109,17 @@ _workload_option = click.option(
     "--workload", default=BUNDLED, show_default=True, help="'digits', or a JSONL file of prompts."
 )
 _buckets_option = click.option(
-    "--buckets",
+    "--capture-sizes",
     type=_Sizes(),
     default=(),
     help="Sizes that forwards are rounded up to, for devices that prepare them: 4,8,16,32,64. Every size as it is where left out.",
 )
 _runner_option = click.option(
-    "--runner",
+    "--mode",
     type=click.Choice(["eager", "compile", "cuda-graph"]),
     default="eager",
     show_default=True,
-    help="How steps run: as transformers runs them, compiled, or as CUDA graphs; the last two prepare sizes (--buckets).",
+    help="How steps run: as transformers runs them, compiled, or as CUDA graphs; the last two prepare sizes (--capture-sizes).",
 )
 _injection_option = click.option(
     "--injection-layer", type=int, default=None, help="Layer of the target whose output the draft reads: star has five."
@@ -387,11 +387,9 @@ def search(
     started = time.monotonic()  # what is imported and loaded takes a part of the budget
     from autotune.console import Console
     from autotune.files import dump_document
-    from autotune.search.evaluator import Constraints
-    from autotune.search.pipeline import SearchSettings, check_settings
-    from autotune.search.pipeline import search as run_search
+    from autotune.search.settings import check_settings, settings_from
 
-    settings = SearchSettings(
+    settings = settings_from(
         target=target,
         drafts=drafts,
         heads=heads,
@@ -403,8 +401,9 @@ def search(
         num_trials=trials,
         storage=storage,
         study=study,
-        measure_all=measure == "all",
-        constraints=Constraints(max_round_ms, max_draft_mib),
+        measure=measure,
+        max_round_ms=max_round_ms,
+        max_draft_mib=max_draft_mib,
         jobs=jobs,
         seed=seed,
         capture_sizes=capture_sizes,
@@ -412,6 +411,8 @@ def search(
         output=output,
     )
     check_settings(settings)
+    from autotune.search.pipeline import search as run_search
+
     document = run_search(settings, Console(), started=started)
     if as_json:
         click.echo(dump_document("decoding-profile", document))

@@ -21,7 +21,7 @@ from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
 from autotune.execution import EAGER
 from autotune.files import Document, data_root, parse, read_yaml
-from autotune.trees.tree import Floats
+from autotune.trees.limits import Floats
 
 KV_LENGTHS = (64, 512, 4096)
 STAYS = 1e-6  # weight of a scale that nothing measured depends on: it stays 1

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.trees.tree import Floats
+from autotune.trees.limits import Floats
 
 REACH = 1.5  # how far beyond the longest KV length measured a price may be extended
 Model = Literal["linear", "steps"]

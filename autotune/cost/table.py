@@ -17,7 +17,7 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.execution import round_up
 from autotune.files import Document, content_key, data_root, parse, read_json
-from autotune.trees.tree import Floats
+from autotune.trees.limits import Floats
 
 REWEIGHTED = 5  # times a fit is done anew, with the weights that it implies
 KV_STEP = 16  # tokens: the prices of one KV length serve up to this many more

@@ -13,33 +13,13 @@ from autotune.cost.profiler import kv_lengths_for, profile, shape_of
 from autotune.cost.roofline import datasheets, estimate_table
 from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import CostTable, load_table, shipped_tables
-from autotune.device import choose_device, fingerprint, gib, local_devices
+from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
-from autotune.errors import UserError, nearest
+from autotune.errors import UserError
 from autotune.files import SCHEMA_VERSIONS, content_key, write_document
 from autotune.search.model_pool import ModelPool
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload
-
-
-def device_for(gpu: str) -> str | None:
-    """The local device to measure on, or None where ``gpu`` names another one, whose shipped table is used.
-
-    Raises:
-        UserError: a device that is neither here nor shipped.
-    """
-    if gpu == "auto" or gpu in local_devices():
-        return choose_device(gpu)
-    for device in local_devices():
-        if fingerprint(device).name == gpu:
-            return device
-    known = {*shipped_tables(), *datasheets()}
-    if gpu not in known:
-        hint = nearest(gpu, ["auto", *local_devices(), *known])
-        raise UserError(
-            f"--gpu {gpu}: neither a device of this machine nor one with a shipped cost table or datasheet; {hint}"
-        )
-    return None
 
 
 def foreign_table(gpu: str, model_pool: ModelPool, priced: Sequence[DraftVariant]) -> CostTable:

@@ -5,11 +5,7 @@ Each stage leaves documents that the next run finds again.
 
 from __future__ import annotations
 
-import shlex
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.console import Console
@@ -19,10 +15,8 @@ from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.decoding_profile import DecodingProfile, save_profile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
-from autotune.execution import EAGER, check_capture_sizes
-from autotune.files import WORKSPACE, content_key, require_writable, write_document
+from autotune.files import content_key, write_document
 from autotune.search.cost_tables import (
-    device_for,
     foreign_table,
     local_table,
     priced_apart,
@@ -33,6 +27,7 @@ from autotune.search.evaluator import Constraints, Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import measure, print_screened, screen, survivors
+from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
@@ -42,85 +37,6 @@ from autotune.workloads.workload import Workload, load_workload
 
 MIN_TREES_S = 20.0  # for the trees, however late it is
 TABLE_SHARE = 0.3  # of the budget that steps may be timed for, where that is less than they take
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """What the user asked of a search."""
-
-    target: str
-    drafts: tuple[str, ...]
-    workload: str
-    heads: float | None = None
-    """In place of the space's."""
-    injection_layer: int | None = None
-    """In place of the space's."""
-    space: str = "quick"
-    gpu: str = "auto"
-    budget_s: float = 300.0
-    num_trials: int = 200
-    storage: str | None = None
-    """A database that several workers share; None: a file in the study's folder."""
-    study: str | None = None
-    seed: int = 0
-    capture_sizes: tuple[int, ...] = ()
-    """Sizes that forwards are rounded up to; none: every size as it is."""
-    mode: str = EAGER
-    """How forwards run (``modeling/graph_runner.py``)."""
-    measure_all: bool = False
-    """Run every subnet for real before its trees are searched."""
-    constraints: Constraints = field(default_factory=Constraints)
-    jobs: int | None = None
-    """Replays and recordings at once; None: one for each core."""
-    num_tune_prompts: int = 48
-    num_evaluate_prompts: int = 64
-    output: Path = Path("profile.json")
-    folder: Path = WORKSPACE
-    """Where studies keep their documents."""
-
-    @property
-    def command(self) -> str:
-        """The command line that asks for this, defaults included; where a database is stays out of documents."""
-        options: list[tuple[str, Any]] = [
-            ("target", self.target),
-            *(("draft", draft) for draft in self.drafts),
-            ("workload", self.workload),
-            ("gpu", self.gpu),
-            ("space", self.space),
-            ("heads", self.heads),
-            ("injection-layer", self.injection_layer),
-            ("budget", f"{self.budget_s:g}s"),
-            ("trials", self.num_trials),
-            ("measure", "all" if self.measure_all else "finalists"),
-            ("max-round-ms", self.constraints.max_round_ms),
-            ("max-draft-mib", self.constraints.max_draft_mib),
-            ("capture_sizes", ",".join(map(str, self.capture_sizes)) or None),
-            ("mode", self.mode),
-            ("storage", None if self.storage is None else "..."),
-            ("study", self.study),
-            ("seed", self.seed),
-            ("output", self.output),
-        ]
-        words = [word for name, value in options if value is not None for word in (f"--{name}", str(value))]
-        return shlex.join(["autotune", "search", *words])
-
-
-def check_settings(settings: SearchSettings) -> None:
-    """Refuse what cannot work before anything is loaded.
-
-    Raises:
-        UserError: no time, no trials, no draft, or an output that cannot be written.
-    """
-    if settings.budget_s <= 0:
-        raise UserError(
-            f"--budget must be longer than nothing; got {settings.budget_s:g} s; give for example --budget 5m"
-        )
-    if settings.num_trials < 1:
-        raise UserError(f"--trials must be at least 1; got {settings.num_trials}; the default is 200")
-    if not settings.drafts:
-        raise UserError("a search needs a draft; name one with --draft")
-    check_capture_sizes(settings.capture_sizes)
-    require_writable(settings.output)
 
 
 def space_of(settings: SearchSettings) -> SearchSpace:
@@ -174,6 +90,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
         f"workload {settings.workload}; study in {folder}"
     )
     clock = _StageClock()
+    constraints = Constraints(settings.max_round_ms, settings.max_draft_mib)
 
     priced = priced_apart(variants)
     if device is None:
@@ -183,13 +100,13 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
         limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
         table = local_table(model_pool, priced, tune, folder, ledger, console, time_limit_s=limit_s)
     clock.ended("cost table")
-    settings.constraints.check_table(table)
+    constraints.check_table(table)
     left = _study_of(settings, model_pool, table, tune, space)
     save_study(folder, left)
     print_table(table, console)
     if len(variants) > space.survivors:
         screened = screen(model_pool, variants, table, tune, folder, ledger, console, jobs=settings.jobs)
-        if settings.measure_all and device is not None:
+        if settings.measure == "all" and device is not None:
             screened = measure(model_pool, screened, table.threads, tune, ledger, console)
         left = left.model_copy(update={"records": ledger.used_keys})
         save_study(folder, left)
@@ -200,7 +117,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     print_agreement(traces, console)
     clock.ended("traces")
 
-    evaluator = Evaluator(traces, table, constraints=settings.constraints, jobs=settings.jobs)
+    evaluator = Evaluator(traces, table, constraints=constraints, jobs=settings.jobs)
     with console.stage("trees by replay") as update:
         found = search_trees(
             evaluator,

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from autotune.documents.configuration import Tree
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root, parse, read_yaml
-from autotune.trees.policy import POLICIES, Policy, parse_policy
-from autotune.trees.static import StaticPolicy
 
 if TYPE_CHECKING:
     import optuna
+
+    from autotune.documents.configuration import Tree
+    from autotune.trees.policy import Policy
 
 
 MAX_ENUMERATED = 3000
@@ -189,16 +189,30 @@ def ordered(policy: str, values: dict[str, Any]) -> Tree:
     return {"policy": policy, **values}
 
 
+def space_path(name: str) -> Path:
+    """The YAML file of a shipped search space, or the file of that name.
+
+    Raises:
+        UserError: neither exists.
+    """
+    shipped = {path.stem: path for path in (data_root() / "search_spaces").glob("*.yaml")}
+    path = shipped.get(name, Path(name))
+    if name not in shipped and not path.suffix:
+        raise UserError(f"unknown search space {name!r}; {nearest(name, shipped)}")
+    if not path.exists():
+        raise UserError(f"{path}: no such file; check the path")
+    return path
+
+
 def load_space(name: str) -> SearchSpace:
     """A shipped search space by name, or a YAML file.
 
     Raises:
         UserError: no such space; a policy or hyperparameter that does not exist.
     """
-    shipped = {path.stem: path for path in (data_root() / "search_spaces").glob("*.yaml")}
-    path = shipped.get(name, Path(name))
-    if name not in shipped and not path.suffix:
-        raise UserError(f"unknown search space {name!r}; {nearest(name, shipped)}")
+    from autotune.trees.policy import POLICIES, parse_policy
+
+    path = space_path(name)
     space = parse(SearchSpace, "search-space", read_yaml(path), source=path)
     if space.visual_keep.values is None:
         raise UserError(f"{path}: visual_keep must list its choices, for each is recorded; give choices")
@@ -240,6 +254,9 @@ def _widest(dimensions: dict[str, Dimension]) -> dict[str, Any]:
 
 def largest_policies(space: SearchSpace) -> Iterator[Policy]:
     """For each policy of the space, the one with every hyperparameter at its upper end."""
+    from autotune.trees.policy import parse_policy
+    from autotune.trees.static import StaticPolicy
+
     for policy, dimensions in space.trees.items():
         widest = _widest(dimensions)
         if policy == "static":  # the deepest chain, and then some children of the root

@@ -25,7 +25,8 @@ from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import content_key
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.space import SearchSpace
-from autotune.study.ledger import Ledger, Record, storage_url
+from autotune.study.ledger import Ledger, Record
+from autotune.study.storage import storage_url
 from autotune.trees.tree import Floats
 
 Report = Callable[[int, int, str], None]

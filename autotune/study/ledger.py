@@ -21,6 +21,7 @@ from typing import Any
 import sqlalchemy as sql
 
 from autotune.errors import UserError
+from autotune.study.storage import NOW, storage_url
 
 Record = dict[str, Any]
 Report = Callable[[int, int], None]
@@ -28,24 +29,6 @@ Report = Callable[[int, int], None]
 
 LEASE_S = 60.0  # a claim lapses so long after its worker was last heard of
 POLL_S = 0.2
-NOW = {"sqlite": "(julianday('now') - 2440587.5) * 86400.0", "postgresql": "extract(epoch from clock_timestamp())"}
-
-
-def storage_url(storage: str | Path) -> str:
-    """A file as SQLite, a database by its URL; PostgreSQL through psycopg unless the URL names another driver.
-
-    Raises:
-        UserError: a database of another kind.
-    """
-    if isinstance(storage, Path):
-        storage.parent.mkdir(parents=True, exist_ok=True)
-        return f"sqlite:///{storage}"
-    url = storage.replace("postgresql://", "postgresql+psycopg://", 1)
-    if url.split(":")[0].split("+")[0] not in NOW:
-        raise UserError(
-            f"--storage {storage}: a study is shared through PostgreSQL or a SQLite file; give postgresql://USER@HOST/DATABASE"
-        )
-    return url
 
 
 class Ledger:

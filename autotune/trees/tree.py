@@ -10,8 +10,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from autotune.trees.limits import MAX_LEVELS as MAX_LEVELS
+from autotune.trees.limits import MAX_STEP as MAX_STEP
+from autotune.trees.limits import Floats as Floats
+from autotune.trees.limits import Ints as Ints
 
 # The loops run over arrays that outlive them and allocate nothing, so they do without numba's reference counting, which
 # took four fifths of their time; and without Python's lock, so that replay runs on all cores.
@@ -20,8 +22,6 @@ compiled = njit(cache=True, nogil=True, _nrt=False)
 inlined = njit(cache=True, nogil=True, _nrt=False, inline="always")
 
 ROOT = 0  # node 0 is the last committed token; its children have depth 1
-MAX_STEP = 160  # tokens of the largest forward: a verified tree (at most 128 nodes and the root) or a draft level
-MAX_LEVELS = 32
 
 
 class Tree(NamedTuple):

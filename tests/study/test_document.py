@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from click.testing import CliRunner
 from autotune.cli.main import main
 from autotune.errors import UserError
 from autotune.search import pipeline
-from autotune.search.evaluator import Constraints
-from autotune.search.pipeline import SearchSettings
+from autotune.search.settings import SearchSettings
 from autotune.study.document import STUDY, StudyDocument, load_study, save_study
 from autotune.study.ledger import Ledger
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET
@@ -28,23 +26,29 @@ PLAIN = SearchSettings(
     "settings",
     [
         PLAIN,
-        replace(
-            PLAIN,
-            heads=0.5,
-            injection_layer=11,
-            space="full",
-            budget_s=90.5,
-            num_trials=7,
-            study="x",
-            seed=3,
-            capture_sizes=(4, 8),
-            measure_all=True,
-            constraints=Constraints(40.0, 600.0),
-            output=Path("p.json"),
+        PLAIN.model_copy(
+            update={
+                "heads": 0.5,
+                "injection_layer": 11,
+                "space": "full",
+                "budget_s": 90.5,
+                "num_trials": 7,
+                "study": "x",
+                "seed": 3,
+                "capture_sizes": (4, 8),
+                "measure": "all",
+                "max_round_ms": 40.0,
+                "max_draft_mib": 600.0,
+                "output": Path("p.json"),
+            }
         ),
     ],
 )
-def test_the_command_asks_for_the_same_search(settings: SearchSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_asks_for_the_same_search(
+    settings: SearchSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(settings.workload).touch()
     asked: list[SearchSettings] = []
 
     def search(settings: SearchSettings, console: object, *, started: float) -> None:
@@ -56,7 +60,7 @@ def test_the_command_asks_for_the_same_search(settings: SearchSettings, monkeypa
 
 
 def test_the_command_keeps_a_database_to_itself() -> None:
-    assert "secret" not in replace(PLAIN, storage="postgresql://user:secret@host/db").command
+    assert "secret" not in PLAIN.model_copy(update={"storage": "postgresql://user:secret@host/db"}).command
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
     Ledger(url)
     import sqlalchemy
 
-    from autotune.study.ledger import storage_url
+    from autotune.study.storage import storage_url
 
     with sqlalchemy.create_engine(storage_url(url)).begin() as connection:
         connection.execute(sqlalchemy.text("delete from autotune_ledger"))

@@ -1,0 +1,28 @@
+"""URLs of the databases that hold a study. Importing this module does not load sqlalchemy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autotune.errors import UserError
+
+# The current time in seconds since 1970, as each kind of database computes it.
+NOW = {"sqlite": "(julianday('now') - 2440587.5) * 86400.0", "postgresql": "extract(epoch from clock_timestamp())"}
+
+
+def storage_url(storage: str | Path) -> str:
+    """The SQLAlchemy URL of a file (as SQLite) or of a database; PostgreSQL uses psycopg unless the URL names a driver.
+
+    Raises:
+        UserError: the URL names another kind of database.
+    """
+    if isinstance(storage, Path):
+        storage.parent.mkdir(parents=True, exist_ok=True)
+        return f"sqlite:///{storage}"
+    url = storage.replace("postgresql://", "postgresql+psycopg://", 1)
+    if url.split(":")[0].split("+")[0] not in NOW:
+        raise UserError(
+            f"--storage {storage}: a study is shared through PostgreSQL or a SQLite file; "
+            "give postgresql://USER@HOST/DATABASE"
+        )
+    return url
