@@ -56,6 +56,7 @@ TORCH_FREE = (
     "search.evaluator",
     "search.point_selection",
     "search.sequoia",
+    "search.settings",
     "search.space",
     "search.tree_search",
     "search.worker_pool",
