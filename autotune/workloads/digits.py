@@ -13,6 +13,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import sys
 import sysconfig
@@ -60,10 +61,13 @@ class DigitsExample:
 
 @functools.cache
 def _scans() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    return digits.images.astype(np.float32) / 16.0, digits.target.astype(np.int64)
+    # The file of ``sklearn.datasets.load_digits``, read directly: importing scikit-learn takes more than a second.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None and package.submodule_search_locations
+    rows = np.loadtxt(
+        Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz", delimiter=","
+    )
+    return rows[:, :-1].reshape(-1, 8, 8).astype(np.float32) / 16.0, rows[:, -1].astype(np.int64)
 
 
 @functools.cache

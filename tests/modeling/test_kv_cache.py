@@ -36,7 +36,7 @@ def write(cache: SlabCache, num_tokens: int) -> list[tuple[torch.Tensor, torch.T
     return states
 
 
-@pytest.mark.parametrize("places", [[], [0], [0, 1, 2], [4], [0, 2, 5], [1, 2, 3], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("offsets", [[], [0], [0, 1, 2], [4], [0, 2, 5], [1, 2, 3], [0, 1, 2, 3, 4, 5]])
 def test_keep_gathers_the_kept_places_behind_the_committed_ones(offsets: list[int]) -> None:
     torch.manual_seed(0)
     cache = new_cache()
@@ -52,7 +52,7 @@ def test_keep_gathers_the_kept_places_behind_the_committed_ones(offsets: list[in
             assert torch.equal(shown[:, :, : expected.shape[2]], expected)
 
 
-@pytest.mark.parametrize("places", [[0, 1, 2], [4], [0, 2, 5], [1, 2, 3]])
+@pytest.mark.parametrize("offsets", [[0, 1, 2], [4], [0, 2, 5], [1, 2, 3]])
 def test_the_device_keeps_what_the_host_keeps(offsets: list[int]) -> None:
     """The longest path's worth of columns moves, whatever was accepted."""
     caches = new_cache(), new_cache()
