@@ -635,7 +635,7 @@ def export(
     it.
     """
     from autotune.console import Console
-    from autotune.export.job import export_profile
+    from autotune.export.exporter import export_profile
     from autotune.files import dump_document
 
     result = export_profile(profile, engine, study=study, point=point, draft=draft, output=output, console=Console())

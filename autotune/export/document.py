@@ -1,4 +1,4 @@
-"""What an export says of itself, to programs and to people."""
+"""The export document, and its summary for the terminal."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ EXPORT = "export.json"
 
 
 class BatchPrediction(Document):
-    """Of batch sizes ``start`` to ``end``: how many tokens to draft, and the least speedup over plain decoding there."""
+    """How many tokens to draft for batch sizes ``start`` to ``end``, both included; 0 draft tokens: plain decoding."""
 
     start: int
     end: int
     draft_tokens: int
     least_speedup: float
+    """Over plain decoding; the smallest of the batch sizes in the range."""
     estimated: bool
-    """Beyond one request: priced by steps of one request that read as many tokens."""
+    """Batches above one request are priced by steps of one request that read as many tokens."""
 
 
 class Variant(Document):
-    """One way in which the engine can decode."""
+    """One configuration that the engine can run."""
 
     name: str
     """``chain`` or ``tree``."""
     tree: TreePolicy
-    """In this project's words."""
     predicted: Predicted
     slowdown: float
-    """Predicted time a token over that of the profile's point, minus 1: what the engine's restrictions cost."""
+    """Predicted time per token relative to the profile's point, minus 1: the cost of the engine's restrictions."""
     by_batch: list[BatchPrediction] = Field(default_factory=list)
     file: str
     settings: dict[str, Any]
@@ -46,7 +46,7 @@ class Variant(Document):
 
 
 class Export(Document):
-    """What was exported, fastest variant first, and how far to trust it."""
+    """The exported variants, fastest first, and their limitations."""
 
     provenance: Provenance
     engine: str
@@ -55,46 +55,43 @@ class Export(Document):
     target: ModelReference
     draft: ModelReference
     kind: str
-    """Of the draft."""
+    """The draft's kind."""
     point: int
     workload: str
     hardware: Fingerprint
-    """Whose prices they are."""
+    """The device of the cost table."""
     tuned: Predicted
-    """The profile's point, on the same prompts."""
+    """The profile's point on the same prompts."""
     variants: list[Variant]
     lossless: str
     notes: list[str]
 
 
 def print_export(export: Export, folder: Path, console: Console) -> None:
-    """For people: what was chosen, what it costs, where it lies."""
-    rows = [["the profile's point", f"{export.tuned.speedup:.2f}x", _two_digits(export.tuned.tokens_per_round), "-"]]
+    """Print the variants with their predictions, the notes and the files."""
+    predictions = [("the profile's point", export.tuned, "-")]
     for variant in export.variants:
-        tree = Configuration(tree=variant.tree.model_dump(), draft=export.draft.id).label
-        found = variant.predicted
-        rows.append(
-            [tree, f"{found.speedup:.2f}x", _two_digits(found.tokens_per_round), f"{100 * variant.slowdown:+.0f} %"]
-        )
+        label = Configuration(tree=variant.tree.model_dump(), draft=export.draft.id).label
+        predictions.append((label, variant.predicted, f"{100 * variant.slowdown:+.0f} %"))
+    rows = [
+        [label, f"{p.speedup:.2f}x", "-" if p.tokens_per_round is None else f"{p.tokens_per_round:.2f}", slowdown]
+        for label, p, slowdown in predictions
+    ]
     mark = " (estimated)" if export.tuned.estimated else ""
     console.table(
-        f"Export to {export.engine}, predicted{mark}", ["configuration", "speedup", "M", "time a token"], rows
+        f"Export to {export.engine}, predicted{mark}", ["configuration", "speedup", "M", "time per token"], rows
     )
     for variant in export.variants:
         batches = [
             [
-                f"{one.start} to {one.end}" if one.end > one.start else f"{one.end}",
-                f"{one.draft_tokens}",
-                f"{one.least_speedup:.2f}x",
+                f"{batch.start} to {batch.end}" if batch.end > batch.start else f"{batch.end}",
+                f"{batch.draft_tokens}",
+                f"{batch.least_speedup:.2f}x",
             ]
-            for one in variant.by_batch
+            for batch in variant.by_batch
         ]
         if batches:
             console.table("By batch size (estimated)", ["requests", "draft tokens", "speedup, at least"], batches)
     for note in (f"lossless: {export.lossless}", *export.notes):
         console.say(f"- {note}")
     console.say(f"written to {folder}: {', '.join([*(variant.file for variant in export.variants), EXPORT])}")
-
-
-def _two_digits(number: float | None) -> str:
-    return "-" if number is None else f"{number:.2f}"

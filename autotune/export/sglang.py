@@ -1,26 +1,27 @@
-"""SGLang: EAGLE-2's dynamic trees and chains, as flags of its server."""
+"""SGLang: EAGLE-2's dynamic trees, and chains, as server flags."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from autotune.export.choose import BatchRange, EngineTree
-from autotune.export.engine import Engine, Pair
+from autotune.export.document import BatchPrediction
+from autotune.export.engine import SAMPLING, Engine, Pair
+from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
 from autotune.trees.eagle2 import Eagle2Policy
 
 
 class SglangSettings(Document):
-    """Server arguments, by the names that ``sglang.Engine`` takes them under.
+    """Server arguments, named as in ``sglang.Engine``.
 
-    ``num_steps`` is our ``depth``: levels of draft tokens. ``eagle_topk`` is our ``k``: nodes of a level that are expanded, and
-    children of each. ``num_draft_tokens`` is what one verification reads, the root included: our ``budget`` and 1. A chain
-    is ``eagle_topk`` 1, and reads all that it drafts.
+    ``num_steps`` is our ``depth``, the number of draft levels. ``eagle_topk`` is our ``k``: nodes expanded in a level, and
+    children of each. ``num_draft_tokens`` counts the tokens of one verification with the root: our ``budget`` plus 1. A
+    chain has ``eagle_topk`` 1 and verifies every token that it drafts.
     """
 
     speculative_algorithm: Literal["EAGLE3", "STANDALONE"]
@@ -31,57 +32,47 @@ class SglangSettings(Document):
 
     @model_validator(mode="after")
     def _rules(self) -> SglangSettings:
-        steps, topk, tokens = (
+        steps, topk, tokens = sizes = (
             self.speculative_num_steps,
             self.speculative_eagle_topk,
             self.speculative_num_draft_tokens,
         )
         if steps is None or topk is None or tokens is None:
-            if (steps, topk, tokens) != (None, None, None):
+            if sizes != (None, None, None):
                 raise ValueError(
                     "SGLang takes num_steps, eagle_topk and num_draft_tokens together; set all three, or none"
                 )
             return self
         if topk == 1 and tokens != steps + 1:
+            raise ValueError(f"a chain of {steps} steps has {steps + 1} draft tokens with its root; got {tokens}")
+        if tokens - 1 > (grown := topk + (steps - 1) * topk**2):
             raise ValueError(
-                f"a chain of {steps} steps has {steps + 1} draft tokens, its root among them; got {tokens}"
-            )
-        if tokens - 1 > topk + (steps - 1) * topk**2:
-            raise ValueError(
-                f"{steps} steps of top-k {topk} draft {topk + (steps - 1) * topk**2} tokens, and the root; got {tokens} in all"
+                f"{steps} steps of top-k {topk} draft at most {grown} tokens plus the root; got {tokens} in all"
             )
         return self
-
-    @property
-    def flags(self) -> list[str]:
-        """For the command line."""
-        arguments = self.model_dump(exclude_none=True)
-        return [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 class Sglang(Engine):
     """See ``Engine``."""
 
-    methods: ClassVar[Mapping[str, str]] = {"independent": "STANDALONE", "eagle3": "EAGLE3"}
-    has_schedule = False
-    settings_kind = SglangSettings
+    methods: ClassVar = {"independent": "STANDALONE", "eagle3": "EAGLE3"}
+    settings_type = SglangSettings
     lossless = (
-        "speculative_accept_threshold_single and speculative_accept_threshold_acc at their default, 1.0, keep the target's "
-        "distribution at any temperature (less is lossy); at temperature 0 that is the target's own tokens, but for near ties in "
-        "reduced precision, and above 0 other draws than autotune's, whose noise is keyed by seed and position"
+        "speculative_accept_threshold_single and speculative_accept_threshold_acc at their default, 1.0, preserve the target's "
+        f"distribution at any temperature (lower values are lossy); {SAMPLING}"
     )
     notes = (
-        "newer schedulers of SGLang accept eagle_topk 1 only: take the chain there",
-        "whether STANDALONE shows its draft the image depends on SGLang's version; a draft that sees text alone gets less accepted",
+        "newer SGLang schedulers accept eagle_topk 1 only: use the chain there",
+        "some versions of SGLang do not show the image to a STANDALONE draft; a draft that sees only text is accepted less often",
     )
 
-    def grows(self, pair: Pair, tree: Eagle2Policy) -> bool:
+    def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
         return tree.budget <= tree.max_grown
 
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchRange]) -> SglangSettings:
+    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> SglangSettings:
         return SglangSettings.model_validate(
             {
-                "speculative_algorithm": self.methods[pair.kind],
+                "speculative_algorithm": self.methods[pair.draft_kind],
                 "speculative_draft_model_path": pair.draft,
                 "speculative_num_steps": tree.max_depth,
                 "speculative_eagle_topk": tree.max_width,
@@ -89,9 +80,7 @@ class Sglang(Engine):
             }
         )
 
-    def file_name(self, variant: str) -> str:
-        return f"{variant}.json"
-
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
-        assert isinstance(settings, SglangSettings)
-        return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", pair.target, *settings.flags])
+        arguments = settings.model_dump(exclude_none=True)
+        flags = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", pair.target, *flags])

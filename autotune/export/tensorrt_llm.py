@@ -1,16 +1,17 @@
-"""TensorRT-LLM: dynamic trees of EAGLE-3 heads, and chains, in the YAML that ``trtllm-serve --config`` takes."""
+"""TensorRT-LLM: dynamic trees of EAGLE-3 heads, and chains, as the YAML of ``trtllm-serve --config``."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from autotune.export.choose import BatchRange, EngineTree
-from autotune.export.engine import Engine, Pair
+from autotune.export.document import BatchPrediction
+from autotune.export.engine import SAMPLING, Engine, Pair
+from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
 from autotune.trees.eagle2 import Eagle2Policy
 
@@ -18,8 +19,8 @@ DYNAMIC_TREES = "Eagle3"
 
 
 class TensorRtLlmDecoding(Document):
-    """``max_draft_len`` is our ``depth``, ``dynamic_tree_max_topK`` our ``k``, and ``max_total_draft_tokens`` our ``budget``: draft
-    tokens of a verification, the root not among them. A chain has as many in all as it is long.
+    """``max_draft_len`` is our ``depth``, ``dynamic_tree_max_topK`` our ``k``, ``max_total_draft_tokens`` our ``budget``: the
+    draft tokens of a verification without the root. A chain has as many of them as levels.
     """
 
     decoding_type: Literal["Eagle3", "Draft_Target"]
@@ -29,30 +30,30 @@ class TensorRtLlmDecoding(Document):
     use_dynamic_tree: bool | None = None
     dynamic_tree_max_topK: int | None = Field(default=None, ge=1)
     draft_len_schedule: dict[int, int] | None = Field(default=None, min_length=1)
-    """By the largest batch size that a length is for; above the last, speculation rests."""
+    """Draft length by the largest batch size that uses it; above the last batch size nothing is drafted."""
 
     @model_validator(mode="after")
     def _rules(self) -> TensorRtLlmDecoding:
         longest, total, topk = self.max_draft_len, self.max_total_draft_tokens, self.dynamic_tree_max_topK
+        schedule = self.draft_len_schedule
         if not self.use_dynamic_tree:
             if topk is not None or total not in (None, longest):
                 raise ValueError(
                     f"a chain has max_total_draft_tokens = max_draft_len = {longest}, and no dynamic_tree_max_topK"
                 )
-        elif self.decoding_type != DYNAMIC_TREES or topk is None or self.draft_len_schedule is not None:
+        elif self.decoding_type != DYNAMIC_TREES or topk is None or schedule is not None:
             raise ValueError(
                 "a dynamic tree needs decoding_type Eagle3 and dynamic_tree_max_topK, and takes no draft_len_schedule"
             )
         elif total is not None and not longest <= total <= topk * longest:
             raise ValueError(
-                f"max_total_draft_tokens lies between max_draft_len, {longest}, and dynamic_tree_max_topK times as many, "
+                f"max_total_draft_tokens is between max_draft_len, {longest}, and dynamic_tree_max_topK * max_draft_len, "
                 f"{topk * longest}; got {total}"
             )
-        schedule = self.draft_len_schedule
         if schedule is not None:
             if min(schedule) < 1 or not all(0 <= length <= longest for length in schedule.values()):
                 raise ValueError(
-                    f"draft_len_schedule maps batch sizes from 1 on to lengths up to {longest}; got {schedule}"
+                    f"draft_len_schedule maps batch sizes of at least 1 to lengths up to {longest}; got {schedule}"
                 )
             if schedule[min(schedule)] != longest:
                 raise ValueError(
@@ -62,7 +63,7 @@ class TensorRtLlmDecoding(Document):
 
 
 class TensorRtLlmSettings(Document):
-    """The part of a server's YAML that speaks of speculation."""
+    """The part of the server's YAML that configures speculation."""
 
     speculative_config: TensorRtLlmDecoding
 
@@ -70,35 +71,34 @@ class TensorRtLlmSettings(Document):
 class TensorRtLlm(Engine):
     """See ``Engine``."""
 
-    methods: ClassVar[Mapping[str, str]] = {"independent": "Draft_Target", "eagle3": DYNAMIC_TREES}
+    methods: ClassVar = {"independent": "Draft_Target", "eagle3": DYNAMIC_TREES}
+    settings_type = TensorRtLlmSettings
     has_schedule = True
-    settings_kind = TensorRtLlmSettings
     lossless = (
-        "drafts are accepted where they are the token that the target draws, which keeps its distribution at any temperature; at "
-        "temperature 0 that is the target's own tokens, but for near ties in reduced precision, and above 0 other draws than "
-        "autotune's, whose noise is keyed by seed and position; relaxed and typical acceptance are lossy: leave them off"
+        "a draft token is accepted if it equals the token that the target samples, which preserves the target's distribution at "
+        f"any temperature; {SAMPLING}; relaxed and typical acceptance are lossy: leave them off"
     )
     notes = (
-        "draft_len_schedule goes by the largest batch size of a length, and above its last size speculation rests; earlier versions "
-        "read its keys as smallest sizes: take it out there",
+        "the keys of draft_len_schedule are the largest batch sizes of each length, and above the last key nothing is drafted; "
+        "earlier versions read the keys as smallest batch sizes: remove the schedule there",
     )
 
-    def grows(self, pair: Pair, tree: Eagle2Policy) -> bool:
-        return self.methods[pair.kind] == DYNAMIC_TREES and tree.depth <= tree.budget <= tree.k * tree.depth
+    def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
+        return self.methods[pair.draft_kind] == DYNAMIC_TREES and tree.depth <= tree.budget <= tree.k * tree.depth
 
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchRange]) -> TensorRtLlmSettings:
+    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> TensorRtLlmSettings:
+        topk = tree.k if isinstance(tree, Eagle2Policy) else None
+        lengths = {batch.end: batch.draft_tokens for batch in schedule if batch.draft_tokens > 0}
         decoding = {
-            "decoding_type": self.methods[pair.kind],
+            "decoding_type": self.methods[pair.draft_kind],
             "speculative_model": pair.draft,
             "max_draft_len": tree.max_depth,
             "max_total_draft_tokens": tree.max_nodes,
+            "use_dynamic_tree": True if topk else None,
+            "dynamic_tree_max_topK": topk,
+            "draft_len_schedule": lengths or None,
         }
-        if isinstance(tree, Eagle2Policy):
-            decoding |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": tree.k}
-        lengths = {one.end: one.draft_tokens for one in schedule if one.draft_tokens > 0}
-        return TensorRtLlmSettings.model_validate(
-            {"speculative_config": {**decoding, "draft_len_schedule": lengths or None}}
-        )
+        return TensorRtLlmSettings.model_validate({"speculative_config": decoding})
 
     def file_name(self, variant: str) -> str:
         return f"{variant}.yaml"

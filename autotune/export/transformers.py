@@ -1,24 +1,24 @@
-"""Plain ``transformers``: assisted generation, as a patch of the draft's ``generation_config``."""
+"""Plain ``transformers``: assisted generation, as an update of the draft's ``generation_config``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from autotune.export.choose import BatchRange, EngineTree
-from autotune.export.engine import Engine, Pair
+from autotune.export.document import BatchPrediction
+from autotune.export.engine import SAMPLING, Engine, Pair
+from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
-from autotune.trees.eagle2 import Eagle2Policy
 
 
 class TransformersSettings(Document):
-    """Of the draft's ``generation_config``, for that is where ``generate`` looks for them, whatever the target's says.
+    """Fields of the draft's ``generation_config``; ``generate`` ignores them in the target's.
 
-    ``num_assistant_tokens`` is the depth of our chain: draft tokens of a round, the root not among them. A constant schedule and
-    a threshold of 0 make every round as long; transformers' own threshold, 0.4, ends rounds early, and learns.
+    ``num_assistant_tokens`` is our chain's depth, without the root. A constant schedule and a threshold of 0 give every round
+    the same length; transformers' default threshold, 0.4, ends rounds early and adapts.
     """
 
     num_assistant_tokens: int = Field(ge=1)
@@ -29,23 +29,16 @@ class TransformersSettings(Document):
 class Transformers(Engine):
     """See ``Engine``."""
 
-    methods: ClassVar[Mapping[str, str]] = {"independent": "assistant_model"}
-    has_schedule = False
-    settings_kind = TransformersSettings
-    lossless = (
-        "assisted generation keeps the target's distribution at any temperature: at temperature 0 the target's own tokens, but for "
-        "near ties in reduced precision, above 0 other draws than autotune's, whose noise is keyed by seed and position"
-    )
+    methods: ClassVar = {"independent": "assistant_model"}
+    settings_type = TransformersSettings
+    lossless = f"assisted generation preserves the target's distribution at any temperature; {SAMPLING}"
     notes = (
-        "generate spends more outside the models than the price of a round allows for: autotune bench PROFILE --against ar,hf,hf-assisted "
-        "measures what is left of the speedup",
-        "where tokens are sampled, assisted generation samples its drafts as well, and accepts fewer of them than predicted",
+        "generate has more overhead per round than predicted: autotune bench PROFILE --against ar,hf,hf-assisted measures the "
+        "speedup that remains",
+        "with sampling, assisted generation samples its drafts too, so fewer of them are accepted than predicted",
     )
 
-    def grows(self, pair: Pair, tree: Eagle2Policy) -> bool:
-        return False
-
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchRange]) -> TransformersSettings:
+    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> TransformersSettings:
         return TransformersSettings(num_assistant_tokens=tree.max_depth)
 
     def file_name(self, variant: str) -> str:

@@ -1,31 +1,31 @@
-"""vLLM: chains, as long as the batch size asks for, in the JSON of ``--speculative-config``."""
+"""vLLM: chains whose length may depend on the batch size, as the JSON of ``--speculative-config``."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from autotune.export.choose import BatchRange, EngineTree
-from autotune.export.engine import Engine, Pair
+from autotune.export.document import BatchPrediction
+from autotune.export.engine import SAMPLING, Engine, Pair
+from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
-from autotune.trees.eagle2 import Eagle2Policy
 
 
 class VllmSettings(Document):
-    """``num_speculative_tokens`` k is the depth of our chain: k draft tokens a round, the root not among them, of which each
-    takes one forward of the draft, and a verification of k + 1 tokens.
+    """``num_speculative_tokens`` k is our chain's depth: k draft tokens per round without the root, one draft forward pass
+    each, and a verification of k + 1 tokens.
     """
 
     method: Literal["draft_model", "eagle3"]
     model: str = Field(min_length=1)
     num_speculative_tokens: int = Field(ge=1)
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
-    """(first batch size, last one, k): inclusive, ascending, from 1 on; k = 0 drafts nothing."""
+    """(first batch size, last batch size, k): inclusive ranges in ascending order from 1; k = 0 drafts nothing."""
     draft_tensor_parallel_size: int | None = Field(default=None, ge=1)
     quantization: str | None = None
     rejection_sample_method: Literal["standard", "synthetic", "block"] = "standard"
@@ -40,12 +40,12 @@ class VllmSettings(Document):
             if not 0 <= draft_tokens <= self.num_speculative_tokens:
                 raise ValueError(
                     f"a schedule drafts at most num_speculative_tokens, {self.num_speculative_tokens}; "
-                    f"batch sizes {start} to {end} are given {draft_tokens}"
+                    f"batch sizes {start} to {end} have {draft_tokens}"
                 )
             last = end
         if (self.synthetic_acceptance_rates is not None) != (self.rejection_sample_method == "synthetic"):
             raise ValueError(
-                "synthetic_acceptance_rates go with rejection_sample_method synthetic; give both, or neither"
+                "synthetic_acceptance_rates require rejection_sample_method synthetic and vice versa; set both, or neither"
             )
         return self
 
@@ -53,28 +53,24 @@ class VllmSettings(Document):
 class Vllm(Engine):
     """See ``Engine``."""
 
-    methods: ClassVar[Mapping[str, str]] = {"independent": "draft_model", "eagle3": "eagle3"}
+    methods: ClassVar = {"independent": "draft_model", "eagle3": "eagle3"}
+    settings_type = VllmSettings
     has_schedule = True
-    settings_kind = VllmSettings
     lossless = (
-        "rejection_sample_method standard, as written, keeps the target's distribution at any temperature (block does too, "
-        "synthetic does not); at temperature 0 that is the target's own tokens, but for near ties in reduced precision, and above "
-        "0 other draws than autotune's, whose noise is keyed by seed and position"
+        "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, "
+        f"synthetic does not); {SAMPLING}"
     )
     notes = (
-        "the accepted lengths are those of drafts that propose their most probable token (vLLM's default, draft_sample_method greedy)",
-        "whether draft_model takes a target that sees images depends on vLLM's version; under data parallelism vLLM leaves the "
-        "schedule by batch size aside",
+        "accepted lengths assume drafts that propose their most probable token (vLLM's default, draft_sample_method greedy)",
+        "some versions of vLLM do not accept draft_model with a multimodal target; with data parallelism vLLM ignores the schedule "
+        "by batch size",
     )
 
-    def grows(self, pair: Pair, tree: Eagle2Policy) -> bool:
-        return False
-
-    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchRange]) -> VllmSettings:
-        ranges = [(one.start, one.end, one.draft_tokens) for one in schedule]
+    def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
+        ranges = [(batch.start, batch.end, batch.draft_tokens) for batch in schedule]
         return VllmSettings.model_validate(
             {
-                "method": self.methods[pair.kind],
+                "method": self.methods[pair.draft_kind],
                 "model": pair.draft,
                 "num_speculative_tokens": tree.max_depth,
                 "num_speculative_tokens_per_batch_size": ranges or None,

@@ -6,11 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.acceptance.trace import TraceHeader
+import numpy as np
+
+from autotune.acceptance.trace import Trace, TraceHeader
 from autotune.cost.table import CostTable, load_table
+from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, parse, read_json
+from autotune.trees.tree import Ints
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,13 @@ def studies_beside(profile: DecodingProfile, source: Path) -> list[StudyFolder]:
         with suppress(UserError):
             found.append(study_of(profile, path))
     return [study for study in found if study is not None]
+
+
+def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:
+    """Number of the operating point that decodes each tuning prompt greedily, [prompts]."""
+    conditions = [point.when for point in profile.points]
+    prompts = zip(trace.prompt_length.tolist(), trace.header.tasks, strict=True)
+    return np.array([first_match(conditions, temperature=0.0, prompt_tokens=n, workload=task) for n, task in prompts])
 
 
 def load_tables(folder: Path) -> list[CostTable]:

@@ -1,4 +1,4 @@
-"""Studies made by hand: a folder with a cost table and traces, and a profile that speaks of them."""
+"""Study folders made by hand: a cost table and traces, and a profile of their search."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.sample_documents import DRAFT, cost_table, decoding_profile, random_t
 
 TREE = {"policy": "sage", "k": 4, "d_max": 4}
 WHOLE = ForestBounds(depth=4, num_proposals=4, beam=4, beam_depth=4)
-"""What random forests hold: every child, so whatever a beam of 4 asks for."""
+"""Random forests hold every child, so every beam of 4 is covered."""
 
 
 def trace_of(draft: ModelReference = DRAFT, *, seed: int = 0, num_tokens: int = 40, **fields: Any) -> Trace:
-    """A random trace of a draft; ``fields`` of its header."""
+    """A random trace of a draft; ``fields`` update its header."""
     trace = random_trace(seed, num_tokens=num_tokens)
     return dataclasses.replace(
         trace, header=trace.header.model_copy(update={"draft": draft, "bounds": WHOLE, **fields})
@@ -33,7 +33,7 @@ def trace_of(draft: ModelReference = DRAFT, *, seed: int = 0, num_tokens: int = 
 def point_of(
     trace: Trace, table: CostTable, *, kind: str = "independent", tree: dict[str, Any] | None = None, **fields: Any
 ) -> OperatingPoint:
-    """A point of a profile, with what its search would predict."""
+    """An operating point with the prediction of its search."""
     draft = trace.header.draft
     point = OperatingPoint(
         draft=DraftChoice(kind=kind, id=draft.id, sha256=draft.sha256, subnet=trace.header.subnet),
@@ -52,7 +52,7 @@ def point_of(
 
 
 def profile_of(*points: OperatingPoint, trace: Trace) -> DecodingProfile:
-    """Tuned on the trace's prompts."""
+    """A profile tuned on the trace's prompts."""
     profile = decoding_profile()
     workload = profile.workload.model_copy(
         update={"tune_sha256": trace.header.workload_sha256, "num_tune_prompts": trace.num_prompts}
@@ -61,7 +61,7 @@ def profile_of(*points: OperatingPoint, trace: Trace) -> DecodingProfile:
 
 
 def write_study(folder: Path, table: CostTable, *traces: Trace) -> Path:
-    """As a search leaves them."""
+    """Write the documents as a search does."""
     write_document(folder / "abacus.cost.json", "cost-table", table)
     for trace in traces:
         name = trace.header.draft.id.replace("/", "-")
@@ -70,7 +70,7 @@ def write_study(folder: Path, table: CostTable, *traces: Trace) -> Path:
 
 
 def write_pair(folder: Path, *, kind: str = "independent", table: CostTable | None = None, **fields: Any) -> Path:
-    """A profile of one point, with its study where exports look for it; returns the profile's path."""
+    """Write a profile of one point and its study beside it; return the profile's path."""
     trace, table = trace_of(**fields), table or cost_table()
     write_study(folder / ".autotune" / "pair", table, trace)
     save_profile(folder / "profile.json", profile_of(point_of(trace, table, kind=kind), trace=trace))

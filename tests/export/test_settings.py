@@ -1,9 +1,10 @@
-"""Files of every engine: what is written is read back, what an engine would refuse is refused, and its numbers are ours."""
+"""Settings of every engine: files are read back, the engine's rules are enforced, and the numbers mean the same as ours."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import yaml
 from autotune.cli.main import EXPORT_ENGINES
 from autotune.errors import UserError
 from autotune.evaluation.hf_generate import hf_generate
-from autotune.export.choose import BatchRange, EngineTree
-from autotune.export.engine import Engine, Pair, read_settings, write_settings
-from autotune.export.job import ENGINES
+from autotune.export.document import BatchPrediction
+from autotune.export.engine import Pair, read_settings, write_settings
+from autotune.export.engine_replay import EngineTree
+from autotune.export.exporter import ENGINES
 from autotune.export.sglang import SglangSettings
 from autotune.export.tensorrt_llm import TensorRtLlmSettings
 from autotune.export.transformers import TransformersSettings
@@ -26,42 +28,38 @@ from autotune.trees.eagle2 import Eagle2Policy
 from tests.tiny_models import Pair as ModelPair
 from tests.trees.drafts import Ranks, Session, logprobs_of, random_draft
 
-SCHEDULE = [BatchRange(1, 2, 5, 1.5), BatchRange(3, 7, 3, 1.2), BatchRange(8, 64, 0, 1.0)]
-TREES: list[EngineTree] = [ChainPolicy(depth=5), Eagle2Policy(depth=3, k=2, budget=6)]
+SCHEDULE = [
+    BatchPrediction(start=start, end=end, draft_tokens=depth, least_speedup=1.0, estimated=True)
+    for start, end, depth in ((1, 2, 5), (3, 7, 3), (8, 64, 0))
+]
+CHAIN = ChainPolicy(depth=5)
+TREES: list[EngineTree] = [CHAIN, Eagle2Policy(depth=3, k=2, budget=6)]
 
 
-def test_the_command_line_names_every_engine() -> None:
+def test_command_line_lists_every_engine() -> None:
     assert tuple(ENGINES) == EXPORT_ENGINES
 
 
-def cases() -> list[tuple[str, str, EngineTree]]:
-    return [
-        (name, kind, tree)
-        for name, engine in ENGINES.items()
-        for kind in engine.methods
-        for tree in TREES
-        if isinstance(tree, ChainPolicy) or engine.grows(Pair("t", "d", kind), tree)
-    ]
-
-
-@pytest.mark.parametrize(("name", "kind", "tree"), cases())
-def test_what_is_written_is_read_back(name: str, kind: str, tree: EngineTree, tmp_path: Path) -> None:
-    engine = ENGINES[name]
-    has_schedule = engine.has_schedule and isinstance(tree, ChainPolicy)
-    settings = engine.settings(Pair("some/target", "some/draft", kind), tree, SCHEDULE if has_schedule else [])
-    path = tmp_path / engine.file_name("chain")
-    write_settings(path, settings)
-    assert read_settings(engine.settings_kind, path) == settings
-    text = path.read_text()
-    plain = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    assert "None" not in text and "null" not in text, "what is left to the engine is left out"
-    assert engine.settings_kind.model_validate_json(json.dumps(plain)) == settings
-
-
-def test_trees_are_offered_where_an_engine_grows_them() -> None:
-    """SGLang grows those of any draft, TensorRT-LLM those of EAGLE-3 heads; the others chains."""
-    grown = {(name, kind) for name, kind, tree in cases() if isinstance(tree, Eagle2Policy)}
-    assert grown == {("sglang", "independent"), ("sglang", "eagle3"), ("tensorrt-llm", "eagle3")}
+def test_settings_are_read_back_as_written(tmp_path: Path) -> None:
+    """SGLang grows trees of any draft, TensorRT-LLM those of EAGLE-3 heads; the other engines run chains only."""
+    trees = set()
+    for name, engine in ENGINES.items():
+        for kind in engine.methods:
+            pair = Pair("some/target", "some/draft", kind)
+            for tree in TREES:
+                if isinstance(tree, Eagle2Policy):
+                    if not engine.supports_tree(pair, tree):
+                        continue
+                    trees.add((name, kind))
+                settings = engine.settings(pair, tree, SCHEDULE if engine.has_schedule and tree is CHAIN else [])
+                path = tmp_path / engine.file_name("chain")
+                write_settings(path, settings)
+                assert read_settings(engine.settings_type, path) == settings, (name, kind, tree)
+                text = path.read_text()
+                plain = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+                assert "None" not in text and "null" not in text, "fields that are None are not written"
+                assert engine.settings_type.model_validate_json(json.dumps(plain)) == settings, (name, kind, tree)
+    assert trees == {("sglang", "independent"), ("sglang", "eagle3"), ("tensorrt-llm", "eagle3")}
 
 
 VLLM = {"method": "draft_model", "model": "d", "num_speculative_tokens": 5}
@@ -91,7 +89,7 @@ def assisted(**fields: Any) -> tuple[type[Document], dict[str, Any]]:
     return TransformersSettings, {"num_assistant_tokens": 5, **fields}
 
 
-RIGHT = {
+VALID = {
     "vllm": vllm(),
     "vllm, every field": vllm(
         num_speculative_tokens_per_batch_size=[[1, 4, 5], [5, 64, 1], [100, 200, 0]],
@@ -100,7 +98,7 @@ RIGHT = {
         rejection_sample_method="block",
     ),
     "vllm, synthetic": vllm(rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.5]),
-    "sglang, left to it": sglang(),
+    "sglang, its own sizes": sglang(),
     "sglang, chain": sglang(5, 1, 6),
     "sglang, largest tree": sglang(3, 4, 4 + 2 * 16 + 1),
     "tensorrt": tensorrt(**TENSORRT),
@@ -109,27 +107,27 @@ RIGHT = {
     "tensorrt, largest tree": tensorrt(**DYNAMIC, max_total_draft_tokens=12),
     "transformers": assisted(assistant_confidence_threshold=0.4, num_assistant_tokens_schedule="heuristic"),
 }
-WRONG = {
+INVALID = {
     "vllm, unknown key": (vllm(num_speculative_token=5), "unknown key 'num_speculative_token'; did you mean"),
     "vllm, no model": ((VllmSettings, {"method": "draft_model", "num_speculative_tokens": 5}), "'model' is required"),
     "vllm, method": (vllm(method="star"), "method: input should be 'draft_model' or 'eagle3'; got 'star'"),
     "vllm, nothing": (vllm(num_speculative_tokens=0), "num_speculative_tokens: .*greater than or equal to 1; got 0"),
-    "vllm, k": (by_batch([1, 4, 6]), "at most num_speculative_tokens, 5; batch sizes 1 to 4 are given 6"),
-    "vllm, negative k": (by_batch([1, 4, -1]), "batch sizes 1 to 4 are given -1"),
+    "vllm, k": (by_batch([1, 4, 6]), "at most num_speculative_tokens, 5; batch sizes 1 to 4 have 6"),
+    "vllm, negative k": (by_batch([1, 4, -1]), "batch sizes 1 to 4 have -1"),
     "vllm, overlap": (by_batch([1, 4, 5], [4, 8, 2]), "without overlap; 4 to 8 comes after 4"),
     "vllm, backwards": (by_batch([1, 8, 5], [16, 9, 2]), "16 to 9 comes after 8"),
     "vllm, not from 1": (by_batch([2, 8, 5]), "ascend from 1 without overlap; 2 to 8 comes after 0"),
     "vllm, pair": (by_batch([1, 8]), "required and missing"),
-    "vllm, lossy": (vllm(synthetic_acceptance_rates=[0.5]), "go with rejection_sample_method synthetic"),
-    "vllm, synthetic": (vllm(rejection_sample_method="synthetic"), "synthetic_acceptance_rates go with"),
+    "vllm, lossy": (vllm(synthetic_acceptance_rates=[0.5]), "require rejection_sample_method synthetic"),
+    "vllm, synthetic": (vllm(rejection_sample_method="synthetic"), "synthetic_acceptance_rates require"),
     "sglang, unknown key": (sglang(5, 1, 6, speculative_topk=1), "unknown key 'speculative_topk'"),
     "sglang, two sizes": (sglang(5, 1), "set all three, or none"),
-    "sglang, chain": (sglang(5, 1, 5), "a chain of 5 steps has 6 draft tokens, its root among them; got 5"),
+    "sglang, chain": (sglang(5, 1, 5), "a chain of 5 steps has 6 draft tokens with its root; got 5"),
     "sglang, long chain": (sglang(5, 1, 7), "a chain of 5 steps has 6 draft tokens"),
-    "sglang, tree": (sglang(3, 4, 38), "3 steps of top-k 4 draft 36 tokens, and the root; got 38 in all"),
+    "sglang, tree": (sglang(3, 4, 38), "3 steps of top-k 4 draft at most 36 tokens plus the root; got 38"),
     "sglang, algorithm": (sglang(5, 1, 6, speculative_algorithm="STAR"), "speculative_algorithm: input should be"),
     "tensorrt, unknown key": (tensorrt(**TENSORRT, topk=3), r"unknown key 'speculative_config\.topk'"),
-    "tensorrt, small": (tensorrt(**DYNAMIC, max_total_draft_tokens=3), "between max_draft_len, 4, .*12; got 3"),
+    "tensorrt, small": (tensorrt(**DYNAMIC, max_total_draft_tokens=3), "between max_draft_len, 4, and .*12; got 3"),
     "tensorrt, large": (tensorrt(**DYNAMIC, max_total_draft_tokens=13), "between max_draft_len, 4, .*12; got 13"),
     "tensorrt, no top-k": (tensorrt(**TENSORRT, use_dynamic_tree=True), "needs decoding_type Eagle3 and dynamic_tree"),
     "tensorrt, model": (tensorrt(**{**DYNAMIC, "decoding_type": "Draft_Target"}), "needs decoding_type Eagle3"),
@@ -138,47 +136,47 @@ WRONG = {
     "tensorrt, top-k alone": (tensorrt(**TENSORRT, dynamic_tree_max_topK=3), "and no dynamic_tree_max_topK"),
     "tensorrt, smallest": (tensorrt(**TENSORRT, draft_len_schedule={"4": 2}), "smallest batches max_draft_len, 4"),
     "tensorrt, longer": (tensorrt(**TENSORRT, draft_len_schedule={"4": 4, "8": 5}), "lengths up to 4; got"),
-    "tensorrt, batch 0": (tensorrt(**TENSORRT, draft_len_schedule={"0": 4}), "batch sizes from 1 on"),
+    "tensorrt, batch 0": (tensorrt(**TENSORRT, draft_len_schedule={"0": 4}), "batch sizes of at least 1"),
     "transformers, unknown key": (assisted(num_assistant_token=5), "unknown key 'num_assistant_token'; did you mean"),
     "transformers, threshold": (assisted(assistant_confidence_threshold=1.0), "less than 1; got 1.0"),
     "transformers, schedule": (assisted(num_assistant_tokens_schedule="fixed"), "input should be 'constant'"),
 }  # fmt: skip
 
 
-def written(path: Path, kind: type[Document], content: dict[str, Any]) -> Path:
-    """As a person might have edited it."""
-    if kind is TensorRtLlmSettings:
-        decoding = dict(content["speculative_config"])
-        if "draft_len_schedule" in decoding:
-            decoding["draft_len_schedule"] = {int(size): k for size, k in decoding["draft_len_schedule"].items()}
-        path = path.with_suffix(".yaml")
-        path.write_text(yaml.safe_dump({"speculative_config": decoding}))
+def written(folder: Path, settings_type: type[Document], content: dict[str, Any]) -> Path:
+    """A settings file as a person might have edited it."""
+    if settings_type is not TensorRtLlmSettings:
+        path = folder / "settings.json"
+        path.write_text(json.dumps(content))
         return path
-    path.write_text(json.dumps(content))
+    decoding = dict(content["speculative_config"])
+    if "draft_len_schedule" in decoding:
+        decoding["draft_len_schedule"] = {int(size): k for size, k in decoding["draft_len_schedule"].items()}
+    path = folder / "settings.yaml"
+    path.write_text(yaml.safe_dump({"speculative_config": decoding}))
     return path
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_an_engine_takes_is_read(name: str, tmp_path: Path) -> None:
-    kind, content = RIGHT[name]
-    assert isinstance(read_settings(kind, written(tmp_path / "settings.json", kind, content)), kind)
+def test_valid_settings_are_read(tmp_path: Path) -> None:
+    for name, (settings_type, content) in VALID.items():
+        assert isinstance(read_settings(settings_type, written(tmp_path, settings_type, content)), settings_type), name
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_an_engine_would_refuse_is_refused(name: str, tmp_path: Path) -> None:
-    (kind, content), message = WRONG[name]
-    path = written(tmp_path / "settings.json", kind, content)
-    with pytest.raises(UserError, match=message) as caught:
-        read_settings(kind, path)
-    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+def test_settings_that_an_engine_would_refuse_are_refused(tmp_path: Path) -> None:
+    for name, ((settings_type, content), message) in INVALID.items():
+        path = written(tmp_path, settings_type, content)
+        with pytest.raises(UserError) as caught:
+            read_settings(settings_type, path)
+        assert re.search(message, str(caught.value)), (name, str(caught.value))
+        assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value), name
 
 
-# ----------------------------------------------------------------------------------------------------- what numbers mean
+# -------------------------------------------------------------------------------------------------- meaning of the numbers
 
 
 def engine_tree(draft: Any, *, steps: int, topk: int, draft_tokens: int) -> tuple[set[Ranks], int]:
-    """EAGLE-2's tree as serving engines grow it: ``steps`` levels, in each of which the ``topk`` best nodes are expanded to
-    ``topk`` children, and at last the ``draft_tokens`` best of all of them; and how many there were to choose from.
+    """EAGLE-2's tree as serving engines grow it, and the number of its candidates: each of ``steps`` levels expands the
+    ``topk`` best nodes to ``topk`` children, and the ``draft_tokens`` best of all candidates are kept.
     """
     level: dict[Ranks, float] = {(): 0.0}
     candidates: dict[Ranks, float] = {}
@@ -194,65 +192,61 @@ def engine_tree(draft: Any, *, steps: int, topk: int, draft_tokens: int) -> tupl
     return set(best), len(candidates)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_trees_of_engines_are_ours(seed: int) -> None:
-    """``depth`` counts levels below the root, ``k`` nodes expanded, ``budget`` nodes without the root: SGLang counts the
-    root among its draft tokens, TensorRT-LLM does not.
+def test_trees_of_engines_equal_ours() -> None:
+    """``depth`` counts levels below the root, ``k`` nodes expanded, ``budget`` nodes without the root. SGLang's number of
+    draft tokens includes the root, TensorRT-LLM's does not.
     """
-    depth, k, budget = 2 + seed % 4, 2 + seed % 3, 5 + seed % 9
-    budget = min(budget, depth * k)
-    draft = random_draft(seed, 0.3)
-    session = Session("eagle2", depth=depth, k=k, budget=budget)
-    ours = set(session.grow(draft))
-    tree = Eagle2Policy(depth=depth, k=k, budget=budget)
-    flags = ENGINES["sglang"].settings(Pair("t", "d", "eagle3"), tree, [])
-    assert isinstance(flags, SglangSettings)
-    steps, topk, tokens = (getattr(flags, name) for name in SIZES)
-    theirs, num_candidates = engine_tree(draft, steps=steps, topk=topk, draft_tokens=tokens - 1)
-    assert ours == theirs and len(ours) + 1 == tokens
-    assert num_candidates == topk + (steps - 1) * topk**2, "what the rule of the largest tree counts"
-    config = ENGINES["tensorrt-llm"].settings(Pair("t", "d", "eagle3"), tree, [])
-    assert isinstance(config, TensorRtLlmSettings)
-    decoding = config.speculative_config
-    assert decoding.dynamic_tree_max_topK and decoding.max_total_draft_tokens
-    theirs, _ = engine_tree(
-        draft,
-        steps=decoding.max_draft_len,
-        topk=decoding.dynamic_tree_max_topK,
-        draft_tokens=decoding.max_total_draft_tokens,
+    pair = Pair("t", "d", "eagle3")
+    for seed in range(30):
+        depth, k, budget = 2 + seed % 4, 2 + seed % 3, 5 + seed % 9
+        budget = min(budget, depth * k)
+        draft = random_draft(seed, 0.3)
+        ours = set(Session("eagle2", depth=depth, k=k, budget=budget).grow(draft))
+        tree = Eagle2Policy(depth=depth, k=k, budget=budget)
+        flags = ENGINES["sglang"].settings(pair, tree)
+        assert isinstance(flags, SglangSettings)
+        steps, topk, tokens = (getattr(flags, name) for name in SIZES)
+        theirs, num_candidates = engine_tree(draft, steps=steps, topk=topk, draft_tokens=tokens - 1)
+        assert ours == theirs and len(ours) + 1 == tokens, seed
+        assert num_candidates == topk + (steps - 1) * topk**2, "the rule for the largest tree"
+        config = ENGINES["tensorrt-llm"].settings(pair, tree)
+        assert isinstance(config, TensorRtLlmSettings)
+        decoding = config.speculative_config
+        total, topk = decoding.max_total_draft_tokens, decoding.dynamic_tree_max_topK
+        assert topk and total
+        theirs, _ = engine_tree(draft, steps=decoding.max_draft_len, topk=topk, draft_tokens=total)
+        assert ours == theirs and len(ours) == total, seed
+
+
+def test_chains_of_engines_equal_ours() -> None:
+    """A chain of depth k has k draft tokens and a verification of k + 1."""
+    for depth in (1, 4):
+        session = Session("chain", depth=depth)
+        assert len(session.grow(random_draft(0, 0.3))) == depth and len(session.asked) == depth
+        pair, chain = Pair("t", "d", "independent"), ChainPolicy(depth=depth)
+        found = {name: engine.settings(pair, chain).model_dump() for name, engine in ENGINES.items()}
+        assert found["vllm"]["num_speculative_tokens"] == depth
+        assert [found["sglang"][name] for name in SIZES] == [depth, 1, depth + 1]
+        config = found["tensorrt-llm"]["speculative_config"]
+        assert (config["max_draft_len"], config["max_total_draft_tokens"]) == (depth, depth)
+        assert found["transformers"]["num_assistant_tokens"] == depth
+
+
+def test_schedules_of_both_engines_agree() -> None:
+    """vLLM gets ranges of batch sizes, TensorRT-LLM the largest batch of each length and no entry for plain decoding."""
+    ranges, config = (
+        ENGINES[name].settings(Pair("t", "d", "independent"), CHAIN, SCHEDULE).model_dump()
+        for name in ("vllm", "tensorrt-llm")
     )
-    assert ours == theirs and len(ours) == decoding.max_total_draft_tokens
-
-
-@pytest.mark.parametrize("depth", [1, 4])
-def test_chains_of_engines_are_ours(depth: int) -> None:
-    """k draft tokens, and a verification of k + 1."""
-    session = Session("chain", depth=depth)
-    assert len(session.grow(random_draft(0, 0.3))) == depth and len(session.asked) == depth
-    pair, chain = Pair("t", "d", "independent"), ChainPolicy(depth=depth)
-    found = {name: engine.settings(pair, chain, []).model_dump() for name, engine in ENGINES.items()}
-    assert found["vllm"]["num_speculative_tokens"] == depth
-    assert [found["sglang"][name] for name in SIZES] == [depth, 1, depth + 1]
-    config = found["tensorrt-llm"]["speculative_config"]
-    assert (config["max_draft_len"], config["max_total_draft_tokens"]) == (depth, depth)
-    assert found["transformers"]["num_assistant_tokens"] == depth
-
-
-def test_schedules_say_the_same_to_both_engines() -> None:
-    """vLLM is given whole ranges, TensorRT-LLM the largest batch of each length, and rests above the last."""
-    engines: list[Engine] = [ENGINES["vllm"], ENGINES["tensorrt-llm"]]
-    ranges, config = (e.settings(Pair("t", "d", "independent"), TREES[0], SCHEDULE).model_dump() for e in engines)
     assert ranges["num_speculative_tokens_per_batch_size"] == [(1, 2, 5), (3, 7, 3), (8, 64, 0)]
     assert config["speculative_config"]["draft_len_schedule"] == {2: 5, 7: 3}
 
 
-def test_assisted_generation_drafts_as_many_tokens_a_round(text_pair: ModelPair, tmp_path: Path) -> None:
-    """For real: a target that assists itself accepts all that is drafted. Said to the target's config instead of the
-    draft's, the same patch changes nothing.
-    """
+def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: ModelPair, tmp_path: Path) -> None:
+    """A target that assists itself accepts every draft. The same settings in the target's config have no effect."""
     import torch
 
-    patch = ENGINES["transformers"].settings(Pair("t", "d", "independent"), ChainPolicy(depth=3), [])
+    patch = ENGINES["transformers"].settings(Pair("t", "d", "independent"), ChainPolicy(depth=3))
     write_settings(tmp_path / "generation_config.json", patch)
     inputs = {"input_ids": torch.arange(5, 25)[None]}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

@@ -1,0 +1,155 @@
+"""Replay of trees as a serving engine runs them, and the fastest tree within an engine's space. Loads no torch.
+
+Engines prepare fixed shapes: every level drafts, and every verification reads, the configured number of tokens, whatever a
+round needs. Replay here charges for those shapes, so a tree that ends early costs more than in this project's runtime.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.acceptance.replay import plain_decode_ms, replay
+from autotune.acceptance.trace import Trace
+from autotune.cost.table import CostTable, DensePrices
+from autotune.documents.decoding_profile import Predicted
+from autotune.export.document import BatchPrediction
+from autotune.search.evaluator import Evaluator
+from autotune.trees.chain import ChainPolicy
+from autotune.trees.eagle2 import Eagle2Policy
+from autotune.trees.tree import Floats
+
+EngineTree = ChainPolicy | Eagle2Policy
+MAX_BUDGET = 128
+
+
+@dataclass(frozen=True)
+class PricedTree:
+    """A tree and its replayed figures."""
+
+    tree: EngineTree
+    predicted: Predicted
+    """The speedup is over plain decoding of an equal batch."""
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Fastest first; ties go to the smaller tree."""
+        return self.predicted.ms_per_token, self.tree.max_nodes
+
+
+class EngineReplay:
+    """Replays trees along one trace with the shapes that an engine prepares."""
+
+    def __init__(self, trace: Trace, table: CostTable, *, prompts: NDArray[np.bool_] | None = None) -> None:
+        """``prompts`` [prompts] selects the prompts that count; None: all.
+
+        Raises:
+            UserError: the answers are too short to decode.
+        """
+        (self._prices,) = Evaluator([trace], table).prices.values()
+        self.trace = trace
+        self.is_estimated = table.estimated
+        self.max_tokens = self._prices.verify_ms.shape[0] - 1
+        """Tokens of the largest forward pass that the table prices."""
+        self._prompts = np.ones(trace.num_prompts, bool) if prompts is None else prompts
+
+    def chains(self) -> Iterator[ChainPolicy]:
+        """Every length that the trace holds and the table prices."""
+        max_depth = min(self.trace.header.bounds.depth, self.max_tokens - 1)
+        return (ChainPolicy(depth=depth) for depth in range(1, max_depth + 1))
+
+    def trees(self) -> Iterator[Eagle2Policy]:
+        """EAGLE-2 trees that the trace holds in full. Every budget up to 16 nodes is tried, larger ones in growing steps;
+        trees that are chains are left out.
+        """
+        bounds = self.trace.header.bounds
+        for depth in range(2, min(bounds.beam_depth, bounds.depth) + 1):
+            for k in range(2, min(bounds.beam, bounds.num_proposals) + 1):
+                max_budget = min(Eagle2Policy(depth=depth, k=k).max_grown, MAX_BUDGET, self.max_tokens - 1)
+                for budget in range(depth + 1, max_budget + 1):
+                    if budget % max(1, budget // 16) == 0:
+                        yield Eagle2Policy(depth=depth, k=k, budget=budget)
+
+    def fastest(self, trees: Iterable[EngineTree]) -> PricedTree | None:
+        """The fastest tree for one request at a time; None without trees."""
+        _ = self.trace.packed  # computed once, before the threads need it
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            return min(pool.map(self.price, trees), key=lambda priced: priced.rank, default=None)
+
+    def price(self, tree: EngineTree, batch: int = 1) -> PricedTree:
+        """Replay a tree with ``batch`` requests in lockstep (see ``schedule``)."""
+        prices = _fixed_shape_prices(self._prices, tree, batch)
+        result = replay(self.trace, tree, prices)
+        # An engine drafts the levels that our trees skip too; they are priced at the middle of each answer.
+        middle = (self.trace.draft_prompt_length + result.tokens // 2) // prices.kv_step
+        level_ms = prices.draft_ms[-1, np.minimum(middle, prices.draft_ms.shape[1] - 1)] + prices.overhead_level_ms
+        skipped_ms = level_ms * (result.rounds * tree.max_depth - result.draft_forwards)
+        per_prompt = (result.decode_ms + skipped_ms, plain_decode_ms(self.trace, prices), result.tokens, result.rounds)
+        ms, plain_ms, tokens, rounds = (float(values[self._prompts].sum()) for values in per_prompt)
+        predicted = Predicted(
+            speedup=plain_ms / ms,
+            ms_per_token=ms / tokens,
+            tokens_per_round=tokens / rounds,
+            estimated=self.is_estimated,
+        )
+        return PricedTree(tree, predicted)
+
+    def schedule(self, longest: ChainPolicy) -> list[BatchPrediction]:
+        """The best chain length for every batch size that the table prices; empty if it prices one request only.
+
+        ``batch`` requests run in lockstep: a verification of k + 1 tokens each is priced as one forward pass of ``batch *
+        (k + 1)`` tokens, a draft level as one of ``batch`` tokens, a plain step as a verification of ``batch`` tokens;
+        overhead outside the models counts once. Accepted lengths do not depend on the batch. The KV cache that every
+        further request reads is not priced, neither in plain decoding nor in rounds. A larger batch never drafts more
+        tokens than a smaller one; the schedule ends where the table no longer prices the last length, without
+        extrapolation.
+        """
+        sizes = [(1, longest.depth, self.price(longest).predicted.speedup)]
+        while (batch := sizes[-1][0] + 1) * (sizes[-1][1] + 1) <= self.max_tokens:
+            shorter = [self.price(ChainPolicy(depth=depth), batch) for depth in range(1, sizes[-1][1] + 1)]
+            best = min(shorter, key=lambda priced: priced.rank, default=None)
+            is_faster = best is not None and best.predicted.speedup > 1.0
+            sizes.append(
+                (batch, best.tree.max_depth, best.predicted.speedup) if best and is_faster else (batch, 0, 1.0)
+            )
+        if len(sizes) == 1:
+            return []
+        ranges: dict[int, list[tuple[int, float]]] = {}  # (batch size, speedup) by draft tokens, which never grow
+        for batch, depth, speedup in sizes:
+            ranges.setdefault(depth, []).append((batch, speedup))
+        return [
+            BatchPrediction(
+                start=found[0][0],
+                end=found[-1][0],
+                draft_tokens=depth,
+                least_speedup=min(speedup for _, speedup in found),
+                estimated=self.is_estimated or found[-1][0] > 1,
+            )
+            for depth, found in ranges.items()
+        ]
+
+
+def _fixed_shape_prices(prices: DensePrices, tree: EngineTree, batch: int) -> DensePrices:
+    """Prices of an engine that runs ``tree`` with ``batch`` requests in lockstep, indexed by the tokens of one request."""
+    size, width = tree.max_nodes + 1, tree.max_width
+
+    def fixed(table: Floats, tokens: int, *, rows: int) -> Floats:
+        return np.repeat(table[tokens][None], rows + 1, axis=0)
+
+    prefill = prices.draft_prefill
+    return dataclasses.replace(
+        prices,
+        decode_ms=prices.decode_ms if batch == 1 else prices.verify_ms[batch],
+        draft_first_ms=np.ascontiguousarray(prices.draft_first_ms[::batch][: size + 1]),
+        draft_ms=fixed(prices.draft_ms, width * batch, rows=width),
+        verify_ms=fixed(prices.verify_ms, size * batch, rows=size),
+        draft_prefill=prefill.model_copy(
+            update={name: batch * getattr(prefill, name) for name in ("intercept_ms", "per_token_ms", "image_ms")}
+        ),
+    )

@@ -1,0 +1,165 @@
+"""The cost table and traces of the search that wrote a profile, and the predictions that replay makes from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.acceptance.replay import Replay
+from autotune.acceptance.trace import Trace, TraceHeader, load_trace
+from autotune.cost.table import CostTable
+from autotune.documents.configuration import configuration_of
+from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted
+from autotune.documents.provenance import ModelReference
+from autotune.errors import UserError
+from autotune.files import WORKSPACE
+from autotune.search.evaluator import Evaluator
+from autotune.study.folder import points_of_prompts, studies_beside, study_of
+from autotune.trees.tree import Floats
+
+EAGLE3 = "eagle3"
+INDEPENDENT = "independent"
+
+
+@dataclass(frozen=True)
+class SearchDocuments:
+    """One cost table of a study folder, and the traces that it prices, for a profile's target, device, precision and tuning
+    prompts.
+    """
+
+    folder: Path
+    table: CostTable
+    headers: dict[Path, TraceHeader]
+    """Of the traces, by file."""
+    _evaluators: dict[Path, Evaluator] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def draft_kinds(self) -> dict[str, str]:
+        """Kind of every recorded draft by its id, as far as traces tell."""
+        return {header.draft.id: draft_kind(header) for header in self.headers.values()}
+
+    def full_draft_trace(self, draft: str) -> Trace | None:
+        """The trace of a draft as engines run it: with every head and, where prompts have any, every visual token."""
+        for path, header in sorted(self.headers.items(), key=lambda item: -item[1].visual_keep):
+            if header.draft.id == draft and header.subnet.head_shares == (1.0, 1.0, 1.0):
+                (trace,) = self._evaluator(path).traces.values()
+                if header.visual_keep == 1.0 or not trace.num_visual_tokens.any():
+                    return trace
+        return None
+
+    def predict(self, point: OperatingPoint, trace: Trace, prompts: NDArray[np.bool_] | None = None) -> Predicted:
+        """Predict a point on the selected ``prompts`` [prompts], or on all; without the point's own trace, return the
+        profile's prediction. ``trace`` is any trace of the same prompts; plain decoding is priced along it.
+
+        Raises:
+            UserError: neither the study nor the profile has a prediction of the point.
+        """
+        selected = np.ones(trace.num_prompts, bool) if prompts is None else prompts
+        plain_ms = float(self._plain_ms(trace)[selected].sum())
+        estimated = self.table.estimated
+        if point.draft is None:
+            tokens = int((np.diff(trace.answer_start) - 1)[selected].sum())
+            return Predicted(speedup=1.0, ms_per_token=plain_ms / tokens, tokens_per_round=None, estimated=estimated)
+        if (own := self._replay(point)) is None:
+            if point.predicted is None:
+                raise UserError(
+                    f"{self.folder} has no trace of {point.draft.id} {point.draft.subnet.label}, and the profile has no "
+                    "prediction of its point; run autotune search again"
+                )
+            return point.predicted
+        _, result = own
+        ms, tokens = float(result.decode_ms[selected].sum()), int(result.tokens[selected].sum())
+        return Predicted(
+            speedup=plain_ms / ms,
+            ms_per_token=ms / tokens,
+            tokens_per_round=tokens / int(result.rounds[selected].sum()),
+            estimated=estimated,
+        )
+
+    def reproduces(self, point: OperatingPoint) -> bool | None:
+        """Whether replay repeats the profile's prediction of a point, as it does with the documents of the profile's own
+        search; None if one of the two predictions is missing.
+        """
+        own = self._replay(point)
+        if own is None or (profile := point.predicted) is None:
+            return None
+        found = self.predict(point, own[0])
+        return bool(
+            np.allclose([found.ms_per_token, found.speedup], [profile.ms_per_token, profile.speedup], rtol=1e-9)
+        )
+
+    def combined_speedup(self, profile: DecodingProfile, trace: Trace) -> float | None:
+        """Predicted speedup of all points, each on the prompts that it decodes; None if one of them was not recorded."""
+        point_numbers = points_of_prompts(profile, trace)
+        plain_ms = self._plain_ms(trace)
+        ms = plain_ms.copy()
+        for number in np.unique(point_numbers):
+            point, prompts = profile.points[number], point_numbers == number
+            if point.draft is None:
+                continue
+            if (own := self._replay(point)) is None:
+                return None
+            ms[prompts] = own[1].decode_ms[prompts]
+        return float(plain_ms.sum() / ms.sum())
+
+    def _evaluator(self, path: Path) -> Evaluator:
+        """Evaluator of one trace, loaded once."""
+        if path not in self._evaluators:
+            self._evaluators[path] = Evaluator([load_trace(path)], self.table)
+        return self._evaluators[path]
+
+    def _plain_ms(self, trace: Trace) -> Floats:
+        """Predicted time of plain decoding, [prompts]."""
+        return Evaluator([trace], self.table).ar_ms
+
+    def _replay(self, point: OperatingPoint) -> tuple[Trace, Replay] | None:
+        """The trace of a point's draft and subnet, and the replay along it; None for plain decoding and without a trace."""
+        configuration = configuration_of(point)
+        if configuration is None or point.draft is None:
+            return None
+        draft = ModelReference(id=point.draft.id, sha256=point.draft.sha256)
+        for path, header in self.headers.items():
+            if header.draft.is_same(draft) and header.subnet == point.draft.subnet:
+                (trace,) = self._evaluator(path).traces.values()
+                return trace, self._evaluator(path).replay(configuration)
+        return None
+
+
+def draft_kind(header: TraceHeader) -> str:
+    """The kind of a trace's draft, as far as its auxiliary layers tell: drafts of this project read one of the target's
+    layers, EAGLE-3 heads several, independent models none.
+    """
+    if not header.aux_layers:
+        return INDEPENDENT
+    return EAGLE3 if len(header.aux_layers) > 1 else "feature-reading"
+
+
+def find_search_documents(profile: DecodingProfile, source: Path, folder: Path | None) -> list[SearchDocuments]:
+    """Documents for each cost table of ``folder``, newest first; without a folder, of the studies in ``.autotune`` beside
+    the profile and in the working directory.
+
+    Raises:
+        UserError: nothing was found, or a document of ``folder`` cannot be read.
+    """
+    if folder is None:
+        folders = studies_beside(profile, source)
+    elif not folder.is_dir():
+        raise UserError(f"--study {folder}: no such folder; give the study folder that autotune search named")
+    else:
+        folders = [found] if (found := study_of(profile, folder)) is not None else []
+    documents = []
+    for study in folders:
+        for table in study.tables:
+            headers = {path: h for path, h in study.headers.items() if table.holds(h.draft, h.subnet)}
+            if headers:
+                documents.append(SearchDocuments(study.path, table, headers))
+    if not documents:
+        where = str(folder) if folder else " or ".join(dict.fromkeys([f"{source.parent / WORKSPACE}", f"{WORKSPACE}"]))
+        raise UserError(
+            f"{source}: export replays the documents of the profile's search, and {where} holds no cost table and traces of "
+            "its target, device and tuning prompts; give the study's folder with --study, or run autotune search again"
+        )
+    return documents

@@ -1,0 +1,397 @@
+"""Exports of hand-made studies, from profile to files, and every error message."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from autotune.cli.main import EXPORT_ENGINES, main
+from autotune.documents.condition import Condition, Range
+from autotune.documents.configuration import configuration_of
+from autotune.documents.decoding_profile import OperatingPoint, load_profile, save_profile
+from autotune.documents.provenance import ModelReference
+from autotune.export.document import EXPORT, Export
+from autotune.export.engine import read_settings
+from autotune.export.exporter import ENGINES
+from autotune.export.sglang import SglangSettings
+from autotune.files import parse, read_json
+from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, bundled_models
+from autotune.search.evaluator import Evaluator
+from tests.export.studies import PRUNED, point_of, profile_of, trace_of, write_pair, write_study
+from tests.sample_documents import DRAFT, TARGET, cost_table, surface
+
+OTHER = ModelReference(id="tests/other", sha256="f" * 64)
+REPOSITORY = Path(__file__).parents[2]
+
+
+def export(profile: Path, engine: str, *options: object) -> Result:
+    """Run ``autotune export`` into a folder beside the profile."""
+    output = profile.parent / "out" / engine
+    words = [profile, "--to", engine, "-o", output, *options]
+    return CliRunner().invoke(main, ["export", *map(str, words)])
+
+
+def exported(profile: Path, engine: str, *options: object) -> Export:
+    """The document of an export that succeeds."""
+    result = export(profile, engine, *options)
+    assert result.exit_code == 0, result.output
+    path = profile.parent / "out" / engine / EXPORT
+    return parse(Export, "export", read_json(path), source=path)
+
+
+def assert_refused(profile: Path, engine: str, *options: object, messages: tuple[str, ...]) -> None:
+    """The export fails with exit code 2 and one line that holds ``messages``."""
+    result = export(profile, engine, *options)
+    assert result.exit_code == 2, (engine, options, result.output)
+    for message in messages:
+        assert message in result.stderr, (engine, options)
+
+
+def table_of(*drafts: ModelReference, **fields: Any) -> Any:
+    """A cost table with equal prices for all drafts."""
+    (costs,) = cost_table().drafts
+    return cost_table(drafts=[costs.model_copy(update={"draft": draft}) for draft in drafts], **fields)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of an independent draft with its study; tests that change it make their own."""
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+
+def test_every_engine_writes_files_and_predictions(pair: Path) -> None:
+    point = load_profile(pair).point
+    assert point.predicted is not None
+    for engine in EXPORT_ENGINES:
+        found = exported(pair, engine)
+        assert found.tuned.speedup == pytest.approx(point.predicted.speedup), engine
+        assert (found.target, found.draft, found.kind, found.point) == (TARGET, DRAFT, "independent", 0), engine
+        assert [variant.name for variant in found.variants if engine != "sglang"] in (["chain"], []), engine
+        speedups = [variant.predicted.speedup for variant in found.variants]
+        assert speedups == sorted(speedups, reverse=True) and speedups[-1] > 1, engine
+        for variant in found.variants:
+            settings = read_settings(ENGINES[engine].settings_type, pair.parent / "out" / engine / variant.file)
+            assert json.loads(json.dumps(settings.model_dump(exclude_none=True))) == variant.settings, engine
+            assert variant.slowdown == pytest.approx(variant.predicted.ms_per_token / found.tuned.ms_per_token - 1)
+            assert TARGET.id in variant.command and variant.predicted.estimated is False, engine
+
+
+def test_sglang_gets_the_best_tree_and_the_best_chain(pair: Path) -> None:
+    found = exported(pair, "sglang")
+    assert {variant.name for variant in found.variants} == {"tree", "chain"}
+    for variant in found.variants:
+        words = shlex.split(variant.command)
+        assert words[:4] == ["python", "-m", "sglang.launch_server", "--model-path"]
+        flags = dict(zip(words[3::2], words[4::2], strict=True))
+        assert flags["--speculative-draft-model-path"] == DRAFT.id
+        settings = SglangSettings.model_validate(variant.settings)
+        assert int(flags["--speculative-num-draft-tokens"]) == settings.speculative_num_draft_tokens
+        assert (settings.speculative_eagle_topk == 1) == (variant.name == "chain")
+
+
+def test_eagle3_heads(tmp_path: Path) -> None:
+    """TensorRT-LLM grows their dynamic trees, vLLM runs chains, transformers refuses them."""
+    profile = write_pair(tmp_path, kind="eagle3", aux_layers=(1, 2, 3))
+    found = exported(profile, "tensorrt-llm")
+    by_name = {variant.name: variant.settings["speculative_config"] for variant in found.variants}
+    assert by_name["tree"]["use_dynamic_tree"] and by_name["tree"]["decoding_type"] == "Eagle3"
+    assert by_name["chain"]["draft_len_schedule"][str(min(map(int, by_name["chain"]["draft_len_schedule"])))]
+    assert exported(profile, "vllm").variants[0].settings["method"] == "eagle3"
+    assert_refused(
+        profile, "transformers", messages=("transformers cannot serve tests/draft, a draft of kind eagle3; ",)
+    )
+
+
+def test_vllm_command_contains_the_settings_file(pair: Path) -> None:
+    """Predictions for batches above one request are marked as estimated."""
+    (variant,) = exported(pair, "vllm").variants
+    words = shlex.split(variant.command)
+    assert words[:3] == ["vllm", "serve", TARGET.id]
+    assert json.loads(words[-1]) == json.loads((pair.parent / "out" / "vllm" / "speculative-config.json").read_text())
+    ranges = variant.by_batch
+    schedule = variant.settings["num_speculative_tokens_per_batch_size"]
+    assert [[one.start, one.end, one.draft_tokens] for one in ranges] == schedule
+    assert all(one.estimated == (one.end > 1) for one in ranges) and ranges[-1].end > 8
+
+
+def test_json_is_the_document(pair: Path) -> None:
+    result = export(pair, "vllm", "--json")
+    assert result.stdout == (pair.parent / "out" / "vllm" / EXPORT).read_text()
+
+
+def test_without_json_the_commands_are_printed(pair: Path) -> None:
+    result = export(pair, "sglang")
+    document = json.loads((pair.parent / "out" / "sglang" / EXPORT).read_text())
+    assert result.stdout.splitlines() == [variant["command"] for variant in document["variants"]]
+    for word in ("lossless: ", "eagle_topk 1 only", "written to", "time per token", "An abacus"):
+        assert word in result.stderr, result.stderr
+
+
+def test_bundled_models_are_exported_as_folders(tmp_path: Path) -> None:
+    target, draft = (ModelReference(id=name, sha256="9" * 64) for name in (BUNDLED_TARGET, BUNDLED_DRAFT))
+    trace, table = trace_of(draft, target=target), table_of(draft, target=target)
+    write_study(tmp_path / ".autotune" / "pair", table, trace)
+    profile = profile_of(point_of(trace, table), trace=trace).model_copy(update={"target": target})
+    save_profile(tmp_path / "profile.json", profile)
+    (variant,) = exported(tmp_path / "profile.json", "vllm").variants
+    assert str(bundled_models()[BUNDLED_TARGET]) in variant.command
+    assert variant.settings["model"] == str(bundled_models()[BUNDLED_DRAFT])
+
+
+# --------------------------------------------------------------------------------------------------- drafts and subnets
+
+
+def test_another_recorded_draft_can_be_exported(tmp_path: Path) -> None:
+    """Its predictions are compared with the profile's point."""
+    star, full = trace_of(aux_layers=(3,)), trace_of(OTHER, seed=5)
+    table = table_of(DRAFT, OTHER)
+    write_study(tmp_path / ".autotune" / "pair", table, star, full)
+    profile = tmp_path / "profile.json"
+    save_profile(profile, profile_of(point_of(star, table, kind="star"), trace=star))
+    message = "vllm cannot serve tests/draft, a draft of kind star; export a recorded one: --draft tests/other"
+    assert_refused(profile, "vllm", messages=(message,))
+    assert not (tmp_path / "out").exists()
+    found = exported(profile, "vllm", "--draft", OTHER.id)
+    point = load_profile(profile).point
+    assert point.predicted and found.tuned.speedup == pytest.approx(point.predicted.speedup)
+    assert found.draft == OTHER and found.kind == "independent"
+
+
+def test_without_the_points_trace_the_profiles_prediction_is_used(tmp_path: Path) -> None:
+    star, full = trace_of(aux_layers=(3,)), trace_of(OTHER, seed=5)
+    point = point_of(star, table_of(DRAFT), kind="star")
+    write_study(tmp_path / ".autotune" / "pair", table_of(DRAFT, OTHER), full)
+    profile = tmp_path / "profile.json"
+    save_profile(profile, profile_of(point, trace=star))
+    assert exported(profile, "vllm", "--draft", OTHER.id).tuned == point.predicted
+    save_profile(profile, profile_of(point.model_copy(update={"predicted": None}), trace=star))
+    message = "has no trace of tests/draft keep=1, and the profile has no prediction of its point"
+    assert_refused(profile, "vllm", "--draft", OTHER.id, messages=(message,))
+
+
+def test_engines_run_the_full_draft(tmp_path: Path) -> None:
+    """An engine's configuration is replayed along the trace of the full draft, whatever the profile's share of visual tokens."""
+    half, full = trace_of(subnet=PRUNED, seed=1), trace_of(seed=2)
+    table = table_of(DRAFT)
+    write_study(tmp_path / ".autotune" / "pair", table, half, full)
+    save_profile(tmp_path / "profile.json", profile_of(point_of(half, table), trace=half))
+    found = exported(tmp_path / "profile.json", "vllm")
+    (variant,) = found.variants
+    configuration = configuration_of(point_of(full, table, tree=variant.tree.model_dump()))
+    assert configuration is not None
+    assert variant.predicted.speedup == pytest.approx(Evaluator([full], table).evaluate(configuration).speedup)
+    assert any("keeps 0.5 of the visual tokens; engines show the draft all of them" in note for note in found.notes)
+
+
+def test_pruned_draft_is_refused_unless_prompts_have_no_images(tmp_path: Path) -> None:
+    assert_refused(
+        write_pair(tmp_path / "images", subnet=PRUNED),
+        "vllm",
+        messages=(
+            "vllm runs the full draft with every visual token; ",
+            "autotune record --target tests/target --draft tests/draft --visual-keep 1 --workload by hand --prompts 4 -o ",
+        ),
+    )
+    trace = dataclasses.replace(trace_of(subnet=PRUNED), num_visual_tokens=np.zeros(4, np.int64))
+    table = cost_table()
+    write_study(tmp_path / ".autotune" / "pair", table, trace)
+    save_profile(tmp_path / "profile.json", profile_of(point_of(trace, table), trace=trace))
+    assert not any("visual" in note for note in exported(tmp_path / "profile.json", "transformers").notes)
+
+
+# --------------------------------------------------------------------------------------------------------------- points
+
+
+def write_two_points(folder: Path, condition: Condition) -> tuple[Path, OperatingPoint, OperatingPoint]:
+    trace, table = trace_of(tasks=["sum", "sum", "read", "sum"]), cost_table()
+    first = point_of(trace, table, tree={"policy": "chain", "depth": 4}, when=condition)
+    last = point_of(trace, table, tree={"policy": "chain", "depth": 1})
+    write_study(folder / ".autotune" / "pair", table, trace)
+    save_profile(folder / "profile.json", profile_of(first, last, trace=trace))
+    return folder / "profile.json", first, last
+
+
+def test_last_point_serves_all_requests(tmp_path: Path) -> None:
+    """A note gives the predicted speedup of all points, each replayed on its own prompts."""
+    profile, first, last = write_two_points(tmp_path, Condition(workload="sum"))
+    found = exported(profile, "vllm")
+    assert last.predicted is not None
+    assert found.point == 1 and found.tuned.speedup == pytest.approx(last.predicted.speedup)
+    evaluator = Evaluator([trace_of(tasks=["sum", "sum", "read", "sum"])], cost_table())
+    configurations = [one for one in map(configuration_of, (first, last)) if one is not None]
+    ms = evaluator.prompt_ms(configurations)
+    combined = evaluator.ar_ms_per_token * evaluator.replay_many(configurations[:1])[0].tokens.sum()
+    combined /= ms[0][[0, 1, 3]].sum() + ms[1][2]
+    (note,) = (note for note in found.notes if "points" in note)
+    assert "this is point 1, for any request, replayed on all tuning prompts; " in note
+    assert f"all points together are predicted at {combined:.2f}x" in note
+
+
+def test_point_is_replayed_on_its_own_prompts(tmp_path: Path) -> None:
+    profile, first, _ = write_two_points(tmp_path, Condition(workload="read"))
+    found = exported(profile, "vllm", "--point", 0)
+    assert found.point == 0
+    evaluator = Evaluator([trace_of(tasks=["sum", "sum", "read", "sum"])], cost_table())
+    configuration = configuration_of(first)
+    assert configuration is not None
+    replayed = evaluator.replay(configuration)
+    assert found.tuned.ms_per_token == pytest.approx(replayed.decode_ms[2] / replayed.tokens[2])
+    message = "point 0, for workload read, replayed on the tuning prompts that it decodes"
+    assert any(message in note for note in found.notes)
+
+
+def test_point_without_tuning_prompts_is_refused(tmp_path: Path) -> None:
+    profile, *_ = write_two_points(tmp_path, Condition(temperature=Range(min=0.5)))
+    message = "--point 0: no tuning prompt meets its condition, temperature"
+    assert_refused(profile, "vllm", "--point", 0, messages=(message,))
+
+
+# -------------------------------------------------------------------------------------------------------------- studies
+
+
+def test_study_that_reproduces_the_profile_is_used(tmp_path: Path) -> None:
+    """Newer studies of the same documents that predict something else are not."""
+    profile = write_pair(tmp_path)
+    slower = table_of(DRAFT, decode=surface(lambda n, m: 2.0 + 0.001 * m, tokens=(1,)))
+    for name in ("another", "zzz"):
+        write_study(tmp_path / ".autotune" / name, slower, trace_of())
+    assert exported(profile, "vllm").study.endswith("/pair")
+    point = load_profile(profile).point
+    found = exported(profile, "vllm", "--study", tmp_path / ".autotune" / "another")
+    assert point.predicted and found.tuned.speedup > 1.5 * point.predicted.speedup
+    assert any("but the profile says" in note for note in found.notes)
+
+
+def test_studies_are_found_beside_the_profile_and_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = write_pair(tmp_path / "there")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert exported(profile, "vllm").study.endswith("there/.autotune/pair")
+    moved = tmp_path / "here" / "profile.json"
+    moved.write_bytes(profile.read_bytes())
+    assert export(moved, "vllm").exit_code == 2
+    (tmp_path / "there" / ".autotune").rename(tmp_path / "here" / ".autotune")
+    assert export(profile, "vllm").exit_code == 0
+
+
+def test_documents_of_other_searches_are_ignored(tmp_path: Path) -> None:
+    profile = write_pair(tmp_path)
+    document = load_profile(profile)
+    draft = document.point.draft
+    assert draft is not None
+    other_draft = draft.model_copy(update={"id": OTHER.id, "sha256": OTHER.sha256})
+    missing = (
+        "holds no cost table and traces of its target, device and tuning prompts",
+        "give the study's folder with --study, or run autotune search again",
+    )
+    cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"target": OTHER}, missing),
+        ({"workload": document.workload.model_copy(update={"tune_sha256": "0" * 64})}, missing),
+        ({"hardware": document.hardware.model_copy(update={"model": "Two abacuses"})}, missing),
+        ({"precision": "bfloat16"}, missing),
+        (
+            {"points": [document.point.model_copy(update={"draft": other_draft})]},
+            ("has no such trace of tests/other; record it: autotune record",),
+        ),
+    ]
+    for changed, messages in cases:
+        save_profile(profile, document.model_copy(update=changed))
+        assert_refused(profile, "vllm", messages=messages)
+    save_profile(profile, document)
+    retrained = DRAFT.model_copy(update={"sha256": "1" * 64})  # traces of other weights under the same name
+    write_study(tmp_path / ".autotune" / "pair", table_of(retrained), trace_of(retrained))
+    assert_refused(profile, "vllm", messages=missing[:1])
+
+
+def test_unreadable_study_is_ignored_unless_given(tmp_path: Path) -> None:
+    profile = write_pair(tmp_path)
+    old = tmp_path / ".autotune" / "old-study"
+    old.mkdir()
+    (old / "pair.cost.json").write_text('{"schema": "autotune.cost-table/1"}')
+    assert exported(profile, "vllm").study.endswith("/pair")
+    assert_refused(
+        profile, "vllm", "--study", old, messages=("schema 'autotune.cost-table/1' is of an earlier autotune",)
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_wrong_options_are_refused(pair: Path) -> None:
+    cases: list[tuple[str, tuple[object, ...], tuple[str, ...]]] = [
+        ("vllm", ("--study", "gone"), ("gone: no such folder; give the study folder that autotune search named",)),
+        ("vllm", ("--point", -1), (f"--point -1: {pair} has points 0 to 0; give one of them",)),
+        ("vllm", ("--point", 1), (f"--point 1: {pair} has points 0 to 0; give one of them",)),
+        (
+            "vllm",
+            ("--draft", "tests/gone"),
+            ("--draft tests/gone: ", "has traces of tests/draft; export a recorded one"),
+        ),
+        ("tgi", (), ("'tgi' is not one of 'vllm', 'sglang'",)),
+    ]
+    for engine, options, messages in cases:
+        assert_refused(pair, engine, *options, messages=messages)
+
+
+def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> None:
+    for kind in ("star", "dream", "specvlm", "prompt_lookup"):
+        profile = write_pair(tmp_path / kind, kind=kind)
+        for engine in EXPORT_ENGINES:
+            message = (
+                f"{engine} cannot serve tests/draft, a draft of kind {kind}; search again with a kind that it serves"
+            )
+            assert_refused(profile, engine, messages=(message,))
+
+
+def test_plain_decoding_is_not_exported_without_a_draft(tmp_path: Path) -> None:
+    profile = write_pair(tmp_path)
+    plain = OperatingPoint(draft=None, tree=None, predicted=None, measured=None)
+    save_profile(profile, load_profile(profile).model_copy(update={"points": [plain]}))
+    message = "point 0 decodes without a draft, so there is nothing to export"
+    assert_refused(profile, "vllm", messages=(message,))
+    assert exported(profile, "vllm", "--draft", DRAFT.id).tuned.speedup == 1.0
+
+
+def test_configuration_slower_than_plain_decoding_is_refused(tmp_path: Path) -> None:
+    """Here a draft level costs more than a target step."""
+    slow = surface(lambda n, m: 3.0)
+    costs = cost_table().drafts[0].model_copy(update={"draft_first": slow, "draft_level": slow})
+    profile = write_pair(tmp_path, table=cost_table(drafts=[costs]))
+    best = "vllm: its best configuration with tests/draft is predicted at 0."
+    assert_refused(profile, "vllm", messages=(best, "serve the target alone"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_unwritable_output_is_refused(tmp_path: Path) -> None:
+    profile = write_pair(tmp_path)
+    (tmp_path / "out").write_text("a file in place of the folder")
+    assert_refused(profile, "vllm", messages=("cannot be written",))
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch
+
+
+def test_exporting_loads_no_torch(pair: Path, tmp_path: Path) -> None:
+    program = f"""
+import sys
+from autotune.cli.main import main
+main(["export", {str(pair)!r}, "--to", "sglang", "-o", {str(tmp_path / "out")!r}], standalone_mode=False)
+heavy = {{"torch", "transformers", "optuna", "pandas"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
