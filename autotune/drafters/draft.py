@@ -34,6 +34,10 @@ class Draft(Protocol):
     capture_sizes: tuple[int, ...]
     """Sizes that its forwards are rounded up to; none: every size as it is."""
 
+    @property
+    def mode(self) -> str:
+        """How its forward passes run (``autotune.execution.MODES``)."""
+
     def attach(self, target: Target) -> None:
         """Learn for which target it drafts, before the first prompt.
 

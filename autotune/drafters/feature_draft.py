@@ -204,8 +204,8 @@ class FeatureDraft(CachedDraft, CachedModel):
             features = torch.nn.functional.pad(features, (0, 0, 0, len(tokens) - len(features)))
         begin = self.cache.length + num_uncommitted
         rotations = offsets + (self.cache.length + self._num_condensed)
-        if self.prepared is not None:
-            states, logits = self._run_prepared(self.prepared, tokens, features, rotations, block, begin)
+        if self.graph_runner is not None:
+            states, logits = self._run_prepared(self.graph_runner, tokens, features, rotations, block, begin)
         else:
             mask: Any = None
             if len(tokens) > 1 or block.any():  # a chain's node sees all before it
@@ -249,7 +249,7 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     def _run_prepared(
         self,
-        prepared: GraphRunner,
+        graph_runner: GraphRunner,
         tokens: NDArray[np.int64],
         features: Tensor,
         rotations: Ints,
@@ -269,7 +269,7 @@ class FeatureDraft(CachedDraft, CachedModel):
             mask_value=self.mask_value,
         )
         numbers = np.stack([tokens, columns, rotations])
-        outputs = prepared.run(size, {"numbers": numbers, "features": features, **masks}, self.dtype)
+        outputs = graph_runner.run(size, {"numbers": numbers, "features": features, **masks}, self.dtype)
         return tuple(out.clone() for out in outputs)  # those of the buffers are valid until the next forward
 
     def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:

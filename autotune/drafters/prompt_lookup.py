@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from autotune.drafters.draft import Proposals, check_vocabulary
+from autotune.execution import EAGER
 from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
 from autotune.trees.tree import ROOT, Ints, Tree
 
@@ -33,6 +34,7 @@ class PromptLookupDraft:
         self._placeholders = placeholders  # fill the prompt where an image stands, and are never said
         self.visual_keep = 1.0  # taken from whoever sets it, and of no effect: no pixel is looked at
         self.aux_layers: tuple[int, ...] = ()
+        self.mode = EAGER
         self.capture_sizes: tuple[int, ...] = ()  # the same: there is no forward to round up
         self._committed: list[int] = []
         # n-gram -> {follower: occurrences}, the follower seen last at the end. Grows by max_ngram entries with every

@@ -165,8 +165,8 @@ class CachedModel(ABC):
     cache: Any
     device: torch.device
     dtype: torch.dtype
-    prepared: GraphRunner | None = None
-    """Its forwards behind the prefill, where they are prepared; None: they run eagerly."""
+    graph_runner: GraphRunner | None = None
+    """Runs forward passes after the prefill; None in mode ``eager``."""
     _masks: MaskBuffer
 
     @abstractmethod
@@ -196,14 +196,19 @@ class CachedModel(ABC):
         """A prepared forward as a part of work that is prepared as a whole: a graph takes it in as it is, a compiled one
         stays compiled.
         """
-        assert self.prepared is not None
-        if self.prepared.mode == "cuda-graph":
+        assert self.graph_runner is not None
+        if self.graph_runner.mode == "cuda-graph":
             return self._prepared_forward(values)
-        return self.prepared.run(size, values, self.dtype)
+        return self.graph_runner.run(size, values, self.dtype)
 
     @cached_property
     def _prepared_by(self) -> dict[str, GraphRunner]:
         return {}
+
+    @property
+    def mode(self) -> str:
+        """How forward passes after the prefill run (``autotune.execution.MODES``)."""
+        return EAGER if self.graph_runner is None else self.graph_runner.mode
 
     def use_mode(self, name: str) -> None:
         """How forwards behind the prefill run from now on (``graphs.MODES``); what was prepared before is kept.
@@ -212,11 +217,11 @@ class CachedModel(ABC):
             UserError: a runner that does not run here.
         """
         if name == EAGER:
-            self.prepared = None
+            self.graph_runner = None
             return
         if name not in self._prepared_by:
             self._prepared_by[name] = GraphRunner(name, self._prepared_forward, self.device, what=self.what)
-        self.prepared = self._prepared_by[name]
+        self.graph_runner = self._prepared_by[name]
 
     @property
     def length(self) -> int:

@@ -114,8 +114,8 @@ class TreeModel(CachedModel):
         # the largest position, nor look learned ones up that do not exist.
         before = self.cache.length + self._num_pruned
         positions = before + np.minimum(offsets, self.text.max_context - 1 - before) + self._shift[:, None]
-        if self.prepared is not None:
-            return self._run_prepared(self.prepared, tokens, positions, offsets, tree_mask, columns)
+        if self.graph_runner is not None:
+            return self._run_prepared(self.graph_runner, tokens, positions, offsets, tree_mask, columns)
         # A single token right behind the prefix needs none.
         mask = self._masks.write(tree_mask, self.cache.length, offsets, columns) if len(columns) > 1 else None
         self.cache.num_uncommitted = num_uncommitted
@@ -131,7 +131,7 @@ class TreeModel(CachedModel):
 
     def _run_prepared(
         self,
-        prepared: GraphRunner,
+        graph_runner: GraphRunner,
         tokens: NDArray[np.int64],
         positions: Ints,
         offsets: Ints,
@@ -151,7 +151,7 @@ class TreeModel(CachedModel):
         )
         numbers = np.concatenate([tokens[None], np.arange(end - len(tokens), end)[None], positions])
         # Whoever keeps logits or features keeps them for longer than the buffers do.
-        logits, *hidden = (out.clone() for out in prepared.run(size, {"numbers": numbers, **masks}, self.dtype))
+        logits, *hidden = (out.clone() for out in graph_runner.run(size, {"numbers": numbers, **masks}, self.dtype))
         self.hidden = dict(zip(self.output_layers, hidden, strict=True))
         return logits
 

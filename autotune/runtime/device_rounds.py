@@ -49,12 +49,12 @@ class DeviceRound:
     def __init__(
         self, target: Target, draft: CachedDraft, policy: Policy, grower: DeviceGrower, capture_sizes: Sequence[int]
     ) -> None:
-        assert target.prepared is not None
+        assert target.graph_runner is not None
         self.target, self.draft, self.policy, self.grower = target, draft, policy, grower
         self.level_sizes = [round_up(width, capture_sizes) for width in grower.widths]
         self.num_nodes = grower.num_nodes + 1
         self.num_tokens = round_up(self.num_nodes, capture_sizes)
-        mode = "cuda-graph" if target.prepared.mode == "cuda-graph" else "fixed"
+        mode = "cuda-graph" if target.graph_runner.mode == "cuda-graph" else "fixed"
         self._drafting, self._verifying, self._greedy = (
             GraphRunner(mode, work, target.device, what=f"the {name} of {policy.policy} trees")
             for work, name in (
@@ -231,7 +231,7 @@ class DeviceRounds:
         what it has heard; and where forwards are not prepared, or hearing of them costs nothing.
         """
         target, draft = self._target, point.draft
-        if target.prepared is None or not _is_worth_it(target.device, target.prepared.mode):
+        if target.graph_runner is None or not _is_worth_it(target.device, target.graph_runner.mode):
             return None
         if not isinstance(draft, CachedDraft) or draft.device != target.device:
             return None

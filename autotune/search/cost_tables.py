@@ -131,7 +131,7 @@ def measure_table(
             report=lambda done, of: update(done, of, ""),
         )
     for model in (model_pool.target, *(model_pool.draft(draft, subnet) for draft, subnet in priced)):
-        if (prepared := model.prepared) is not None:
+        if (prepared := model.graph_runner) is not None:
             console.say(f"{len(prepared)} forwards of {prepared.what} prepared, {gib(prepared.memory_bytes)}")
     return table
 

@@ -53,7 +53,7 @@ def test_tokens_and_counts_are_those_of_eager_forwards(pair: Pair, prompts: dict
         for settings in ({}, {"temperature": 1.0, "seed": 4}):
             for inputs in prompts.values():
                 expected = eager.generate(**inputs, max_new_tokens=24, **settings)
-                assert eager.target.prepared is None
+                assert eager.target.graph_runner is None
                 found = fixed.generate(**inputs, max_new_tokens=24, **settings)
                 assert torch.equal(found.sequences, expected.sequences)
                 assert found.stats.accepted_lengths == expected.stats.accepted_lengths
@@ -70,24 +70,24 @@ def test_an_answer_grows_past_its_extent(text_pair: Pair) -> None:
         expected = eager.generate(**inputs, max_new_tokens=num_tokens)
         found = fixed.generate(**inputs, max_new_tokens=num_tokens)
         assert torch.equal(found.sequences, expected.sequences)
-        prepared = fixed.target.prepared
-        assert prepared is not None
-        extents = {size.padded_kv_length for size in prepared._made}
+        graph_runner = fixed.target.graph_runner
+        assert graph_runner is not None
+        extents = {size.padded_kv_length for size in graph_runner._made}
         assert max(extents) == padded_length(length + num_tokens)
-        assert {size.tokens for size in prepared._made} <= set(DEFAULT_CAPTURE_SIZES)
+        assert {size.tokens for size in graph_runner._made} <= set(DEFAULT_CAPTURE_SIZES)
 
 
 def test_a_size_is_prepared_once(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
     """And its buffers stay where they are."""
     _, fixed = decoders(pair, "dream", TREES[1], "fixed", capture_sizes=(1, 16))
     fixed.generate(**prompts["text"], max_new_tokens=20)
-    prepared = fixed.target.prepared
-    assert prepared is not None and {size.tokens for size in prepared._made} == {16}
-    offsets = {size: made.inputs["numbers"].data_ptr() for size, made in prepared._made.items()}
+    graph_runner = fixed.target.graph_runner
+    assert graph_runner is not None and {size.tokens for size in graph_runner._made} == {16}
+    offsets = {size: made.inputs["numbers"].data_ptr() for size, made in graph_runner._made.items()}
     monkeypatch.setattr(GraphRunner, "_prepare", None)
     fixed.generate(**prompts["text"], max_new_tokens=20)
-    assert {size: made.inputs["numbers"].data_ptr() for size, made in prepared._made.items()} == offsets
-    assert prepared.memory_bytes > 0
+    assert {size: made.inputs["numbers"].data_ptr() for size, made in graph_runner._made.items()} == offsets
+    assert graph_runner.memory_bytes > 0
 
 
 def test_what_a_forward_gives_outlives_the_buffers(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -117,7 +117,7 @@ def test_compiled_forwards_decode_as_eager_ones(pair: Pair, prompts: dict[str, I
             assert torch.equal(found.sequences, expected.sequences)
             assert found.stats.accepted_lengths == expected.stats.accepted_lengths
     for model in (compiled.target, compiled.draft):
-        assert model is not None and model.prepared.why_eager is None
+        assert model is not None and model.graph_runner.why_eager is None
 
 
 def test_every_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +180,8 @@ def test_what_cannot_be_prepared_runs_eagerly_and_says_why(
     ):
         found = decoder.generate(**prompts["text"], max_new_tokens=20)
     assert torch.equal(found.sequences, expected.sequences)
-    prepared = decoder.target.prepared
-    assert prepared is not None and prepared.why_eager == "RuntimeError: no C++ compiler"
+    graph_runner = decoder.target.graph_runner
+    assert graph_runner is not None and graph_runner.why_eager == "RuntimeError: no C++ compiler"
 
 
 @pytest.mark.parametrize(

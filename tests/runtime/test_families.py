@@ -133,7 +133,7 @@ class TestEveryFamily:
             found = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
             assert torch.equal(found.sequences, greedy(member.target, inputs))
             assert found.stats.accepted_lengths == expected.stats.accepted_lengths
-            assert decoder.target.prepared is not None and len(decoder.target.prepared) > 0
+            assert decoder.target.graph_runner is not None and len(decoder.target.graph_runner) > 0
 
     @pytest.mark.slow
     def test_decoding_changes_no_token_of_many_prompts(self, member: Member) -> None:
