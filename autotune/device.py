@@ -79,6 +79,20 @@ def short_name(model: str) -> str:
     return "".join(words.split()) or "gpu"
 
 
+def local_gpus() -> list[str]:
+    """Short names of this machine's NVIDIA GPUs, as the driver reports them: needs no torch."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        models = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return []
+    return [short_name(model if isinstance(model, str) else model.decode()) for model in models]
+
+
 def local_devices() -> list[str]:
     """Devices of this machine, as ``--device`` takes them."""
     import torch

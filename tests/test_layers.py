@@ -11,6 +11,7 @@ from tests.imports import MODULES, heavy_import, imported_names, own_imports
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("files", "console"),
+    ("settings",),
     ("trees",),
     ("documents",),
     ("device", "execution", "workloads"),
@@ -39,6 +40,7 @@ TORCH_FREE = (
     "check.power",
     "check.revision",
     "check.sequential",
+    "check.settings",
     "check.timed",
     "cli",
     "cost.roofline",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
@@ -46,8 +47,10 @@ def test_ci_examples_are_yaml_and_their_commands_exist() -> None:
         checks += [re.sub(r"\$\{\{.*?\}\}|\$\w+", "main", word) for word in words if word.startswith("autotune check")]
     assert len(checks) == 2, "one for GitHub and one for GitLab"
     for command in checks:
-        context = main.commands["check"].make_context("check", command.split()[2:])
-        assert context.params["against"] and context.params["budget"] == 900 and context.params["junit"]
+        check = main.get_command(click.Context(main), "check")
+        assert check is not None
+        context = check.make_context("check", command.split()[2:])
+        assert context.params["against"] and context.params["budget_s"] == 900 and context.params["junit"]
 
 
 def strings_of(value: Any) -> Iterator[str]:

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,69 +27,14 @@ from autotune.check.local_run import (
 from autotune.check.output import write_outputs
 from autotune.check.result import COUNTS, SESSION_COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.sequential import Design
+from autotune.check.settings import CheckSettings
 from autotune.console import Console
 from autotune.device import choose_device, fingerprint
 from autotune.documents.decoding_profile import PromptEvidence, load_profile
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
-from autotune.errors import UserError
-from autotune.files import require_writable
 from autotune.runtime.load import load
-from autotune.workloads.workload import BUNDLED, Workload, load_workload
-
-
-@dataclass(frozen=True)
-class CheckSettings:
-    """What ``autotune check`` was asked for."""
-
-    profile: Path
-    workloads: Sequence[str] = (BUNDLED,)
-    num_prompts: int = 16
-    min_speedup: float | None = None
-    against: str | None = None
-    """A profile or a git revision."""
-    tests_machine: bool = False
-    """A/A: the profile against itself."""
-    baseline: Path | None = None
-    limit: float = 0.05
-    tolerance: float = 0.01
-    budget_s: float = 480.0
-    """For all pairs."""
-    seed: int = 0
-    device: str = "auto"
-    inconclusive_fails: bool = True
-    junit: Path | None = None
-    markdown: Path | None = None
-
-    @property
-    def is_timed(self) -> bool:
-        return self.against is not None or self.tests_machine
-
-    @property
-    def design(self) -> Design:
-        return Design(tolerance=self.tolerance, limit=self.limit, num_workloads=len(self.workloads))
-
-
-def check_settings(settings: CheckSettings) -> None:
-    """Raises:
-    UserError: a value out of range, options that exclude each other, or a file that cannot be written.
-    """
-    s = settings
-    if s.min_speedup is not None and not s.min_speedup > 0:
-        raise UserError(f"--min-speedup must be above 0; got {s.min_speedup}; give for example --min-speedup 1.5")
-    if not 0 <= s.tolerance < s.limit:
-        raise UserError(
-            f"--tolerance must lie below --limit, and not below 0; got {100 * s.tolerance:g} % and {100 * s.limit:g} %; give for example --tolerance 1% --limit 5%"
-        )
-    if not s.budget_s > 0:
-        raise UserError(f"--budget must be longer than nothing; got {s.budget_s:g} s; give for example --budget 8m")
-    if s.against is not None and s.tests_machine:
-        raise UserError("--aa compares the profile with itself; drop it, or --against")
-    if len(set(s.workloads)) < len(s.workloads):
-        raise UserError(f"--workload is given twice as {s.workloads[0]}; give each once")
-    for option, path in (("--junit", s.junit), ("--markdown", s.markdown), ("--baseline", s.baseline)):
-        if path is not None:
-            require_writable(path, option)
+from autotune.workloads.workload import Workload, load_workload
 
 
 def run_check(settings: CheckSettings, console: Console) -> CheckResult:
@@ -100,11 +44,13 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         UserError: a setting out of range; a profile, workload or base that cannot be read or built; a budget too small.
         NotComparable: another model, other prompts, or another device than what is compared with.
     """
-    check_settings(settings)
+    settings.require_consistent()
     profile = load_profile(settings.profile)
     workloads = [load_workload(name, "evaluate", num_prompts=settings.num_prompts) for name in settings.workloads]
-    is_alone = not settings.is_timed and settings.min_speedup is None and settings.baseline is None
-    evidence = [evidence_for(profile, one, is_needed=is_alone, source=settings.profile) for one in workloads]
+    evidence = [
+        evidence_for(profile, one, is_needed=settings.needs_evidence, source=settings.profile) for one in workloads
+    ]
+    design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
     device = choose_device(settings.device)
     hardware = fingerprint(device)
     with ExitStack() as stack:
@@ -117,14 +63,14 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         gates = [
             gate
             for here, then, session in zip(found, evidence, sessions, strict=True)
-            for gate in _judge_here(settings, here, then, session)
+            for gate in _judge_here(settings, design, here, then, session)
         ]
         timings: list[Timing | None] = [None] * len(found)
         if sides is not None:
             requests = [write_requests(here, processor, folder / f"{number}") for number, here in enumerate(found)]
-            comparison = Comparison(sides, launcher(device), settings.design, settings.seed, hardware.key, console)
+            comparison = Comparison(sides, launcher(device), design, settings.seed, hardware.key, console)
             timings = _compare_sides(comparison, found, requests, gates, settings.budget_s)
-    verdict, code = verdict_of(gates, inconclusive_fails=settings.inconclusive_fails)
+    verdict, code = verdict_of(gates, inconclusive_fails=settings.on_inconclusive == "fail")
     result = CheckResult(
         provenance=stamp(),
         profile=str(settings.profile),
@@ -166,7 +112,7 @@ def _decode_all(
 
 
 def _judge_here(
-    settings: CheckSettings, here: LocalRun, then: list[PromptEvidence] | str, session: Session
+    settings: CheckSettings, design: Design, here: LocalRun, then: list[PromptEvidence] | str, session: Session
 ) -> list[Gate]:
     """All that needs no other process. ``then`` is the profile's evidence, or why there is none."""
     gates = [judge_lossless(here)]
@@ -181,14 +127,15 @@ def _judge_here(
     if settings.min_speedup is not None:
         gates.append(judge_speedup(here, settings.min_speedup))
     if settings.baseline is not None:
-        gates += _judge_baseline(settings, settings.baseline, here, session)
+        gates += _judge_baseline(settings, design, here, session)
     return gates
 
 
-def _judge_baseline(settings: CheckSettings, path: Path, here: LocalRun, session: Session) -> list[Gate]:
+def _judge_baseline(settings: CheckSettings, design: Design, here: LocalRun, session: Session) -> list[Gate]:
     """Time beside all sessions of this device, counts beside the latest."""
-    known = comparable_sessions(load_baseline(path), session, path)
-    gates = [judge_times(known, session, settings.design)]
+    assert settings.baseline is not None
+    known = comparable_sessions(load_baseline(settings.baseline), session, settings.baseline)
+    gates = [judge_times(known, session, design)]
     if known:
         latest = known[-1]
         gates.append(

@@ -90,7 +90,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def github(result: CheckResult) -> list[str]:
+def github_annotations(result: CheckResult) -> list[str]:
     """Workflow commands that GitHub shows beside a run: one for each gate that needs an eye."""
     levels = {"failed": "error", "inconclusive": "warning", "warned": "warning"}
     return [

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from autotune.check.job import CheckResult, CheckSettings, run_check
+from autotune.check.job import run_check
+from autotune.check.result import CheckResult
+from autotune.check.settings import CheckSettings
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import Evidence, load_profile, save_profile
@@ -25,7 +27,7 @@ SHIPPED = data_root() / "profiles" / "cpu" / "digits.decode.json"
 
 
 def check(profile: Path, **settings: Any) -> CheckResult:
-    return run_check(CheckSettings(profile, num_prompts=4, device="cpu", **settings), Console())
+    return run_check(CheckSettings(profile=profile, num_prompts=4, device="cpu", **settings), Console())
 
 
 @pytest.mark.filterwarnings("ignore:.*tuned on")

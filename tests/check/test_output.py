@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from autotune.check.output import SUMMARY_FILE, add_to_step_summary, github, junit, markdown, write_outputs
+from autotune.check.output import SUMMARY_FILE, add_to_step_summary, github_annotations, junit, markdown, write_outputs
 from autotune.check.result import Gate, verdict_of
 from tests.check.sample_documents import check_result, gate
 
@@ -52,7 +52,7 @@ def test_markdown_has_a_row_for_each_gate_and_the_timing() -> None:
 
 
 def test_github_is_shown_what_needs_an_eye() -> None:
-    lines = github(check_result(*GATES))
+    lines = github_annotations(check_result(*GATES))
     assert lines == [
         "::warning title=autotune check%3A counts::digits: it warned%0Aa: rounds 1 -> 2",
         '::error title=autotune check%3A time against the base::digits: slower | by <8 %25> & "more"%0Aplain decoding: +0.1 %25',

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.cli.main import EXPORT_ENGINES
+from autotune.cli.export import EXPORT_ENGINES
 from autotune.errors import UserError
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.export.document import BatchPrediction

@@ -1,0 +1,75 @@
+"""Settings of ``autotune check``. Each field with a description is an option of the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from autotune.errors import UserError
+from autotune.files import require_writable
+from autotune.settings import setting
+
+
+class CheckSettings(BaseModel):
+    """Settings of a check."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    profile: Path
+    workloads: tuple[str, ...] = setting(
+        ("digits",), "Prompts: 'digits', or a JSONL file. Repeatable.", option="workload"
+    )
+    num_prompts: int = setting(16, "Number of prompts of each workload.", option="prompts", ge=1)
+    min_speedup: float | None = setting(
+        None, "Fail if the whole confidence interval of the speedup over plain decoding is below this.", gt=0
+    )
+    against: str | None = setting(
+        None, "Git revision or profile to compare with: fail if this profile is significantly slower."
+    )
+    tests_machine: bool = setting(
+        False, "A/A test: compare the profile with itself, to see what can be detected on this machine.", option="aa"
+    )
+    limit: float = setting(0.05, "Slowdown that must be detected.", unit="fraction")
+    tolerance: float = setting(0.01, "Slowdown that is acceptable.", unit="fraction", ge=0)
+    budget_s: float = setting(480.0, "Time limit of the pairs of --against and --aa.", option="budget", unit="s", gt=0)
+    on_inconclusive: Literal["fail", "warn"] = setting("fail", "Exit with 3 (fail) or 0 (warn) if inconclusive.")
+    baseline: Path | None = setting(
+        None, "File of earlier sessions to compare with; a session that passes is added to it."
+    )
+    seed: int = setting(0, "Seed of all random orders.")
+    device: str = setting("auto", "auto, cpu or cuda:N.")
+    junit: Path | None = setting(None, "JUnit XML file to write.")
+    markdown: Path | None = setting(None, "Markdown file to write.")
+    github: bool = setting(False, "Annotate the run, and add to its summary, on GitHub Actions.")
+
+    @property
+    def is_timed(self) -> bool:
+        return self.against is not None or self.tests_machine
+
+    @property
+    def needs_evidence(self) -> bool:
+        """Whether the profile's evidence is the only thing to compare with."""
+        return not self.is_timed and self.min_speedup is None and self.baseline is None
+
+    def require_consistent(self) -> None:
+        """Raises:
+        UserError: options that exclude each other, or a file that cannot be written.
+        """
+        if self.min_speedup is not None and not self.min_speedup > 0:
+            raise UserError(
+                f"--min-speedup must be above 0; got {self.min_speedup}; give for example --min-speedup 1.5"
+            )
+        if not 0 <= self.tolerance < self.limit:
+            raise UserError(
+                f"--tolerance must be at least 0 and below --limit; got {100 * self.tolerance:g} % and {100 * self.limit:g} %; "
+                "give for example --tolerance 1% --limit 5%"
+            )
+        if self.against is not None and self.tests_machine:
+            raise UserError("--aa compares the profile with itself; drop it, or drop --against")
+        if len(set(self.workloads)) < len(self.workloads):
+            raise UserError(f"--workload {self.workloads[0]} is given twice; give each workload once")
+        for option, path in (("--junit", self.junit), ("--markdown", self.markdown), ("--baseline", self.baseline)):
+            if path is not None:
+                require_writable(path, option)

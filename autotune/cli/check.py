@@ -1,0 +1,45 @@
+"""``autotune check``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autotune.check.settings import CheckSettings
+from autotune.cli.options import Verb, json_option, settings_options
+from autotune.settings import make_settings
+
+
+@click.command(cls=Verb, short_help="Check that a profile is still lossless and as fast as before.")
+@click.argument("profile", type=click.Path(path_type=Path))
+@settings_options(CheckSettings)
+@json_option
+def command(as_json: bool, **options: Any) -> None:
+    """Check that a profile is still lossless, that its counts are unchanged, and that it is not significantly slower.
+
+    Exit codes: 0 passed, 1 regressed, 2 a mistake that the user can fix, 3 inconclusive, 4 not comparable.
+    """
+    from autotune.cli.preflight import require_profile, require_workload
+
+    settings = make_settings(CheckSettings, options)
+    settings.require_consistent()
+    require_profile(settings.profile)
+    for workload in settings.workloads:
+        require_workload(workload)
+
+    from autotune.check.job import run_check
+    from autotune.check.output import add_to_step_summary, github_annotations
+    from autotune.console import Console
+    from autotune.files import dump_document
+
+    result = run_check(settings, Console())
+    if settings.github:
+        for line in github_annotations(result):
+            click.echo(line, err=True)
+        add_to_step_summary(result)
+    if as_json:
+        click.echo(dump_document("check-result", result))
+    sys.exit(result.exit_code)

@@ -1,0 +1,48 @@
+"""``autotune export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autotune.cli.options import Verb, json_option, output_option
+
+EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
+
+
+@click.command(cls=Verb, short_help="Write the nearest configuration of a serving engine.")
+@click.argument("profile", type=click.Path(path_type=Path))
+@click.option("--to", "engine", type=click.Choice(EXPORT_ENGINES), required=True, help="The engine.")
+@click.option(
+    "--study",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Study folder of the search.  [default: found in .autotune/ beside the profile or here]",
+)
+@click.option(
+    "--point",
+    type=int,
+    default=None,
+    help="Operating point of the profile, for a server of such requests only.  [default: the last, for all requests]",
+)
+@click.option("--draft", default=None, help="Another draft that the search recorded, instead of the point's draft.")
+@output_option(None, "Folder to write.  [default: exports/ENGINE]")
+@json_option
+def command(profile: Path, engine: str, as_json: bool, **options: Any) -> None:
+    """Write the nearest configuration that a serving engine can run, chosen by replay, and print its start command."""
+    from autotune.cli.preflight import require_profile
+
+    require_profile(profile)
+
+    from autotune.console import Console
+    from autotune.export.job import export_profile
+    from autotune.files import dump_document
+
+    result = export_profile(profile, engine, console=Console(), **options)
+    if as_json:
+        click.echo(dump_document("export", result))
+    else:
+        for variant in result.variants:
+            click.echo(variant.command)

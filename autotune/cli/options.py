@@ -1,0 +1,241 @@
+"""Options that several verbs share, their value types, and options made from settings models."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from autotune.files import require_writable, write_bytes
+from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.settings import extra_of, option_name
+
+if TYPE_CHECKING:
+    import pandas
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+BUNDLED_WORKLOAD = "digits"
+MODES = ("eager", "compile", "cuda-graph")
+# Names of earlier versions, accepted for one version.
+RENAMED_OPTIONS = {"--runner": "--mode", "--buckets": "--capture-sizes"}
+RENAMED_MODES = {"graph": "cuda-graph"}
+
+
+def notice(text: str) -> None:
+    click.echo(f"autotune: {text}", err=True)
+
+
+class Verb(click.Command):
+    """A command that still accepts the former names of its options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in parameter.opts}
+        for position, argument in enumerate(args):
+            old, separator, value = argument.partition("=")
+            new = RENAMED_OPTIONS.get(old)
+            if new in known:
+                notice(f"{old} is now {new}; the next version will not accept {old}")
+                args[position] = f"{new}{separator}{value}"
+        return super().parse_args(ctx, args)
+
+
+# --------------------------------------------------------------------------------------------------------- value types
+
+
+class Duration(click.ParamType[float]):
+    """``90``, ``90s``, ``10m`` or ``1h``, in seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smh]?)", str(value).strip())
+        if not match:
+            self.fail(f"{value!r} is not a duration; write for example 90s, 10m or 1h", param, ctx)
+        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+class Percent(click.ParamType[float]):
+    """``5%`` or ``0.05``, as a fraction."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", str(value).strip())
+        if not match or (float(match[1]) >= 1 and not match[2]):
+            self.fail(f"{value!r} is not a percentage; write for example 5% or 0.05", param, ctx)
+        return float(match[1]) / (100 if match[2] else 1)
+
+
+class CaptureSizes(click.ParamType[tuple[int, ...]]):
+    """``4,8,16,32,64``, as integers."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        from autotune.execution import check_capture_sizes
+
+        try:
+            sizes = [int(size) for size in str(value).split(",") if size.strip()]
+        except ValueError:
+            self.fail(f"{value!r} is not a list of sizes; write for example 4,8,16,32,64", param, ctx)
+        return check_capture_sizes(sizes)
+
+
+class Mode(click.Choice[str]):
+    """An execution mode; former names are accepted."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in RENAMED_MODES:
+            notice(f"--mode {value} is now --mode {RENAMED_MODES[value]}; the next version will not accept {value}")
+        return super().convert(RENAMED_MODES.get(value, value), param, ctx)
+
+
+class TableFile(click.Path):
+    """A writable file for a table, in a format that its suffix names."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(value)
+        if path.suffix not in (".csv", ".parquet"):
+            self.fail(
+                f"{value!r} has no known table format; give a file name that ends in .csv or .parquet", param, ctx
+            )
+        require_writable(path, "--table")
+        return path
+
+
+# ------------------------------------------------------------------------------------------------------- shared options
+
+target_option = click.option(
+    "--target",
+    default=BUNDLED_TARGET,
+    show_default=True,
+    help="Target: the name of a bundled model, a path or a Hugging Face id.",
+)
+drafts_option = click.option(
+    "--draft",
+    "drafts",
+    multiple=True,
+    default=(BUNDLED_DRAFT,),
+    show_default=True,
+    help="Draft: the name of a bundled model, a path or a Hugging Face id. Repeatable.",
+)
+workload_option = click.option(
+    "--workload", default=BUNDLED_WORKLOAD, show_default=True, help="'digits', or a JSONL file of prompts."
+)
+device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
+injection_option = click.option(
+    "--injection-layer", type=int, default=None, help="Target layer whose output the draft reads; star has five."
+)
+mode_option = click.option(
+    "--mode",
+    type=Mode(MODES),
+    default="eager",
+    show_default=True,
+    help="How forward passes run. compile and cuda-graph prepare the sizes of --capture-sizes.",
+)
+capture_sizes_option = click.option(
+    "--capture-sizes",
+    type=CaptureSizes(),
+    default=(),
+    help="Numbers of tokens that forward passes are padded to, as 4,8,16,32,64.  [default: none in mode eager]",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
+
+
+def heads_option(*, multiple: bool = False) -> Decorator:
+    repeatable = " Repeatable: each share is measured." if multiple else ""
+    help_text = f"Share of attention heads kept; star has quarters.{repeatable}"
+    return click.option("--heads", type=float, multiple=multiple, default=None, help=help_text)
+
+
+def prompts_option(default: int) -> Decorator:
+    return click.option(
+        "--prompts",
+        "num_prompts",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=True,
+        help="Number of prompts.",
+    )
+
+
+def output_option(default: str | None, help_text: str) -> Decorator:
+    return click.option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path),
+        default=None if default is None else Path(default),
+        show_default=True,
+        help=help_text,
+    )
+
+
+def table_option(contents: str) -> Decorator:
+    return click.option("--table", type=TableFile(), default=None, help=f"Write {contents} to a .csv or .parquet file.")
+
+
+# --------------------------------------------------------------------------------------------- options of settings models
+
+
+def settings_options(model: type[BaseModel]) -> Decorator:
+    """Add an option for every field of a settings model that has one, in the order of the fields."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name, field in reversed(model.model_fields.items()):
+            if field.description is not None and option_name(name, field) is not None:
+                command = _option(name, field)(command)
+        return command
+
+    return decorate
+
+
+def _option(name: str, field: FieldInfo) -> Decorator:
+    unit, annotation, default = extra_of(field).get("unit"), field.annotation, field.default
+    if get_origin(annotation) in (Union, types.UnionType):  # an optional value
+        annotation = next(member for member in get_args(annotation) if member is not type(None))
+    options: dict[str, Any] = {"default": default, "help": field.description, "type": annotation}
+    options["show_default"] = default not in (None, (), False)
+    names = [f"--{option_name(name, field)}"]
+    if annotation is bool:
+        options |= {"is_flag": True, "type": None}
+    elif annotation is Path:
+        options["type"] = click.Path(path_type=Path)
+        names += ["-o"] * (name == "output")
+    elif get_origin(annotation) is Literal:
+        options["type"] = (Mode if name == "mode" else click.Choice)(get_args(annotation))
+    elif annotation == tuple[int, ...]:
+        options["type"] = CaptureSizes()
+    elif get_origin(annotation) is tuple:
+        options |= {"type": get_args(annotation)[0], "multiple": True}
+    elif unit == "fraction":
+        options |= {"type": Percent(), "show_default": f"{100 * default:g}%"}
+    elif unit == "s":
+        options |= {"type": Duration(), "show_default": f"{default:g}s" if default % 60 else f"{default / 60:g}m"}
+    return click.option(*names, name, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------- output
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1, allow_nan=False))
+
+
+def write_table(path: Path, frame: pandas.DataFrame) -> None:
+    """Write a data frame as CSV or Parquet, as the suffix says."""
+    write_bytes(path, frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode())

@@ -1,0 +1,59 @@
+"""Checks that need neither models nor measurements, made before torch, numba or scipy are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.errors import UserError, nearest
+from autotune.files import read_json
+
+# The arms of autotune bench; a test compares them with those of evaluation/bench.py.
+ARMS = (
+    "ar",
+    "hf",
+    "hf-assisted",
+    "prompt_lookup",
+    "chain",
+    "star",
+    "eagle2",
+    "dream",
+    "sage",
+    "wetap",
+    "wetap-lossy",
+)
+
+
+def require_profile(path: Path) -> None:
+    """Check that a decoding profile can be read.
+
+    Raises:
+        UserError: no such file, no JSON, an unknown key or a value out of range.
+    """
+    read_json(path)
+    from autotune.documents.decoding_profile import load_profile
+
+    load_profile(path)
+
+
+def require_workload(name: str) -> None:
+    """Check that a workload's file can be parsed. Its images are read later.
+
+    Raises:
+        UserError: no such file, or a line that is not a prompt.
+    """
+    from autotune.workloads.workload import BUNDLED, Prompt, read_jsonl
+
+    if name != BUNDLED:
+        read_jsonl(Path(name), Prompt)
+
+
+def require_arms(names: Sequence[str]) -> None:
+    """Check the names of arms.
+
+    Raises:
+        UserError: an unknown arm.
+    """
+    for name in names:
+        if name not in ARMS:
+            raise UserError(f"--against {name}: no such arm; {nearest(name, ARMS)}")

@@ -1,0 +1,29 @@
+"""``autotune report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autotune.cli.options import Verb, output_option
+
+
+@click.command(cls=Verb, short_help="Write an HTML page that explains a profile.")
+@click.argument("source", metavar="PROFILE|STUDY", type=click.Path(path_type=Path))
+@output_option("report.html", "Page to write.")
+@click.option(
+    "--study",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Study folder of the profile.  [default: found in .autotune/ beside the profile]",
+)
+@click.option("--storage", default=None, help="Database of the study, if workers shared one.")
+@click.option("--workload", default=None, help="Workload file of the search, if it was moved.")
+def command(source: Path, output: Path, study: Path | None, storage: str | None, workload: str | None) -> None:
+    """Write a page that explains a profile: one HTML file that opens offline."""
+    from autotune.console import Console
+    from autotune.report.page import write_report
+
+    write_report(source, output, Console(), study=study, storage=storage, workload=workload)
+    click.echo(output)

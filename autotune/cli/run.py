@@ -1,0 +1,88 @@
+"""``autotune run``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autotune.cli.options import BUNDLED_WORKLOAD, Verb, device_option, json_option, print_json
+from autotune.errors import UserError
+
+if TYPE_CHECKING:
+    from autotune.workloads.workload import WorkloadPrompt
+
+
+@click.command(cls=Verb, short_help="Decode with a profile.")
+@click.argument("profile", type=click.Path(path_type=Path))
+@click.option("--prompt", default=None, help="Text of the prompt.  [default: a bundled prompt]")
+@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Image file. Repeatable.")
+@click.option("--workload", default=None, help="Decode the evaluation prompts of a workload instead of one prompt.")
+@click.option("--task", default=None, help="Task of the request, for profiles with an operating point for it.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Longest answer.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy decoding.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the sampled tokens.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the sampled tokens.")
+@device_option
+@json_option
+def command(
+    profile: Path,
+    prompt: str | None,
+    images: tuple[Path, ...],
+    workload: str | None,
+    device: str,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Decode with a profile: one prompt, the evaluation prompts of a workload, or a bundled example."""
+    from autotune.cli.preflight import require_profile
+
+    if workload is not None and (prompt is not None or images):
+        raise UserError("give either --workload, or --prompt with --image; got both; drop one")
+    if images and prompt is None:
+        raise UserError("an image needs a question; add --prompt TEXT")
+    require_profile(profile)
+    prompts = _prompts(prompt, images, workload, settings)
+
+    from autotune.evaluation.answers import answer_prompts
+
+    answers = []
+    for answer in answer_prompts(profile, prompts, device=device):
+        answers.append(answer)
+        if not as_json:
+            click.echo(answer["text"])
+            click.echo(answer["summary"], err=True)
+    if as_json:
+        print_json(answers if workload is not None else answers[0])
+
+
+def _prompts(
+    text: str | None, images: tuple[Path, ...], workload: str | None, settings: dict[str, Any]
+) -> list[WorkloadPrompt]:
+    """The prompts to decode, with the settings of the command line in place of their own.
+
+    Raises:
+        UserError: a setting out of range, or an image or workload that cannot be read.
+    """
+    from pydantic import ValidationError
+
+    from autotune.files import describe
+    from autotune.workloads.workload import Prompt, WorkloadPrompt, load_image, load_workload
+
+    settings = {name: value for name, value in settings.items() if value is not None}
+    try:
+        if text is not None:
+            pixels = tuple(load_image(path) for path in images)
+            return [WorkloadPrompt("prompt", Prompt(prompt=text, **settings), pixels)]
+        Prompt(prompt="", **settings)  # refuses values out of range before the workload is read
+        prompts = []
+        for prompt in load_workload(
+            workload or BUNDLED_WORKLOAD, "evaluate", num_prompts=None if workload else 1
+        ).prompts:
+            limit = {"max_new_tokens": min(prompt.settings.max_new_tokens, settings["max_new_tokens"])}
+            prompts.append(replace(prompt, settings=Prompt(**{**prompt.settings.model_dump(), **settings, **limit})))
+        return prompts
+    except ValidationError as error:
+        raise UserError(f"--{describe(error, Prompt).replace('_', '-')}") from None

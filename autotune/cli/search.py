@@ -1,0 +1,37 @@
+"""``autotune search``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from autotune.cli.options import Verb, json_option, settings_options
+from autotune.search.settings import SearchSettings
+from autotune.settings import make_settings
+
+
+@click.command(cls=Verb, short_help="Find the fastest draft and token tree; write a decoding profile.")
+@settings_options(SearchSettings)
+@json_option
+def command(as_json: bool, **options: Any) -> None:
+    """Measure costs, record traces, search trees by replay, measure the finalists, and write a decoding profile.
+
+    An interrupted search is continued by the same command.
+    """
+    started = time.monotonic()  # imports and loading count towards the budget
+    from autotune.cli.preflight import require_workload
+    from autotune.search.settings import check_settings
+
+    settings = make_settings(SearchSettings, options)
+    check_settings(settings)
+    require_workload(settings.workload)
+
+    from autotune.console import Console
+    from autotune.files import dump_document
+    from autotune.search.pipeline import search
+
+    document = search(settings, Console(), started=started)
+    if as_json:
+        click.echo(dump_document("decoding-profile", document))

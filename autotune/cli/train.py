@@ -1,0 +1,24 @@
+"""``autotune train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autotune.cli.options import Verb, output_option
+
+
+@click.command(cls=Verb, short_help="Train a draft, or the bundled pair, from a recipe.")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@output_option(None, "Folder to write.  [default: the folder that the recipe names]")
+def command(recipe: Path, output: Path | None) -> None:
+    """Train a draft, or the bundled pair, from a recipe. Interrupted training continues at its last checkpoint."""
+    from autotune.files import read_yaml
+
+    read_yaml(recipe)
+
+    from autotune.console import Console
+    from autotune.training.trainer import train_with_progress
+
+    train_with_progress(recipe, output, Console())
