@@ -54,16 +54,14 @@ class CheckSettings(BaseModel):
         return not self.is_timed and self.min_speedup is None and self.baseline is None
 
     def require_consistent(self) -> None:
-        """Raises:
-        UserError: options that exclude each other, or a file that cannot be written.
+        """Check the options together.
+
+        Raises:
+            UserError: options that exclude each other, or a file that cannot be written.
         """
-        if self.min_speedup is not None and not self.min_speedup > 0:
+        if not self.tolerance < self.limit:
             raise UserError(
-                f"--min-speedup must be above 0; got {self.min_speedup}; give for example --min-speedup 1.5"
-            )
-        if not 0 <= self.tolerance < self.limit:
-            raise UserError(
-                f"--tolerance must be at least 0 and below --limit; got {100 * self.tolerance:g} % and {100 * self.limit:g} %; "
+                f"--tolerance must be below --limit; got {100 * self.tolerance:g} % and {100 * self.limit:g} %; "
                 "give for example --tolerance 1% --limit 5%"
             )
         if self.against is not None and self.tests_machine:

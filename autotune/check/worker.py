@@ -59,10 +59,10 @@ class Side:
 
         self.where = os.path.dirname(os.path.abspath(autotune.__file__))
         self.tuned = autotune.load(profile, device=device)
-        # Steps as the profile runs them: a baseline that is slower than it could be would flatter the draft.
+        # Steps as the profile runs them (earlier versions: runner, buckets): a slower baseline would flatter the draft.
         steps = {
             name: getattr(self.tuned, name)
-            for name in ("threads", "runner", "capture_sizes")
+            for name in ("threads", "mode", "capture_sizes", "runner", "buckets")
             if hasattr(self.tuned, name)
         }
         self.plain = autotune.Decoder(

@@ -36,9 +36,7 @@ class SearchSettings(Document):
         option="draft",
         min_length=1,
     )
-    heads: float | None = setting(
-        None, "Share of heads kept by the draft, in place of the space's shares.", gt=0, le=1
-    )
+    heads: float | None = setting(None, "Share of heads kept by the draft, in place of the space's shares.", gt=0, le=1)
     injection_layer: int | None = setting(
         None, "Layer of the target whose output the draft reads, in place of the space's layers."
     )
@@ -56,9 +54,7 @@ class SearchSettings(Document):
         "finalists", "What is run for real: the finalists, or also every subnet before its trees are searched."
     )
     max_round_ms: float | None = setting(None, "Upper limit of a round's latency, in milliseconds.", ge=0)
-    max_draft_mib: float | None = setting(
-        None, "Upper limit of the memory of a draft with its KV cache, in MiB.", ge=0
-    )
+    max_draft_mib: float | None = setting(None, "Upper limit of the memory of a draft with its KV cache, in MiB.", ge=0)
     jobs: int | None = setting(None, "Number of parallel replays and recordings; default: one per core.", ge=1)
     seed: int = setting(0, "Seed of the sweeps, of sampling and of the order of real runs.")
     capture_sizes: tuple[int, ...] = setting(

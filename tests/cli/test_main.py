@@ -1,30 +1,25 @@
-"""The command line: light help, one line for every mistake, JSON and nothing else on stdout, and no work lost to kill -9."""
+"""The command line: help and obvious mistakes answer at once, and every mistake of the user is one line."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
-import time
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import VERBS, main
 from autotune.device import fingerprint
-from autotune.documents.configuration import PUBLISHED_DEFAULTS
 from autotune.documents.decoding_profile import load_profile, save_profile
 from autotune.modeling.loading import reference
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import Pair, new_llama
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 MODULE = [sys.executable, "-m", "autotune"]
 HEAVY = {"torch", "transformers", "optuna", "numba", "scipy", "sklearn", "pandas", "sqlalchemy"}
@@ -81,7 +76,7 @@ def test_former_option_names_are_accepted_with_a_notice() -> None:
         lines = result.stderr.splitlines()
         assert result.exit_code == 2 and len(lines) == len(notices) + 1
         assert all(line.startswith(f"autotune: {notice}; ") for line, notice in zip(lines, notices, strict=False))
-        assert "--budget must be above 0" in lines[-1]
+        assert "--budget: input should be greater than 0" in lines[-1]
     assert "No such option" in CliRunner().invoke(main, ["run", "x.json", "--runner", "eager"]).stderr
 
 
@@ -96,14 +91,14 @@ INSTANT = {
     "export missing.json --to vllm": "no such file",
     "export missing.json --to vlm": "did you mean|not one of",
     "train missing.yaml": "no such file",
-    "search --budget 0": "--budget must be above 0",
+    "search --budget 0": "--budget: input should be greater than 0",
     "search --gpu nope": "--gpu nope: neither a device",
     "search --space quik": "did you mean 'quick'",
     "search --workload missing.jsonl": "no such file",
     "search -o /proc/nowhere/profile.json": "cannot be written",
     "record --workload missing.jsonl": "no such file",
     "profile -o /proc/nowhere/table.json": "cannot be written",
-    "check x.json --min-speedup 0": "--min-speedup must be above 0",
+    "check x.json --min-speedup 0": "--min-speedup: input should be greater than 0",
 }
 INSTANT_PROGRAM = f"""
 import io, re, sys
@@ -181,9 +176,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "truncated profile": (["run", "truncated.json", "--prompt", "x"], "not a complete JSON document"),
     "unknown key": (["run", "typo.json", "--prompt", "x"], "unknown key 'points.0.verificatoin'; did you mean 'verification'"),
     "newer schema": (["run", "newer.json", "--prompt", "x"], "'autotune.decoding-profile/2' is newer .* update autotune"),
-    "no budget": ([*SEARCH, "--budget", "0"], "--budget must be above 0; got 0 s"),
-    "negative budget": ([*SEARCH, "--budget", "-3m"], "--budget must be above 0; got -180 s"),
-    "no trials": ([*SEARCH, "--trials", "0"], "--trials must be at least 1; got 0"),
+    "no budget": ([*SEARCH, "--budget", "0"], "--budget: input should be greater than 0; got 0.0"),
+    "negative budget": ([*SEARCH, "--budget", "-3m"], "--budget: input should be greater than 0; got -180.0"),
+    "no trials": ([*SEARCH, "--trials", "0"], "--trials: input should be greater than or equal to 1; got 0"),
     "sizes": ([*SEARCH, "--capture-sizes", "8,many"], "'8,many' is not a list of sizes; write for example 4,8,16,32,64"),
     "size": ([*SEARCH, "--capture-sizes", "8,900"], "buckets are numbers of tokens from 1 to 160; got 900"),
     "too small": ([*SEARCH, "--capture-sizes", "2,4"], "space quick: steps are priced up to 4 tokens; .*narrow the space"),
@@ -232,12 +227,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "no minimum": (
         ["check", "profile.json", "--workload", "workload.jsonl", "--min-speedup", "0"],
-        r"--min-speedup must be above 0; got 0\.0",
+        r"--min-speedup: input should be greater than 0; got 0\.0",
     ),
     "limit that is no percentage": (["check", "profile.json", "--limit", "5"], "'5' is not a percentage; write for example 5% or 0.05"),
     "limit below the tolerance": (
         ["check", "profile.json", "--limit", "1%", "--tolerance", "0.02"],
-        "--tolerance must be at least 0 and below --limit; got 2 % and 1 %",
+        "--tolerance must be below --limit; got 2 % and 1 %",
     ),
     "no such base": (
         ["check", "profile.json", "--workload", "workload.jsonl", "--against", "nowhere"],

@@ -1,0 +1,143 @@
+"""The command line from end to end, in real processes; and no finished work is lost to ``kill -9``."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from autotune.documents.configuration import PUBLISHED_DEFAULTS
+from autotune.documents.decoding_profile import load_profile, save_profile
+from autotune.modeling.loading import reference
+from tests.cli.processes import run_command, start_command
+from tests.sample_documents import decoding_profile, write_image, write_workload
+from tests.tiny_models import Pair
+
+SPACE = """
+schema: autotune.search-space/1
+name: small
+visual_keep: {choices: [1.0, 0.5]}
+trees:
+  chain: {depth: {low: 1, high: 3}}
+  sage: {d_max: {low: 3, high: 6}, w_max: {low: 2, high: 8}, upper: {low: 3.0, high: 5.0}}
+"""
+
+
+def write_small_job(folder: Path) -> list[str]:
+    """Write seven short prompts and a small space; returns the option that names the prompts."""
+    images = [write_image(folder / f"{seed}.png", seed) for seed in range(2)]
+    tune: list[dict[str, Any]] = [
+        {"prompt": "Count to ten, then stop."},
+        {"prompt": "Read the digits row by row.", "images": images[:1], "task": "read"},
+        {"prompt": "Go on.", "temperature": 0.7, "seed": 3},
+        {"prompt": "And row 2?", "images": images[1:], "task": "read"},
+    ]
+    evaluate = [{**prompt, "prompt": f"{prompt['prompt']} Again?"} for prompt in tune[:3]]
+    lines = [{"max_new_tokens": 12, "split": "tune", **prompt} for prompt in tune]
+    lines += [{"max_new_tokens": 12, "split": "evaluate", **prompt} for prompt in evaluate]
+    (folder / "small.yaml").write_text(SPACE)
+    return ["--workload", str(write_workload(folder, lines))]
+
+
+def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
+    """Every verb with --json: standard output holds only that, progress and tables are on standard error."""
+    models = ["--target", pair.target_folder, "--draft", pair.draft_folder]
+    workload = write_small_job(tmp_path)
+
+    def stage(*arguments: object) -> Any:
+        done = run_command(*arguments, "--json", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+        return json.loads(done.stdout)
+
+    table = stage("profile", *models, *workload, "-o", "pair.cost.json")
+    assert table == json.loads((tmp_path / "pair.cost.json").read_text())
+    assert table["schema"] == "autotune.cost-table/4"
+
+    traces = stage("record", *models, *workload, "--visual-keep", "1", "--visual-keep", "0.5", "-o", "traces")
+    assert [trace["visual_keep"] for trace in traces] == [1.0, 0.5]
+    assert set(traces[0]["agreement"]) == {"prompt", "read"}
+    assert {path.name for path in tmp_path.glob("traces/**/*.json")} >= {"keep-1.trace.json", "keep-0.5.trace.json"}
+
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "30s"]
+    profile = stage("search", *models, *workload, *small, "-o", "profile.json")
+    assert profile == json.loads((tmp_path / "profile.json").read_text())
+    assert_complete(tmp_path / "profile.json")
+
+    # Whether a tree pays with models this small depends on the machine; the following stages must have one.
+    target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
+    hardware = load_profile(tmp_path / "profile.json").hardware
+    tree = {"policy": "sage", "d_max": 5}
+    save_profile(tmp_path / "tree.json", decoding_profile(target, draft, tree=tree, visual_keep=0.5, hardware=hardware))
+
+    answer = stage("run", "tree.json", "--prompt", "What is this?", "--image", "0.png", "--max-new-tokens", "16")
+    assert answer["prompt"] == "What is this?" and answer["lossless"] and answer["stats"]["draft_forwards"] > 0
+    assert isinstance(answer["text"], str) and answer["stats"]["new_tokens"] <= 16
+    answers = stage("run", "tree.json", *workload, "--temperature", "1")
+    assert len(answers) == 3
+
+    bench = stage("bench", "tree.json", *workload, "--against", "ar,hf,chain,sage")
+    assert [arm["name"] for arm in bench["arms"]] == ["ar", "hf", "chain", "sage", "tuned"]
+    assert {arm["num_prompts"] for arm in bench["arms"]} == {3}
+    identical = {arm["name"]: arm["identical_outputs"] for arm in bench["arms"]}
+    assert identical.pop("hf") >= 2 and set(identical.values()) == {3}, "Hugging Face samples other numbers"
+    assert bench["speedup_by_task"]["ar"] == {"prompt": 1.0, "read": 1.0}
+
+    check = stage("check", "tree.json", *workload, "--min-speedup", "0.001")
+    assert (check["schema"], check["verdict"], check["exit_code"]) == ("autotune.check-result/1", "passed", 0)
+    assert check["workloads"][0]["identical_outputs"] == 3
+    failed = run_command("check", "tree.json", *workload, "--min-speedup", "1000", "--json", folder=tmp_path)
+    assert failed.returncode == 1
+    assert json.loads(failed.stdout)["verdict"].startswith("failed: the speedup lies below 1000")
+
+
+def assert_complete(path: Path) -> None:
+    """The profile has a measured point, its evidence, and every arm that it was compared with."""
+    profile = load_profile(path)
+    measured = profile.point.measured
+    assert measured is not None and profile.point.predicted is not None
+    assert measured.num_prompts == len(profile.evidence.prompts) == 3
+    assert [arm.name for arm in profile.evidence.compared] == ["ar", *PUBLISHED_DEFAULTS, "tuned"]
+    assert profile.evidence.configurations_replayed >= 6
+
+
+# -------------------------------------------------------------------------------------------------------------- kill -9
+
+
+def progress(study: Path) -> int:
+    """Number of complete records and lines: it grows with every unit of work."""
+    runs = study / "runs.jsonl"
+    lines = runs.read_bytes().count(b"\n") if runs.exists() else 0
+    return lines + sum(path.is_file() and not path.name.startswith(".") for path in study.rglob("*"))
+
+
+def test_kill_9_loses_no_finished_work(pair: Pair, tmp_path: Path) -> None:
+    """A search is killed after random amounts of work and then finishes: nothing that was on disk is made again."""
+    models = ["--target", pair.target_folder, "--draft", pair.draft_folder]
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "30s", "--study", "study", "-o", "profile.json"]
+    command = ["search", *models, *write_small_job(tmp_path), *small]
+    study = tmp_path / ".autotune" / "study"
+    kept: dict[Path, int] = {}
+    was_killed = 0
+    for amount in sorted(random.Random(0).sample(range(1, 45), 4)):
+        process = start_command(*command, folder=tmp_path)
+        while process.exitcode is None and progress(study) < amount:
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+        was_killed += process.exitcode == -9
+        assert not (tmp_path / "profile.json").exists() or process.exitcode == 0
+        records = [path for kind in ("answers", "forests") for path in (study / kind).rglob("*") if path.is_file()]
+        kept |= {path: path.stat().st_mtime_ns for path in records if not path.name.startswith(".")} | kept
+    assert was_killed >= 2 and kept
+    done = run_command(*command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_complete(tmp_path / "profile.json")
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    lines = (study / "runs.jsonl").read_text().splitlines()
+    runs = [json.loads(line) for line in lines if line.endswith("}")]
+    counted = Counter((run["comparison"], run["arm"], run["prompt_sha256"]) for run in runs)
+    assert max(counted.values()) == 1 and len(counted) == len(runs) >= 7 + 3 * 3
