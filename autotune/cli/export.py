@@ -37,7 +37,7 @@ def command(profile: Path, engine: str, as_json: bool, **options: Any) -> None:
     require_profile(profile)
 
     from autotune.console import Console
-    from autotune.export.job import export_profile
+    from autotune.export.exporter import export_profile
     from autotune.files import dump_document
 
     result = export_profile(profile, engine, console=Console(), **options)

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from autotune.cli.main import EXPORT_ENGINES, main
+from autotune.cli.export import EXPORT_ENGINES
+from autotune.cli.main import main
 from autotune.documents.condition import Condition, Range
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import OperatingPoint, load_profile, save_profile
