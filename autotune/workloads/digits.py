@@ -1,10 +1,10 @@
 """The bundled workload: questions about grids of real handwritten digits, and passages of documentation to continue.
 
 Images are composed from scikit-learn's 1,797 handwritten digits. Scans 0-1399 are for training, 1400-1796 are held out,
-so no held-out image contains a scan that any bundled model has seen. An example is a pure function of ``(split, task,
-index)``: nothing is stored, and the same example is made on every machine. The exception is ``continue``, whose
-passages are the docstrings of the running interpreter's own standard library: they change with the Python version, and
-the workload's hash changes with them. Once read they are kept in the user's cache folder.
+so no held-out image contains a scan that a bundled model was trained on. An example is a pure function of ``(split, task,
+index)``: nothing is stored, and every machine makes the same example. The exception is ``continue``, whose passages
+are docstrings of the interpreter's standard library: they change with the Python version, and the workload's hash
+changes with them. They are cached in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Split = Literal["train", "held-out"]
 
 IMAGE_SIZE = 192  # pixels, both sides
 CELL_SIZE = 32  # pixels of one cell: 6 x 6 cells fill the image
-DIGIT_SIZE = 16  # pixels of the digit in its cell: a quarter of it, the rest is paper
+DIGIT_SIZE = 16  # pixels of a digit, which covers a quarter of its cell; the rest is background
 NUM_CELLS = IMAGE_SIZE // CELL_SIZE
 FIRST_HELD_OUT_SCAN = 1400
 BLANK = 10  # the class of a cell without a digit
 
 TASKS = ("read", "count", "sum", "sort", "add", "multiply", "describe", "continue")
-MAX_NEW_TOKENS = 250  # a bound for every answer; ``continue`` stops at PASSAGE_TOKENS
+MAX_NEW_TOKENS = 250  # bound of every answer; ``continue`` stops at PASSAGE_TOKENS
 PASSAGE_TOKENS = 128
 
 Grid = NDArray[np.int64]  # [rows, columns], digit values
@@ -51,9 +51,9 @@ class DigitsExample:
 
     task: str
     prompt: str
-    answer: str  # of ``continue``: more than PASSAGE_TOKENS tokens, without an end
+    answer: str  # for ``continue``: more than PASSAGE_TOKENS tokens, without an end
     image: NDArray[np.uint8] | None
-    cells: Grid | None  # [12, 12] digit under each DIGIT_SIZE square, BLANK on paper: what the grounding loss teaches
+    cells: Grid | None  # [12, 12] digit in each DIGIT_SIZE square, or BLANK: labels of the grounding loss
 
 
 # -------------------------------------------------------------------------------------------------------------- images
@@ -72,42 +72,42 @@ def _scans() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
 @functools.cache
 def _scan_bank(split: Split, num_variants: int) -> tuple[NDArray[np.float32], list[NDArray[np.int64]]]:
-    """Scans enlarged to DIGIT_SIZE: [scans, variants, 16, 16], and the scan numbers of each digit.
+    """Scans enlarged to DIGIT_SIZE [scans, variants, 16, 16], and the scan indices of each digit.
 
-    Variant 0 is the scan as it is. The others, for training only, are turned, sheared, scaled, shifted, bent and
-    thickened: the held-out scans are of other writers, and without bending their digits are read at 95 %, with it at 98 %.
+    Variant 0 is the unchanged scan. The others, for training only, are rotated, sheared, scaled, shifted, warped and
+    thickened: the held-out scans are of other writers, whose digits are read at 98 % with warping and 95 % without.
     """
     from scipy.ndimage import map_coordinates
 
     images, labels = _scans()
-    of_split = (np.arange(len(images)) < FIRST_HELD_OUT_SCAN) == (split == "train")
-    images, labels = images[of_split], labels[of_split]
+    is_in_split = (np.arange(len(images)) < FIRST_HELD_OUT_SCAN) == (split == "train")
+    images, labels = images[is_in_split], labels[is_in_split]
     rng = np.random.default_rng(20240)
     bank = np.empty((len(images), num_variants, DIGIT_SIZE, DIGIT_SIZE), np.float32)
     scale = images.shape[-1] / DIGIT_SIZE
     grid = (
         np.mgrid[0:DIGIT_SIZE, 0:DIGIT_SIZE].reshape(2, -1).astype(np.float64) - (DIGIT_SIZE - 1) / 2
     )  # pixels from the centre
-    knots = (grid - grid.min()) / np.ptp(grid) * 2  # the same places on a 3 x 3 lattice of displacements
+    knots = (grid - grid.min()) / np.ptp(grid) * 2  # the same points on a 3 x 3 lattice of displacements
     for scan, image in enumerate(images):
         for variant in range(num_variants):
-            places, gamma = grid * scale, 1.0
+            points, gamma = grid * scale, 1.0
             if variant:
                 angle, shear = rng.uniform(-0.4, 0.4, 2)
-                turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-                matrix = turn @ np.array([[1.0, shear], [0.0, 1.0]]) @ np.diag(rng.uniform(0.77, 1.3, 2))
-                bend = np.stack(
+                rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+                matrix = rotation @ np.array([[1.0, shear], [0.0, 1.0]]) @ np.diag(rng.uniform(0.77, 1.3, 2))
+                warp = np.stack(
                     [map_coordinates(lattice, knots, order=1) for lattice in rng.normal(0.0, 1.0, (2, 3, 3))]
                 )
-                places = matrix @ places + bend + rng.uniform(-0.7, 0.7, (2, 1))
+                points = matrix @ points + warp + rng.uniform(-0.7, 0.7, (2, 1))
                 gamma = rng.uniform(0.6, 1.6)
-            ink = map_coordinates(image, places + (image.shape[0] - 1) / 2, order=1).clip(0.0, 1.0) ** gamma
+            ink = map_coordinates(image, points + (image.shape[0] - 1) / 2, order=1).clip(0.0, 1.0) ** gamma
             bank[scan, variant] = ink.reshape(DIGIT_SIZE, DIGIT_SIZE)
     return bank, [np.flatnonzero(labels == digit) for digit in range(10)]
 
 
 def _draw_grid(grid: Grid, split: Split, rng: Generator) -> tuple[NDArray[np.uint8], Grid]:
-    """An image of ``grid`` somewhere on a 6 x 6 board, and the classes of its DIGIT_SIZE squares."""
+    """Draw ``grid`` at a random position of a 6 x 6 board; also returns the classes of its DIGIT_SIZE squares."""
     bank, scans_of_digit = _scan_bank(split, num_variants=64 if split == "train" else 1)
     rows, columns = grid.shape
     top, left = rng.integers(NUM_CELLS - rows + 1), rng.integers(NUM_CELLS - columns + 1)
@@ -119,7 +119,7 @@ def _draw_grid(grid: Grid, split: Split, rng: Generator) -> tuple[NDArray[np.uin
             continue
         scan = rng.choice(scans_of_digit[digit])
         cell = bank[scan, rng.integers(bank.shape[1])]
-        down, right = rng.integers(-1, 2, 2)  # one pixel of unsteadiness
+        down, right = rng.integers(-1, 2, 2)  # jitter of one pixel
         y, x = row * CELL_SIZE, column * CELL_SIZE
         canvas[y : y + DIGIT_SIZE, x : x + DIGIT_SIZE] = np.roll(cell, (down, right), (0, 1))
     ink, paper = rng.uniform(0.75, 1.0), rng.uniform(0.0, 0.12)
@@ -190,7 +190,7 @@ _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
 def _describe(grid: Grid, rng: Generator) -> str:
-    """Facts about the grid in free order and varied phrasing: the target has a choice at almost every sentence."""
+    """Facts about the grid in random order and phrasing: almost every sentence has alternatives."""
 
     def pick(*options: str) -> str:
         return str(rng.choice(list(options)))
@@ -276,7 +276,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @functools.cache
 def _passages(split: Split) -> list[str]:
-    """Docstrings of the standard library, one line each, long enough to be cut in two; 1 in 10 is held out by its hash."""
+    """Docstrings of the standard library, one line each, long enough to be split in two; 1 in 10 is held out by its hash."""
 
     def is_held_out(text: str) -> bool:
         return hashlib.sha256(text.encode()).digest()[0] % 10 == 0
@@ -289,15 +289,15 @@ def _passages(split: Split) -> list[str]:
 
 @functools.cache
 def _docstrings() -> list[str]:
-    """Of both splits, sorted. Reading them takes seconds, so the user's cache folder keeps them for this interpreter."""
+    """Docstrings of both splits, sorted. Reading them takes seconds, so they are cached for each interpreter."""
     source = Path(sysconfig.get_path("stdlib"))
-    kept = user_cache() / f"passages-{content_key([sys.version, str(source), sha256_of(Path(__file__))])}.json"
-    if kept.exists():
+    cached = user_cache() / f"passages-{content_key([sys.version, str(source), sha256_of(Path(__file__))])}.json"
+    if cached.exists():
         with contextlib.suppress(UserError):
-            return list(read_json(kept))
+            return list(read_json(cached))
     found = _read_docstrings(source)
     with contextlib.suppress(UserError, OSError):
-        write_bytes(kept, json.dumps(found).encode())
+        write_bytes(cached, json.dumps(found).encode())
     return found
 
 
@@ -309,7 +309,7 @@ def _read_docstrings(source: Path) -> list[str]:
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, OSError):
-            continue  # deliberately broken sources are part of some distributions
+            continue  # some distributions contain deliberately broken sources
         for node in _documented(tree):
             text = " ".join((ast.get_docstring(node, clean=False) or "").split())
             if len(text) >= 200 and text.isascii():
@@ -318,7 +318,7 @@ def _read_docstrings(source: Path) -> list[str]:
 
 
 def _documented(tree: ast.Module) -> Iterator[Documented]:
-    """All that may have a docstring. Statements alone are walked: nothing is defined inside an expression."""
+    """Nodes that may have a docstring. Only statements are visited: expressions define nothing."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -330,10 +330,10 @@ def _documented(tree: ast.Module) -> Iterator[Documented]:
 
 
 def _passage(split: Split, rng: Generator) -> tuple[str, str]:
-    """The beginning of a passage, and enough text after it: further passages follow when one ends early."""
+    """The beginning of a passage and its continuation; further passages are appended when one is too short."""
     passages = _passages(split)
     words = str(rng.choice(passages)).split(" ")
-    # A random window, so that training sees all of long docstrings; evaluation starts at the beginning.
+    # Training draws a random window, so that it sees all of long docstrings; evaluation starts at the beginning.
     words = words[int(rng.integers(max(1, len(words) - 40))) :] if split == "train" else words
     while len(words) < 140:
         words += str(rng.choice(passages)).split(" ")
@@ -345,7 +345,7 @@ def _passage(split: Split, rng: Generator) -> tuple[str, str]:
 
 
 def make_example(split: Split, task: str, index: int) -> DigitsExample:
-    """The example number ``index`` of a task; the same on every machine.
+    """The example ``index`` of a task; the same on every machine.
 
     Raises:
         KeyError: the task is not one of TASKS.

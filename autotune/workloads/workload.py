@@ -4,9 +4,9 @@ A JSONL line is ``{"prompt": text, "images": [paths], "task": name, "split": "tu
 "max_new_tokens": n, "temperature": t, "top_k": k, "top_p": p, "seed": s}``; only ``prompt`` is required, or in its place
 ``messages`` as in a chat: ``[{"role": "user", "content": text or parts}, ...]``. Image paths are relative to the file.
 
-Prompts of the ``tune`` split choose a configuration, those of the ``evaluate`` split judge it, those of ``train`` are for
-training drafts alone; without a split they alternate between the first two. No prompt does two of these: of equal ones
-in two splits the one that judges stays.
+Prompts of the ``tune`` split choose a configuration, those of the ``evaluate`` split judge it, and those of ``train`` are
+only for training drafts; prompts without a split alternate between the first two. A prompt that occurs in two splits is
+used for evaluation only.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 WorkloadSplit = Literal["tune", "evaluate"]
-LATER = ("messages", "top_k")  # settings that earlier versions did not have
+ADDED_SETTINGS = ("messages", "top_k")  # hashed only where they are set, so that older hashes stay valid
 BUNDLED = "digits"
-WARM_UP_TOKENS = 32  # of an answer: enough to warm up whoever decodes it
-FIRST_EVALUATE_EXAMPLE = 100_000  # the bundled workload's held-out examples from here on judge; those before it tune
+WARM_UP_TOKENS = 32  # tokens decoded to warm up an arm
+FIRST_EVALUATE_EXAMPLE = (
+    100_000  # held-out examples of the bundled workload: tune below this index, evaluate from it on
+)
 
 
 class Part(Document):
-    """Of a message: text, or the place of the next of the prompt's images."""
+    """A part of a message: text, or a marker for the prompt's next image."""
 
     type: Literal["text", "image"]
     text: str = ""
 
 
 class Message(Document):
-    """Of a chat."""
+    """One turn of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: str | list[Part]
@@ -59,8 +61,9 @@ class Message(Document):
 
 
 class Prompt(Document):
-    """One prompt with its settings: ``prompt``, which is a user's only message, or ``messages``. ``images`` are paths; the
-    bundled workload draws its own instead.
+    """One prompt with its generation settings.
+
+    ``prompt`` is the user's only message; ``messages`` is a chat. ``images`` are paths; the bundled workload draws its images.
     """
 
     prompt: str = ""
@@ -82,15 +85,17 @@ class Prompt(Document):
             raise ValueError("a line has either prompt or messages; give one of them")
         if self.messages is not None:
             if self.messages[-1].role == "assistant":
-                raise ValueError("messages end before the answer; drop the assistant's last one")
-            places = sum(part.type == "image" for message in self.messages for part in message.parts)
-            if places not in (0, len(self.images)):
-                raise ValueError(f"messages have {places} image parts for {len(self.images)} images; give one for each")
+                raise ValueError("messages must end with the user's turn; drop the assistant's last message")
+            num_image_parts = sum(part.type == "image" for message in self.messages for part in message.parts)
+            if num_image_parts not in (0, len(self.images)):
+                raise ValueError(
+                    f"messages have {num_image_parts} image parts for {len(self.images)} images; give one part for each image"
+                )
         return self
 
     @property
     def text(self) -> str:
-        """For people: what was said last."""
+        """The last message, for display."""
         return self.prompt if self.messages is None else self.messages[-1].text
 
     @property
@@ -110,41 +115,42 @@ P = TypeVar("P", bound=Prompt)
 
 @dataclass(frozen=True)
 class WorkloadPrompt:
-    """A prompt ready to be processed: its settings, and its images as PIL images."""
+    """A prompt with its images loaded."""
 
     name: str
     settings: Prompt
     pixels: tuple[Image, ...]
 
     def inputs(self, processor: Any, device: Any = "cpu") -> dict[str, Any]:
-        """What the Hugging Face processor makes of it, on a device.
+        """The inputs that the Hugging Face processor makes of the prompt, on a device.
 
         Raises:
-            UserError: an image for a model that reads text alone, or text that does not fit the images.
+            UserError: an image for a text model, messages without a chat template, or text that does not match the images.
         """
-        said = self.settings.messages or self.settings.prompt
+        content = self.settings.messages or self.settings.prompt
         if self.settings.messages is not None and not getattr(processor, "chat_template", None):
-            raise UserError(f"{self.name}: the target's processor knows no chat; give prompt in place of messages")
-        text = chat_text(processor, said, num_images=len(self.pixels))
-        sees = hasattr(processor, "image_processor")
-        if self.pixels and not sees:
             raise UserError(
-                f"{self.name}: the prompt has an image, and the target reads text alone; drop it or use a model that sees"
+                f"{self.name}: the target's processor has no chat template; give prompt instead of messages"
             )
-        images = {"images": list(self.pixels) or None} if sees else {}
+        text = chat_text(processor, content, num_images=len(self.pixels))
+        reads_images = hasattr(processor, "image_processor")
+        if self.pixels and not reads_images:
+            raise UserError(
+                f"{self.name}: the prompt has an image, but the target reads text only; drop the image or use a vision-language model"
+            )
+        images = {"images": list(self.pixels) or None} if reads_images else {}
         try:
             return dict(processor(text=text, return_tensors="pt", **images).to(device))
         except ValueError as error:  # image tokens typed into the text, for example
             raise UserError(
-                f"{self.name}: the processor refuses the prompt ({error}); mend its text or images"
+                f"{self.name}: the processor refuses the prompt ({error}); fix its text or images"
             ) from None
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Hash of everything that decides the answer."""
-        # What came later than the first hashes counts where it says something.
-        later = {name for name in LATER if getattr(self.settings, name) == Prompt.model_fields[name].default}
-        settings = self.settings.model_dump(exclude={"images", "split", *later})
+        """Hash of everything that determines the answer."""
+        unset = {name for name in ADDED_SETTINGS if getattr(self.settings, name) == Prompt.model_fields[name].default}
+        settings = self.settings.model_dump(exclude={"images", "split", *unset})
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for image in self.pixels:
             digest.update(repr((image.mode, image.size)).encode())
@@ -154,7 +160,7 @@ class WorkloadPrompt:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of one split, under a name."""
+    """The prompts of one split."""
 
     name: str
     split: WorkloadSplit
@@ -171,24 +177,23 @@ class Workload:
 
 
 def load_workload(name: str, split: WorkloadSplit, *, num_prompts: int | None = None) -> Workload:
-    """The bundled workload (``digits``), or a JSONL file, in one split; the first ``num_prompts`` of it.
+    """Load one split of the bundled workload (``digits``) or of a JSONL file, at most its first ``num_prompts`` prompts.
 
     Raises:
-        UserError: no such file, a line that is no JSON or has unknown keys, an image that is none, a split without
-            prompts of its own.
+        UserError: missing file, invalid line or image, or a split without prompts.
     """
     if name == BUNDLED:
         return Workload(name, split, tuple(_digits(split, num_prompts or 8 * len(TASKS))))
     path = Path(name)
     prompts = [load_prompt(path, number, settings) for number, settings in read_jsonl(path, Prompt)]
-    of_split: dict[str, list[WorkloadPrompt]] = {"tune": [], "evaluate": [], "train": []}
+    splits: dict[str, list[WorkloadPrompt]] = {"tune": [], "evaluate": [], "train": []}
     for i, prompt in enumerate(prompts):
-        of_split[prompt.settings.split or ("evaluate" if i % 2 else "tune")].append(prompt)
-    judges = {prompt.sha256 for prompt in of_split["evaluate"]} if split == "tune" else set()
-    chosen = [prompt for prompt in of_split[split] if prompt.sha256 not in judges]
+        splits[prompt.settings.split or ("evaluate" if i % 2 else "tune")].append(prompt)
+    evaluated = {prompt.sha256 for prompt in splits["evaluate"]} if split == "tune" else set()
+    chosen = [prompt for prompt in splits[split] if prompt.sha256 not in evaluated]
     if not chosen:
         raise UserError(
-            f'{path}: a workload needs prompts of both splits; none is for {split!r}; add prompts, or mark some with "split": "{split}"'
+            f'{path}: a workload needs prompts in both splits; none is in {split!r}; add prompts, or mark some with "split": "{split}"'
         )
     return Workload(path.name, split, tuple(chosen[:num_prompts]))
 
@@ -212,45 +217,45 @@ def _digits(split: WorkloadSplit, num_prompts: int) -> list[WorkloadPrompt]:
 
 
 def read_jsonl(path: Path, kind_of: type[P]) -> list[tuple[int, P]]:
-    """The lines of a file, with their numbers; their images are not looked at yet.
+    """Parse the non-empty lines of a file, with their line numbers. Images are not loaded.
 
     Raises:
-        UserError: no such file, none but empty lines, a line that is no JSON or has unknown keys.
+        UserError: missing or empty file, or an invalid line.
     """
-    found = []
+    records = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
             json.loads(line)
-            found.append((number, kind_of.model_validate_json(line)))
+            records.append((number, kind_of.model_validate_json(line)))
         except ValidationError as error:
             raise UserError(f"{where}: {describe(error, kind_of)}") from None
         except ValueError as error:
-            raise UserError(f"{where}: the file has one JSON object a line ({error}); mend that line") from None
-    if not found:
+            raise UserError(f"{where}: every line must be a JSON object ({error}); fix that line") from None
+    if not records:
         raise UserError(
             f'{path}: the file is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'
         )
-    return found
+    return records
 
 
 def load_prompt(path: Path, number: int, settings: Prompt) -> WorkloadPrompt:
-    """A line of a file with its images.
+    """A line of a file with its images loaded.
 
     Raises:
-        UserError: an image that is none.
+        UserError: an image that cannot be read.
     """
     pixels = tuple(load_image(path.parent / image) for image in settings.images)
     return WorkloadPrompt(f"{path.name}:{number}", settings, pixels)
 
 
 def load_image(path: Path) -> Image:
-    """The image in ``path``, as RGB.
+    """The image in ``path`` as RGB.
 
     Raises:
-        UserError: no such file, or no image that PIL reads.
+        UserError: missing file, or not an image that PIL can read.
     """
     from PIL import Image as PILImage
     from PIL import UnidentifiedImageError
@@ -261,26 +266,28 @@ def load_image(path: Path) -> Image:
     except FileNotFoundError:
         raise UserError(f"{path}: no such image; check the path") from None
     except (UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
-        raise UserError(f"{path}: not an image that can be read ({error}); give a PNG or JPEG file") from None
+        raise UserError(f"{path}: not a readable image ({error}); give a PNG or JPEG file") from None
 
 
-def chat_text(processor: Any, said: str | Sequence[Message], *, num_images: int) -> str:
-    """The prompt as the processor's chat template words it, ready for the answer; a processor without a template gets
-    text as it is. Images stand where the messages say, or first in the user's first one.
+def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: int) -> str:
+    """The text of a prompt after the processor's chat template, with the generation prompt.
+
+    Without a template the text is used unchanged. Image markers are placed where the messages say, or at the beginning of
+    the first user message.
     """
     if not getattr(processor, "chat_template", None):
-        assert isinstance(said, str)
-        return f"{getattr(processor, 'image_token', '')}\n" * num_images + said
-    chat = [Message(role="user", content=said)] if isinstance(said, str) else said
+        assert isinstance(content, str)
+        return f"{getattr(processor, 'image_token', '')}\n" * num_images + content
+    chat = [Message(role="user", content=content)] if isinstance(content, str) else content
     if not hasattr(processor, "image_processor"):
         messages = [{"role": message.role, "content": message.text} for message in chat]
         return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    has_places = any(part.type == "image" for message in chat for part in message.parts)
-    first_images: list[dict[str, str]] = [] if has_places else [{"type": "image"}] * num_images
-    worded = []
+    has_image_parts = any(part.type == "image" for message in chat for part in message.parts)
+    first_images: list[dict[str, str]] = [] if has_image_parts else [{"type": "image"}] * num_images
+    rendered = []
     for message in chat:
-        content = [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.parts]
+        parts = [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.parts]
         if message.role == "user":
-            content, first_images = [*first_images, *content], []
-        worded.append({"role": message.role, "content": content})
-    return str(processor.apply_chat_template(worded, add_generation_prompt=True, tokenize=False))
+            parts, first_images = [*first_images, *parts], []
+        rendered.append({"role": message.role, "content": parts})
+    return str(processor.apply_chat_template(rendered, add_generation_prompt=True, tokenize=False))

@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_trained_on(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no such file; check the path"), ("\n", "the file is empty; add a line such as"), ("{", ":1: .*mend that")],
+    [(None, "no such file; check the path"), ("\n", "the file is empty; add a line such as"), ("{", ":1: .*fix that")],
 )
 def test_a_file_that_is_none(pair: Pair, content: str | None, message: str, tmp_path: Path) -> None:
     """Said before the target is loaded."""
@@ -252,7 +252,7 @@ def test_a_file_that_is_none(pair: Pair, content: str | None, message: str, tmp_
     ("line", "message"),
     [
         ({"prompt": "Count. " * 40}, r":1: the target's context of 60 tokens .*the prompt has \d+; shorten it or drop"),
-        ({"prompt": "<image> What?"}, r":1: the processor refuses the prompt .*; mend its text or images"),
+        ({"prompt": "<image> What?"}, r":1: the processor refuses the prompt .*; fix its text or images"),
         ({"prompt": "x", "answer": "<image>"}, r":1: image tokens stand for the images of a line; the text has more"),
         ({"prompt": "x", "images": ["gone.png"]}, r"gone\.png: no such image; check the path"),
     ],
@@ -271,7 +271,7 @@ def test_an_image_for_a_model_that_reads_text_alone(text_pair: Pair, processor: 
     recorder = Recorder(
         Target(text_pair.target), reference(str(text_pair.target_folder)), processor.tokenizer, tmp_path
     )
-    with pytest.raises(UserError, match=r"examples\.jsonl:1: the prompt has an image, and the target reads text alone"):
+    with pytest.raises(UserError, match=r"examples\.jsonl:1: the prompt has an image, but the target reads text only"):
         read(path, recorder)
 
 

@@ -1,4 +1,4 @@
-"""The bundled workload's answers are right: each is read back and recomputed from the digits under the image."""
+"""The answers of the bundled workload are right: each is parsed and recomputed from the digits in the image."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autotune.workloads.digits import (
 
 Grid = NDArray[np.int64]
 GRID_TASKS = [task for task in TASKS if task != "continue"]
-EXAMPLES = 12
+EXAMPLES = 8
 
 
 def grid_of(example: DigitsExample) -> Grid:
@@ -37,7 +37,7 @@ def grid_of(example: DigitsExample) -> Grid:
     grid = board[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     assert (grid != BLANK).all() and grid.size == (board != BLANK).sum(), "one grid without holes"
     assert (example.cells != BLANK).sum() == grid.size, (
-        "a digit fills the first square of its cell, paper the other three"
+        "a digit fills the first square of its cell; the other three are background"
     )
     return grid
 
@@ -73,7 +73,7 @@ def test_read() -> None:
 
 
 def test_count() -> None:
-    """Places are letters for rows and numbers for columns, and every cell is named once."""
+    """Cells are named by a letter for the row and a number for the column, each cell once."""
     for grid, answer in examples("count"):
         seen = np.full(grid.shape, BLANK)
         for digit, places, count in re.findall(r"Digit (\d) is at ([a-f0-9, ]+): (\d+)\.", answer):
@@ -133,7 +133,7 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
 def test_describe() -> None:
-    """Every fact that it states holds; of ten facts all are found again."""
+    """Each of the ten stated facts is found and holds."""
     for grid, answer in examples("describe"):
         text = answer.lower()
         assert numbers(text.split(" digits")[0])[-1] == grid.size
@@ -166,7 +166,7 @@ def corners(text: str) -> list[tuple[str, str, int]]:
 
 
 def test_continue() -> None:
-    """The prompt and the answer are one running text, which begins as a passage of the split does."""
+    """Prompt and answer are one running text, which begins like a passage of the split."""
     passages = _passages("held-out")
     for index in range(EXAMPLES):
         example = make_example("held-out", "continue", index)
@@ -179,7 +179,7 @@ def test_continue() -> None:
 
 
 def test_passages_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whatever process, unless what was kept of them is broken."""
+    """A process reads the cached passages, unless the cache is damaged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls: list[Path] = []
     monkeypatch.setattr(
@@ -187,10 +187,10 @@ def test_passages_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     read = _docstrings.__wrapped__
     assert read() == read() == ["one", "two"] and len(calls) == 1
-    (kept,) = (tmp_path / "cache" / "autotune").iterdir()
-    kept.write_text('["one", "tw')
+    (cached,) = (tmp_path / "cache" / "autotune").iterdir()
+    cached.write_text('["one", "tw')
     assert read() == read() == ["one", "two"] and len(calls) == 2
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # where nothing can be kept
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cached))  # a file, in which nothing can be cached
     assert read() == ["one", "two"] and len(calls) == 3
 
 
@@ -205,7 +205,7 @@ def test_passages_are_held_out() -> None:
 @pytest.mark.parametrize("task", GRID_TASKS)
 @pytest.mark.parametrize("split", ["train", "held-out"])
 def test_the_image_has_ink_where_its_digits_are(task: str, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A square with a digit varies much more than one of paper, up to a pixel of unsteadiness."""
+    """A square with a digit varies much more than a background square, up to one pixel of jitter."""
     if split == "train":  # 64 variants of 1,400 scans take a while; how many there are does not matter here
         monkeypatch.setattr("autotune.workloads.digits._scan_bank", lambda split, num_variants: _scan_bank(split, 1))
     example = make_example(split, task, 0)
@@ -224,7 +224,7 @@ def test_the_image_has_ink_where_its_digits_are(task: str, split: Split, monkeyp
 
 @pytest.mark.parametrize("task", TASKS)
 def test_an_example_is_a_function_of_its_number(task: str) -> None:
-    """Whatever was made before it; another number, and another split, is another example."""
+    """The example does not depend on what was made before; another index or split gives another example."""
     first = make_example("held-out", task, 7)
     make_example("held-out", task, 8)
     again = make_example("held-out", task, 7)
@@ -236,8 +236,7 @@ def test_an_example_is_a_function_of_its_number(task: str) -> None:
     assert make_example("held-out", task, 8).answer != first.answer
 
 
-def test_prompts_vary_and_name_no_digit() -> None:
-    """What is asked can be read off the image alone."""
+def test_prompts_vary_and_contain_no_digit() -> None:
     for task in GRID_TASKS:
         prompts = {make_example("held-out", task, index).prompt for index in range(20)}
         assert len(prompts) >= 2

@@ -1,4 +1,4 @@
-"""Workloads: JSONL files with every mistake executed, splits that share no prompt, and the bundled digits."""
+"""Workloads: JSONL files with every error message, splits without common prompts, and the bundled digits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def names(workload: Workload) -> list[str]:
 
 
 def test_a_line_is_a_prompt(tmp_path: Path) -> None:
-    """Image paths are relative to the file; what is left out has a default; empty lines are nothing."""
+    """Image paths are relative to the file; omitted keys have defaults; empty lines are skipped."""
     (tmp_path / "images").mkdir()
     write_image(tmp_path / "images" / "a.png", 0)
     full = {"prompt": "What?", "images": ["images/a.png"], "task": "see", "max_new_tokens": 9, "temperature": 0.5}
@@ -53,7 +53,7 @@ def test_a_line_is_a_prompt(tmp_path: Path) -> None:
 
 
 def test_without_a_split_prompts_alternate(tmp_path: Path) -> None:
-    """So that no prompt both chooses and judges; a split that is given stays."""
+    """No prompt is in both splits; an explicit split is kept."""
     path = write_workload(tmp_path, [{"prompt": str(number)} for number in range(7)])
     tune, evaluate = (load_workload(str(path), split) for split in ("tune", "evaluate"))
     assert [p.settings.prompt for p in tune.prompts] == ["0", "2", "4", "6"]
@@ -65,25 +65,25 @@ def test_without_a_split_prompts_alternate(tmp_path: Path) -> None:
     assert [p.settings.prompt for p in load_workload(str(marked), "evaluate").prompts] == ["0"]
 
 
-def test_what_judges_does_nothing_else(tmp_path: Path) -> None:
-    """A prompt that stands in both splits judges; lines to train on neither tune nor judge."""
+def test_evaluation_prompts_are_used_for_nothing_else(tmp_path: Path) -> None:
+    """A prompt in both splits is for evaluation; training prompts are in neither split."""
     lines = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "b"}, {"prompt": "c", "split": "train"}, {"prompt": "d"}]
     path = str(write_workload(tmp_path, lines))
     tune, evaluate = (load_workload(path, split).prompts for split in ("tune", "evaluate"))
     assert [[p.settings.prompt for p in prompts] for prompts in (tune, evaluate)] == [["a", "d"], ["b"]]
     only = str(write_workload(tmp_path, [{"prompt": "b", "split": "tune"}, {"prompt": "b", "split": "evaluate"}]))
-    with pytest.raises(UserError, match="needs prompts of both splits; none is for 'tune'"):
+    with pytest.raises(UserError, match="needs prompts in both splits; none is in 'tune'"):
         load_workload(only, "tune")
 
 
-def test_a_chat_is_worded_by_the_processor_s_template(tmp_path: Path, processor: Any) -> None:
-    """A single message of a user is the same prompt; images stand where parts say, or first."""
+def test_a_chat_uses_the_processors_template(tmp_path: Path, processor: Any) -> None:
+    """A single user message equals a prompt; images are placed where parts say, or first."""
     write_image(tmp_path / "a.png", 0)
     image = {"images": ["a.png"], "split": "tune"}
 
-    def text(line: dict[str, Any], of: Any = processor) -> str:
+    def text(line: dict[str, Any]) -> str:
         (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, **line}])), "tune").prompts
-        return chat_text(of, prompt.settings.messages or prompt.settings.prompt, num_images=len(prompt.pixels))
+        return chat_text(processor, prompt.settings.messages or prompt.settings.prompt, num_images=len(prompt.pixels))
 
     plain = text({"prompt": "What is this?"})
     assert text({"messages": [{"role": "user", "content": "What is this?"}]}) == plain
@@ -96,16 +96,18 @@ def test_a_chat_is_worded_by_the_processor_s_template(tmp_path: Path, processor:
         {"role": "assistant", "content": "A seven."},
         {"role": "user", "content": "And beside it?"},
     ]
-    worded = text({"messages": talk})
-    places = [worded.index(message["content"]) for message in talk if message["role"] != "system"]
-    assert places == sorted(places) and worded.index("<image>") < places[0] and worded.count("<image>") == 1
+    rendered = text({"messages": talk})
+    positions = [rendered.index(message["content"]) for message in talk if message["role"] != "system"]
+    assert (
+        positions == sorted(positions) and rendered.index("<image>") < positions[0] and rendered.count("<image>") == 1
+    )
     (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, "messages": talk}])), "tune").prompts
     assert prompt.settings.text == "And beside it?"
     assert prompt.inputs(processor)["input_ids"].shape[1] > NUM_VISUAL_TOKENS
     assert Prompt.model_validate(prompt.settings.model_dump()) == prompt.settings, "as a document, with all defaults"
     again = replace(prompt, settings=Prompt.model_validate(prompt.settings.model_dump()))
     assert again.sha256 == prompt.sha256
-    with pytest.raises(UserError, match="knows no chat; give prompt in place of messages"):
+    with pytest.raises(UserError, match="has no chat template; give prompt instead of messages"):
         prompt.inputs(processor.image_processor)
 
 
@@ -118,8 +120,8 @@ def test_the_first_prompts_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("no JSON", "one JSON object a line"),
-        ('{"prompt": "cut off', "one JSON object a line"),
+        ("no JSON", "every line must be a JSON object"),
+        ('{"prompt": "cut off', "every line must be a JSON object"),
         ('["a list"]', "the document: .*got \\['a list'\\]"),
         pytest.param({"promt": "What?"}, "unknown key 'promt'; did you mean 'prompt'"),
         ({"prompt": "x", "image": "a.png"}, "unknown key 'image'; did you mean 'images'"),
@@ -127,10 +129,13 @@ def test_the_first_prompts_are_taken(tmp_path: Path) -> None:
         ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "either prompt or messages"),
         ({"messages": []}, "messages: .*at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role: .*'system', 'user' or 'assistant'; got 'robot'"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "end before the answer; drop the assistant's last one"),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}]},
+            "must end with the user's turn; drop the assistant's last message",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "1 image parts for 0 images; give one for each",
+            "1 image parts for 0 images; give one part for each",
         ),
         ({"prompt": 3}, "prompt: .*valid string; got 3"),
         ({"prompt": "x", "split": "test"}, "split: .*'tune', 'evaluate' or 'train'; got 'test'"),
@@ -155,7 +160,7 @@ def test_a_missing_image_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "empty", "cut", "folder"])
-def test_what_is_no_image_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_image_is_refused(kind: str, tmp_path: Path) -> None:
     image = tmp_path / "a.png"
     write_image(image, 0)
     content = {"text": b"no image at all", "empty": b"", "cut": image.read_bytes()[:300]}.get(kind)
@@ -165,26 +170,25 @@ def test_what_is_no_image_is_refused(kind: str, tmp_path: Path) -> None:
     else:
         image.write_bytes(content)
     path = write_workload(tmp_path, [{"prompt": "x", "images": ["a.png"]}])
-    with pytest.raises(UserError, match=r"a\.png: not an image that can be read .*; give a PNG or JPEG file"):
+    with pytest.raises(UserError, match=r"a\.png: not a readable image .*; give a PNG or JPEG file"):
         load_workload(str(path), "tune")
 
 
 def test_an_image_beyond_pils_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_image(tmp_path / "a.png", 0)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(UserError, match=r"a\.png: not an image that can be read"):
+    with pytest.raises(UserError, match=r"a\.png: not a readable image"):
         load_image(tmp_path / "a.png")
 
 
 def test_images_become_rgb(tmp_path: Path) -> None:
-    """Grey, transparent and palette images alike."""
     for mode in ("L", "RGBA", "P"):
         Image.new(mode, (4, 4)).save(tmp_path / "a.png")
         assert load_image(tmp_path / "a.png").mode == "RGB"
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85"])
-def test_a_line_ends_at_a_newline_alone(separator: str, tmp_path: Path) -> None:
+def test_only_a_newline_ends_a_line(separator: str, tmp_path: Path) -> None:
     path = tmp_path / "workload.jsonl"
     path.write_text(json.dumps({"prompt": f"one{separator}two"}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert load_workload(str(path), "tune").prompts[0].settings.prompt == f"one{separator}two"
@@ -201,7 +205,7 @@ def test_an_empty_workload_is_refused(content: str, tmp_path: Path) -> None:
 def test_a_split_without_prompts_is_refused(tmp_path: Path) -> None:
     path = write_workload(tmp_path, [{"prompt": "x"}])
     assert names(load_workload(str(path), "tune")) == ["workload.jsonl:1"]
-    with pytest.raises(UserError, match="needs prompts of both splits; none is for 'evaluate'; add prompts, or mark"):
+    with pytest.raises(UserError, match="needs prompts in both splits; none is in 'evaluate'; add prompts, or mark"):
         load_workload(str(path), "evaluate")
 
 
@@ -216,8 +220,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- hashes
 
 
-def test_what_decides_an_answer_decides_the_hash(tmp_path: Path) -> None:
-    """Prompt, settings and pixels; not the image's name, the split, or where the line stands."""
+def test_the_hash_covers_everything_that_determines_the_answer(tmp_path: Path) -> None:
+    """Prompt, settings and pixels; not the image's name, the split or the line number."""
     write_image(tmp_path / "a.png", 0)
     write_image(tmp_path / "b.png", 1)
     (tmp_path / "copy.png").write_bytes((tmp_path / "a.png").read_bytes())
@@ -227,8 +231,8 @@ def test_what_decides_an_answer_decides_the_hash(tmp_path: Path) -> None:
     path = write_workload(tmp_path, [base, {**base, "images": ["copy.png"]}, *({**base, **c} for c in changes)])
     hashes = [prompt.sha256 for prompt in load_workload(str(path), "tune").prompts]
     assert hashes[0] == hashes[1] and len({*hashes}) == 1 + len(changes)
-    judge = write_workload(tmp_path, [{**base, "split": "evaluate"}])
-    assert load_workload(str(judge), "evaluate").prompts[0].sha256 == hashes[0]
+    evaluate = write_workload(tmp_path, [{**base, "split": "evaluate"}])
+    assert load_workload(str(evaluate), "evaluate").prompts[0].sha256 == hashes[0]
 
 
 def test_a_workloads_hash_is_that_of_its_prompts(tmp_path: Path) -> None:
@@ -243,31 +247,31 @@ def test_a_workloads_hash_is_that_of_its_prompts(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- inputs
 
 
-def test_inputs_are_the_processors(processor: Any, tmp_path: Path) -> None:
+def test_inputs_are_made_by_the_processor(processor: Any, tmp_path: Path) -> None:
     write_image(tmp_path / "a.png", 0)
     path = write_workload(
         tmp_path, [{"prompt": "What?", "images": ["a.png"], "split": "tune"}, {"prompt": "x", "split": "tune"}]
     )
-    seeing, blind = (prompt.inputs(processor) for prompt in load_workload(str(path), "tune").prompts)
+    with_image, without_image = (prompt.inputs(processor) for prompt in load_workload(str(path), "tune").prompts)
     image_token = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert int((seeing["input_ids"] == image_token).sum()) == NUM_VISUAL_TOKENS
-    assert seeing["pixel_values"].shape == (1, 3, 32, 32) and "pixel_values" not in blind
-    assert processor.decode(blind["input_ids"][0]) == "USER: x ASSISTANT:"
+    assert int((with_image["input_ids"] == image_token).sum()) == NUM_VISUAL_TOKENS
+    assert with_image["pixel_values"].shape == (1, 3, 32, 32) and "pixel_values" not in without_image
+    assert processor.decode(without_image["input_ids"][0]) == "USER: x ASSISTANT:"
 
 
-def test_an_image_for_a_model_without_sight_is_refused(processor: Any, tmp_path: Path) -> None:
-    """A text model's processor is its tokenizer, which takes the text alone."""
+def test_an_image_for_a_text_model_is_refused(processor: Any, tmp_path: Path) -> None:
+    """The processor of a text model is its tokenizer."""
     write_image(tmp_path / "a.png", 0)
     path = write_workload(
         tmp_path, [{"prompt": "x", "images": ["a.png"], "split": "tune"}, {"prompt": "x", "split": "tune"}]
     )
-    seeing, blind = load_workload(str(path), "tune").prompts
-    with pytest.raises(UserError, match=r"workload\.jsonl:1: the prompt has an image, and the target reads text alone"):
-        seeing.inputs(processor.tokenizer)
-    assert processor.tokenizer.decode(blind.inputs(processor.tokenizer)["input_ids"][0]) == "USER: x ASSISTANT:"
+    with_image, without_image = load_workload(str(path), "tune").prompts
+    with pytest.raises(UserError, match=r"workload\.jsonl:1: the prompt has an image, but the target reads text only"):
+        with_image.inputs(processor.tokenizer)
+    assert processor.tokenizer.decode(without_image.inputs(processor.tokenizer)["input_ids"][0]) == "USER: x ASSISTANT:"
 
 
-def test_a_processor_without_a_template_gets_the_prompt_as_it_is() -> None:
+def test_a_processor_without_a_template_gets_the_prompt_unchanged() -> None:
     class Bare:
         image_token = "<image>"
 
@@ -281,11 +285,11 @@ def test_a_processor_without_a_template_gets_the_prompt_as_it_is() -> None:
 def test_the_bundled_workload_is_the_same_every_time() -> None:
     first, second = (load_workload("digits", "evaluate", num_prompts=len(TASKS)) for _ in range(2))
     assert first.sha256 == second.sha256 and names(first) == names(second)
-    assert first.tasks == list(TASKS), "tasks take turns, so that the first few prompts hold one of each"
+    assert first.tasks == list(TASKS), "tasks alternate, so that the first few prompts hold one of each"
     assert [bool(prompt.pixels) for prompt in first.prompts] == [task != "continue" for task in TASKS]
 
 
-def test_tuning_and_judging_share_no_prompt() -> None:
+def test_the_splits_of_the_bundled_workload_share_no_prompt() -> None:
     count = 3 * len(TASKS)
     tune, evaluate = (load_workload("digits", split, num_prompts=count) for split in ("tune", "evaluate"))
     assert not {p.sha256 for p in tune.prompts} & {p.sha256 for p in evaluate.prompts}
