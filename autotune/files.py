@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -19,28 +20,128 @@ from autotune.errors import UserError, nearest
 WORKSPACE = Path(".autotune")
 """Below the folder where a command is called: what commands keep for those to come, studies above all."""
 
-# Version of each document kind that this program writes; it reads no newer one.
-SCHEMA_VERSIONS = {
-    "cost-table": 4,
-    "trace": 1,
-    "decoding-profile": 1,
-    "check-result": 1,
-    "check-baseline": 1,
-    "study": 1,
-    "export": 1,
-    "recipe": 1,
-    "draft": 1,
-    "search-space": 1,
-    "device-limits": 1,
-}
+Migration = Callable[[dict[str, Any]], None]
+"""Changes the keys of one version of a document, in place, into those of the next version."""
 
 
 class Document(BaseModel):
-    """A frozen record that refuses unknown keys, wrong types and non-finite numbers. Shape of every JSON and YAML file
-    here.
+    """A frozen record that refuses unknown keys, wrong types and non-finite numbers.
+
+    A document that has a file of its own names its kind and version, and the command that makes such files::
+
+        class CostTable(Document, kind="cost-table", version=5, made_by="autotune profile", migrations={4: rename_parts}):
+
+    Its JSON begins with ``"schema": "autotune.cost-table/5"``. ``migrations`` are keyed by the version that they read, and
+    are applied one after the other; a file of an older version without a migration is refused. Nested records have no kind.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    schema_kind: ClassVar[str] = ""
+    schema_version: ClassVar[int] = 0
+    schema_made_by: ClassVar[str] = ""
+    schema_migrations: ClassVar[Mapping[int, Migration]] = {}
+
+    def __init_subclass__(
+        cls,
+        *,
+        kind: str | None = None,
+        version: int = 1,
+        made_by: str = "",
+        migrations: Mapping[int, Migration] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        if kind is not None:
+            cls.schema_kind, cls.schema_version = kind, version
+            cls.schema_made_by, cls.schema_migrations = made_by, migrations or {}
+
+    @classmethod
+    def schema_id(cls) -> str:
+        """The value of a file's ``schema`` key, ``autotune.cost-table/5``."""
+        assert cls.schema_kind, f"{cls.__name__} is a nested record, and has no files"
+        return f"autotune.{cls.schema_kind}/{cls.schema_version}"
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON Schema (draft 2020-12) of the files."""
+        schema = cls.model_json_schema()
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            **schema,
+            "properties": {"schema": {"const": cls.schema_id()}, **schema["properties"]},
+            "required": ["schema", *schema.get("required", [])],
+        }
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """The document in a JSON file, or in a YAML file (``.yaml``, ``.yml``).
+
+        Raises:
+            UserError: no such file, or see ``parse``.
+        """
+        path = Path(path)
+        content = read_yaml(path) if path.suffix in (".yaml", ".yml") else read_json(path)
+        return cls.parse(content, source=path)
+
+    @classmethod
+    def parse(cls, content: Any, *, source: Path | str) -> Self:
+        """The document in the content of a file, which error messages call ``source``.
+
+        Raises:
+            UserError: not an object, a schema of another kind or version, an unknown or missing key, a wrong type, or a
+                number that is not finite.
+        """
+        content = cls.upgrade(content, source=source)
+        try:
+            # Through JSON, in which a tuple is a list: strict about everything else.
+            return cls.model_validate_json(json.dumps(content))
+        except ValidationError as error:
+            raise UserError(f"{source}: {describe(error, cls)}") from None
+
+    @classmethod
+    def upgrade(cls, content: Any, *, source: Path | str) -> dict[str, Any]:
+        """The content with the keys of the present version and without its schema; it is not validated.
+
+        Raises:
+            UserError: not an object, another kind, a newer version, or an older one without a migration.
+        """
+        kind, present = cls.schema_kind, cls.schema_id()
+        if not isinstance(content, dict):
+            raise UserError(
+                f"{source}: a {kind} is an object with a 'schema'; got {type(content).__name__}; give another file"
+            )
+        schema = content.get("schema")
+        name, _, version = str(schema).partition("/")
+        if name != f"autotune.{kind}" or not version.isdigit():
+            raise UserError(f"{source}: schema must be {present!r}; got {schema!r}; give a file of that kind")
+        if int(version) > cls.schema_version:
+            raise UserError(
+                f"{source}: schema {schema!r} is newer than this program reads ({present!r}); update autotune"
+            )
+        content = {key: value for key, value in content.items() if key != "schema"}
+        if int(version) < cls.schema_version:
+            content = copy.deepcopy(content)
+        for number in range(int(version), cls.schema_version):
+            if number not in cls.schema_migrations:
+                raise UserError(
+                    f"{source}: schema {schema!r} is older than this program reads ({present!r}); "
+                    f"make the file again{cls.schema_made_by and f' with {cls.schema_made_by}'}"
+                )
+            try:
+                cls.schema_migrations[number](content)
+            except (AttributeError, LookupError, TypeError, ValueError):
+                raise UserError(f"{source}: not a complete {kind} of version {number}; restore the file") from None
+        return content
+
+    def save(self, path: Path | str) -> None:
+        """Write the document to a JSON file, atomically."""
+        write_bytes(Path(path), (self.dump() + "\n").encode())
+
+    def dump(self) -> str:
+        """The document as indented JSON, with its schema."""
+        content = {"schema": self.schema_id(), **self.model_dump(mode="json", by_alias=True)}
+        return json.dumps(content, indent=1, allow_nan=False)
 
 
 D = TypeVar("D", bound=BaseModel)
@@ -111,48 +212,10 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: not a complete JSON document ({error}); restore the file, or make it again") from None
 
 
-def parse(kind_of: type[D], kind: str, content: Any, *, source: Path | str) -> D:
-    """``content`` as a document of the given kind.
-
-    Raises:
-        UserError: not an object, another or newer schema, an unknown key, a missing key, a wrong type, a number that is
-            not finite.
-    """
-    schema = content.get("schema") if isinstance(content, dict) else None
-    content = check_schema(kind, content, source=source)
-    try:
-        # Through JSON, in which a tuple is a list: strict about everything else.
-        return kind_of.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        if schema != f"autotune.{kind}/{SCHEMA_VERSIONS[kind]}":
-            raise UserError(
-                f"{source}: schema {schema!r} is of an earlier autotune, and this one no longer reads it; make the file again"
-            ) from None
-        raise UserError(f"{source}: {describe(error, kind_of)}") from None
-
-
-def check_schema(kind: str, content: Any, *, source: Path | str) -> dict[str, Any]:
-    """The content without its schema, which must be of this kind and no newer than this program.
-
-    Raises:
-        UserError: not an object, another kind, a newer version.
-    """
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{source}: a {kind} is an object with a 'schema'; got {type(content).__name__}; give another file"
-        )
-    content = dict(content)
-    schema = content.pop("schema", None)
-    name, _, version = str(schema).partition("/")
-    if name != f"autotune.{kind}" or not version.isdigit():
-        raise UserError(
-            f"{source}: schema must be 'autotune.{kind}/{SCHEMA_VERSIONS[kind]}'; got {schema!r}; give a file of that kind"
-        )
-    if int(version) > SCHEMA_VERSIONS[kind]:
-        raise UserError(
-            f"{source}: schema {schema!r} is newer than this program reads ('autotune.{kind}/{SCHEMA_VERSIONS[kind]}'); update autotune"
-        )
-    return content
+def rename_keys(content: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Rename those keys of an object that it has; a step of migrations."""
+    for old in names.keys() & content.keys():
+        content[names[old]] = content.pop(old)
 
 
 def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str, source: str) -> D:
@@ -235,17 +298,6 @@ def write_bytes(path: Path, content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def write_document(path: Path, kind: str, document: BaseModel) -> None:
-    """Write a document as indented JSON with its schema, atomically."""
-    write_bytes(path, (dump_document(kind, document) + "\n").encode())
-
-
-def dump_document(kind: str, document: BaseModel) -> str:
-    """The JSON text of a document."""
-    content = {"schema": f"autotune.{kind}/{SCHEMA_VERSIONS[kind]}", **document.model_dump(mode="json", by_alias=True)}
-    return json.dumps(content, indent=1, allow_nan=False)
 
 
 def append_line(path: Path, *records: dict[str, Any]) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 import click
 
 from autotune.console import Console
+from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import AR
 from autotune.evaluation.summary import summarize
-from autotune.search.cost_tables import load_table
 from autotune.search.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
@@ -71,7 +71,7 @@ def best_subnet(screened: Sequence[ScreenedSubnet], free: Sequence[str], default
 def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials: int, seed: int) -> None:
     console, space = Console(), load_space("full")
     model_pool = ModelPool("digits/target", drafts, "cpu")
-    table = load_table(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime))
+    table = CostTable.load(max(study.glob("*.cost.json"), key=lambda path: path.stat().st_mtime))
     tune, evaluate = (
         load_workload("digits", "tune", num_prompts=48),
         load_workload("digits", "evaluate", num_prompts=prompts),

@@ -21,9 +21,9 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from autotune.console import Console
-from autotune.cost.table import load_table
+from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, configuration_of
-from autotune.documents.decoding_profile import load_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.evaluation.arms import Arm, Run
 from autotune.evaluation.runner import AR
 from autotune.evaluation.summary import bootstrap_ratio
@@ -87,7 +87,7 @@ def main(
     asked = load_study(study)
     assert asked is not None, "there is no study in that folder"
     model_pool = ModelPool(asked.target.id, [draft.reference.id for draft in asked.drafts], "cpu")
-    tables = [load_table(path) for path in sorted(study.glob("*.cost.json"))]
+    tables = [CostTable.load(path) for path in sorted(study.glob("*.cost.json"))]
     table = max(tables, key=lambda found: found.provenance.created)
     tune = load_workload(asked.workload, "tune", num_prompts=NUM_TUNE)
     assert tune.sha256 == asked.tune_sha256, "the study recorded other prompts"
@@ -100,7 +100,7 @@ def main(
     evaluator = Evaluator(traces, table)
     drawn = drawn_from(searched, evaluator, variants, rng)
     arms = [Arm(f"{i}", c) for i, c in enumerate(drawn)]
-    winner = None if profile is None else configuration_of(load_profile(profile).point)
+    winner = None if profile is None else configuration_of(DecodingProfile.load(profile).point)
     if winner is not None:
         arms.append(Arm("winner", winner))
     runner = model_pool.runner(table.threads)

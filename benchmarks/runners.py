@@ -15,7 +15,7 @@ import numpy as np
 
 import autotune
 from autotune.device import choose_device
-from autotune.documents.decoding_profile import load_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.execution import EAGER, MODES
 from autotune.runtime.decoder import Decoder
@@ -29,7 +29,7 @@ from autotune.workloads.workload import load_workload
 @click.option("--device", default="auto", show_default=True)
 def main(profile: Path, runners: tuple[str, ...], prompts: int, device: str) -> None:
     workload = load_workload("digits", "evaluate", num_prompts=prompts)
-    document = load_profile(profile)
+    document = DecodingProfile.load(profile)
     loaded = autotune.load(document, device=choose_device(device))
     arms = {}
     for mode in runners:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -15,15 +16,13 @@ from autotune import files
 from autotune.errors import UserError, nearest
 from autotune.files import Document
 
-KIND = "study"  # any kind will do: parsing does not depend on it
-
 
 class Part(Document):
     weight: float = 1.0
     name: str = "part"
 
 
-class Example(Document):
+class Example(Document, kind="study"):
     """A document with one of everything that the real ones have: required and optional keys, bounds, nesting, lists."""
 
     trials: int = Field(ge=1)
@@ -32,13 +31,9 @@ class Example(Document):
     device: Part | None = None
 
 
-def write(path: Path, content: Any, schema: str | None = f"autotune.{KIND}/1") -> Path:
+def write(path: Path, content: Any, schema: str | None = "autotune.study/1") -> Path:
     path.write_text(json.dumps({"schema": schema, **content}) if isinstance(content, dict) else content)
     return path
-
-
-def load(path: Path) -> Example:
-    return files.parse(Example, KIND, files.read_json(path), source=path)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -47,8 +42,8 @@ def load(path: Path) -> Example:
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     document = Example(trials=3, budget_ms=0.1, parts=[Part(weight=2.0), Part(name="é")], device=Part())
     path = tmp_path / "new" / "folder" / "study.json"
-    files.write_document(path, KIND, document)
-    assert load(path) == document
+    document.save(path)
+    assert Example.load(path) == document
     assert json.loads(path.read_text())["schema"] == "autotune.study/1"
     assert path.read_bytes().endswith(b"}\n")
 
@@ -82,14 +77,14 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 def test_a_document_that_breaks_a_rule(tmp_path: Path, content: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "study.json", content)
     with pytest.raises(UserError) as caught:
-        load(path)
+        Example.load(path)
     assert str(caught.value) == f"{path}: {message}"
 
 
 @pytest.mark.parametrize("trials", ["3", True])
 def test_a_number_in_another_type_is_a_wrong_type(tmp_path: Path, trials: object) -> None:
     with pytest.raises(UserError, match="trials: input should be a valid integer"):
-        load(write(tmp_path / "study.json", {"trials": trials}))
+        Example.load(write(tmp_path / "study.json", {"trials": trials}))
 
 
 @pytest.mark.parametrize(
@@ -109,22 +104,22 @@ def test_a_number_in_another_type_is_a_wrong_type(tmp_path: Path, trials: object
 def test_another_kind_or_a_newer_version(tmp_path: Path, schema: str | None, message: str) -> None:
     path = write(tmp_path / "study.json", {"trials": 1}, schema)
     with pytest.raises(UserError) as caught:
-        load(path)
+        Example.load(path)
     assert str(caught.value) == f"{path}: {message}"
 
 
 @pytest.mark.parametrize(("text", "type_name"), [("[1, 2]", "list"), ('"text"', "str"), ("null", "NoneType")])
 def test_a_document_that_is_no_object(tmp_path: Path, text: str, type_name: str) -> None:
     with pytest.raises(UserError, match=f"a study is an object with a 'schema'; got {type_name}; give another file"):
-        load(write(tmp_path / "study.json", text))
+        Example.load(write(tmp_path / "study.json", text))
 
 
 def test_every_truncation_of_a_document_is_refused(tmp_path: Path) -> None:
     """A copy cut short at any byte: never half of it, never a traceback."""
-    whole = files.dump_document(KIND, Example(trials=3, parts=[Part()]))
+    whole = Example(trials=3, parts=[Part()]).dump()
     for length in range(len(whole)):
         with pytest.raises(UserError, match="not a complete JSON document"):
-            load(write(tmp_path / "study.json", whole[:length]))
+            Example.load(write(tmp_path / "study.json", whole[:length]))
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
@@ -134,16 +129,60 @@ def test_numbers_that_are_not_finite(tmp_path: Path, number: str) -> None:
     """
     path = write(tmp_path / "study.json", f'{{"schema": "autotune.study/1", "trials": 1, "budget_ms": {number}}}')
     with pytest.raises(UserError, match=f"{number} is not a finite number"):
-        load(path)
+        Example.load(path)
     value = float(number.replace("Infinity", "inf"))
     with pytest.raises(UserError, match="budget_ms: input should be a finite number"):
-        files.parse(Example, KIND, {"schema": "autotune.study/1", "trials": 1, "budget_ms": value}, source="study.yaml")
+        Example.parse({"schema": "autotune.study/1", "trials": 1, "budget_ms": value}, source="study.yaml")
     assert not files.is_finite(value) and files.is_finite(1.0)
+
+
+def rename_count(content: dict[str, Any]) -> None:
+    content["trials"] = content.pop("count")
+
+
+def rename_name(content: dict[str, Any]) -> None:
+    for part in content["parts"]:
+        files.rename_keys(part, {"title": "name"})
+
+
+class Newer(Example, kind="study", version=4, made_by="autotune search", migrations={2: rename_count, 3: rename_name}):
+    """The example after three changes, the first of them without a migration."""
+
+
+def test_migrations_are_applied_in_sequence_to_a_copy() -> None:
+    content = {"schema": "autotune.study/2", "count": 3, "parts": [{"title": "x"}, {}]}
+    before = copy.deepcopy(content)
+    document = Newer.parse(content, source="x")
+    assert document == Newer(trials=3, parts=[Part(name="x"), Part()]) and content == before
+    assert json.loads(document.dump())["schema"] == "autotune.study/4"
+
+
+def test_older_documents_that_cannot_be_migrated() -> None:
+    for content, message in (
+        (
+            {"schema": "autotune.study/1", "trials": 1},
+            "x: schema 'autotune.study/1' is older than this program reads ('autotune.study/4'); "
+            "make the file again with autotune search",
+        ),
+        ({"schema": "autotune.study/2"}, "x: not a complete study of version 2; restore the file"),
+        ({"schema": "autotune.study/3", "parts": 5}, "x: not a complete study of version 3; restore the file"),
+        ({"schema": "autotune.study/3", "parts": []}, "x: key 'trials' is required and missing; add it"),
+    ):
+        with pytest.raises(UserError) as caught:
+            Newer.parse(content, source="x")
+        assert str(caught.value) == message
+
+
+def test_the_json_schema_of_a_document() -> None:
+    schema = Newer.json_schema()
+    assert schema["properties"]["schema"] == {"const": "autotune.study/4"}
+    assert schema["required"] == ["schema", "trials"] and schema["additionalProperties"] is False
+    assert schema["properties"]["trials"] == {"minimum": 1, "title": "Trials", "type": "integer"}
 
 
 def test_parsing_leaves_its_input_alone() -> None:
     content = {"schema": "autotune.study/1", "trials": 1}
-    files.parse(Example, KIND, content, source="x")
+    Example.parse(content, source="x")
     assert content == {"schema": "autotune.study/1", "trials": 1}
 
 
@@ -199,7 +238,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
 
     monkeypatch.setattr(os, step, fail)
     with pytest.raises(DiskError):
-        files.write_document(path, KIND, Example(trials=1))
+        Example(trials=1).save(path)
     monkeypatch.undo()
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == ({"study.json": b"old"} if exists else {})
 

@@ -60,7 +60,7 @@ def test_a_wheel_holds_all_that_the_package_reads() -> None:
     """Code, the page of reports, and the data folders; no checkpoints."""
     builders = pytest.importorskip("hatchling.builders.wheel")
     files = {file.distribution_path for file in builders.WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert {"autotune/cli.py", "autotune/report/page.html", "autotune/report/page.css"} <= files
+    assert {"autotune/cli/main.py", "autotune/report/page.html", "autotune/report/page.css"} <= files
     assert {f"autotune/_data/search_spaces/{name}.yaml" for name in ("quick", "full")} <= files
     assert "autotune/_data/drafts/digits/star/model.safetensors" in files
     assert not [name for name in files if ".checkpoint" in name]

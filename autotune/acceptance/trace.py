@@ -20,7 +20,7 @@ from pydantic import Field
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.files import Document, parse, read_json, write_bytes, write_document
+from autotune.files import Document, rename_keys, write_bytes
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.policy import Policy
 from autotune.trees.sage import SagePolicy
@@ -85,7 +85,13 @@ def bounds_for(policies: Iterable[Policy]) -> ForestBounds:
     return ForestBounds(**bounds)
 
 
-class TraceHeader(Document):
+class TraceHeader(
+    Document,
+    kind="trace",
+    version=2,
+    made_by="autotune record",
+    migrations={1: functools.partial(rename_keys, names={"reads": "aux_layers"})},
+):
     """The JSON half of a trace."""
 
     provenance: Provenance
@@ -277,7 +283,7 @@ def save_trace(path: Path, trace: Trace) -> None:
         name: np.ascontiguousarray(a if a.dtype == np.float32 else a.astype(np.int32)) for name, a in arrays.items()
     }
     write_bytes(path.with_suffix(".safetensors"), save(small))
-    write_document(path, "trace", trace.header)
+    trace.header.save(path)
 
 
 def load_trace(path: Path) -> Trace:
@@ -289,7 +295,7 @@ def load_trace(path: Path) -> Trace:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
-    header = parse(TraceHeader, "trace", read_json(path), source=path)
+    header = TraceHeader.load(path)
     arrays_path = path.with_suffix(".safetensors")
     try:
         arrays = load(arrays_path.read_bytes())

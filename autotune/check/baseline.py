@@ -22,7 +22,7 @@ from autotune.documents.decoding_profile import PromptEvidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.errors import NotComparable
-from autotune.files import Document, parse, read_json, write_document
+from autotune.files import Document
 
 MIN_SESSIONS = 10
 MIN_POWER = 0.95
@@ -44,7 +44,7 @@ class Session(Document):
         return sum(prompt.decode_ms for prompt in self.prompts)
 
 
-class Baseline(Document):
+class Baseline(Document, kind="check-baseline", made_by="autotune check --baseline"):
     """Sessions, oldest first."""
 
     sessions: list[Session] = Field(default_factory=list)
@@ -58,13 +58,13 @@ def load_baseline(path: Path) -> Baseline:
     """
     if not path.exists():
         return Baseline()
-    return parse(Baseline, "check-baseline", read_json(path), source=path)
+    return Baseline.load(path)
 
 
 def add_sessions(path: Path, sessions: list[Session]) -> None:
     """They join those of the document."""
     known = load_baseline(path).sessions
-    write_document(path, "check-baseline", Baseline(sessions=[*known, *sessions]))
+    Baseline(sessions=[*known, *sessions]).save(path)
 
 
 def comparable_sessions(baseline: Baseline, now: Session, source: Path) -> list[Session]:

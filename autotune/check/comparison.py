@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,9 @@ from autotune.check.revision import checked_out
 from autotune.check.sequential import Design
 from autotune.check.timed import judge_machine, judge_time, run_looks, timing_of
 from autotune.console import Console
-from autotune.documents.decoding_profile import DecodingProfile, Evidence, load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import NotComparable
-from autotune.files import WORKSPACE, content_key, sha256_of
+from autotune.files import WORKSPACE, content_key, read_json, sha256_of, write_bytes
 
 CHECKS = WORKSPACE / "checks"
 
@@ -92,25 +93,25 @@ def open_sides(against: str | None, profile: Path, folder: Path) -> Iterator[Sid
         NotComparable: it decodes another target, in another precision, or for another device.
 
     """
-    head_profile = load_profile(profile)
-    head = Side(name="head", what="as it is here", profile=_lean(head_profile, folder / "head.json"))
+    head_profile = DecodingProfile.load(profile)
+    head = Side(name="head", what="as it is here", profile=_lean(profile, folder / "head.json"))
     if against is None:
         yield Sides(replace(head, name="base"), head, head_profile, head_profile, is_aa=True)
     elif Path(against).is_file():
-        base_profile = load_profile(Path(against))
-        base = replace(head, name="base", what=against, profile=_lean(base_profile, folder / "base.json"))
+        base_profile = DecodingProfile.load(Path(against))
+        base = replace(head, name="base", what=against, profile=_lean(Path(against), folder / "base.json"))
         head = replace(head, what=str(profile))
         yield _comparable(Sides(base, head, base_profile, head_profile, is_aa=False), against, profile)
     else:
         with checked_out(against, profile, head, folder) as base:
-            base_profile = load_profile(base.profile)
-            base = replace(base, profile=_lean(base_profile, folder / "base.json"))
+            base_profile = DecodingProfile.load(base.profile)
+            base = replace(base, profile=_lean(base.profile, folder / "base.json"))
             yield _comparable(Sides(base, head, base_profile, head_profile, is_aa=False), against, profile)
 
 
-def _lean(profile: DecodingProfile, path: Path) -> Path:
-    """A copy without evidence, which decodes nothing and which another version may not know."""
-    save_profile(path, profile.model_copy(update={"evidence": Evidence()}))
+def _lean(source: Path, path: Path) -> Path:
+    """Copy a profile in the schema version that it has, which the code beside it reads, without its evidence."""
+    write_bytes(path, json.dumps({**read_json(source), "evidence": {}}).encode())
     return path
 
 

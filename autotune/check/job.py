@@ -30,7 +30,7 @@ from autotune.check.sequential import Design
 from autotune.check.settings import CheckSettings
 from autotune.console import Console
 from autotune.device import choose_device, fingerprint
-from autotune.documents.decoding_profile import PromptEvidence, load_profile
+from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.runtime.load import load
@@ -45,7 +45,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         NotComparable: another model, other prompts, or another device than what is compared with.
     """
     settings.require_consistent()
-    profile = load_profile(settings.profile)
+    profile = DecodingProfile.load(settings.profile)
     workloads = [load_workload(name, "evaluate", num_prompts=settings.num_prompts) for name in settings.workloads]
     evidence = [
         evidence_for(profile, one, is_needed=settings.needs_evidence, source=settings.profile) for one in workloads

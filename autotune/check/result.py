@@ -72,7 +72,7 @@ class WorkloadResult(Document):
     timing: Timing | None = None
 
 
-class CheckResult(Document):
+class CheckResult(Document, kind="check-result", made_by="autotune check"):
     """What the check found. ``exit_code`` is 0 passed, 1 regressed, 3 inconclusive."""
 
     provenance: Provenance

@@ -33,13 +33,11 @@ def command(as_json: bool, **options: Any) -> None:
     from autotune.check.job import run_check
     from autotune.check.output import add_to_step_summary, github_annotations
     from autotune.console import Console
-    from autotune.files import dump_document
-
     result = run_check(settings, Console())
     if settings.github:
         for line in github_annotations(result):
             click.echo(line, err=True)
         add_to_step_summary(result)
     if as_json:
-        click.echo(dump_document("check-result", result))
+        click.echo(result.dump())
     sys.exit(result.exit_code)

@@ -38,11 +38,9 @@ def command(profile: Path, engine: str, as_json: bool, **options: Any) -> None:
 
     from autotune.console import Console
     from autotune.export.exporter import export_profile
-    from autotune.files import dump_document
-
     result = export_profile(profile, engine, console=Console(), **options)
     if as_json:
-        click.echo(dump_document("export", result))
+        click.echo(result.dump())
     else:
         for variant in result.variants:
             click.echo(variant.command)

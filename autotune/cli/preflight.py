@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError, nearest
 from autotune.files import read_json
 
@@ -31,9 +32,7 @@ def require_profile(path: Path) -> None:
         UserError: no such file, no JSON, an unknown key or a value out of range.
     """
     read_json(path)
-    from autotune.documents.decoding_profile import load_profile
-
-    load_profile(path)
+    DecodingProfile.load(path)
 
 
 def require_workload(name: str) -> None:

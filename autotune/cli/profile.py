@@ -49,7 +49,7 @@ def command(
 ) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_workload
-    from autotune.files import dump_document, require_writable, write_document
+    from autotune.files import require_writable
 
     require_writable(output)
     require_workload(workload)
@@ -67,8 +67,8 @@ def command(
     subnets = [Subnet(heads=share, injection_layer=injection_layer) for share in heads or (None,)]
     variants = [(draft, subnet) for draft in model_pool.references for subnet in subnets]
     table = measure_table(model_pool, variants, prompts, console, budget)
-    write_document(output, "cost-table", table)
+    table.save(output)
     print_table(table, console)
     console.say(f"cost table written to {output}")
     if as_json:
-        click.echo(dump_document("cost-table", table))
+        click.echo(table.dump())

@@ -29,9 +29,8 @@ def command(as_json: bool, **options: Any) -> None:
     require_workload(settings.workload)
 
     from autotune.console import Console
-    from autotune.files import dump_document
     from autotune.search.pipeline import search
 
     document = search(settings, Console(), started=started)
     if as_json:
-        click.echo(dump_document("decoding-profile", document))
+        click.echo(document.dump())

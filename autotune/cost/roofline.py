@@ -20,14 +20,14 @@ from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
 from autotune.execution import EAGER
-from autotune.files import Document, data_root, parse, read_yaml
+from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 
 KV_LENGTHS = (64, 512, 4096)
 STAYS = 1e-6  # weight of a scale that nothing measured depends on: it stays 1
 
 
-class DeviceLimits(Document):
+class DeviceLimits(Document, kind="device-limits"):
     """What a datasheet promises, in its own units, and two assumptions about the host."""
 
     model: str
@@ -48,7 +48,7 @@ def datasheets() -> dict[str, Path]:
 def load_limits(name: str) -> DeviceLimits:
     """The limits of a device among ``datasheets``."""
     path = datasheets()[name]
-    return parse(DeviceLimits, "device-limits", read_yaml(path), source=path)
+    return DeviceLimits.load(path)
 
 
 def step_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
 from autotune.cost.surface import Surface
+from autotune.documents.decoding_profile import rename_execution
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.execution import round_up
-from autotune.files import Document, content_key, data_root, parse, read_json
+from autotune.files import Document, content_key, data_root, rename_keys
 from autotune.trees.limits import Floats
 
 REWEIGHTED = 5  # times a fit is done anew, with the weights that it implies
@@ -146,7 +148,31 @@ class DraftCosts(Document):
         return self.draft.is_same(draft) and Subnet(heads=self.heads).head_shares == subnet.head_shares
 
 
-class CostTable(Document):
+def _add_nodes(content: dict[str, Any]) -> None:
+    """Version 3 kept the verified nodes of the overhead's runs apart from their other counts."""
+    for draft in content["drafts"]:
+        overhead = draft["overhead"]
+        runs = zip(
+            overhead.get("samples", []), overhead.pop("nodes", []), strict=False
+        )  # the first tables had no nodes
+        overhead["samples"] = [[rounds, levels, nodes, ms] for (rounds, levels, ms), nodes in runs]
+
+
+def _rename_parts(content: dict[str, Any]) -> None:
+    """Version 4 used other names for the parts of a draft and for how forwards run."""
+    rename_execution(content)
+    for draft in content["drafts"]:
+        names = {"commit": "draft_first", "propose": "draft_level", "cache_bytes_per_token": "kv_bytes_per_token"}
+        rename_keys(draft, names)
+
+
+class CostTable(
+    Document,
+    kind="cost-table",
+    version=5,
+    made_by="autotune profile",
+    migrations={2: lambda content: None, 3: _add_nodes, 4: _rename_parts},  # version 3 added keys that have defaults
+):
     """Measured latencies of a target and its drafts on one device, through the runner that decodes: over (tokens, KV length,
     subnet of the draft). Steps are of batch 1, for rows of a batch are decoded one after the other.
     """
@@ -267,11 +293,6 @@ class CostTable(Document):
             overhead_node_ms=costs.overhead.node_ms,
             draft_prefill=costs.prefill,
         )
-
-
-def load_table(path: Path) -> CostTable:
-    """The cost table in ``path``."""
-    return parse(CostTable, "cost-table", read_json(path), source=path)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from autotune.documents.condition import Condition, first_match
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
-from autotune.files import Document, check_schema, parse, read_json, write_document
+from autotune.files import Document, rename_keys
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreePolicy, parse_policy
 from autotune.trees.verification import LosslessVerification, Verification
@@ -136,7 +136,16 @@ class WorkloadReference(Document):
     num_evaluate_prompts: int
 
 
-class DecodingProfile(Document):
+def rename_execution(content: dict[str, Any]) -> None:
+    """Migrate how forwards run from its names in profiles of version 1 and cost tables of version 4."""
+    rename_keys(content, {"runner": "mode", "buckets": "capture_sizes"})
+    if content.get("mode") == "graph":
+        content["mode"] = "cuda-graph"
+
+
+class DecodingProfile(
+    Document, kind="decoding-profile", version=2, made_by="autotune search", migrations={1: rename_execution}
+):
     """A deployable choice of draft and tree for a target on a device."""
 
     provenance: Provenance
@@ -180,22 +189,11 @@ class DecodingProfile(Document):
         number = first_match(conditions, temperature=temperature, prompt_tokens=prompt_tokens, workload=workload)
         return self.points[number]
 
-
-def save_profile(path: Path, profile: DecodingProfile) -> None:
-    """Write the profile atomically."""
-    write_document(path, "decoding-profile", profile)
-
-
-def load_profile(path: Path) -> DecodingProfile:
-    """The profile in ``path``.
-
-    Raises:
-        UserError: missing, truncated, unknown key, newer schema, unknown tree policy.
-    """
-    content = read_json(path)
-    points = check_schema("decoding-profile", content, source=path).get("points")
-    for number, point in enumerate(points if isinstance(points, list) else []):
-        # Named before the union of policies is tried, whose errors would speak of all of them.
-        if isinstance(point, dict) and isinstance(point.get("tree"), dict):
-            parse_policy(point["tree"], source=f"{path}: points.{number}.tree")
-    return parse(DecodingProfile, "decoding-profile", content, source=path)
+    @classmethod
+    def parse(cls, content: Any, *, source: Path | str) -> DecodingProfile:
+        points = cls.upgrade(content, source=source).get("points")
+        for number, point in enumerate(points if isinstance(points, list) else []):
+            # Named before the union of policies is tried, whose errors would speak of all of them.
+            if isinstance(point, dict) and isinstance(point.get("tree"), dict):
+                parse_policy(point["tree"], source=f"{source}: points.{number}.tree")
+        return super().parse(content, source=source)

@@ -15,11 +15,11 @@ from autotune.drafters.dream import DreamConfig, DreamNetwork
 from autotune.drafters.eagle3 import is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
-from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork
+from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork, NetworkConfig
 from autotune.drafters.specvlm import SpecVlmConfig, SpecVlmNetwork
 from autotune.drafters.star import StarConfig, StarNetwork
 from autotune.errors import UserError
-from autotune.files import check_schema, parse_kind, read_json, write_document
+from autotune.files import parse_kind, read_json
 from autotune.modeling.loading import load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
 
@@ -52,7 +52,7 @@ def save_draft(network: BlocksNetwork, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()}
     save_file(tensors, folder / WEIGHTS)
-    write_document(folder / CONFIG, "draft", network.config)
+    network.config.save(folder / CONFIG)
 
 
 def draft_folder(name: str) -> Path | None:
@@ -82,7 +82,7 @@ def load_network(folder: Path) -> BlocksNetwork:
         UserError: a draft of an unknown kind.
     """
     path = folder / CONFIG
-    content = check_schema("draft", read_json(path), source=path)
+    content = NetworkConfig.upgrade(read_json(path), source=path)
     config = parse_kind(content, CONFIGS, key="kind", what="kind of draft", source=str(path))
     network = NETWORKS[config.kind](config)
     network.load_state_dict(load_file(folder / WEIGHTS))

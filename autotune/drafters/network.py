@@ -19,7 +19,7 @@ from autotune.files import Document
 from autotune.modeling.graph_runner import Slots
 
 
-class NetworkConfig(Document):
+class NetworkConfig(Document, kind="draft", made_by="autotune train"):
     """The sizes of a draft; ``hidden_size`` and ``num_target_layers`` are its target's."""
 
     kind: str

@@ -45,7 +45,7 @@ class Variant(Document):
     command: str
 
 
-class Export(Document):
+class Export(Document, kind="export", made_by="autotune export"):
     """The exported variants, fastest first, and their limitations."""
 
     provenance: Provenance

@@ -8,7 +8,7 @@ import numpy as np
 
 from autotune.acceptance.trace import Trace
 from autotune.console import Console
-from autotune.documents.decoding_profile import DecodingProfile, Predicted, load_profile
+from autotune.documents.decoding_profile import DecodingProfile, Predicted
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, Variant, print_export
@@ -19,7 +19,7 @@ from autotune.export.sglang import Sglang
 from autotune.export.tensorrt_llm import TensorRtLlm
 from autotune.export.transformers import Transformers
 from autotune.export.vllm import Vllm
-from autotune.files import require_writable, write_document
+from autotune.files import require_writable
 from autotune.modeling.loading import bundled_models
 from autotune.study.folder import points_of_prompts
 from autotune.trees.chain import ChainPolicy
@@ -51,7 +51,7 @@ def export_profile(
         UserError: the profile or its study cannot be read, there is no such point or draft, the engine does not serve the
             draft, or nothing is predicted to be faster than plain decoding.
     """
-    engine, profile = ENGINES[engine_name], load_profile(source)
+    engine, profile = ENGINES[engine_name], DecodingProfile.load(source)
     folder = output or Path("exports") / engine_name
     require_writable(folder / EXPORT)
     last = len(profile.points) - 1
@@ -111,7 +111,7 @@ def export_profile(
         path = folder / variant.file
         write_settings(path, engine.settings_type.model_validate(variant.settings))
         read_settings(engine.settings_type, path)
-    write_document(folder / EXPORT, "export", result)
+    result.save(folder / EXPORT)
     print_export(result, folder, console)
     return result
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.acceptance.trace import Trace, load_trace
 from autotune.cost.table import CostTable
-from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, load_profile
+from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
 from autotune.search.evaluator import Candidate, Evaluator
@@ -100,9 +100,9 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
             )
         path = given / PROFILE
         return _with_study(
-            load_profile(path) if path.exists() else None, path if path.exists() else None, given, storage
+            DecodingProfile.load(path) if path.exists() else None, path if path.exists() else None, given, storage
         )
-    profile = load_profile(given)
+    profile = DecodingProfile.load(given)
     if study is not None:
         if not study.is_dir():
             raise UserError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.device import choose_device, fingerprint
-from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, load_profile
+from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.errors import NotComparable, UserError
@@ -39,7 +39,7 @@ def load(
         NotComparable: a model's weights are not those of the profile (models given by the caller are not hashed).
     """
     source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
-    document = profile if isinstance(profile, DecodingProfile) else load_profile(Path(profile))
+    document = profile if isinstance(profile, DecodingProfile) else DecodingProfile.load(Path(profile))
     networks = {point.draft.network: point.draft for point in document.points if point.draft is not None}
     if draft is not None and len(networks) > 1:
         raise UserError(

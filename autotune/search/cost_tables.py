@@ -12,11 +12,11 @@ from autotune.console import Console
 from autotune.cost.profiler import kv_lengths_for, profile, shape_of
 from autotune.cost.roofline import datasheets, estimate_table
 from autotune.cost.sampling import ProfileSettings
-from autotune.cost.table import CostTable, load_table, shipped_tables
+from autotune.cost.table import CostTable, shipped_tables
 from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
 from autotune.errors import UserError
-from autotune.files import SCHEMA_VERSIONS, content_key, write_document
+from autotune.files import content_key
 from autotune.search.model_pool import ModelPool
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload
@@ -30,7 +30,7 @@ def foreign_table(gpu: str, model_pool: ModelPool, priced: Sequence[DraftVariant
         UserError: there is no datasheet, and the shipped tables speak of other models.
     """
     target = model_pool.target_reference
-    shipped = [load_table(path) for path in shipped_tables().get(gpu, [])]
+    shipped = [CostTable.load(path) for path in shipped_tables().get(gpu, [])]
     for table in shipped:
         is_of_these = all(table.holds(model_pool.references[draft], subnet) for draft, subnet in priced)
         if table.target.sha256 == target.sha256 and is_of_these:
@@ -84,7 +84,7 @@ def local_table(
     """
     described = [[draft, list(subnet.head_shares)] for draft, subnet in priced]
     # Tables of older schemas hold no errors.
-    named = [model_pool.key, described, workload.sha256, SCHEMA_VERSIONS["cost-table"]]
+    named = [model_pool.key, described, workload.sha256, CostTable.schema_version]
     hurried = [] if time_limit_s == ProfileSettings.time_limit_s else [time_limit_s]
     key = content_key([*named, *hurried])
     path = folder / f"{key}.cost.json"
@@ -93,10 +93,10 @@ def local_table(
             "cost table",
             {key: lambda: measure_table(model_pool, priced, workload, console, time_limit_s).model_dump(mode="json")},
         )[key]
-        write_document(path, "cost-table", CostTable.model_validate(record, strict=False))
+        CostTable.model_validate(record, strict=False).save(path)
     else:
-        console.say(f"cost table of {load_table(path).provenance.created} reused: {path}")
-    table = load_table(path)
+        console.say(f"cost table of {CostTable.load(path).provenance.created} reused: {path}")
+    table = CostTable.load(path)
     table.check_speaks_of(model_pool.target_reference, model_pool.device, model_pool.precision, source=str(path))
     return table
 

@@ -12,10 +12,10 @@ from autotune.console import Console
 from autotune.cost.profiler import shape_of
 from autotune.cost.sampling import ProfileSettings
 from autotune.cost.table import TOKENS, CostTable
-from autotune.documents.decoding_profile import DecodingProfile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
-from autotune.files import content_key, write_document
+from autotune.files import content_key
 from autotune.search.cost_tables import (
     foreign_table,
     local_table,
@@ -95,7 +95,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     priced = priced_apart(variants)
     if device is None:
         table = foreign_table(settings.gpu, model_pool, priced)
-        write_document(folder / f"{table.device.name}.cost.json", "cost-table", table)
+        table.save(folder / f"{table.device.name}.cost.json")
     else:
         limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
         table = local_table(model_pool, priced, tune, folder, ledger, console, time_limit_s=limit_s)
@@ -150,7 +150,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     clock.ended("finalists and evaluation")
     save_study(folder, left.model_copy(update={"finalists": selection.finalists, "stage_seconds": clock.seconds}))
     for path in (folder / PROFILE, settings.output):
-        save_profile(path, document)
+        document.save(path)
     console.say(f"time: {clock.said}")
     console.say(f"decoding profile written to {settings.output}")
     return document

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError, nearest
-from autotune.files import Document, content_key, data_root, parse, read_yaml
+from autotune.files import Document, content_key, data_root
 
 if TYPE_CHECKING:
     import optuna
@@ -99,7 +99,7 @@ class Dimension(Document):
         return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
 
 
-class SearchSpace(Document):
+class SearchSpace(Document, kind="search-space"):
     """Which configurations a search may choose: subnets of its drafts, and trees. ``static`` is searched by the budget and
     depth of Sequoia's trees, the other policies by their hyperparameters.
     """
@@ -213,7 +213,7 @@ def load_space(name: str) -> SearchSpace:
     from autotune.trees.policy import POLICIES, parse_policy
 
     path = space_path(name)
-    space = parse(SearchSpace, "search-space", read_yaml(path), source=path)
+    space = SearchSpace.load(path)
     if space.visual_keep.values is None:
         raise UserError(f"{path}: visual_keep must list its choices, for each is recorded; give choices")
     for keep in space.visual_keep.values:

@@ -13,7 +13,7 @@ from autotune.cost.table import ModelShape
 from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.files import Document, parse, read_json, write_document
+from autotune.files import Document
 
 STUDY, PROFILE, RUNS, LEDGER = "study.json", "profile.json", "runs.jsonl", "ledger.sqlite"
 """Files of a study's folder."""
@@ -47,7 +47,7 @@ class Finalist(Document):
         return self.predicted_speedup / self.speedup - 1
 
 
-class StudyDocument(Document):
+class StudyDocument(Document, kind="study", made_by="autotune search"):
     """What a search used and made."""
 
     provenance: Provenance
@@ -74,7 +74,7 @@ class StudyDocument(Document):
 
 def save_study(folder: Path, study: StudyDocument) -> None:
     """Write it into the study's folder."""
-    write_document(folder / STUDY, "study", study)
+    study.save(folder / STUDY)
 
 
 def load_study(folder: Path) -> StudyDocument | None:
@@ -84,4 +84,4 @@ def load_study(folder: Path) -> StudyDocument | None:
         UserError: it is there, and cannot be read.
     """
     path = folder / STUDY
-    return parse(StudyDocument, "study", read_json(path), source=path) if path.exists() else None
+    return StudyDocument.load(path) if path.exists() else None

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from autotune.acceptance.trace import Trace, TraceHeader
-from autotune.cost.table import CostTable, load_table
+from autotune.cost.table import CostTable
 from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
-from autotune.files import WORKSPACE, parse, read_json
+from autotune.files import WORKSPACE
 from autotune.trees.tree import Ints
 
 
@@ -80,13 +80,13 @@ def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:
 
 def load_tables(folder: Path) -> list[CostTable]:
     """Of a study, the newest first."""
-    return [load_table(path) for path in reversed(_by_age(folder, "*.cost.json"))]
+    return [CostTable.load(path) for path in reversed(_by_age(folder, "*.cost.json"))]
 
 
 def load_headers(folder: Path) -> dict[Path, TraceHeader]:
     """Of a study's traces, the newest last."""
     paths = _by_age(folder, "traces/*/*.trace.json")
-    return {path: parse(TraceHeader, "trace", read_json(path), source=path) for path in paths}
+    return {path: TraceHeader.load(path) for path in paths}
 
 
 def _by_age(folder: Path, pattern: str) -> list[Path]:

@@ -10,7 +10,7 @@ from pydantic import Field
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import NETWORKS
 from autotune.errors import UserError
-from autotune.files import Document, parse, read_yaml
+from autotune.files import Document
 from autotune.modeling.loading import resolve
 from autotune.training.teacher import DistillationRule
 from autotune.workloads.digits import TASKS
@@ -69,7 +69,7 @@ class Data(Document):
     """Recipes of one seed share their examples, and what is kept of them."""
 
 
-class Recipe(Document):
+class Recipe(Document, kind="recipe"):
     """A model to train."""
 
     name: str
@@ -104,7 +104,7 @@ def load_recipe(path: Path) -> Recipe:
     Raises:
         UserError: no such file, no YAML, an unknown or missing key, an unknown task.
     """
-    recipe = parse(Recipe, "recipe", read_yaml(path), source=path)
+    recipe = Recipe.load(path)
     if unknown := set(recipe.tasks) - set(TASKS):
         raise UserError(
             f"{path}: a recipe's tasks are among {', '.join(TASKS)}; got {', '.join(sorted(unknown))}; remove or rename them"

@@ -49,7 +49,7 @@ def test_what_is_saved_is_loaded(trace: Trace, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "keep-0.5.trace.json"
     save_trace(path, trace)
     assert_equal(load_trace(path), trace)
-    assert json.loads(path.read_text())["schema"] == "autotune.trace/1"
+    assert json.loads(path.read_text())["schema"] == "autotune.trace/2"
     assert sorted(p.name for p in path.parent.iterdir()) == ["keep-0.5.trace.json", "keep-0.5.trace.safetensors"]
 
 
@@ -79,8 +79,8 @@ def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
     for change, message in (
         ({"subnt": {}}, "unknown key 'subnt'; did you mean 'subnet'"),
         ({"subnet": {"visual_keep": 0.0}}, "subnet.visual_keep"),
-        ({"schema": "autotune.trace/2"}, "newer than this program reads"),
-        ({"schema": "autotune.cost-table/1"}, "schema must be 'autotune.trace/1'"),
+        ({"schema": "autotune.trace/3"}, "newer than this program reads"),
+        ({"schema": "autotune.cost-table/1"}, "schema must be 'autotune.trace/2'"),
         ({"bounds": {"depth": 99}}, "bounds.depth"),
     ):
         path.write_text(json.dumps({**content, **change}))

@@ -16,7 +16,7 @@ from autotune.check.result import CheckResult
 from autotune.check.settings import CheckSettings
 from autotune.console import Console
 from autotune.device import fingerprint
-from autotune.documents.decoding_profile import Evidence, load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile, Evidence
 from autotune.documents.provenance import stamp
 from autotune.files import data_root
 from autotune.runtime import host_rounds
@@ -38,13 +38,13 @@ def test_the_bundled_pair_passes_the_exact_gate(tmp_path: Path, monkeypatch: pyt
     assert counts.verdict in ("passed", "warned"), counts
     assert found.workloads[0].identical_outputs == 4
 
-    profile = load_profile(SHIPPED)
+    profile = DecodingProfile.load(SHIPPED)
     here = {
         "hardware": fingerprint("cpu"),
         "provenance": stamp(),
         "evidence": Evidence(prompts=found.workloads[0].prompts),
     }
-    save_profile(tmp_path / "here.json", profile.model_copy(update=here))
+    profile.model_copy(update=here).save(tmp_path / "here.json")
     assert [gate.verdict for gate in check(tmp_path / "here.json").gates] == ["passed", "passed"]
     monkeypatch.setattr(host_rounds, "accept_path", lambda tree, tokens, path: min(2, accept_path(tree, tokens, path)))
     worse = check(tmp_path / "here.json")
@@ -52,7 +52,7 @@ def test_the_bundled_pair_passes_the_exact_gate(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_shipped_profile_knows_all_that_is_compared() -> None:
-    profile = load_profile(SHIPPED)
+    profile = DecodingProfile.load(SHIPPED)
     assert len(profile.evidence.prompts) >= 16 and profile.point.measured is not None
     for prompt in profile.evidence.prompts:
         assert (

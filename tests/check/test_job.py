@@ -17,7 +17,7 @@ from autotune.check.worker import Side as WorkerSide
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
-from autotune.documents.decoding_profile import DecodingProfile, Evidence, load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile, Evidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable, UserError
@@ -37,10 +37,10 @@ def world(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A lossless profile, a lossy one that accepts anything, and a workload."""
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     lossless = decoding_profile(target, draft, visual_keep=1.0, hardware=fingerprint("cpu"))
-    save_profile(tmp_path / "lossless.json", lossless)
+    lossless.save(tmp_path / "lossless.json")
     verification = {"verification": WetapVerification(threshold=1e-9), "lossless": False}
     lossy = lossless.model_copy(update={"points": [lossless.point.model_copy(update=verification)]})
-    save_profile(tmp_path / "lossy.json", lossy)
+    lossy.save(tmp_path / "lossy.json")
     write_workload(tmp_path, [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 20}] * 2)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -147,9 +147,9 @@ def test_settings_that_make_no_sense_are_refused_at_once(
 
 def write_points(world: Path, *tasks: str) -> None:
     """Prompts of these tasks, and a profile with a lossy point for the task ``loose``."""
-    lossless, lossy = (load_profile(world / f"{name}.json") for name in ("lossless", "lossy"))
+    lossless, lossy = (DecodingProfile.load(world / f"{name}.json") for name in ("lossless", "lossy"))
     loose = lossy.point.model_copy(update={"when": Condition(workload="loose")})
-    save_profile(world / "points.json", lossless.model_copy(update={"points": [loose, lossless.point]}))
+    lossless.model_copy(update={"points": [loose, lossless.point]}).save(world / "points.json")
     prompts = [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 20, "task": task} for task in tasks]
     write_workload(world, prompts)
 
@@ -195,7 +195,7 @@ def test_a_check_counts_by_the_point_of_each_prompt(world: Path, monkeypatch: py
 
 def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> DecodingProfile:
     """The lossless profile with the counts that it has here and now."""
-    profile = load_profile(world / "lossless.json")
+    profile = DecodingProfile.load(world / "lossless.json")
     prompts = check("lossless.json").workloads[0].prompts
     assert sum(prompt.accepted_tokens for prompt in prompts) > 5, "nothing is accepted: the test proves nothing"
     known = {
@@ -204,7 +204,7 @@ def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> Dec
         "workload": profile.workload.model_copy(update={"name": "workload.jsonl"}),
     }
     found = profile.model_copy(update={**known, **fields})
-    save_profile(world / name, found)
+    found.save(world / name)
     return found
 
 
@@ -281,9 +281,9 @@ def test_another_workload_is_not_comparable_unless_more_is_asked(world: Path) ->
 
 
 def test_another_model_is_not_comparable(world: Path) -> None:
-    profile = load_profile(world / "lossless.json")
+    profile = DecodingProfile.load(world / "lossless.json")
     target = profile.target.model_copy(update={"sha256": "f" * 64})
-    save_profile(world / "other.json", profile.model_copy(update={"target": target}))
+    profile.model_copy(update={"target": target}).save(world / "other.json")
     with pytest.raises(NotComparable, match="has other weights than when the profile was made"):
         check("other.json")
 
@@ -345,12 +345,15 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> type[InProcess]:
 
 
 def changed(world: Path, name: str, **fields: Any) -> None:
-    save_profile(world / name, load_profile(world / "lossless.json").model_copy(update=fields))
+    DecodingProfile.load(world / "lossless.json").model_copy(update=fields).save(world / name)
 
 
 def test_a_slower_head_fails(world: Path, workers: type[InProcess]) -> None:
     tree = {"policy": "chain", "depth": 2}
-    target, draft = load_profile(world / "lossless.json").target, load_profile(world / "lossless.json").point.draft
+    target, draft = (
+        DecodingProfile.load(world / "lossless.json").target,
+        DecodingProfile.load(world / "lossless.json").point.draft,
+    )
     assert draft is not None
     other = decoding_profile(target, draft, tree=tree, hardware=fingerprint("cpu"))  # type: ignore[arg-type]
     changed(world, "base.json", points=other.points)
@@ -372,7 +375,7 @@ def test_a_slower_head_fails(world: Path, workers: type[InProcess]) -> None:
 
 
 def test_equal_sides_need_no_timing(world: Path, workers: type[InProcess]) -> None:
-    changed(world, "base.json", workload=load_profile(world / "lossless.json").workload)
+    changed(world, "base.json", workload=DecodingProfile.load(world / "lossless.json").workload)
     found = check("lossless.json", against="base.json")
     assert found.exit_code == 0 and verdicts(found)["counts of the base"] == "passed"
     assert "nothing to time" in gate(found, "time against the base").summary
@@ -416,7 +419,7 @@ def test_the_machine_is_tested_by_the_profile_against_itself(world: Path, worker
 @pytest.mark.parametrize("what", ["target", "precision", "device"])
 def test_a_base_of_another_kind_is_not_comparable(what: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded."""
-    profile = load_profile(world / "lossless.json")
+    profile = DecodingProfile.load(world / "lossless.json")
     fields = {
         "target": {"target": profile.target.model_copy(update={"sha256": "f" * 64})},
         "precision": {"precision": "bfloat16"},
@@ -432,7 +435,7 @@ def test_a_base_of_another_kind_is_not_comparable(what: str, world: Path, monkey
 
 def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: type[InProcess]) -> None:
     """The same choices with the same target, and another answer: exact counts see it first."""
-    point = load_profile(world / "lossless.json").point
+    point = DecodingProfile.load(world / "lossless.json").point
     priced = point.model_copy(update={"fallback": RoundPrice(round_steps=1.0, level_steps=0.1, node_steps=0.0)})
     changed(world, "base.json", points=[priced])
     workers.edit = lambda side, found: found.model_copy(update={"tokens_sha256": side.name})
@@ -458,7 +461,7 @@ def test_a_revision_that_is_none_is_refused_before_anything_is_loaded(
 @pytest.mark.slow
 def test_real_processes_decode_in_pairs(world: Path) -> None:
     """Two of them, with another tree on one side; no budget is so small that five pairs are not decoded and kept."""
-    point = load_profile(world / "lossless.json").point
+    point = DecodingProfile.load(world / "lossless.json").point
     deeper = decoding_profile(tree={"policy": "chain", "depth": 2}).point.tree
     changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])
     with pytest.raises(UserError, match=r"--budget 1s: the first look, at 55 pairs, takes about \d+ s here"):

@@ -15,7 +15,7 @@ import autotune
 from autotune.check import worker
 from autotune.check.launch import WORKER, Decoded, Request, Side, WorkerProcess
 from autotune.device import fingerprint
-from autotune.documents.decoding_profile import load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from tests.sample_documents import decoding_profile
@@ -25,7 +25,7 @@ from tests.tiny_models import Inputs, Pair
 @pytest.fixture
 def profile(pair: Pair, tmp_path: Path) -> Path:
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
-    save_profile(tmp_path / "profile.json", decoding_profile(target, draft, hardware=fingerprint("cpu")))
+    decoding_profile(target, draft, hardware=fingerprint("cpu")).save(tmp_path / "profile.json")
     return tmp_path / "profile.json"
 
 
@@ -63,7 +63,7 @@ def test_it_says_what_decoding_took(profile: Path, prompts: dict[str, Inputs], t
 def test_plain_decoding_steps_as_the_profile_does(profile: Path) -> None:
     """By its runner, sizes and threads: an eager baseline would flatter a compiled draft."""
     steps = {"mode": "fixed", "capture_sizes": (1, 8, 64), "threads": 1}
-    save_profile(profile, load_profile(profile).model_copy(update=steps))
+    DecodingProfile.load(profile).model_copy(update=steps).save(profile)
     side = worker.Side(str(profile), "cpu")
     assert (
         {name: getattr(side.plain, name) for name in steps}

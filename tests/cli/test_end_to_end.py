@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.documents.configuration import PUBLISHED_DEFAULTS
-from autotune.documents.decoding_profile import load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.modeling.loading import reference
 from tests.cli.processes import run_command, start_command
 from tests.sample_documents import decoding_profile, write_image, write_workload
@@ -69,9 +69,9 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
 
     # Whether a tree pays with models this small depends on the machine; the following stages must have one.
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
-    hardware = load_profile(tmp_path / "profile.json").hardware
+    hardware = DecodingProfile.load(tmp_path / "profile.json").hardware
     tree = {"policy": "sage", "d_max": 5}
-    save_profile(tmp_path / "tree.json", decoding_profile(target, draft, tree=tree, visual_keep=0.5, hardware=hardware))
+    decoding_profile(target, draft, tree=tree, visual_keep=0.5, hardware=hardware).save(tmp_path / "tree.json")
 
     answer = stage("run", "tree.json", "--prompt", "What is this?", "--image", "0.png", "--max-new-tokens", "16")
     assert answer["prompt"] == "What is this?" and answer["lossless"] and answer["stats"]["draft_forwards"] > 0
@@ -96,7 +96,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
 
 def assert_complete(path: Path) -> None:
     """The profile has a measured point, its evidence, and every arm that it was compared with."""
-    profile = load_profile(path)
+    profile = DecodingProfile.load(path)
     measured = profile.point.measured
     assert measured is not None and profile.point.predicted is not None
     assert measured.num_prompts == len(profile.evidence.prompts) == 3

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from autotune.cli.main import VERBS, main
 from autotune.device import fingerprint
-from autotune.documents.decoding_profile import load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.modeling.loading import reference
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import Pair, new_llama
@@ -151,11 +151,11 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the cases below speak of."""
     folder = tmp_path_factory.mktemp("world")
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
-    save_profile(folder / "profile.json", decoding_profile(target, draft, hardware=fingerprint("cpu")))
+    decoding_profile(target, draft, hardware=fingerprint("cpu")).save(folder / "profile.json")
     whole = (folder / "profile.json").read_text()
     (folder / "truncated.json").write_text(whole[: len(whole) // 2])
     (folder / "typo.json").write_text(whole.replace('"verification"', '"verificatoin"'))
-    (folder / "newer.json").write_text(whole.replace("decoding-profile/1", "decoding-profile/2"))
+    (folder / "newer.json").write_text(whole.replace("decoding-profile/2", "decoding-profile/3"))
     write_image(folder / "photo.png", 0)
     (folder / "text.png").write_text("no image")
     write_workload(folder, [{"prompt": "Count."}, {"prompt": "Go on."}])
@@ -175,7 +175,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "missing profile, check": (["check", "nowhere.json"], r"nowhere\.json: no such file"),
     "truncated profile": (["run", "truncated.json", "--prompt", "x"], "not a complete JSON document"),
     "unknown key": (["run", "typo.json", "--prompt", "x"], "unknown key 'points.0.verificatoin'; did you mean 'verification'"),
-    "newer schema": (["run", "newer.json", "--prompt", "x"], "'autotune.decoding-profile/2' is newer .* update autotune"),
+    "newer schema": (["run", "newer.json", "--prompt", "x"], "'autotune.decoding-profile/3' is newer .* update autotune"),
     "no budget": ([*SEARCH, "--budget", "0"], "--budget: input should be greater than 0; got 0.0"),
     "negative budget": ([*SEARCH, "--budget", "-3m"], "--budget: input should be greater than 0; got -180.0"),
     "no trials": ([*SEARCH, "--trials", "0"], "--trials: input should be greater than or equal to 1; got 0"),
@@ -299,9 +299,9 @@ def test_libraries_print_nothing_beside_the_one_line(world: Path, pair: Pair) ->
 def test_what_cannot_be_compared_exits_with_4(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, as every mistake, and before anything is loaded."""
     monkeypatch.chdir(world)
-    profile = load_profile(world / "profile.json")
+    profile = DecodingProfile.load(world / "profile.json")
     other = profile.target.model_copy(update={"id": "another/model", "sha256": "f" * 64})
-    save_profile(world / "another.json", profile.model_copy(update={"target": other}))
+    profile.model_copy(update={"target": other}).save(world / "another.json")
     case = ["check", "profile.json", "--workload", "workload.jsonl", "--against", "another.json"]
     result = CliRunner().invoke(main, case)
     assert isinstance(result.exception, SystemExit) and result.exit_code == 4, result.exception

@@ -18,7 +18,6 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, new_network, save_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
-from autotune.files import dump_document
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -122,7 +121,7 @@ def test_the_table_says_what_was_measured_where(table: CostTable, pair: Pair) ->
     assert table.device.key == fingerprint("cpu").key and not table.estimated and table.precision == "float32"
     assert table.target == reference(str(pair.target_folder))
     assert table.costs_of(reference(str(pair.draft_folder))).draft.id == str(pair.draft_folder)
-    assert dump_document("cost-table", table)
+    assert table.dump()
 
 
 def test_models_decode_as_before(

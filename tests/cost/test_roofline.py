@@ -10,7 +10,6 @@ from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
 from autotune.device import short_name
 from autotune.documents.subnet import Subnet
-from autotune.files import dump_document
 from tests.sample_documents import DRAFT, TARGET
 
 # One layer of a billion parameters in two bytes, a kilobyte of keys and values for a token.
@@ -61,7 +60,7 @@ def test_every_shipped_datasheet_makes_a_table(name: str) -> None:
         name, target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=small, precision="bfloat16"
     )
     assert table.estimated and table.device.name == name and load_limits(name).source
-    assert dump_document("cost-table", table)
+    assert table.dump()
     prices = table.prices(DRAFT, max_tokens=65, max_kv_length=4096)
     for priced in (prices.verify_ms, prices.draft_ms):
         assert (np.diff(priced[1:], axis=0) >= 0).all() and (np.diff(priced[1:], axis=1) >= 0).all()

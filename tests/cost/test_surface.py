@@ -13,7 +13,6 @@ import pytest
 
 from autotune.cost.surface import MODELS, Point, Surface
 from autotune.errors import UserError
-from autotune.files import write_document
 from tests.sample_documents import cost_table, surface
 
 REPOSITORY = Path(__file__).parents[2]
@@ -174,16 +173,16 @@ def test_a_kept_model_is_made_again_from_the_document(tmp_path: Path) -> None:
     """Which holds samples and a name, no fitted numbers: in another process the prices are the same to the last bit."""
     table = cost_table(verify=judged(kinked, (1, 2, 4, 8, 33, 65), OFF_GRID))
     path = tmp_path / "pair.cost.json"
-    write_document(path, "cost-table", table)
+    table.save(path)
     tokens, lengths = np.arange(1.0, 66), np.arange(0.0, 400, 16)
     script = f"""
 import sys
 from pathlib import Path
 import numpy as np
 from autotune.cost.table import CostTable
-from autotune.files import parse, read_json
+
 path = Path({str(path)!r})
-table = parse(CostTable, "cost-table", read_json(path), source=path)
+table = CostTable.load(path)
 assert not {{"torch", "sklearn"}} & set(sys.modules), "loaded before it is asked for"
 prices = table.verify.latency_ms(np.arange(1.0, 66), np.arange(0.0, 400, 16))
 assert "torch" not in sys.modules

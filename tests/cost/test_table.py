@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill, load_table
+from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.files import dump_document, parse, read_json, write_document
 from tests.sample_documents import DEVICE, DRAFT, TARGET, cost_table, surface
 
 
@@ -107,7 +106,7 @@ def test_a_prepared_size_costs_as_much_as_what_it_is_filled_up_to() -> None:
     rounded, exact = (t.prices(DRAFT, max_tokens=8, max_kv_length=200) for t in (table, cost_table()))
     for n in range(1, 9):
         size = 3 if n <= 3 else 8
-        for prices in ("commit_ms", "draft_ms", "verify_ms"):
+        for prices in ("draft_first_ms", "draft_ms", "verify_ms"):
             assert getattr(rounded, prices)[n].tolist() == getattr(exact, prices)[size].tolist()
     assert rounded.decode_ms.tolist() == exact.decode_ms.tolist(), "a plain step is no forward of a tree"
     assert (rounded.verify_ms[1] > exact.verify_ms[1]).all()
@@ -172,8 +171,8 @@ def test_every_part_has_its_error_under_its_name() -> None:
     assert list(table.held_out_errors) == [
         "verify",
         "tests/draft: overhead",
-        "tests/draft heads-0.5: commit",
-        "tests/draft heads-0.5: propose",
+        "tests/draft heads-0.5: draft_first",
+        "tests/draft heads-0.5: draft_level",
     ], "an overhead is that of all subnets"
     assert table.held_out_errors["tests/draft: overhead"] == 0.25
     assert cost_table().held_out_errors == {}
@@ -238,37 +237,16 @@ def test_a_table_of_something_else_is_refused(
 def test_a_table_survives_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "pair.cost.json"
     table = cost_table()
-    write_document(path, "cost-table", table)
-    assert parse(CostTable, "cost-table", read_json(path), source=path) == table
+    table.save(path)
+    assert CostTable.load(path) == table
     content = json.loads(path.read_text())
     content["verify"]["points"][0]["samples_ms"] = []
     with pytest.raises(UserError, match=r"verify\.points\.0\.samples_ms"):
-        parse(CostTable, "cost-table", content, source=path)
+        CostTable.parse(content, source=path)
 
 
-def test_tables_of_the_version_before_are_still_read(tmp_path: Path) -> None:
-    """They hold no errors, and price as they did."""
-    path = tmp_path / "pair.cost.json"
-    write_document(path, "cost-table", cost_table())
-    content = json.loads(path.read_text())
-    content["schema"] = "autotune.cost-table/2"
-    for part in ("remeasured_samples", "drifted_samples"):
-        del content[part]
-    (costs,) = content["drafts"]
-    del costs["overhead"]["samples"], costs["overhead"]["held_out_error"]
-    for prefill in (content["prefill"], costs["prefill"]):
-        del prefill["held_out_error"]
-    for part in (content["decode"], content["verify"], costs["draft_first"], costs["draft_level"]):
-        del part["examined"], part["model"], part["errors"]
-    assert parse(CostTable, "cost-table", content, source=path) == cost_table()
-
-
-def test_a_table_of_an_earlier_schema_says_so(tmp_path: Path) -> None:
-    """What it does not say cannot be mended by hand."""
+def test_a_table_of_a_schema_without_migration_names_the_command(tmp_path: Path) -> None:
     path = tmp_path / "old.cost.json"
-    content = json.loads(dump_document("cost-table", cost_table()))
-    content["schema"] = "autotune.cost-table/3"
-    content["drafts"][0]["overhead"]["nodes"] = [1]
-    path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"cost-table/3' is of an earlier autotune.*; make the file again"):
-        load_table(path)
+    path.write_text(cost_table().dump().replace("cost-table/5", "cost-table/1"))
+    with pytest.raises(UserError, match=r"cost-table/1' is older .*; make the file again with autotune profile"):
+        CostTable.load(path)

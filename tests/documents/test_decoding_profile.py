@@ -12,7 +12,7 @@ import torch
 
 import autotune
 from autotune.device import fingerprint
-from autotune.documents.decoding_profile import DecodingProfile, load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
@@ -34,7 +34,7 @@ def profile(pair: Pair) -> DecodingProfile:
 
 @pytest.fixture
 def path(profile: DecodingProfile, tmp_path: Path) -> Path:
-    save_profile(tmp_path / "profile.json", profile)
+    profile.save(tmp_path / "profile.json")
     return tmp_path / "profile.json"
 
 
@@ -57,9 +57,9 @@ def assert_decodes_as_plainly(decoder: Decoder, pair: Pair, inputs: Inputs) -> N
 
 
 def test_what_is_saved_is_loaded(profile: DecodingProfile, path: Path) -> None:
-    assert load_profile(path) == profile
+    assert DecodingProfile.load(path) == profile
     content = json.loads(path.read_text())
-    assert content["schema"] == "autotune.decoding-profile/1"
+    assert content["schema"] == "autotune.decoding-profile/2"
     point = content["points"][0]
     assert point["tree"] == SagePolicy(d_max=6, n_max=20).model_dump(), "defaults are spelled out: they may change"
     assert (point["lossless"], point["verification"], point["measured"]) == (True, {"kind": "lossless"}, None)
@@ -67,8 +67,8 @@ def test_what_is_saved_is_loaded(profile: DecodingProfile, path: Path) -> None:
 
 def test_a_profile_without_a_draft_is_one(tmp_path: Path) -> None:
     plain = decoding_profile(draft=None)
-    save_profile(tmp_path / "plain.json", plain)
-    assert load_profile(tmp_path / "plain.json") == plain and plain.point.tree is None
+    plain.save(tmp_path / "plain.json")
+    assert DecodingProfile.load(tmp_path / "plain.json") == plain and plain.point.tree is None
 
 
 # -------------------------------------------------------------------------------------------------------------- loading
@@ -76,8 +76,8 @@ def test_a_profile_without_a_draft_is_one(tmp_path: Path) -> None:
 
 def test_the_decoder_obeys_the_profile(path: Path, profile: DecodingProfile, pair: Pair, prompts: Any) -> None:
     decoder = autotune.load(str(path))
-    assert decoder.way.policy == SagePolicy(d_max=6, n_max=20)
-    assert (decoder.way.visual_keep, decoder.profile) == (0.5, profile)
+    assert decoder.point.policy == SagePolicy(d_max=6, n_max=20)
+    assert (decoder.point.visual_keep, decoder.profile) == (0.5, profile)
     assert isinstance(decoder.draft, IndependentDraft) and decoder.processor is not None
     assert_decodes_as_plainly(decoder, pair, prompts["image"])
 
@@ -147,7 +147,7 @@ def test_a_truncated_profile_is_refused(keep: float, path: Path) -> None:
     whole = path.read_text()
     path.write_text(whole[: int(keep * len(whole))])
     with pytest.raises(UserError, match=r"not a complete JSON document .*; restore the file, or make it again"):
-        load_profile(path)
+        DecodingProfile.load(path)
 
 
 POINT = ("points", 0)
@@ -157,9 +157,9 @@ TREE = (*POINT, "tree")
 @pytest.mark.parametrize(
     ("place", "values", "message"),
     [
-        ((), {"schema": "autotune.decoding-profile/2"}, "'autotune.decoding-profile/2' is newer .*; update autotune"),
-        ((), {"schema": "autotune.cost-table/1"}, "schema must be 'autotune.decoding-profile/1'; got 'autotune.cost"),
-        ((), {"schema": None}, "schema must be 'autotune.decoding-profile/1'; got None"),
+        ((), {"schema": "autotune.decoding-profile/3"}, "'autotune.decoding-profile/3' is newer .*; update autotune"),
+        ((), {"schema": "autotune.cost-table/1"}, "schema must be 'autotune.decoding-profile/2'; got 'autotune.cost"),
+        ((), {"schema": None}, "schema must be 'autotune.decoding-profile/2'; got None"),
         ((), {"hardwear": 1}, "unknown key 'hardwear'; did you mean 'hardware'"),
         pytest.param((), {"points": 5}, "points"),
         ((), {"points": []}, "points: .*at least 1 item"),
@@ -198,7 +198,7 @@ def test_a_mistake_is_one_line_that_names_it(
 ) -> None:
     change(path, *place, **values)
     with pytest.raises(UserError, match=message) as refused:
-        load_profile(path)
+        DecodingProfile.load(path)
     assert str(path) in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -215,7 +215,7 @@ def test_every_point_is_reached_and_every_request_has_one(whens: list[Any], mess
     content = json.loads(path.read_text())
     change(path, points=[{**content["points"][0], "when": when} for when in whens])
     with pytest.raises(UserError, match=message) as refused:
-        load_profile(path)
+        DecodingProfile.load(path)
     assert str(path) in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -230,7 +230,7 @@ def test_points_of_other_requests_are_no_mistake(path: Path) -> None:
     ]
     content = json.loads(path.read_text())
     change(path, points=[{**content["points"][0], "when": when} for when in whens])
-    found = load_profile(path)
+    found = DecodingProfile.load(path)
     numbers = [
         found.points.index(found.point_for(0.0, *of)) for of in ((4, "read"), (7,), (12, "x"), (99, "read"), (99,))
     ]
@@ -240,15 +240,15 @@ def test_points_of_other_requests_are_no_mistake(path: Path) -> None:
 def test_a_newer_profile_is_said_to_be_newer(path: Path) -> None:
     """A newer version may know policies that this one does not: what helps is to update."""
     change(path, *TREE, policy="wetap")
-    change(path, schema="autotune.decoding-profile/2")
+    change(path, schema="autotune.decoding-profile/3")
     with pytest.raises(UserError, match="is newer than this program reads"):
-        load_profile(path)
+        DecodingProfile.load(path)
 
 
 def test_a_misspelt_required_key_is_named(path: Path) -> None:
     path.write_text(path.read_text().replace('"hardware"', '"hardwear"'))
     with pytest.raises(UserError, match="unknown key 'hardwear'; did you mean 'hardware'"):
-        load_profile(path)
+        DecodingProfile.load(path)
 
 
 def test_a_missing_key_is_named(path: Path) -> None:
@@ -256,18 +256,18 @@ def test_a_missing_key_is_named(path: Path) -> None:
     del content["hardware"]
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="key 'hardware' is required and missing; add it"):
-        load_profile(path)
+        DecodingProfile.load(path)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_not_finite_are_refused(number: str, path: Path) -> None:
     path.write_text(path.read_text().replace('"speedup": 2.0', f'"speedup": {number}'))
     with pytest.raises(UserError, match="finite number"):
-        load_profile(path)
+        DecodingProfile.load(path)
 
 
 @pytest.mark.parametrize("text", ["[]", '"profile"', "3", "null"])
 def test_what_is_no_object_is_refused(text: str, path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match="a decoding-profile is an object with a 'schema'"):
-        load_profile(path)
+        DecodingProfile.load(path)

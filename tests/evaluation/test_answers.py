@@ -10,7 +10,6 @@ import pytest
 from autotune.cli import main as cli
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
-from autotune.documents.decoding_profile import save_profile
 from autotune.evaluation.answers import answer_prompts
 from autotune.modeling.loading import reference
 from autotune.trees.verification import WetapVerification
@@ -27,7 +26,7 @@ def path(pair: Pair, tmp_path: Path) -> Path:
     lossy = {"when": Condition(workload="loose"), "verification": WetapVerification(threshold=1e-9), "lossless": False}
     sampled = {"when": Condition.model_validate({"temperature": {"min": 0.5}}), "draft": None, "tree": None}
     points = [profile.point.model_copy(update=changes) for changes in (lossy, sampled, {})]
-    save_profile(tmp_path / "points.json", profile.model_copy(update={"points": points}))
+    profile.model_copy(update={"points": points}).save(tmp_path / "points.json")
     return tmp_path / "points.json"
 
 

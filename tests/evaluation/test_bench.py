@@ -14,7 +14,7 @@ from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import PUBLISHED_DEFAULTS
-from autotune.documents.decoding_profile import load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.errors import UserError
 from autotune.evaluation import bench
@@ -41,8 +41,8 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     here = fingerprint("cpu")
-    save_profile(folder / "tree.json", decoding_profile(target, draft, visual_keep=0.5, hardware=here))
-    save_profile(folder / "plain.json", decoding_profile(target, None, hardware=here))
+    decoding_profile(target, draft, visual_keep=0.5, hardware=here).save(folder / "tree.json")
+    decoding_profile(target, None, hardware=here).save(folder / "plain.json")
     image = [write_image(folder / "0.png", 0)]
     lines: list[dict[str, Any]] = [
         {"prompt": "Count to ten, then stop.", "task": "count"},
@@ -97,9 +97,9 @@ def test_every_prompt_is_decoded_by_its_point(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plain decoding for one task, a tree for all others; as many rounds as with each of them alone."""
-    tree, plain = (load_profile(world / f"{name}.json") for name in ("tree", "plain"))
+    tree, plain = (DecodingProfile.load(world / f"{name}.json") for name in ("tree", "plain"))
     count = plain.point.model_copy(update={"when": Condition(workload="count")})
-    save_profile(world / "points.json", tree.model_copy(update={"points": [count, tree.point]}))
+    tree.model_copy(update={"points": [count, tree.point]}).save(world / "points.json")
     found = run_in(world, "points.json", [AR], monkeypatch)
     assert [run["point"] for run in found["runs"][TUNED]] == [0, 1, 1]
     assert "tuned: 1 by point 0 (workload count), 2 by point 1 (any request)" in capsys.readouterr().err
@@ -110,9 +110,9 @@ def test_every_prompt_is_decoded_by_its_point(
 
 
 def test_trees_are_compared_where_only_some_points_have_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree, plain = (load_profile(world / f"{name}.json") for name in ("tree", "plain"))
+    tree, plain = (DecodingProfile.load(world / f"{name}.json") for name in ("tree", "plain"))
     read = tree.point.model_copy(update={"when": Condition(workload="read")})
-    save_profile(world / "points.json", tree.model_copy(update={"points": [read, plain.point]}))
+    tree.model_copy(update={"points": [read, plain.point]}).save(world / "points.json")
     found = run_in(world, "points.json", ["chain"], monkeypatch)
     assert list(found["runs"]) == [AR, "chain", TUNED] and found["unavailable"] == {}
     assert [run["point"] for run in found["runs"][TUNED]] == [1, 0, 0]

@@ -9,10 +9,9 @@ from typing import Any
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, configuration_of
-from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint, Predicted, save_profile
+from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint, Predicted
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
-from autotune.files import write_document
 from autotune.search.evaluator import Evaluator
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import DRAFT, cost_table, decoding_profile, random_trace
@@ -62,7 +61,7 @@ def profile_of(*points: OperatingPoint, trace: Trace) -> DecodingProfile:
 
 def write_study(folder: Path, table: CostTable, *traces: Trace) -> Path:
     """Write the documents as a search does."""
-    write_document(folder / "abacus.cost.json", "cost-table", table)
+    table.save(folder / "abacus.cost.json")
     for trace in traces:
         name = trace.header.draft.id.replace("/", "-")
         save_trace(folder / "traces" / name / f"{trace.header.subnet.name}.trace.json", trace)
@@ -73,7 +72,7 @@ def write_pair(folder: Path, *, kind: str = "independent", table: CostTable | No
     """Write a profile of one point and its study beside it; return the profile's path."""
     trace, table = trace_of(**fields), table or cost_table()
     write_study(folder / ".autotune" / "pair", table, trace)
-    save_profile(folder / "profile.json", profile_of(point_of(trace, table, kind=kind), trace=trace))
+    profile_of(point_of(trace, table, kind=kind), trace=trace).save(folder / "profile.json")
     return folder / "profile.json"
 
 

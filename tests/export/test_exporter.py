@@ -18,13 +18,12 @@ from autotune.cli.export import EXPORT_ENGINES
 from autotune.cli.main import main
 from autotune.documents.condition import Condition, Range
 from autotune.documents.configuration import configuration_of
-from autotune.documents.decoding_profile import OperatingPoint, load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.documents.provenance import ModelReference
 from autotune.export.document import EXPORT, Export
 from autotune.export.engine import read_settings
 from autotune.export.exporter import ENGINES
 from autotune.export.sglang import SglangSettings
-from autotune.files import parse, read_json
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, bundled_models
 from autotune.search.evaluator import Evaluator
 from tests.export.studies import PRUNED, point_of, profile_of, trace_of, write_pair, write_study
@@ -46,7 +45,7 @@ def exported(profile: Path, engine: str, *options: object) -> Export:
     result = export(profile, engine, *options)
     assert result.exit_code == 0, result.output
     path = profile.parent / "out" / engine / EXPORT
-    return parse(Export, "export", read_json(path), source=path)
+    return Export.load(path)
 
 
 def assert_refused(profile: Path, engine: str, *options: object, messages: tuple[str, ...]) -> None:
@@ -73,7 +72,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_engine_writes_files_and_predictions(pair: Path) -> None:
-    point = load_profile(pair).point
+    point = DecodingProfile.load(pair).point
     assert point.predicted is not None
     for engine in EXPORT_ENGINES:
         found = exported(pair, engine)
@@ -145,7 +144,7 @@ def test_bundled_models_are_exported_as_folders(tmp_path: Path) -> None:
     trace, table = trace_of(draft, target=target), table_of(draft, target=target)
     write_study(tmp_path / ".autotune" / "pair", table, trace)
     profile = profile_of(point_of(trace, table), trace=trace).model_copy(update={"target": target})
-    save_profile(tmp_path / "profile.json", profile)
+    profile.save(tmp_path / "profile.json")
     (variant,) = exported(tmp_path / "profile.json", "vllm").variants
     assert str(bundled_models()[BUNDLED_TARGET]) in variant.command
     assert variant.settings["model"] == str(bundled_models()[BUNDLED_DRAFT])
@@ -160,12 +159,12 @@ def test_another_recorded_draft_can_be_exported(tmp_path: Path) -> None:
     table = table_of(DRAFT, OTHER)
     write_study(tmp_path / ".autotune" / "pair", table, star, full)
     profile = tmp_path / "profile.json"
-    save_profile(profile, profile_of(point_of(star, table, kind="star"), trace=star))
+    profile_of(point_of(star, table, kind="star"), trace=star).save(profile)
     message = "vllm cannot serve tests/draft, a draft of kind star; export a recorded one: --draft tests/other"
     assert_refused(profile, "vllm", messages=(message,))
     assert not (tmp_path / "out").exists()
     found = exported(profile, "vllm", "--draft", OTHER.id)
-    point = load_profile(profile).point
+    point = DecodingProfile.load(profile).point
     assert point.predicted and found.tuned.speedup == pytest.approx(point.predicted.speedup)
     assert found.draft == OTHER and found.kind == "independent"
 
@@ -175,9 +174,9 @@ def test_without_the_points_trace_the_profiles_prediction_is_used(tmp_path: Path
     point = point_of(star, table_of(DRAFT), kind="star")
     write_study(tmp_path / ".autotune" / "pair", table_of(DRAFT, OTHER), full)
     profile = tmp_path / "profile.json"
-    save_profile(profile, profile_of(point, trace=star))
+    profile_of(point, trace=star).save(profile)
     assert exported(profile, "vllm", "--draft", OTHER.id).tuned == point.predicted
-    save_profile(profile, profile_of(point.model_copy(update={"predicted": None}), trace=star))
+    profile_of(point.model_copy(update={"predicted": None}), trace=star).save(profile)
     message = "has no trace of tests/draft keep=1, and the profile has no prediction of its point"
     assert_refused(profile, "vllm", "--draft", OTHER.id, messages=(message,))
 
@@ -187,7 +186,7 @@ def test_engines_run_the_full_draft(tmp_path: Path) -> None:
     half, full = trace_of(subnet=PRUNED, seed=1), trace_of(seed=2)
     table = table_of(DRAFT)
     write_study(tmp_path / ".autotune" / "pair", table, half, full)
-    save_profile(tmp_path / "profile.json", profile_of(point_of(half, table), trace=half))
+    profile_of(point_of(half, table), trace=half).save(tmp_path / "profile.json")
     found = exported(tmp_path / "profile.json", "vllm")
     (variant,) = found.variants
     configuration = configuration_of(point_of(full, table, tree=variant.tree.model_dump()))
@@ -208,7 +207,7 @@ def test_pruned_draft_is_refused_unless_prompts_have_no_images(tmp_path: Path) -
     trace = dataclasses.replace(trace_of(subnet=PRUNED), num_visual_tokens=np.zeros(4, np.int64))
     table = cost_table()
     write_study(tmp_path / ".autotune" / "pair", table, trace)
-    save_profile(tmp_path / "profile.json", profile_of(point_of(trace, table), trace=trace))
+    profile_of(point_of(trace, table), trace=trace).save(tmp_path / "profile.json")
     assert not any("visual" in note for note in exported(tmp_path / "profile.json", "transformers").notes)
 
 
@@ -220,7 +219,7 @@ def write_two_points(folder: Path, condition: Condition) -> tuple[Path, Operatin
     first = point_of(trace, table, tree={"policy": "chain", "depth": 4}, when=condition)
     last = point_of(trace, table, tree={"policy": "chain", "depth": 1})
     write_study(folder / ".autotune" / "pair", table, trace)
-    save_profile(folder / "profile.json", profile_of(first, last, trace=trace))
+    profile_of(first, last, trace=trace).save(folder / "profile.json")
     return folder / "profile.json", first, last
 
 
@@ -269,7 +268,7 @@ def test_study_that_reproduces_the_profile_is_used(tmp_path: Path) -> None:
     for name in ("another", "zzz"):
         write_study(tmp_path / ".autotune" / name, slower, trace_of())
     assert exported(profile, "vllm").study.endswith("/pair")
-    point = load_profile(profile).point
+    point = DecodingProfile.load(profile).point
     found = exported(profile, "vllm", "--study", tmp_path / ".autotune" / "another")
     assert point.predicted and found.tuned.speedup > 1.5 * point.predicted.speedup
     assert any("but the profile says" in note for note in found.notes)
@@ -291,7 +290,7 @@ def test_studies_are_found_beside_the_profile_and_in_the_working_directory(
 
 def test_documents_of_other_searches_are_ignored(tmp_path: Path) -> None:
     profile = write_pair(tmp_path)
-    document = load_profile(profile)
+    document = DecodingProfile.load(profile)
     draft = document.point.draft
     assert draft is not None
     other_draft = draft.model_copy(update={"id": OTHER.id, "sha256": OTHER.sha256})
@@ -310,9 +309,9 @@ def test_documents_of_other_searches_are_ignored(tmp_path: Path) -> None:
         ),
     ]
     for changed, messages in cases:
-        save_profile(profile, document.model_copy(update=changed))
+        document.model_copy(update=changed).save(profile)
         assert_refused(profile, "vllm", messages=messages)
-    save_profile(profile, document)
+    document.save(profile)
     retrained = DRAFT.model_copy(update={"sha256": "1" * 64})  # traces of other weights under the same name
     write_study(tmp_path / ".autotune" / "pair", table_of(retrained), trace_of(retrained))
     assert_refused(profile, "vllm", messages=missing[:1])
@@ -361,7 +360,7 @@ def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> No
 def test_plain_decoding_is_not_exported_without_a_draft(tmp_path: Path) -> None:
     profile = write_pair(tmp_path)
     plain = OperatingPoint(draft=None, tree=None, predicted=None, measured=None)
-    save_profile(profile, load_profile(profile).model_copy(update={"points": [plain]}))
+    DecodingProfile.load(profile).model_copy(update={"points": [plain]}).save(profile)
     message = "point 0 decodes without a draft, so there is nothing to export"
     assert_refused(profile, "vllm", messages=(message,))
     assert exported(profile, "vllm", "--draft", DRAFT.id).tuned.speedup == 1.0

@@ -24,11 +24,10 @@ from autotune.documents.decoding_profile import (
     Predicted,
     PromptEvidence,
     WorkloadReference,
-    save_profile,
 )
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
-from autotune.files import append_line, write_document
+from autotune.files import append_line
 from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
 from autotune.search.space import SearchSpace
@@ -93,7 +92,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     table = cost_table(EVIL)
     costs = table.drafts[0].model_copy(update={"num_parameters": 10**6, "kv_bytes_per_token": 1024})
     table = table.model_copy(update={"drafts": [costs]})
-    write_document(folder / "0123.cost.json", "cost-table", table)
+    table.save(folder / "0123.cost.json")
 
     ledger = Ledger(folder / LEDGER)
     screened = _screened()
@@ -137,8 +136,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     )
     save_study(folder, study)
     path = home / "profile.json"
-    save_profile(path, profile)
-    save_profile(folder / PROFILE, profile)
+    profile.save(path)
+    profile.save(folder / PROFILE)
     yield MadeStudy(folder, path, profile, study, traces, screened)
 
 

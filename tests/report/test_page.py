@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import main
-from autotune.documents.decoding_profile import load_profile, save_profile
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.report.content import gather
 from autotune.report.page import render
 from autotune.report.sources import find_sources
@@ -189,7 +189,7 @@ def test_words_say_what_decodes(page: Page) -> None:
 
 
 def test_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path: Path) -> None:
-    save_profile(tmp_path / "p.json", made.profile)
+    made.profile.save(tmp_path / "p.json")
     page = Page(render(gather(find_sources(tmp_path / "p.json"))))
     assert {*SECTIONS} <= {*page.ids}
     assert page.text.count("No study was found beside the profile") == 7 and "autotune report" in page.text
@@ -197,25 +197,25 @@ def test_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path: Path) -
 
 
 def test_predictions_alone_say_so(tmp_path: Path) -> None:
-    save_profile(tmp_path / "p.json", decoding_profile())
+    decoding_profile().save(tmp_path / "p.json")
     page = Page(render(gather(find_sources(tmp_path / "p.json"))))
     assert "Nothing was measured" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
 
 
 def test_plain_decoding_is_a_profile_too(tmp_path: Path) -> None:
-    save_profile(tmp_path / "p.json", decoding_profile(draft=None))
+    decoding_profile(draft=None).save(tmp_path / "p.json")
     assert "The target decodes alone" in Page(render(gather(find_sources(tmp_path / "p.json")))).text
 
 
 def test_a_draft_that_was_left_is_not_the_profile(made: MadeStudy, tmp_path: Path) -> None:
     """The search's winner lost on held-out prompts: the profile decodes plainly, and the page says so everywhere."""
-    profile = load_profile(made.profile_path)
+    profile = DecodingProfile.load(made.profile_path)
     compared = [
         one.model_copy(update={"speedup": 0.8}) if one.name == "tuned" else one for one in profile.evidence.compared
     ]
     evidence = profile.evidence.model_copy(update={"compared": compared})
     points = [profile.points[-1].model_copy(update={"draft": None, "tree": None})]
-    save_profile(tmp_path / "p.json", profile.model_copy(update={"points": points, "evidence": evidence}))
+    profile.model_copy(update={"points": points, "evidence": evidence}).save(tmp_path / "p.json")
     page = Page(render(gather(find_sources(tmp_path / "p.json"))))
     assert "Measured speedup over plain decoding1.00x" in page.text and "what was tuned took 125 %" in page.text
     assert [row[0] for row in page.table("arm")[1:] if "this profile" in row[0]] == ["ar: this profile"]

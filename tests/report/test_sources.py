@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from autotune.documents.decoding_profile import save_profile
 from autotune.errors import UserError
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources, find_sources
@@ -47,7 +46,7 @@ def test_a_study_without_a_profile_is_what_was_found_so_far(copied: MadeStudy) -
 
 
 def test_a_profile_alone_is_no_mistake(made: MadeStudy, tmp_path: Path) -> None:
-    save_profile(tmp_path / "p.json", made.profile)
+    made.profile.save(tmp_path / "p.json")
     assert find_sources(tmp_path / "p.json") == Sources(profile=made.profile, profile_path=tmp_path / "p.json")
 
 
@@ -60,7 +59,7 @@ def test_the_study_of_another_device_is_left_alone(copied: MadeStudy) -> None:
 
 def made_on(copied: MadeStudy, model: str) -> Path:
     path = copied.profile_path.with_name("other.json")
-    save_profile(path, copied.profile.model_copy(update={"hardware": DEVICE.model_copy(update={"model": model})}))
+    copied.profile.model_copy(update={"hardware": DEVICE.model_copy(update={"model": model})}).save(path)
     return path
 
 
@@ -114,7 +113,7 @@ def test_records_that_are_elsewhere_are_missed(copied: MadeStudy, tmp_path: Path
     [
         ("nothing.json", None, "no such file"),
         ("empty", None, "this one has neither; give a folder of .autotune/, or a profile"),
-        ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/1'"),
+        ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/2'"),
         ("profile.json", "nowhere", "--study nowhere: no such folder"),
         (".autotune/tests-target-0123", "empty", "is a study already"),
     ],

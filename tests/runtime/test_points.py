@@ -316,7 +316,7 @@ def test_a_decoder_may_be_given_another_way_for_all_requests(decoder: Decoder, p
 
 
 def test_points_of_a_profile_on_disk(profile: DecodingProfile, tmp_path: Path, pair: Pair) -> None:
-    profiles.save_profile(tmp_path / "profile.json", profile)
-    read = profiles.load_profile(tmp_path / "profile.json")
+    profile.save(tmp_path / "profile.json")
+    read = DecodingProfile.load(tmp_path / "profile.json")
     assert read == profile and read.point is read.points[OTHERS]
     assert load(tmp_path / "profile.json", target=pair.target).profile == profile

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from autotune.console import Console
-from autotune.cost.table import CostTable, load_table
+from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
-from autotune.files import write_document
 from autotune.search import cost_tables
 from autotune.search.cost_tables import local_table, priced_apart
 from autotune.search.model_pool import ModelPool
@@ -56,7 +55,7 @@ def test_a_table_is_measured_once(
     assert first == measured[0] == table(time_limit_s=5.0)
     (path,) = tmp_path.glob("*.cost.json")
     path.unlink()
-    assert table(time_limit_s=5.0) == first and load_table(path) == first and len(measured) == 1
+    assert table(time_limit_s=5.0) == first and CostTable.load(path) == first and len(measured) == 1
     table()
     assert len(measured) == 2 and len(list(tmp_path.glob("*.cost.json"))) == 2
 
@@ -82,7 +81,7 @@ def test_a_table_put_in_its_place_is_refused(
     priced = priced_apart(model_pool.subnets(load_space("quick")))
     table = local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
     (path,) = tmp_path.glob("*.cost.json")
-    write_document(path, "cost-table", table.model_copy(update=change))
+    table.model_copy(update=change).save(path)
     with pytest.raises(UserError, match=message) as refused:
         local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
     assert str(refused.value).startswith(f"{path}: ")
