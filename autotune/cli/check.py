@@ -33,6 +33,7 @@ def command(as_json: bool, **options: Any) -> None:
     from autotune.check.job import run_check
     from autotune.check.output import add_to_step_summary, github_annotations
     from autotune.console import Console
+
     result = run_check(settings, Console())
     if settings.github:
         for line in github_annotations(result):

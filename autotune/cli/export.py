@@ -38,6 +38,7 @@ def command(profile: Path, engine: str, as_json: bool, **options: Any) -> None:
 
     from autotune.console import Console
     from autotune.export.exporter import export_profile
+
     result = export_profile(profile, engine, console=Console(), **options)
     if as_json:
         click.echo(result.dump())

@@ -324,7 +324,7 @@ def test_unreadable_study_is_ignored_unless_given(tmp_path: Path) -> None:
     (old / "pair.cost.json").write_text('{"schema": "autotune.cost-table/1"}')
     assert exported(profile, "vllm").study.endswith("/pair")
     assert_refused(
-        profile, "vllm", "--study", old, messages=("schema 'autotune.cost-table/1' is of an earlier autotune",)
+        profile, "vllm", "--study", old, messages=("schema 'autotune.cost-table/1' is older than this program reads",)
     )
 
 
