@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from autotune.check.exact import Counts, compare, judge
 from autotune.check.result import LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.device import fingerprint
-from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, PromptEvidence
 from autotune.documents.provenance import Provenance, stamp
 from autotune.errors import NotComparable
-from autotune.evaluation.arms import Arm, Run
+from autotune.evaluation.arms import Arm, DecoderArm
 from autotune.evaluation.divergence import Divergence, first_divergence
-from autotune.evaluation.profile_runner import TUNED, ProfileArmRunner, prompt_evidence
-from autotune.evaluation.runner import AR
+from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runs import Run, prompt_evidence
 from autotune.evaluation.summary import Summary, summarize
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.token_sampler import TokenSampler
@@ -71,10 +71,10 @@ class LocalRun:
 
 def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Callable[[int, int], None]) -> LocalRun:
     """Side by side with plain decoding, prompt by prompt in random order; and once more, for counts must repeat."""
-    tuned = Arm(AR if decoder.draft is None else TUNED)
-    runner = ProfileArmRunner(decoder)
+    runner = ArmRunner(decoder, decoder.processor)
+    tuned = runner.plain if decoder.draft is None else DecoderArm(TUNED, decoder)
     of = len(workload.prompts)
-    runs = runner.compare([Arm(AR), tuned], workload, seed=seed, report=lambda done, _: report(done, 2 * of))
+    runs = runner.compare([runner.plain, tuned], workload, seed=seed, report=lambda done, _: report(done, 2 * of))
     again = runner.compare([tuned], workload, seed=seed, report=lambda done, _: report(of + done, 2 * of))
     prompts = [prompt_evidence(run, plain) for run, plain in zip(runs[tuned.name], runs[AR], strict=True)]
     second = [Counts.of_evidence(prompt_evidence(run, run)) for run in again[tuned.name]]
@@ -96,7 +96,7 @@ def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Call
 
 
 def _divergences(
-    runner: ProfileArmRunner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]
+    runner: ArmRunner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]
 ) -> dict[str, Divergence]:
     """Where an arm's outputs part from plain decoding's though the prompt's point is lossless, by prompt; decoding is
     repeated, as runs keep no tokens.
@@ -108,7 +108,7 @@ def _divergences(
             continue
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)
-        plain, other = (runner.decode(one, inputs, prompt)[0] for one in (Arm(AR), arm))
+        plain, other = (one.decode(inputs, settings)[0] for one in (runner.plain, arm))
         rule = TokenSampler(
             temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, device=target.device
         )

@@ -1,73 +1,83 @@
-"""Arms of a comparison, and their runs."""
+"""Arms: ways to decode that are compared on the same prompts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from typing import Any, Protocol
 
-from pydantic import AliasChoices, Field
-
-from autotune.documents.configuration import Configuration
-from autotune.documents.decoding_profile import AR as AR  # for those who run it
-from autotune.files import Document
+from autotune.documents.condition import first_match
+from autotune.evaluation.hf_generate import hf_generate
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.stats import DecodingStats
+from autotune.trees.fallback import Fallback
+from autotune.workloads.workload import WARM_UP_TOKENS, Prompt
 
 HF, HF_ASSISTED, PROMPT_LOOKUP = "hf", "hf-assisted", "prompt_lookup"
 
 
-class Run(Document):
-    """One arm on one prompt. Times in milliseconds; ``decode_ms`` runs from the first token to the last, the draft's
-    prefill included; ``vision_ms`` is part of ``target_prefill_ms``. Inside Hugging Face's generate ``draft_ms`` and
-    ``verify_ms`` are not measured, and 0.
-    """
-
-    arm: str
-    prompt: str
-    prompt_sha256: str
-    tokens_sha256: str
-    new_tokens: int
-    rounds: int
-    accepted_lengths: list[int]
-    target_forwards: int
-    draft_forwards: int
-    target_prefill_ms: float
-    vision_ms: float
-    draft_prefill_ms: float
-    draft_ms: float
-    verify_ms: float
-    decode_ms: float
-    acceptance_counts: dict[str, Any] = Field(validation_alias=AliasChoices("acceptance_counts", "health"))
-    """``AcceptanceCounts.to_json()``; runs of earlier versions call it ``health``."""
-    perplexity: float | None = None
-    """Of the answer, under the target, where it was asked for."""
-    point: int = 0
-    """Of a profile: which of its points decoded."""
-    plain_steps: int | None = None
-    """This and the next are null in runs of earlier versions."""
-    verified_nodes: int | None = None
-
-    @property
-    def forward_ms(self) -> float:
-        """Mean of the target's forwards behind the prefill; 0 where they are not measured, or there is none."""
-        return self.verify_ms / max(1, self.target_forwards)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way to decode, under a name: a configuration, or None for ``ar`` (our plain decoding), ``hf`` and
-    ``hf-assisted`` (Hugging Face's generate, alone and with the draft).
-    """
+class Arm(Protocol):
+    """A way to decode prompts. An implementation needs ``decode`` alone; the other methods have defaults."""
 
     name: str
-    configuration: Configuration | None = None
-    drafter: str | None = None
-    """Who drafts: ``prompt_lookup``, or None for the runner's own draft."""
+    """Unique within a comparison."""
+    key: str
+    """Identifies the arm in ledgers: equal for equal arms, whatever their names."""
+
+    def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
+        """Decode one prompt; returns its new tokens, and counts and times."""
+        ...
+
+    def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
+        """Run what the first prompt of a shape runs, so that buffers grow and kernels are chosen."""
+        self.decode(inputs, settings)
+
+    def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
+        """Index of the operating point that decodes such a request."""
+        return 0
 
     @property
-    def key(self) -> str:
-        if self.configuration is None:
-            return self.name
-        return self.configuration.key if self.drafter is None else f"{self.drafter}-{self.configuration.key}"
+    def fallbacks(self) -> list[Fallback]:
+        """Fallbacks of the operating points: their memory of earlier requests is the arm's only state."""
+        return []
 
 
-# The free baseline: no model drafts. As many tokens at once as the other published chain.
-PROMPT_LOOKUP_ARM = Arm(PROMPT_LOOKUP, Configuration(tree={"policy": "chain", "depth": 5}), drafter=PROMPT_LOOKUP)
+class DecoderArm(Arm):
+    """Decodes with a ``Decoder`` of its own: plainly, by a configuration, or by a loaded profile."""
+
+    def __init__(self, name: str, decoder: Decoder, *, key: str | None = None) -> None:
+        self.name = name
+        self.key = key or name
+        self.decoder = decoder
+
+    def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
+        output = self.decoder.generate(**inputs, **settings.generation, workload=settings.task)
+        return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats
+
+    def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
+        """Decode the first tokens, in buffers for the whole answer."""
+        stream = self.decoder.stream(**inputs, **settings.generation, workload=settings.task)
+        for _ in itertools.islice(stream, WARM_UP_TOKENS):
+            pass
+
+    def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
+        conditions = [point.when for point in self.decoder.points]
+        num_tokens = inputs["input_ids"].shape[1]
+        return first_match(
+            conditions, temperature=settings.temperature, prompt_tokens=num_tokens, workload=settings.task
+        )
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        return [point.fallback for point in self.decoder.points]
+
+
+class HuggingFaceArm(Arm):
+    """Hugging Face's ``generate``; with ``assistant`` as its ``assistant_model``, assisted generation."""
+
+    def __init__(self, name: str, model: Any, assistant: Any | None = None) -> None:
+        self.name = self.key = name
+        self.model = model
+        self.assistant = assistant
+
+    def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
+        return hf_generate(self.model, inputs, assistant=self.assistant, **settings.generation)

@@ -1,67 +1,81 @@
-"""``autotune bench``: a profile beside other ways to decode, in one run, prompt by prompt in random order."""
+"""``autotune bench``: compares a profile with other ways to decode in one run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.configuration import PUBLISHED_DEFAULTS
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.provenance import stamp
+from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
-from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP, PROMPT_LOOKUP_ARM, Arm, Run
-from autotune.evaluation.profile_runner import TUNED, ProfileArmRunner, points_used
-from autotune.evaluation.runner import AR, DISTURBED, STALLED, ArmRunner
-from autotune.evaluation.summary import Summary, decoded_pairs, speedup, summarize
+from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
+from autotune.evaluation.runner import DISTURBED, STALLED, ArmRunner
+from autotune.evaluation.runs import Run, runs_dataframe
+from autotune.evaluation.summary import Summary, summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.verification import WetapVerification
 from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
 
-# WETAP as the paper has it, its own acceptance included: another output than the target's.
-LOSSY = Arm("wetap-lossy", PUBLISHED_DEFAULTS["wetap"].model_copy(update={"verification": WetapVerification()}))
-WITHOUT_DRAFT = "the profile decodes without a draft"
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
-
-def known_arms() -> dict[str, Arm]:
-    """What a profile can be compared with, by name."""
-    published = [Arm(name, configuration) for name, configuration in PUBLISHED_DEFAULTS.items()]
-    return {arm.name: arm for arm in (Arm(AR), Arm(HF), Arm(HF_ASSISTED), PROMPT_LOOKUP_ARM, *published, LOSSY)}
+# WETAP with its own acceptance rule, as in the paper: the output is not the target's.
+LOSSY = "wetap-lossy"
+TREES = {
+    **PUBLISHED_DEFAULTS,
+    LOSSY: PUBLISHED_DEFAULTS["wetap"].model_copy(update={"verification": WetapVerification()}),
+}
+ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
+    AR: lambda runner: runner.plain,
+    HF: lambda runner: HuggingFaceArm(HF, runner.decoder.target_model),
+    HF_ASSISTED: lambda runner: HuggingFaceArm(HF_ASSISTED, runner.decoder.target_model, assistant_of(runner)),
+    PROMPT_LOOKUP: ArmRunner.prompt_lookup_arm,
+    **{name: partial(ArmRunner.arm, name=name, configuration=tree) for name, tree in TREES.items()},
+}
+"""Arms that a profile can be compared with."""
 
 
 def run_bench(
     profile: Path, workload: str, against: list[str] | None, num_prompts: int, seed: int, device: str, console: Console
 ) -> dict[str, Any]:
-    """Measure the arms and print them pooled and by task; returns the figures. ``against`` is all that can run and keep
-    the target's own output where it is None.
+    """Measure the arms and print tables; returns the figures as JSON.
+
+    Args:
+        against: names in ``ARMS``; None compares with every arm that can run and keeps the target's own output.
 
     Raises:
-        UserError: an arm that does not exist, or the profile or workload cannot be read.
+        UserError: an arm does not exist, or the profile or workload cannot be read.
     """
-    known = known_arms()
     for name in against or ():
-        if name not in known:
-            raise UserError(f"--against {name}: no such arm; {nearest(name, known)}")
+        if name not in ARMS:
+            raise UserError(f"--against {name}: no such arm; {nearest(name, ARMS)}")
     prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
     decoder = load(profile, device=device)
-    if decoder.draft is None and any(name in {*PUBLISHED_DEFAULTS, LOSSY.name} for name in against or ()):
+    if decoder.draft is None and any(name in TREES for name in against or ()):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
             f"bench it --against {AR},{HF},{PROMPT_LOOKUP}"
         )
+    assert decoder.profile is not None
     points = decoder.profile.points
-    is_lossy = LOSSY.name in (against or ()) or not all(point.lossless for point in points)
-    runner = ProfileArmRunner(decoder, with_perplexity=is_lossy)
-    names = [name for name in known if name != LOSSY.name] if against is None else against
+    is_lossy = LOSSY in (against or ()) or not all(point.lossless for point in points)
+    runner = ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy)
+    names = [name for name in ARMS if name != LOSSY] if against is None else against
     chosen = choose_arms([AR, *names], runner, prompts)
-    arms = [*chosen.arms, Arm(TUNED)] if decoder.draft is not None else chosen.arms
+    arms = [*chosen.arms, DecoderArm(TUNED, decoder)] if decoder.draft is not None else chosen.arms
     for name, reason in chosen.unavailable.items():
         console.say(f"{name} is left out: {reason}")
     for name, note in chosen.notes.items():
@@ -71,15 +85,14 @@ def run_bench(
     summaries = [summarize(arm.name, runs[arm.name], runs[AR], seed=seed) for arm in arms]
     if runner.num_disturbed:
         console.say(
-            f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the usual, or a "
-            f"forward {STALLED:g} times the least"
+            f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the "
+            f"median, or a forward {STALLED:g} times the shortest"
         )
     if len(points) > 1:
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")
-    by_task = speedups_by_task(runs, prompts)
-    geomeans = {name: _geomean(found) for name, found in by_task.items()}
+    by_task = speedups_by_task(runs)
     print_arms(summaries, console)
-    print_tasks(by_task, geomeans, console)
+    print_tasks(by_task, console)
     counts = {name: pool_counts(arm_runs) for name, arm_runs in runs.items()}
     if TUNED in counts:
         print_acceptance(TUNED, counts[TUNED], console)
@@ -93,8 +106,8 @@ def run_bench(
         "arms": [asdict(summary) for summary in summaries],
         "unavailable": chosen.unavailable,
         "notes": chosen.notes,
-        "speedup_by_task": by_task,
-        "speedup_geomean": geomeans,
+        "speedup_by_task": by_task.astype(object).where(by_task.notna(), None).to_dict("index"),
+        "speedup_geomean": geomeans(by_task).to_dict(),
         "acceptance_counts": {name: found.to_json() for name, found in counts.items() if not found.is_empty},
         "disturbed_runs": runner.num_disturbed,
         "runs": {name: [run.model_dump(mode="json") for run in arm_runs] for name, arm_runs in runs.items()},
@@ -106,19 +119,21 @@ def run_bench(
 
 @dataclass
 class ChosenArms:
-    """The arms that can run; by name why others cannot, and what to know of those that can."""
+    """Arms that can run here."""
 
     arms: list[Arm] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)
+    """Why an arm cannot run, by name."""
     notes: dict[str, str] = field(default_factory=dict)
+    """Limitations of arms that run, by name."""
 
 
 def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> ChosenArms:
-    """The arms of these names, each once, in this order, as far as they can run here."""
-    known, chosen = known_arms(), ChosenArms()
+    """The arms of these names that can run, each once, in this order."""
+    chosen = ChosenArms()
     for name in dict.fromkeys(names):
-        if runner.decoder.draft is None and (name in {*PUBLISHED_DEFAULTS, LOSSY.name, HF_ASSISTED}):
-            chosen.unavailable[name] = WITHOUT_DRAFT
+        if runner.decoder.draft is None and (name in TREES or name == HF_ASSISTED):
+            chosen.unavailable[name] = "the profile decodes without a draft"
             continue
         if name == HF_ASSISTED:
             failure, note = try_assisted(runner, prompts)
@@ -127,70 +142,73 @@ def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> C
                 continue
             if note is not None:
                 chosen.notes[name] = note
-        chosen.arms.append(known[name])
+        chosen.arms.append(ARMS[name](runner))
     return chosen
 
 
 def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str | None]:
-    """Why Hugging Face's assisted generation does not work here, or None; and what to know of it where it does.
+    """Try Hugging Face's assisted generation on the first prompt with an image and the first without.
 
-    Tried on the first prompt with an image and the first without. Rounding can flip a near tie in half precision, so
-    that only in float32 another output than that of plain ``generate`` means that it does not work.
+    Returns why it cannot run, or None, and a limitation to report, or None. In half precision rounding can flip the argmax
+    of a near tie, so only in float32 an output other than that of ``generate`` alone is a failure.
     """
-    if runner.assistant is None:
+    assistant = assistant_of(runner)
+    if assistant is None:
         return "the profile's draft is no model that generate takes as its assistant_model", None
     note = None
-    for prompt in first_of_each_kind(prompts):
+    first_of_kind: dict[bool, WorkloadPrompt] = {}
+    for prompt in prompts.prompts:
+        first_of_kind.setdefault(bool(prompt.pixels), prompt)
+    for prompt in first_of_kind.values():
         inputs = prompt.inputs(runner.processor, runner.decoder.target.device)
         try:
-            with timed_vision(runner.assistant) as sight:
-                tokens, _ = runner.decode(Arm(HF_ASSISTED), inputs, prompt)
-        except Exception as error:  # whatever transformers raises on models that it was not made for
-            return f"on {prompt.name} generate raised {type(error).__name__}: {_first_line(error)}", None
+            with timed_vision(assistant) as vision:
+                tokens, _ = ARMS[HF_ASSISTED](runner).decode(inputs, prompt.settings)
+        except Exception as error:  # whatever transformers raises for models it does not support
+            first_line = next(iter(str(error).strip().splitlines()), "no message")
+            return f"on {prompt.name} generate raised {type(error).__name__}: {first_line}", None
         is_exact = runner.decoder.target.dtype == torch.float32 and prompt.settings.temperature == 0
-        if is_exact and tokens != runner.decode(Arm(HF), inputs, prompt)[0]:
+        if is_exact and tokens != ARMS[HF](runner).decode(inputs, prompt.settings)[0]:
             return f"on {prompt.name} its output is not that of generate alone", None
-        if prompt.pixels and vision_parts(runner.assistant) and sight.num_forwards == 0:
+        if prompt.pixels and vision_parts(assistant) and vision.num_forwards == 0:
             note = "generate gives the draft no image, so that it drafts blind"
     return None, note
 
 
-def first_of_each_kind(prompts: Workload) -> list[WorkloadPrompt]:
-    """The first prompt with an image and the first without, as far as there are any."""
-    firsts: dict[bool, WorkloadPrompt] = {}
-    for prompt in prompts.prompts:
-        firsts.setdefault(bool(prompt.pixels), prompt)
-    return list(firsts.values())
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no message"
+def assistant_of(runner: ArmRunner) -> Any | None:
+    """The draft as an ``assistant_model`` of Hugging Face's generate; None if the draft is not a whole model."""
+    draft = runner.decoder.draft
+    return draft.model if isinstance(draft, IndependentDraft) else None
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
-def speedups_by_task(runs: dict[str, list[Run]], workload: Workload) -> dict[str, dict[str, float | None]]:
-    """Pooled speedup over ``ar`` for each arm and task; None for a task in which nothing was decoded."""
-    tasks = [prompt.settings.task for prompt in workload.prompts[: len(runs[AR])]]
-    found: dict[str, dict[str, float | None]] = {name: {} for name in runs}
-    for name, arm_runs in runs.items():
-        for task in dict.fromkeys(tasks):
-            of_task, baseline = (
-                [run for run, its in zip(of, tasks, strict=True) if its == task] for of in (arm_runs, runs[AR])
-            )
-            found[name][task] = speedup(of_task, baseline) if decoded_pairs(of_task, baseline) else None
-    return found
+def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:
+    """How many prompts each operating point has decoded."""
+    counts = Counter(run.point for run in runs)
+    return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
 
 
-def _geomean(speedups: dict[str, float | None]) -> float:
-    """Over tasks, each of which counts alike, however many tokens it has."""
-    return geometric_mean([value for value in speedups.values() if value is not None])
+def speedups_by_task(runs: dict[str, list[Run]]) -> DataFrame:
+    """Pooled speedup over ``ar``: a row for each arm, a column for each task; NaN for a task in which nothing was decoded."""
+    frame = runs_dataframe(runs)[["arm", "number", "task", "decode_ms", "new_tokens"]]
+    frame["steps"] = frame.new_tokens - 1
+    plain = frame[frame.arm == AR].set_index("number")[["decode_ms", "steps"]]
+    pairs = frame.join(plain, on="number", rsuffix="_ar")
+    pairs = pairs[(pairs.steps > 0) & (pairs.steps_ar > 0)]
+    sums = pairs.groupby(["arm", "task"]).sum()
+    speedups = (sums.decode_ms_ar / sums.steps_ar) / (sums.decode_ms / sums.steps)
+    return speedups.unstack("task").reindex(index=list(runs), columns=frame.task.unique())
+
+
+def geomeans(by_task: DataFrame) -> Series[float]:
+    """Geometric mean over tasks, by arm: every task has the same weight, however many tokens it has."""
+    return np.exp(np.log(by_task).mean(axis=1))
 
 
 def print_arms(summaries: Sequence[Summary], console: Console) -> None:
-    """A row for each arm; the profile's own stands out."""
+    """Print a row for each arm; that of the profile is emphasised."""
     rows = [
         [
             s.name,
@@ -209,41 +227,27 @@ def print_arms(summaries: Sequence[Summary], console: Console) -> None:
         ]
         for s in summaries
     ]
-    title = f"Decoding {summaries[0].num_prompts} prompts, {summaries[0].num_tokens} tokens; speedup over ar with its 95 % interval"
+    first = summaries[0]
+    title = f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval"
+    columns = ["arm", "speedup", "interval", "per prompt", "M", "tokens/s", "prefill ms", "vision ms"]
+    columns += ["draft prefill ms", "outside models", "us a round", "same output"]
+    columns += [] if first.perplexity is None else ["perplexity"]
+    console.table(title, columns, rows, emphasised=_tuned([s.name for s in summaries]))
+
+
+def print_tasks(by_task: DataFrame, console: Console) -> None:
+    """Print a row for each arm with a column for each task, and the geometric mean over tasks."""
+    table = by_task.assign(geomean=geomeans(by_task)).map(lambda value: "-" if np.isnan(value) else f"{value:.2f}x")
     console.table(
-        title,
-        [
-            "arm",
-            "speedup",
-            "interval",
-            "per prompt",
-            "M",
-            "tokens/s",
-            "prefill ms",
-            "vision ms",
-            "draft prefill ms",
-            "outside models",
-            "us a round",
-            "same output",
-            *([] if summaries[0].perplexity is None else ["perplexity"]),
-        ],
-        rows,
-        emphasised=_tuned([s.name for s in summaries]),
+        "Speedup over ar by task",
+        ["arm", *table.columns],
+        [[str(name), *row] for name, row in zip(table.index, table.to_numpy(), strict=True)],
+        emphasised=_tuned(list(table.index)),
     )
 
 
-def print_tasks(by_task: dict[str, dict[str, float | None]], geomeans: dict[str, float], console: Console) -> None:
-    """A row for each arm, a column for each task, and their geometric mean."""
-    tasks = list(next(iter(by_task.values())))
-    rows = []
-    for name, found in by_task.items():
-        values = [found[task] for task in tasks] + [geomeans[name]]
-        rows.append([name, *("-" if value is None else f"{value:.2f}x" for value in values)])
-    console.table("Speedup over ar by task", ["arm", *tasks, "geomean"], rows, emphasised=_tuned(list(by_task)))
-
-
 def pool_counts(runs: Sequence[Run]) -> AcceptanceCounts:
-    """Of all runs of an arm."""
+    """Acceptance counts, summed over runs."""
     counts = AcceptanceCounts()
     for run in runs:
         counts.add(AcceptanceCounts.from_json(run.acceptance_counts))
@@ -251,14 +255,13 @@ def pool_counts(runs: Sequence[Run]) -> AcceptanceCounts:
 
 
 def print_acceptance(name: str, acceptance: AcceptanceCounts, console: Console) -> None:
-    """Shares of offered tokens that the target took, by depth and by rank, near an image and in running text."""
-    found = acceptance.to_json()
+    """Print accepted shares of offered tokens by depth and by rank, near an image and in running text."""
     rows = []
-    for place, tables in found.items():
+    for region, tables in acceptance.to_json().items():
         for table, counts in tables.items():
             if counts:
                 shares = [f"{100 * accepted / offered:.0f} %" if offered else "-" for offered, accepted in counts]
-                rows.append([f"{place.replace('_', ' ')}, {table.replace('_', ' ')}", *shares])
+                rows.append([f"{region.replace('_', ' ')}, {table.replace('_', ' ')}", *shares])
     width = max((len(row) for row in rows), default=1)
     console.table(
         f"Draft of {name}: accepted of offered, from depth 1 and from the most probable on",

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.documents.decoding_profile import AR as AR  # for those who run it
 from autotune.errors import UserError
-from autotune.evaluation.arms import Run
+from autotune.evaluation.runs import Run
 
 
 @dataclass(frozen=True)

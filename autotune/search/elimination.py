@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.documents.decoding_profile import AR as AR  # for those who run it
-from autotune.evaluation.arms import Arm, Run
+from autotune.documents.decoding_profile import AR
+from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import ArmRunner, Report
+from autotune.evaluation.runs import Run
 from autotune.workloads.workload import Workload
 
 PROMPTS_PER_ROUND = 8  # prompts between two looks
@@ -61,12 +62,12 @@ def eliminate(
         if number > 0 and (len(standing) == 1 or is_late):
             break
         found = runner.compare(
-            [Arm(AR), *(arm for arm in arms if arm.name in standing)],
+            [runner.plain, *(arm for arm in arms if arm.name in standing)],
             Workload(workload.name, workload.split, prompts),
             seed=seed + number,
             min_prompts=len(prompts),
             repeat=number // len(blocks),
-            goes_on=number > 0,
+            keep_memory=number > 0,
         )
         for name, block_runs in found.items():
             runs[name] += block_runs

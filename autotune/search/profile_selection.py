@@ -18,6 +18,8 @@ from autotune.cost.table import CostTable
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration, configuration_of
 from autotune.documents.decoding_profile import (
+    AR,
+    TUNED,
     ComparedArm,
     DecodingProfile,
     DraftChoice,
@@ -29,9 +31,9 @@ from autotune.documents.decoding_profile import (
 )
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
-from autotune.evaluation.arms import Arm, Run
-from autotune.evaluation.profile_runner import TUNED, ProfileArmRunner, prompt_evidence
-from autotune.evaluation.runner import AR
+from autotune.evaluation.arms import Arm, DecoderArm
+from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runs import Run, prompt_evidence
 from autotune.evaluation.summary import Summary, bootstrap_ratio, summarize
 from autotune.runtime.load import decoder_for
 from autotune.search.elimination import RISK, eliminate, surely_slower
@@ -94,7 +96,7 @@ class ProfileSelection:
     def measure_finalists(self, finalists: list[Candidate]) -> Candidate:
         """Real runs until one is left or the time is up; ties go to the smaller tree."""
         prompts = Workload(self.tune.name, self.tune.split, self.tune.prompts[:FINALIST_PROMPTS])
-        arms = [Arm(f"finalist {number + 1}", one.configuration) for number, one in enumerate(finalists)]
+        arms = [self.runner.arm(f"finalist {number + 1}", one.configuration) for number, one in enumerate(finalists)]
         of_arm = {arm.name: one for arm, one in zip(arms, finalists, strict=True)}
         with self.console.stage("finalists, measured") as update:
             found = eliminate(
@@ -170,12 +172,12 @@ class ProfileSelection:
             if own.key == winner.key:
                 continue
             met = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
-            arms = [Arm("winner", winner.configuration), Arm("point", own.configuration)]
+            arms = [self.runner.arm("winner", winner.configuration), self.runner.arm("point", own.configuration)]
             ms = {arm.name: np.zeros(0) for arm in arms}
             for begin in range(0, len(met), POINT_BLOCK):
                 prompts = Workload(self.tune.name, self.tune.split, met[begin : begin + POINT_BLOCK])
                 runs = self.runner.compare(
-                    arms, prompts, seed=self.seed + begin, min_prompts=POINT_BLOCK, goes_on=begin > 0
+                    arms, prompts, seed=self.seed + begin, min_prompts=POINT_BLOCK, keep_memory=begin > 0
                 )
                 ms = {name: np.append(ms[name], [run.decode_ms for run in runs[name]]) for name in ms}
                 if any(surely_slower(ms[a], ms[b], risk=RISK) for a, b in itertools.permutations(ms)):
@@ -207,24 +209,25 @@ class ProfileSelection:
             processor=model_pool.processor,
             threads=document.threads,
         )
-        runner = ProfileArmRunner(
+        runner = ArmRunner(
             decoder,
+            model_pool.processor,
             ledger=self.folder / RUNS,
             context=[model_pool.key, document.threads, [point.model_dump(mode="json") for point in document.points]],
             draft_of=self.runner.draft_of,
         )
         overall = configuration_of(document.point)
-        tuned = Arm(TUNED, overall)
-        defaults = [Arm(name, default) for name, default in self._defaults().items()]
-        arms = [Arm(AR), *defaults, tuned]
-        runs = self._evaluated(runner, tuned, defaults)
+        tuned = DecoderArm(TUNED, decoder, key=overall.key if overall else TUNED)
+        defaults = self._defaults()
+        configurations = {AR: None, **defaults, TUNED: overall}
+        runs = self._evaluated(runner, tuned, [runner.arm(name, default) for name, default in defaults.items()])
         summaries = {name: summarize(name, own, runs[AR][: len(own)]) for name, own in runs.items()}
         predicted = {
-            arm.name: evaluator.evaluate(arm.configuration)
-            for arm in arms
-            if arm.configuration is not None and evaluator.can_replay(arm.configuration)
+            name: evaluator.evaluate(configuration)
+            for name, configuration in configurations.items()
+            if configuration is not None and evaluator.can_replay(configuration)
         }
-        labels = {arm.name: arm.configuration.label for arm in arms if arm.configuration is not None}
+        labels = {name: one.label for name, one in configurations.items() if one is not None}
         if len(document.points) > 1:
             labels[TUNED] = f"{len(document.points)} points"
             del predicted[TUNED]
@@ -236,12 +239,12 @@ class ProfileSelection:
                 "prompts": [prompt_evidence(run, plain) for run, plain in zip(decoded, runs[AR], strict=True)],
                 "compared": [
                     _compared(
-                        arm.name,
-                        arm.configuration,
-                        predicted[arm.name].speedup if arm.name in predicted else None,
-                        summaries[arm.name],
+                        name,
+                        configuration,
+                        predicted[name].speedup if name in predicted else None,
+                        summaries[name],
                     )
-                    for arm in arms
+                    for name, configuration in configurations.items()
                 ],
             }
         )
@@ -262,29 +265,29 @@ class ProfileSelection:
             points.append(point.model_copy(update={"measured": measured}))
         return document.model_copy(update={"points": points, "evidence": evidence})
 
-    def _evaluated(self, runner: ProfileArmRunner, tuned: Arm, defaults: list[Arm]) -> dict[str, list[Run]]:
+    def _evaluated(self, runner: ArmRunner, tuned: Arm, defaults: Sequence[Arm]) -> dict[str, list[Run]]:
         """Runs of plain decoding, the published defaults and the profile, by arm name. All of them decode the first prompts;
         the others, as many as there is time for, only the fastest of the defaults beside the profile.
         """
         prompts = self.evaluate.prompts
         with self.console.stage("evaluation, measured") as update:
 
-            def compare(arms: list[Arm], begin: int, end: int, **options: Any) -> dict[str, list[Run]]:
+            def compare(arms: Sequence[Arm], begin: int, end: int, **options: Any) -> dict[str, list[Run]]:
                 def report(done: int, _: int) -> None:
                     update(begin + done, len(prompts), "")
 
                 part = Workload(self.evaluate.name, self.evaluate.split, prompts[begin:end])
                 return runner.compare(arms, part, seed=self.seed + 1 + begin, report=report, **options)
 
-            runs = compare([Arm(AR), *defaults, tuned], 0, DEFAULTS_PROMPTS, min_prompts=DEFAULTS_PROMPTS)
+            runs = compare([runner.plain, *defaults, tuned], 0, DEFAULTS_PROMPTS, min_prompts=DEFAULTS_PROMPTS)
             fastest = min(defaults, key=lambda arm: sum(run.decode_ms for run in runs[arm.name]))
             left = compare(
-                [Arm(AR), fastest, tuned],
+                [runner.plain, fastest, tuned],
                 DEFAULTS_PROMPTS,
                 len(prompts),
                 deadline=self.deadline,
                 min_prompts=MIN_PROMPTS - DEFAULTS_PROMPTS,
-                goes_on=True,
+                keep_memory=True,
             )
         return {name: [*own, *left.get(name, ())] for name, own in runs.items()}
 

@@ -14,8 +14,7 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.provenance import version_of
-from autotune.evaluation.arms import Arm
-from autotune.evaluation.runner import AR
+from autotune.documents.decoding_profile import AR
 from autotune.evaluation.summary import summarize
 from autotune.files import content_key
 from autotune.search.evaluator import Evaluator
@@ -122,8 +121,8 @@ def measure(
     def make(variant: DraftVariant) -> ScreenedSubnet:
         one = of_place[variant]
         tree = {"policy": "chain", "depth": one.depth}
-        arm = Arm("chain", Configuration(tree=tree, draft=one.draft, subnet=one.subnet))
-        runs = runner.compare([Arm(AR), arm], prompts, min_prompts=len(prompts.prompts))
+        arm = runner.arm("chain", Configuration(tree=tree, draft=one.draft, subnet=one.subnet))
+        runs = runner.compare([runner.plain, arm], prompts, min_prompts=len(prompts.prompts))
         speedup = summarize(arm.name, runs[arm.name], runs[AR]).speedup
         return one.model_copy(update={"measured_speedup": speedup})
 

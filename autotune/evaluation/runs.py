@@ -1,0 +1,93 @@
+"""One arm on one prompt: counts and times, as the ledger of real runs holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import AliasChoices, Field
+
+from autotune.documents.decoding_profile import PromptEvidence
+from autotune.files import Document
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+NESTED = ("arm", "acceptance_counts", "health", "comparison")  # of a run's JSON, not columns of a table
+
+
+class Run(Document):
+    """One arm on one prompt. Times are milliseconds.
+
+    ``decode_ms`` runs from the first token to the last and includes the draft's prefill; ``vision_ms`` is part of
+    ``target_prefill_ms``. Inside Hugging Face's generate ``draft_ms`` and ``verify_ms`` cannot be measured and are 0.
+    """
+
+    arm: str
+    """``Arm.key``."""
+    prompt: str
+    prompt_sha256: str
+    tokens_sha256: str
+    new_tokens: int
+    rounds: int
+    accepted_lengths: list[int]
+    target_forwards: int
+    draft_forwards: int
+    target_prefill_ms: float
+    vision_ms: float
+    draft_prefill_ms: float
+    draft_ms: float
+    verify_ms: float
+    decode_ms: float
+    acceptance_counts: dict[str, Any] = Field(validation_alias=AliasChoices("acceptance_counts", "health"))
+    """``AcceptanceCounts.to_json()``; runs of earlier versions call it ``health``."""
+    perplexity: float | None = None
+    """Of the answer under the target; None where it was not requested."""
+    point: int = 0
+    """Index of the profile's operating point that decoded."""
+    plain_steps: int | None = None
+    """None, as the fields below, in runs of earlier versions."""
+    verified_nodes: int | None = None
+    task: str | None = None
+
+    @property
+    def forward_ms(self) -> float:
+        """Mean time of a target forward after the prefill; 0 where forwards are not measured, or there are none."""
+        return self.verify_ms / max(1, self.target_forwards)
+
+
+def prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
+    """The counts and times that a profile stores of a prompt, for checks to compare with."""
+    return PromptEvidence(
+        name=run.prompt,
+        sha256=run.prompt_sha256,
+        tokens_sha256=run.tokens_sha256,
+        rounds=run.rounds,
+        draft_forwards=run.draft_forwards,
+        accepted_tokens=sum(run.accepted_lengths),
+        target_forwards=run.target_forwards,
+        plain_steps=run.plain_steps,
+        verified_nodes=run.verified_nodes,
+        accepted_lengths=run.accepted_lengths,
+        decode_ms=run.decode_ms,
+        ar_decode_ms=plain.decode_ms,
+    )
+
+
+def runs_dataframe(runs: Mapping[str, Sequence[Run | Mapping[str, Any]]]) -> DataFrame:
+    """A row for every run: arm, prompt, task, counts, and times in milliseconds.
+
+    Args:
+        runs: by arm name; runs, or their JSON.
+    """
+    import pandas as pd
+
+    rows = []
+    for name, arm_runs in runs.items():
+        for number, run in enumerate(arm_runs):
+            values = run.model_dump() if isinstance(run, Run) else dict(run)
+            first = {"arm": name, "number": number, "prompt": values.pop("prompt"), "task": values.pop("task", None)}
+            counts = {"accepted_tokens": sum(values.pop("accepted_lengths"))}
+            rows.append({**first, **counts, **{key: value for key, value in values.items() if key not in NESTED}})
+    return pd.DataFrame(rows)
