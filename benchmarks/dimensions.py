@@ -17,8 +17,7 @@ import click
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
-from autotune.evaluation.arms import Arm
-from autotune.evaluation.runner import AR
+from autotune.documents.decoding_profile import AR
 from autotune.evaluation.summary import summarize
 from autotune.search.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool

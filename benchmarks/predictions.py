@@ -23,9 +23,9 @@ from scipy.stats import spearmanr
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, configuration_of
-from autotune.documents.decoding_profile import DecodingProfile
-from autotune.evaluation.arms import Arm, Run
-from autotune.evaluation.runner import AR
+from autotune.documents.decoding_profile import AR, DecodingProfile
+from autotune.evaluation.arms import DecoderArm
+from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.search.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool

@@ -36,7 +36,7 @@ from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run, prompt_evidence
 from autotune.evaluation.summary import Summary, bootstrap_ratio, summarize
 from autotune.runtime.load import decoder_for
-from autotune.search.elimination import RISK, eliminate, surely_slower
+from autotune.search.elimination import RISK, eliminate, is_significantly_slower
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.point_selection import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
@@ -180,7 +180,7 @@ class ProfileSelection:
                     arms, prompts, seed=self.seed + begin, min_prompts=POINT_BLOCK, keep_memory=begin > 0
                 )
                 ms = {name: np.append(ms[name], [run.decode_ms for run in runs[name]]) for name in ms}
-                if any(surely_slower(ms[a], ms[b], risk=RISK) for a, b in itertools.permutations(ms)):
+                if any(is_significantly_slower(ms[a], ms[b], risk=RISK) for a, b in itertools.permutations(ms)):
                     break
             share = float(ms["point"].sum() / ms["winner"].sum())
             is_faster = share <= 1 - MIN_GAIN

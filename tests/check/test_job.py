@@ -17,11 +17,12 @@ from autotune.check.worker import Side as WorkerSide
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
-from autotune.documents.decoding_profile import DecodingProfile, Evidence
+from autotune.documents.decoding_profile import TUNED, DecodingProfile, Evidence
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable, UserError
-from autotune.evaluation.profile_runner import TUNED, ProfileArmRunner
+from autotune.evaluation.arms import DecoderArm
+from autotune.evaluation.runner import ArmRunner
 from autotune.files import read_json, read_lines
 from autotune.modeling.loading import reference
 from autotune.runtime import host_rounds
@@ -70,13 +71,13 @@ def test_equal_outputs_pass(world: Path) -> None:
 def test_another_output_fails_a_profile_that_promises_the_target_s(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = ProfileArmRunner.decode
+    decode = DecoderArm.decode
 
-    def wrong(self: ProfileArmRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
-        tokens, stats = decode(self, arm, inputs, prompt)
-        return (tokens if arm.name != TUNED else [*tokens[:-1], 0]), stats
+    def wrong(self: DecoderArm, inputs: Any, settings: Any) -> Any:
+        tokens, stats = decode(self, inputs, settings)
+        return (tokens if self.name != TUNED else [*tokens[:-1], 0]), stats
 
-    monkeypatch.setattr(ProfileArmRunner, "decode", wrong)
+    monkeypatch.setattr(DecoderArm, "decode", wrong)
     found = check("lossless.json")
     assert found.exit_code == 1 and found.verdict == "failed: the output is not that of plain decoding"
 
@@ -97,13 +98,13 @@ def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
     assert (found.verdict, found.exit_code, gate(found, "lossless").verdict) == ("passed", 0, "warned")
     assert "output differs at token" in capsys.readouterr().err
 
-    decode = ProfileArmRunner.decode
+    decode = DecoderArm.decode
 
-    def wrong(self: ProfileArmRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
-        tokens, stats = decode(self, arm, inputs, prompt)
-        return (tokens if arm.name != TUNED else [*tokens[:3], 5, *tokens[4:]]), stats
+    def wrong(self: DecoderArm, inputs: Any, settings: Any) -> Any:
+        tokens, stats = decode(self, inputs, settings)
+        return (tokens if self.name != TUNED else [*tokens[:3], 5, *tokens[4:]]), stats
 
-    monkeypatch.setattr(ProfileArmRunner, "decode", wrong)
+    monkeypatch.setattr(DecoderArm, "decode", wrong)
     found = check("lossless.json", num_prompts=6)
     assert found.exit_code == 1 and any(": not a tie" in divergence for divergence in found.workloads[0].divergences)
 
@@ -160,13 +161,13 @@ def test_only_outputs_of_lossless_points_must_be_the_target_s(world: Path, monke
     found = check("points.json")
     (workload,) = found.workloads
     assert (found.exit_code, workload.identical_outputs, found.lossless, workload.divergences) == (0, 1, False, [])
-    decode = ProfileArmRunner.decode
+    decode = DecoderArm.decode
 
-    def wrong(self: ProfileArmRunner, arm: Any, inputs: Any, prompt: Any) -> Any:
-        tokens, stats = decode(self, arm, inputs, prompt)
-        return (tokens if arm.name != TUNED else [*tokens[:-1], 0]), stats
+    def wrong(self: DecoderArm, inputs: Any, settings: Any) -> Any:
+        tokens, stats = decode(self, inputs, settings)
+        return (tokens if self.name != TUNED else [*tokens[:-1], 0]), stats
 
-    monkeypatch.setattr(ProfileArmRunner, "decode", wrong)
+    monkeypatch.setattr(DecoderArm, "decode", wrong)
     found = check("points.json")
     assert found.exit_code == 1 and [one.split(": ")[0] for one in found.workloads[0].divergences] == [
         "workload.jsonl:2"
@@ -177,15 +178,15 @@ def test_a_check_counts_by_the_point_of_each_prompt(world: Path, monkeypatch: py
     """A lossy point accepts whatever is drafted, and takes fewer rounds than the lossless one on the same prompt."""
     write_points(world, "strict", "loose")
     runs: dict[str, Any] = {}
-    run = ProfileArmRunner.run
+    run = ArmRunner.run
 
-    def noted(self: ProfileArmRunner, arm: Any, prompt: Any) -> Any:
+    def noted(self: ArmRunner, arm: Any, prompt: Any) -> Any:
         found = run(self, arm, prompt)
         if arm.name == TUNED:
             runs[prompt.settings.task] = found
         return found
 
-    monkeypatch.setattr(ProfileArmRunner, "run", noted)
+    monkeypatch.setattr(ArmRunner, "run", noted)
     check("points.json")
     assert runs["loose"].rounds < runs["strict"].rounds == len(runs["strict"].accepted_lengths)
 

@@ -1,4 +1,4 @@
-"""The bench: every arm that can run does, one that cannot is named with its reason, and tables say what the runs say."""
+"""The bench runs every arm that can run, names the reason of every other, and prints what the runs measured."""
 
 from __future__ import annotations
 
@@ -9,26 +9,33 @@ from typing import Any
 
 import pytest
 import torch
+from pandas import DataFrame
 
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import PUBLISHED_DEFAULTS
-from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.errors import UserError
-from autotune.evaluation import bench
-from autotune.evaluation import runner as runner_module
-from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP
-from autotune.evaluation.bench import choose_arms, known_arms, print_arms, print_tasks, run_bench, speedups_by_task
-from autotune.evaluation.profile_runner import TUNED
-from autotune.evaluation.runner import AR, ArmRunner
+from autotune.evaluation import arms
+from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP, HuggingFaceArm
+from autotune.evaluation.bench import (
+    assistant_of,
+    choose_arms,
+    geomeans,
+    print_arms,
+    print_tasks,
+    run_bench,
+    speedups_by_task,
+)
+from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
-from tests.evaluation.test_runner import run
+from tests.evaluation.sample_runs import run
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import VOCABULARY_SIZE, Pair
 
@@ -63,7 +70,7 @@ def run_in(
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 
-def test_by_default_every_arm_that_can_run_does(
+def test_by_default_every_arm_runs(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run_in(world, "tree.json", None, monkeypatch)
@@ -83,7 +90,7 @@ def test_by_default_every_arm_that_can_run_does(
     assert f"{HF_ASSISTED}: {BLIND}" in printed and "left out" not in printed
 
 
-def test_a_profile_without_a_draft_is_compared_with_what_needs_none(
+def test_a_profile_without_a_draft_is_compared_with_arms_without_one(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run_in(world, "plain.json", None, monkeypatch, num_prompts=1)
@@ -96,7 +103,7 @@ def test_a_profile_without_a_draft_is_compared_with_what_needs_none(
 def test_every_prompt_is_decoded_by_its_point(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Plain decoding for one task, a tree for all others; as many rounds as with each of them alone."""
+    """Plain decoding for one task and a tree for all others take as many rounds as each of them alone."""
     tree, plain = (DecodingProfile.load(world / f"{name}.json") for name in ("tree", "plain"))
     count = plain.point.model_copy(update={"when": Condition(workload="count")})
     tree.model_copy(update={"points": [count, tree.point]}).save(world / "points.json")
@@ -118,7 +125,7 @@ def test_trees_are_compared_where_only_some_points_have_a_draft(world: Path, mon
     assert [run["point"] for run in found["runs"][TUNED]] == [1, 0, 0]
 
 
-def test_the_arms_asked_for_come_after_ar_each_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_arms_run_once_after_ar(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     against = [PROMPT_LOOKUP, AR, PROMPT_LOOKUP]
     result = run_in(world, "tree.json", against, monkeypatch, num_prompts=1)
     assert list(result["runs"]) == [AR, PROMPT_LOOKUP, TUNED]
@@ -129,14 +136,14 @@ def test_an_unknown_arm_is_refused_before_anything_is_read() -> None:
         run_bench(Path("nowhere.json"), "nowhere.jsonl", [AR, "prompt_lokup"], 1, 0, "cpu", Console())
 
 
-def test_trees_asked_for_need_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_trees_need_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError, match=r"decodes without a draft, so trees .*; bench it --against ar,hf,prompt_lookup"
     ):
         run_in(world, "plain.json", [AR, "chain"], monkeypatch)
 
 
-# ------------------------------------------------------------------------------------------------ assisted, if it works
+# ------------------------------------------------------------------------------------------------------------ assisted
 
 
 @pytest.fixture
@@ -145,66 +152,54 @@ def prompts(world: Path, monkeypatch: pytest.MonkeyPatch) -> Workload:
     return load_workload("workload.jsonl", "evaluate")
 
 
+@pytest.fixture
+def runner(pair: Pair, processor: Any) -> ArmRunner:
+    return ArmRunner(Decoder(pair.target, pair.draft), processor)
+
+
 def reason_against_assisted(runner: ArmRunner, prompts: Workload) -> str | None:
     chosen = choose_arms([AR, HF_ASSISTED], runner, prompts)
     assert [arm.name for arm in chosen.arms] == [AR, *([] if chosen.unavailable else [HF_ASSISTED])]
     return chosen.unavailable.get(HF_ASSISTED)
 
 
-@pytest.fixture
-def runner(pair: Pair, processor: Any) -> ArmRunner:
-    return ArmRunner(Decoder(pair.target, pair.draft), processor)
-
-
 def test_assisted_generation_that_raises_is_left_out(
     runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it raises: the first line of it is the reason."""
+    """The first line of any exception is the reason."""
+    errors = [ValueError("The assistant cannot.\nSecond line."), NotImplementedError()]
 
     def failing(*_: Any, **__: Any) -> Any:
-        raise ValueError("The assistant cannot.\nSecond line.")
+        raise errors.pop(0)
 
-    monkeypatch.setattr(runner.assistant, "generate", failing)
-    reason = reason_against_assisted(runner, prompts)
-    assert reason == "on workload.jsonl:1 generate raised ValueError: The assistant cannot."
-
-    def speechless(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError
-
-    monkeypatch.setattr(runner.assistant, "generate", speechless)
-    assert reason_against_assisted(runner, prompts) == (
-        "on workload.jsonl:1 generate raised NotImplementedError: no message"
-    )
+    monkeypatch.setattr(assistant_of(runner), "generate", failing)
+    for reason in ("ValueError: The assistant cannot.", "NotImplementedError: no message"):
+        assert reason_against_assisted(runner, prompts) == f"on workload.jsonl:1 generate raised {reason}"
 
 
-@pytest.mark.parametrize(("dtype", "temperature", "is_refused"), [
-    (torch.float32, 0.0, True),
-    (torch.bfloat16, 0.0, False),
-    (torch.float32, 1.0, False),
-])  # fmt: skip
 def test_assisted_generation_with_another_output_is_left_out(
-    runner: ArmRunner,
-    prompts: Workload,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    temperature: float,
-    is_refused: bool,
+    runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rounding or sampling may explain it, the table counts it instead."""
-    original = runner_module.hf_generate
+    """Where rounding or sampling may explain the difference, the table shows it instead."""
+    original = arms.hf_generate
 
     def garbled(*args: Any, assistant: Any, **settings: Any) -> Any:
         tokens, stats = original(*args, assistant=assistant, **settings)
         return (tokens if assistant is None else tokens[::-1]), stats
 
-    monkeypatch.setattr(runner_module, "hf_generate", garbled)
-    monkeypatch.setattr(runner.decoder.target, "dtype", dtype)
-    sampled = tuple(
-        WorkloadPrompt(p.name, p.settings.model_copy(update={"temperature": temperature}), p.pixels)
-        for p in prompts.prompts
-    )
-    reason = reason_against_assisted(runner, Workload("sampled", "evaluate", sampled))
-    assert reason == ("on workload.jsonl:1 its output is not that of generate alone" if is_refused else None)
+    monkeypatch.setattr(arms, "hf_generate", garbled)
+    for dtype, temperature, is_refused in (
+        (torch.float32, 0.0, True),
+        (torch.bfloat16, 0.0, False),
+        (torch.float32, 1.0, False),
+    ):
+        monkeypatch.setattr(runner.decoder.target, "dtype", dtype)
+        sampled = tuple(
+            WorkloadPrompt(p.name, p.settings.model_copy(update={"temperature": temperature}), p.pixels)
+            for p in prompts.prompts
+        )
+        reason = reason_against_assisted(runner, Workload("sampled", "evaluate", sampled))
+        assert reason == ("on workload.jsonl:1 its output is not that of generate alone" if is_refused else None)
 
 
 def test_a_draft_that_is_no_model_cannot_assist(pair: Pair, processor: Any, prompts: Workload) -> None:
@@ -214,25 +209,27 @@ def test_a_draft_that_is_no_model_cannot_assist(pair: Pair, processor: Any, prom
     )
 
 
-def test_both_kinds_of_prompt_are_tried(runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of each; a workload without images tries one."""
-    tried: list[str] = []
-    original = ArmRunner.decode
+def test_both_kinds_of_prompt_are_tried(
+    runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of each kind; a workload without images tries one prompt."""
+    tried: list[tuple[str, str]] = []
+    original = HuggingFaceArm.decode
 
-    def noting(self: ArmRunner, arm: Any, inputs: Any, prompt: WorkloadPrompt) -> Any:
-        tried.append(f"{arm.name} {prompt.name}")
-        return original(self, arm, inputs, prompt)
+    def noting(self: HuggingFaceArm, inputs: Any, settings: Prompt) -> Any:
+        tried.append((self.name, settings.text))
+        return original(self, inputs, settings)
 
-    monkeypatch.setattr(ArmRunner, "decode", noting)
+    monkeypatch.setattr(HuggingFaceArm, "decode", noting)
     chosen = choose_arms([HF_ASSISTED], runner, prompts)
-    assert sorted(tried) == sorted(f"{arm} workload.jsonl:{line}" for arm in (HF, HF_ASSISTED) for line in (1, 2))
+    assert tried == [(arm, prompt.settings.text) for prompt in prompts.prompts[:2] for arm in (HF_ASSISTED, HF)]
     assert chosen.notes == {HF_ASSISTED: BLIND}
     text = Workload("text", "evaluate", prompts.prompts[:1])
-    assert choose_arms([HF_ASSISTED], runner, text).notes == {}, "nothing to be blind to"
+    assert choose_arms([HF_ASSISTED], runner, text).notes == {}, "without images the draft is not blind"
 
 
 def test_text_pairs_assist(text_pair: Pair, processor: Any) -> None:
-    """A Llama with a Llama: no image, nothing to note."""
+    """A Llama assists a Llama, with no limitation to note."""
     prompt = WorkloadPrompt("text", Prompt(prompt="Count.", max_new_tokens=12), ())
     runner = ArmRunner(Decoder(Target(text_pair.target), text_pair.draft), processor)
     chosen = choose_arms([HF_ASSISTED], runner, Workload("text", "evaluate", (prompt,)))
@@ -242,30 +239,24 @@ def test_text_pairs_assist(text_pair: Pair, processor: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-def workload_of(*tasks: str) -> Workload:
-    prompts = tuple(WorkloadPrompt(task, Prompt(prompt="x", task=task), ()) for task in tasks)
-    return Workload("by hand", "evaluate", prompts)
-
-
 def test_speedups_by_task_by_hand() -> None:
     """Pooled within a task: (100 + 300) / (50 + 50); the last task's only answer has one token."""
+    tasks = ["read", "add", "read", "say"]
     runs = {
-        AR: [run(100.0), run(90.0), run(300.0), run(0.0, tokens=1)],
-        TUNED: [run(50.0), run(45.0), run(50.0), run(0.0, tokens=1)],
+        name: [run(ms, tokens=11 if ms else 1, task=task) for ms, task in zip(times, tasks, strict=True)]
+        for name, times in {AR: [100.0, 90.0, 300.0, 0.0], TUNED: [50.0, 45.0, 50.0, 0.0]}.items()
     }
-    found = speedups_by_task(runs, workload_of("read", "add", "read", "say"))
-    assert found == {AR: {"read": 1.0, "add": 1.0, "say": None}, TUNED: {"read": 4.0, "add": 2.0, "say": None}}
-    assert bench._geomean(found[TUNED]) == pytest.approx(8**0.5)
-    # After a deadline there are fewer runs than prompts.
-    assert speedups_by_task({AR: runs[AR][:2]}, workload_of("read", "add", "sum")) == {AR: {"read": 1.0, "add": 1.0}}
+    found = speedups_by_task(runs)
+    assert list(found.index) == [AR, TUNED] and list(found.columns) == ["read", "add", "say"]
+    assert found.loc[AR, ["read", "add"]].tolist() == [1.0, 1.0]
+    assert found.loc[TUNED, ["read", "add"]].tolist() == [4.0, 2.0] and found["say"].isna().all()
+    assert geomeans(found)[TUNED] == pytest.approx(8**0.5)
 
 
-def test_the_tables_say_what_the_figures_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_show_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     baseline = [run(100.0, tokens=101, rounds=100), run(300.0, tokens=101, rounds=100)]
-    runs = [
-        run(50.0, tokens=101, rounds=25, target_prefill_ms=30.0, vision_ms=10.0, draft_prefill_ms=5.0, verify_ms=40.0),
-        run(100.0, tokens=101, rounds=25, target_prefill_ms=30.0, vision_ms=10.0, draft_prefill_ms=5.0, verify_ms=90.0),
-    ]
+    times = {"target_prefill_ms": 30.0, "vision_ms": 10.0, "draft_prefill_ms": 5.0}
+    runs = [run(ms, tokens=101, rounds=25, verify_ms=ms - 10.0, **times) for ms in (50.0, 100.0)]
     console = Console()
     tuned = summarize(TUNED, runs, baseline)
     unmeasured = dataclasses.replace(
@@ -277,24 +268,17 @@ def test_the_tables_say_what_the_figures_say(capsys: pytest.CaptureFixture[str])
     assert rows[TUNED] == expected
     assert rows["hf"] == [*expected[:3], "-", *expected[4:8], "-", "-", "2/2"]
 
-    print_tasks({AR: {"read": 1.0, "say": None}, TUNED: {"read": 2.0, "say": None}}, {AR: 1.0, TUNED: 2.0}, console)
+    print_tasks(DataFrame({"read": {AR: 1.0, TUNED: 2.0}, "say": {AR: 1.0, TUNED: float("nan")}}), console)
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().err.splitlines() if line.strip()}
     assert rows["arm"] == ["read", "say", "geomean"] and rows[TUNED] == ["2.00x", "-", "2.00x"]
 
 
-def test_published_defaults_are_all_arms() -> None:
-    assert list(known_arms()) == [AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *PUBLISHED_DEFAULTS, "wetap-lossy"]
-    assert all(known_arms()[name].configuration == default for name, default in PUBLISHED_DEFAULTS.items())
-
-
-def test_a_lossy_arm_is_compared_on_request_and_by_its_perplexity(
+def test_a_lossy_arm_runs_on_request_and_is_compared_by_its_perplexity(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = run_in(world, "tree.json", ["wetap-lossy"], monkeypatch)
     plain, lossy, tuned = (arm["perplexity"] for arm in found["arms"])
     assert plain == tuned != lossy and min(plain, lossy) > 1 and "perplexity" in capsys.readouterr().err
-    found = run_in(world, "tree.json", ["chain"], monkeypatch)
-    assert {arm["perplexity"] for arm in found["arms"]} == {None} and "perplexity" not in capsys.readouterr().err
 
 
 def test_acceptance_counts_are_pooled_over_prompts(
@@ -307,4 +291,6 @@ def test_acceptance_counts_are_pooled_over_prompts(
         return sum(int(tables["by_depth"][0][0]) for tables in of.values() if tables["by_depth"])
 
     assert sum(rounds(run["acceptance_counts"]) for run in runs) == rounds(counts) > 0
-    assert AR not in found["acceptance_counts"] and "accepted of offered" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert AR not in found["acceptance_counts"] and "accepted of offered" in printed
+    assert {arm["perplexity"] for arm in found["arms"]} == {None} and "perplexity" not in printed

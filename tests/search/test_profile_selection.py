@@ -14,9 +14,10 @@ import pytest
 
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
-from autotune.documents.decoding_profile import OperatingPoint
-from autotune.evaluation.arms import Arm, Run
-from autotune.evaluation.runner import AR, ArmRunner
+from autotune.documents.decoding_profile import AR, OperatingPoint
+from autotune.evaluation.arms import Arm
+from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runs import Run
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
@@ -26,7 +27,7 @@ from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
-from tests.evaluation.test_runner import run
+from tests.evaluation.sample_runs import run
 from tests.sample_documents import cost_table, write_image, write_workload
 from tests.tiny_models import Pair
 

@@ -1,0 +1,33 @@
+"""The tiny pair as a decoder, and a small workload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.drafters.independent import IndependentDraft
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
+from autotune.workloads.workload import Workload, load_workload
+from tests.sample_documents import write_image, write_workload
+from tests.tiny_models import Pair
+
+
+@pytest.fixture(scope="session")
+def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    """Greedy prompts with and without an image."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    images = [write_image(folder / "0.png", 0)]
+    prompts: list[dict[str, Any]] = [
+        {"prompt": "Count to ten, then stop.", "task": "count"},
+        {"prompt": "Read the digits row by row.", "images": images, "task": "read"},
+        {"prompt": "And row 2?", "images": images, "task": "read"},
+    ]
+    lines = [{"split": "evaluate", "max_new_tokens": 16, **prompt} for prompt in prompts]
+    return load_workload(str(write_workload(folder, lines)), "evaluate")
+
+
+@pytest.fixture(scope="session")
+def decoder(pair: Pair) -> Decoder:
+    return Decoder(Target(pair.target), IndependentDraft(pair.draft))

@@ -1,0 +1,152 @@
+"""Statistics of runs are those that a reader would compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autotune.documents.decoding_profile import AR
+from autotune.errors import UserError
+from autotune.evaluation.arms import HF
+from autotune.evaluation.runs import Run, runs_dataframe
+from autotune.evaluation.summary import bootstrap_ratio, speedup, summarize
+from tests.evaluation.sample_runs import run
+
+
+def test_a_run_of_an_earlier_version_is_read() -> None:
+    """It called its acceptance counts ``health``."""
+    document = run(1.0).model_dump()
+    document["health"] = document.pop("acceptance_counts")
+    assert Run.model_validate(document) == run(1.0)
+
+
+def test_a_table_of_runs_has_a_row_for_every_run() -> None:
+    runs = {"ar": [run(2.0, task="read"), run(3.0)], "tuned": [run(1.0, rounds=4)]}
+    frame = runs_dataframe(runs)
+    assert frame[["arm", "number", "task", "accepted_tokens", "decode_ms"]].to_numpy().tolist() == [
+        ["ar", 0, "read", 5, 2.0],
+        ["ar", 1, None, 5, 3.0],
+        ["tuned", 0, None, 4, 1.0],
+    ]
+    as_json = {name: [one.model_dump(mode="json") for one in arm_runs] for name, arm_runs in runs.items()}
+    assert runs_dataframe(as_json).equals(frame)
+
+
+# ------------------------------------------------------------------------------------------------------------ intervals
+
+
+def test_a_constant_ratio_has_no_width() -> None:
+    """Pairs stay together: prompts of very different lengths do not widen the interval."""
+    below = np.array([1.0, 10.0, 100.0, 3.0])
+    assert bootstrap_ratio(2.5 * below, below) == pytest.approx((2.5, 2.5))
+    assert bootstrap_ratio(np.array([3.0]), np.array([2.0])) == (1.5, 1.5), "a single pair has no spread"
+
+
+def test_the_interval_is_that_of_resampled_sums() -> None:
+    """Two pairs of ratios 1 and 3: resamples are (1, 1), (1, 3) and (3, 3), and their sums are divided."""
+    above, below = np.array([1.0, 9.0]), np.array([1.0, 3.0])
+    assert bootstrap_ratio(above, below) == pytest.approx((1.0, 3.0))
+    # Nineteen prompts of ratio 2 and one of ratio 1: hardly any resample leaves the neighbourhood of 1.95.
+    above, below = np.array([2.0] * 19 + [1.0]), np.ones(20)
+    low, high = bootstrap_ratio(above, below)
+    assert 1.8 <= low < 1.95 < high == 2.0
+
+
+def test_intervals_are_those_of_a_percentile_bootstrap() -> None:
+    """Against resampling written out, to within the noise of 2000 resamples."""
+    rng = np.random.default_rng(0)
+    for count in (5, 24, 200):
+        below, above_units = rng.uniform(1, 2, (2, count))
+        above = below * rng.normal(2, 0.3, count)
+        draws = rng.integers(count, size=(20_000, count))
+        ratios = above[draws].sum(1) / below[draws].sum(1)
+        expected = np.quantile(ratios, [0.025, 0.975])
+        assert bootstrap_ratio(above, below) == pytest.approx(expected, abs=0.06 * np.ptp(expected))
+        ratios *= below[draws].sum(1) / above_units[draws].sum(1)
+        expected = np.quantile(ratios, [0.025, 0.975])
+        found = bootstrap_ratio(above, below, above_units=above_units, below_units=below)
+        assert found == pytest.approx(expected, abs=0.06 * np.ptp(expected))
+
+
+def test_more_prompts_narrow_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    widths = []
+    for count in (10, 1000):
+        below = rng.uniform(1, 2, count)
+        low, high = bootstrap_ratio(below * rng.normal(2, 0.3, count), below)
+        assert low < 2.0 < high or count == 10
+        widths.append(high - low)
+    assert widths[1] < widths[0] / 4
+
+
+def test_the_seed_determines_the_interval() -> None:
+    rng = np.random.default_rng(1)
+    above, below = rng.uniform(1, 2, (2, 12))
+    assert bootstrap_ratio(above, below, seed=3) == bootstrap_ratio(above, below, seed=3)
+    assert bootstrap_ratio(above, below, seed=3) != bootstrap_ratio(above, below, seed=4)
+
+
+def test_units_make_it_an_interval_of_ratios_per_unit() -> None:
+    """9 ms for 3 tokens over 1 ms for 1 token, and 1 over 1: of the resamples (0, 0), (0, 1), (1, 1) the sums per unit
+    are 3 / 1, (10 / 4) / (2 / 2) and 1 / 1.
+    """
+    above, above_units = np.array([9.0, 1.0]), np.array([3.0, 1.0])
+    below, below_units = np.ones(2), np.ones(2)
+    low, high = bootstrap_ratio(above, below, above_units=above_units, below_units=below_units)
+    assert (low, high) == pytest.approx((1.0, 3.0))
+    # Equal units on both sides change nothing.
+    plain = bootstrap_ratio(above, below, seed=5)
+    assert bootstrap_ratio(above, below, above_units=above_units, below_units=above_units, seed=5) == pytest.approx(
+        plain
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ summaries
+
+
+def test_a_summary_by_hand() -> None:
+    """Times and tokens are summed before they are divided: 400 / 150, not the mean of 2 and 3."""
+    times = {"draft_ms": 40.0, "verify_ms": 45.0, "target_prefill_ms": 30.0, "vision_ms": 6.0}
+    runs = [
+        run(50.0, tokens=11, rounds=5, draft_prefill_ms=5.0, draft_ms=10.0, verify_ms=20.0, target_prefill_ms=9.0),
+        run(100.0, tokens=21, rounds=5, output="other", **times),
+    ]
+    baseline = [run(100.0, tokens=11, rounds=10), run(300.0, tokens=21, rounds=20)]
+    found = summarize("tuned", runs, baseline)
+    assert (found.name, found.num_prompts, found.num_tokens) == ("tuned", 2, 30)
+    assert found.speedup == speedup(runs, baseline) == pytest.approx(400 / 150)
+    assert found.ci95 == pytest.approx((2.0, 3.0))
+    assert found.median_speedup == pytest.approx(2.5)
+    assert found.tokens_per_second == pytest.approx(1000 * 30 / 150)
+    assert found.tokens_per_round == 3.0
+    assert (found.prefill_ms, found.vision_ms) == ((9.0 + 24.0) / 2, 3.0), "prefill without vision"
+    assert (found.draft_prefill_ms, found.decode_ms) == (2.5, 75.0)
+    assert found.identical_outputs == 1
+    assert found.outside_share == pytest.approx((15 + 15) / 150)
+    # Without rounds there are no tokens per round, and without parts no time outside the models.
+    assert summarize(AR, [run(1.0, rounds=0)], [run(1.0)]).tokens_per_round is None
+    assert summarize(HF, [run(1.0, verify_ms=0.0)], [run(1.0)]).outside_share is None
+
+
+def test_a_lossy_arm_is_compared_per_token() -> None:
+    """An arm that stops after half of the tokens at the same speed gains nothing, neither pooled nor per prompt."""
+    baseline = [run(100.0, tokens=11), run(300.0, tokens=31)]
+    lossy = [run(50.0, tokens=6, output="short"), run(150.0, tokens=16, output="short")]
+    found = summarize("lossy", lossy, baseline)
+    assert (found.speedup, found.median_speedup) == pytest.approx((1.0, 1.0))
+    assert found.ci95 == pytest.approx((1.0, 1.0)) and found.identical_outputs == 0
+    # Twice the speed at 15 instead of 40 tokens: (400 / 40) / (75 / 15).
+    lossy = [run(25.0, tokens=6), run(50.0, tokens=11)]
+    assert speedup(lossy, baseline) == pytest.approx((400 / 40) / (75 / 15)) == 2.0
+
+
+def test_answers_of_one_token_do_not_count() -> None:
+    """Their only token is the prefill's."""
+    baseline, runs = [run(100.0), run(0.0, tokens=1, rounds=0)], [run(50.0), run(0.0, tokens=1, rounds=0)]
+    found = summarize("tuned", runs, baseline)
+    assert (found.speedup, found.median_speedup, found.ci95) == (2.0, 2.0, (2.0, 2.0)) and found.num_prompts == 2
+    # Nor does an answer that is longer where plain decoding's has one token.
+    assert speedup([run(50.0), run(7.0)], baseline) == 2.0
+    with pytest.raises(UserError, match=r"every answer has one token, so nothing was decoded .* raise max_new_tokens"):
+        summarize("tuned", runs[1:], baseline[1:])
+    assert np.isnan(speedup(runs[1:], baseline[1:]))
