@@ -88,7 +88,9 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
     # Each dimension set free behind those before it; then all free but one.
     rows = [(f"{'+ ' * (n > 1)}{DIMENSIONS[n - 1]}", DIMENSIONS[:n]) for n in range(1, len(DIMENSIONS) + 1)]
     rows += [(f"all but {one}", tuple(other for other in DIMENSIONS if other != one)) for one in DIMENSIONS]
-    arms = [Arm("papers' defaults", Configuration(tree=DEFAULT_TREE, draft=default.draft, subnet=default.subnet))]
+    configurations = {
+        "papers' defaults": Configuration(tree=DEFAULT_TREE, draft=default.draft, subnet=default.subnet)
+    }
     predicted: dict[str, float] = {}
     for name, free in rows:
         subnet = best_subnet(screened, free, default)
@@ -105,19 +107,20 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
             candidates = [evaluator.evaluate(Configuration(tree=DEFAULT_TREE, draft=d, subnet=s)) for d, s in chosen]
             best = evaluator.guarded(min(candidates, key=lambda one: one.rank))
         predicted[name] = best.speedup
-        arms.append(Arm(name, best.configuration))
+        configurations[name] = best.configuration
 
     with console.stage("measured") as update:
-        runs = model_pool.runner(table.threads, study / RUNS).compare(
-            [Arm(AR), *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, "")
+        runner = model_pool.runner(table.threads, study / RUNS)
+        arms = [runner.arm(name, configuration) for name, configuration in configurations.items()]
+        runs = runner.compare(
+            [runner.plain, *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, "")
         )
     cells = []
-    for arm in arms:
-        assert arm.configuration is not None
-        summary = summarize(arm.name, runs[arm.name], runs[AR])
-        said = f"{predicted[arm.name]:.2f}x" if arm.name in predicted else "-"
+    for name, configuration in configurations.items():
+        summary = summarize(name, runs[name], runs[AR])
+        said = f"{predicted[name]:.2f}x" if name in predicted else "-"
         interval = f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}"
-        label = f"{arm.name}: {arm.configuration.label}"
+        label = f"{name}: {configuration.label}"
         cells.append([label, said, f"{summary.speedup:.2f}x", interval])
     console.table(
         f"What each dimension is worth: {prompts} held-out prompts",

@@ -24,7 +24,6 @@ from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, configuration_of
 from autotune.documents.decoding_profile import AR, DecodingProfile
-from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.search.evaluator import Evaluator

@@ -13,8 +13,8 @@ from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant
-from autotune.documents.provenance import version_of
 from autotune.documents.decoding_profile import AR
+from autotune.documents.provenance import version_of
 from autotune.evaluation.summary import summarize
 from autotune.files import content_key
 from autotune.search.evaluator import Evaluator
