@@ -88,9 +88,7 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
     # Each dimension set free behind those before it; then all free but one.
     rows = [(f"{'+ ' * (n > 1)}{DIMENSIONS[n - 1]}", DIMENSIONS[:n]) for n in range(1, len(DIMENSIONS) + 1)]
     rows += [(f"all but {one}", tuple(other for other in DIMENSIONS if other != one)) for one in DIMENSIONS]
-    configurations = {
-        "papers' defaults": Configuration(tree=DEFAULT_TREE, draft=default.draft, subnet=default.subnet)
-    }
+    configurations = {"papers' defaults": Configuration(tree=DEFAULT_TREE, draft=default.draft, subnet=default.subnet)}
     predicted: dict[str, float] = {}
     for name, free in rows:
         subnet = best_subnet(screened, free, default)
@@ -112,9 +110,7 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
     with console.stage("measured") as update:
         runner = model_pool.runner(table.threads, study / RUNS)
         arms = [runner.arm(name, configuration) for name, configuration in configurations.items()]
-        runs = runner.compare(
-            [runner.plain, *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, "")
-        )
+        runs = runner.compare([runner.plain, *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, ""))
     cells = []
     for name, configuration in configurations.items():
         summary = summarize(name, runs[name], runs[AR])

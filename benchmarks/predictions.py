@@ -98,16 +98,16 @@ def main(
     traces = record_traces(model_pool, wanted, chosen, study, Console(), bounds=bounds_of(searched))
     evaluator = Evaluator(traces, table)
     drawn = drawn_from(searched, evaluator, variants, rng)
-    arms = [Arm(f"{i}", c) for i, c in enumerate(drawn)]
+    runner = model_pool.runner(table.threads)
+    arms = [runner.arm(f"{i}", c) for i, c in enumerate(drawn)]
     winner = None if profile is None else configuration_of(DecodingProfile.load(profile).point)
     if winner is not None:
-        arms.append(Arm("winner", winner))
-    runner = model_pool.runner(table.threads)
+        arms.append(runner.arm("winner", winner))
     passes = []
     for number in range(repeats):
         passes.append(
             runner.compare(
-                [*arms, Arm(AR)],
+                [*arms, runner.plain],
                 chosen,
                 seed=seed + number,
                 min_prompts=prompts,
@@ -119,7 +119,7 @@ def main(
     plain = [run for found in passes for run in found.pop(AR)]
     runs = {name: [run for found in passes for run in found[name]] for name in passes[0]}
     if winner is not None:
-        print_regret(runs, {arm.name: arm for arm in arms})
+        print_regret(runs, drawn)
     same, total, incomplete = Counter[str](), Counter[str](), Counter[str]()
     errors, predicted, measured = [], [], []
     rows: list[dict[str, object]] = []
@@ -195,7 +195,7 @@ def print_errors(name: str, errors: list[float]) -> None:
     )
 
 
-def print_regret(runs: dict[str, list[Run]], arms: dict[str, Arm]) -> None:
+def print_regret(runs: dict[str, list[Run]], drawn: list[Configuration]) -> None:
     """How many of the configurations are faster than the winner, by how much."""
     winner_ms = np.array([run.decode_ms for run in runs["winner"]])
     ratios = {
@@ -206,10 +206,9 @@ def print_regret(runs: dict[str, list[Run]], arms: dict[str, Arm]) -> None:
         name for name in ratios if bootstrap_ratio(np.array([run.decode_ms for run in runs[name]]), winner_ms)[1] < 0.98
     ]
     best = min(totals, key=lambda name: totals[name])
-    c = arms[best].configuration
     print(
         f"regret: of {len(ratios)} configurations {sum(total < 1 for total in totals.values())} took less time than the winner, "
-        f"{len(surely)} of them by more than 2 % with their interval; the fastest took {totals[best]:.3f} of it: {c and c.label}"
+        f"{len(surely)} of them by more than 2 % with their interval; the fastest took {totals[best]:.3f} of it: {drawn[int(best)].label}"
     )
 
 

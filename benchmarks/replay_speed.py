@@ -22,7 +22,6 @@ from autotune.console import Console
 from autotune.cost.table import DensePrices, PrefillCost
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
-from autotune.evaluation.arms import Arm
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.search.model_pool import ModelPool
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
@@ -83,8 +82,8 @@ def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
     console.say(f"{trace.num_prompts} prompts, {trace.num_tokens} tokens, {len(trace.forest.child_token)} forest nodes")
 
     few = Workload(workload.name, workload.split, workload.prompts[:decoded])
-    arms = [Arm(name, Configuration(tree=tree)) for name, tree in DEFAULTS.items()]
-    runs = model_pool.runner(threads=None).compare(arms, few)
+    runner = model_pool.runner(threads=None)
+    runs = runner.compare([runner.arm(name, Configuration(tree=tree)) for name, tree in DEFAULTS.items()], few)
     rng, at, rows = random.Random(0), prices(), []
     for name, tree in DEFAULTS.items():
         default = parse_policy(tree)

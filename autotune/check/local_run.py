@@ -95,9 +95,7 @@ def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Call
     )
 
 
-def _divergences(
-    runner: ArmRunner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]
-) -> dict[str, Divergence]:
+def _divergences(runner: ArmRunner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]) -> dict[str, Divergence]:
     """Where an arm's outputs part from plain decoding's though the prompt's point is lossless, by prompt; decoding is
     repeated, as runs keep no tokens.
     """

@@ -143,9 +143,7 @@ def noted(method: Any, tasks: list[str]) -> Any:
     return call
 
 
-def test_a_disturbed_run_is_not_remembered(
-    tuned: DecoderArm, processor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disturbed_run_is_not_remembered(tuned: DecoderArm, processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts are the same whether the machine was busy or not: the useless draft does not lose one request twice."""
     runner = ArmRunner(tuned.decoder, processor)
     arms = [runner.plain, HuggingFaceArm(HF, tuned.decoder.target_model), tuned]  # two of three set the median

@@ -209,9 +209,7 @@ def test_a_draft_that_is_no_model_cannot_assist(pair: Pair, processor: Any, prom
     )
 
 
-def test_both_kinds_of_prompt_are_tried(
-    runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_kinds_of_prompt_are_tried(runner: ArmRunner, prompts: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of each kind; a workload without images tries one prompt."""
     tried: list[tuple[str, str]] = []
     original = HuggingFaceArm.decode

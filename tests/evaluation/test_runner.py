@@ -168,9 +168,7 @@ def test_past_the_deadline_it_ends_with_whole_prompts(runner: ArmRunner, evaluat
 # ----------------------------------------------------------------------------------------------------------- disturbance
 
 
-def test_a_disturbed_run_is_measured_again(
-    decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path
-) -> None:
+def test_a_disturbed_run_is_measured_again(decoder: Decoder, processor: Any, evaluate: Workload, ledger: Path) -> None:
     """Its prefill took much longer than that of the other arms, so the machine was busy. Decoding times play no part."""
     left = [1000.0, 1000.0]  # of the chain on the third prompt
 
