@@ -47,8 +47,8 @@ class Configuration(Document):
         return content_key([parse_policy(self.tree).model_dump(), self.model_dump(mode="json", exclude={"tree"})])
 
     @property
-    def label(self) -> str:
-        """For people: the policy with what differs from its defaults, behind the draft."""
+    def tree_label(self) -> str:
+        """The policy with the hyperparameters that differ from its defaults."""
         policy = parse_policy(self.tree)
         defaults = type(policy)()
         changed = {
@@ -61,8 +61,12 @@ class Configuration(Document):
             words = [f"nodes={policy.max_nodes}", f"depth={policy.max_depth}"]
         if not self.verification.is_lossless:
             words.append("LOSSY")
-        draft = [] if self.draft is None else [self.draft]
-        return " ".join([*draft, f"{policy.policy}({', '.join(words)})", self.subnet.label])
+        return f"{policy.policy}({', '.join(words)})"
+
+    @property
+    def label(self) -> str:
+        """Draft, tree and subnet on one line."""
+        return " ".join([*([] if self.draft is None else [self.draft]), self.tree_label, self.subnet.label])
 
 
 # What users run today (shared defaults of serving engines and papers): every search compares its winner with these.

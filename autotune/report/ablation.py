@@ -1,150 +1,156 @@
-"""What each dimension of the search is worth: the best with it at its default against the best with it free. All predicted."""
+"""Ablation of the search dimensions by predicted time: each one fixed at its default, and all of them freed one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration
 from autotune.report.sources import Sources
 from autotune.search.evaluator import Candidate
 from autotune.study.records import ScreenedSubnet
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCREENING, TREES = "chains (screening)", "trees (replay)"
+
 
 @dataclass(frozen=True)
 class Ablation:
-    """What is lost if one dimension stays at its default while all others are free."""
+    """The cost of fixing one dimension at its default while all others are free."""
 
     dimension: str
-    fixed_at: str
+    default: str
     fixed_ms: float | None
-    """Predicted ms a token of the best then; None: nothing of that kind was tried."""
+    """Predicted ms per token of the best configuration with the dimension fixed; None if none was tried."""
     free_ms: float
-    """Of the best of all, in the same stage."""
+    """Predicted ms per token of the best configuration of the same stage."""
     stage: str
 
     @property
     def gain(self) -> float | None:
-        """Share of decoding time that the freedom saves."""
+        """Share of decoding time saved by searching this dimension."""
         return None if self.fixed_ms is None else 1 - self.free_ms / self.fixed_ms
 
 
-SCREENING, TREES = "chains of screening", "trees by replay"
-
-
 def default_subnet(sources: Sources, draft: str) -> tuple[tuple[float, ...], int | None, float]:
-    """Heads, layer and visual tokens of the draft's paper: all heads, the last layer that it can read, and the share of
-    visual tokens of its published default; where that was not screened, the largest that was.
+    """Default heads, injection layer and share of visual tokens: all heads, the last layer, and the share of the draft's
+    published default, or the largest one if that share was not screened.
     """
-    of_draft = [one.subnet for one in sources.screened if one.draft == draft]
-    keeps = {subnet.visual_keep for subnet in of_draft}
-    published = PUBLISHED_DEFAULTS.get(
-        sources.kinds.get(draft, ""), Configuration(tree={"policy": "chain"})
-    ).visual_keep
-    layers = [subnet.injection_layer for subnet in of_draft if subnet.injection_layer is not None]
-    keep = published if published in keeps else max(keeps)
-    return max(subnet.head_shares for subnet in of_draft), max(layers, default=None), keep
+    subnets = [s.subnet for s in sources.screened if s.draft == draft]
+    keeps = {subnet.visual_keep for subnet in subnets}
+    kind = sources.kinds.get(draft, "")
+    published = PUBLISHED_DEFAULTS[kind].visual_keep if kind in PUBLISHED_DEFAULTS else 1.0
+    layers = [subnet.injection_layer for subnet in subnets if subnet.injection_layer is not None]
+    heads = max(subnet.head_shares for subnet in subnets)
+    return heads, max(layers, default=None), published if published in keeps else max(keeps)
 
 
-def dimension_worth(sources: Sources) -> list[Ablation]:
-    """Each dimension fixed at its default in turn: those of subnets over the chains of screening, draft and tree over the
-    trees of the subnets that went on. All of it is predicted.
+def _screened_at_default(sources: Sources) -> pd.DataFrame:
+    """For every screened subnet its predicted ms per token and, by dimension, whether it has the default."""
+    import pandas as pd
+
+    defaults = {draft: default_subnet(sources, draft) for draft in {s.draft for s in sources.screened}}
+    first = next((draft for draft in sources.drafts if draft in defaults), None)
+    rows = []
+    for s in sources.screened:
+        heads, layer, keep = defaults[s.draft]
+        rows.append(
+            {
+                "ms_per_token": s.ms_per_token,
+                "visual tokens": s.subnet.visual_keep == keep,
+                "heads": s.subnet.head_shares == heads,
+                "injection layer": s.subnet.injection_layer == layer,
+                "draft": s.draft == first,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def ablations(sources: Sources) -> list[Ablation]:
+    """Every dimension fixed at its default in turn, largest gain first. Dimensions of the subnet are compared by the chains of
+    screening, draft and tree by the replayed trees of the surviving subnets.
     """
     found: list[Ablation] = []
-    screened = sources.screened
-    if screened:
-        defaults = {draft: default_subnet(sources, draft) for draft in {one.draft for one in screened}}
-        is_default: dict[str, Callable[[ScreenedSubnet], bool]] = {
-            "heads": lambda one: one.subnet.head_shares == defaults[one.draft][0],
-            "injection layer": lambda one: one.subnet.injection_layer == defaults[one.draft][1],
-            "visual tokens": lambda one: one.subnet.visual_keep == defaults[one.draft][2],
-        }
-        said = {
+    if sources.screened:
+        frame = _screened_at_default(sources)
+        keeps = {default_subnet(sources, s.draft)[2] for s in sources.screened}
+        defaults = {
             "heads": "all heads",
             "injection layer": "the last layer",
-            "visual tokens": " or ".join(f"{100 * keep:g} %" for keep in sorted({d[2] for d in defaults.values()})),
+            "visual tokens": " or ".join(f"{100 * keep:g} %" for keep in sorted(keeps)),
         }
-        free = min(one.ms_per_token for one in screened)
-        for dimension, at_default in is_default.items():
-            kept = [one for one in screened if at_default(one)]
-            if len(kept) < len(screened):
-                best = min((one.ms_per_token for one in kept), default=None)
-                found.append(Ablation(dimension, said[dimension], best, free, SCREENING))
+        for dimension, default in defaults.items():
+            fixed = frame.ms_per_token[frame[dimension]]
+            if len(fixed) < len(frame):
+                best = float(fixed.min()) if len(fixed) else None
+                found.append(Ablation(dimension, default, best, float(frame.ms_per_token.min()), SCREENING))
     if sources.candidates:
         free = sources.candidates[0].ms_per_token
         first = sources.drafts[0] if sources.drafts else None
-        if len({one.configuration.draft for one in sources.candidates}) > 1 and first is not None:
+        if len({c.configuration.draft for c in sources.candidates}) > 1 and first is not None:
             best = min((c.ms_per_token for c in sources.candidates if c.configuration.draft == first), default=None)
             found.append(Ablation("draft", first, best, free, TREES))
-        published = published_trees(sources)
-        if published:
-            name, best = min(published.items(), key=lambda one: one[1])
-            found.append(Ablation("tree", f"the best published default, {name}", best, free, TREES))
-    return sorted(found, key=lambda one: -(one.gain or 0.0))
+        if published := _published_trees(sources):
+            name, best = min(published.items(), key=lambda item: item[1])
+            found.append(Ablation("tree", f"best published default, {name}", best, free, TREES))
+    return sorted(found, key=lambda ablation: -(ablation.gain or 0.0))
 
 
-def published_trees(sources: Sources) -> dict[str, float]:
-    """Predicted ms a token of each published default tree, at the best of the subnets that went on; those that the traces
-    hold.
+def _published_trees(sources: Sources) -> dict[str, float]:
+    """Predicted ms per token of each published default tree with the best surviving subnet; only trees that the traces
+    cover.
     """
-    if sources.evaluator is None:
+    if (evaluator := sources.evaluator) is None:
         return {}
     found: dict[str, float] = {}
     for name, default in PUBLISHED_DEFAULTS.items():
-        of_places = [Configuration(tree=default.tree, draft=d, subnet=s) for d, s in sources.evaluator.traces]
-        able = [one for one in of_places if sources.evaluator.can_replay(one)]
-        if able:
-            found[name] = min(sources.evaluator.evaluate(one).ms_per_token for one in able)
+        configurations = [Configuration(tree=default.tree, draft=d, subnet=s) for d, s in evaluator.traces]
+        times = [evaluator.evaluate(c).ms_per_token for c in configurations if evaluator.can_replay(c)]
+        if times:
+            found[name] = min(times)
     return found
 
 
 @dataclass(frozen=True)
-class Rung:
-    """The best with so many dimensions free."""
+class AblationStep:
+    """The best screened subnet once a further dimension is free."""
 
     label: str
     best: ScreenedSubnet
 
 
-def ladder(sources: Sources) -> list[Rung]:
-    """From the whole draft that the user named first, one dimension after the other is set free; with its best chain. Rungs
-    at which there is nothing more to choose from are left out.
+def cumulative_ablation(sources: Sources) -> list[AblationStep]:
+    """The dimensions freed one by one, starting from the full draft that the user named first. Steps that add no subnet are
+    left out.
     """
-    if not sources.screened:
+    if not any(s.draft in sources.drafts for s in sources.screened):
         return []
-    first = next((d for d in sources.drafts if any(one.draft == d for one in sources.screened)), None)
-    if first is None:
-        return []
-    heads, layer, keep = default_subnet(sources, first)
-    free: list[tuple[str, Callable[[ScreenedSubnet], bool]]] = [
-        (f"{first}, chain alone", lambda one: one.subnet.visual_keep == keep),
-        ("+ visual tokens", lambda one: one.subnet.head_shares == heads),
-        ("+ heads", lambda one: one.subnet.injection_layer == layer),
-        ("+ injection layer", lambda one: one.draft == first),
-        ("+ draft", lambda one: True),
-    ]
-    rungs: list[Rung] = []
+    is_default = _screened_at_default(sources).drop(columns="ms_per_token")
+    steps: list[AblationStep] = []
     num_before = 0
-    for number, (label, _) in enumerate(free):
-        allowed = [one for one in sources.screened if all(still(one) for _, still in free[number:])]
+    for number, label in enumerate(["full draft", *(f"+ {dimension}" for dimension in is_default)]):
+        is_allowed = is_default.iloc[:, number:].all(axis=1)
+        allowed = [subnet for subnet, allow in zip(sources.screened, is_allowed, strict=True) if allow]
         if len(allowed) > num_before:
-            rungs.append(Rung(label, min(allowed, key=lambda one: one.ms_per_token)))
+            steps.append(AblationStep(label, min(allowed, key=lambda subnet: subnet.ms_per_token)))
             num_before = len(allowed)
-    return rungs
+    return steps
 
 
 @dataclass(frozen=True)
 class PolicyBest:
-    """The fastest tree of a policy, and the policy's published default beside it."""
+    """The fastest tree of a policy, and the policy's published default."""
 
     policy: str
     best: Candidate
     default_ms: float | None
-    """At the same subnet; None: there is none, or the trace does not hold it."""
+    """Predicted ms per token of the default with the same subnet; None without a default that the trace covers."""
 
 
 def policies(sources: Sources) -> list[PolicyBest]:
-    """A row for each policy, the fastest first."""
+    """The fastest tree of every policy, fastest first."""
     best: dict[str, Candidate] = {}
     for candidate in sources.candidates:
         best.setdefault(candidate.policy, candidate)

@@ -1,68 +1,81 @@
-"""What the drafts of a profile get accepted, by depth and rank: replayed on tuning prompts, and as real runs counted it."""
+"""Acceptance of a profile's drafts by depth and rank: replayed on tuning prompts, and counted in real runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.acceptance.rounds import count_acceptance
 from autotune.documents.configuration import configuration_of
-from autotune.report.chosen import when_of
+from autotune.report.points import condition_label
 from autotune.report.sources import Sources
 from autotune.trees.acceptance_counts import AcceptanceCounts
+from autotune.trees.tree import Ints
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """Which proposals of one operating point the target took."""
+class PointAcceptance:
+    """Offered and accepted draft tokens of one operating point."""
 
     number: int
-    """Of the point."""
-    when: str
-    replayed: AcceptanceCounts
-    """On the tuning prompts that the point decodes."""
+    condition: str
+    tables: dict[str, pd.DataFrame]
+    """By ``depth`` and ``rank``, see ``acceptance_table``."""
     num_replayed: int
-    """Prompts."""
-    measured: AcceptanceCounts
-    """On held-out prompts, by the runs that the profile was judged by."""
+    """Tuning prompts that the point decodes."""
     num_measured: int
+    """Held-out prompts of the profile's evidence that the point decoded."""
 
 
-def acceptance(sources: Sources) -> list[Acceptance]:
-    """Of each point that drafts, as far as traces or runs are at hand."""
-    found: list[Acceptance] = []
-    if sources.profile is None:
-        return found
-    for number, point in enumerate(sources.profile.points):
+def acceptance_table(kind: str, **counts: AcceptanceCounts) -> pd.DataFrame:
+    """Columns ``NAME_offered`` and ``NAME_accepted`` for each of ``counts``; rows are depths or ranks from 1, those offered
+    anywhere. Tokens near images and elsewhere are added up.
+    """
+    import pandas as pd
+
+    columns: dict[str, Ints] = {}
+    for name, found in counts.items():
+        table = (found.by_depth[:, 1:] if kind == "depth" else found.by_rank).sum(0)
+        columns |= {f"{name}_offered": table[:, 0], f"{name}_accepted": table[:, 1]}
+    frame = pd.DataFrame(columns)
+    frame.index += 1
+    return frame[frame.any(axis=1)]
+
+
+def acceptance(sources: Sources) -> list[PointAcceptance]:
+    """The acceptance of every point with a draft that has traces or runs."""
+    found: list[PointAcceptance] = []
+    for number, point in enumerate(sources.points):
         if point.tree is None:
             continue
-        trace, prompts = sources.trace_of(point), sources.prompts_of(number)
+        trace, prompts, runs = sources.trace_of(point), sources.prompts_of(number), evidence_runs(sources, number)
         replayed = AcceptanceCounts() if trace is None else count_acceptance(trace, point.tree, prompts, point.fallback)
-        runs = judged_runs(sources, number)
         measured = AcceptanceCounts()
         for run in runs:
             counts = run.get("acceptance_counts") or run["health"]  # the key of earlier versions
             measured.add(AcceptanceCounts.from_json(counts))
         if prompts or runs:
-            found.append(
-                Acceptance(number, when_of(sources.profile, number), replayed, len(prompts), measured, len(runs))
-            )
+            tables = {k: acceptance_table(k, replayed=replayed, measured=measured) for k in ("depth", "rank")}
+            condition = condition_label(sources.points, number)
+            found.append(PointAcceptance(number, condition, tables, len(prompts), len(runs)))
     return found
 
 
-def judged_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
-    """The profile's own runs on held-out prompts that its point ``number`` decoded: those whose counts are its evidence."""
+def evidence_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
+    """The runs on held-out prompts that are the profile's evidence and that its point ``number`` decoded."""
     assert sources.profile is not None
     configuration = configuration_of(sources.profile.point)
     if configuration is None:
         return []
-    judged = {one.sha256: one for one in sources.profile.evidence.prompts}
-    found = {
+    evidence_ms = {prompt.sha256: prompt.decode_ms for prompt in sources.profile.evidence.prompts}
+    runs = {
         run["prompt_sha256"]: run
         for run in sources.runs
         if run.get("arm") == configuration.key
         and run.get("point") == number
-        and (evidence := judged.get(run.get("prompt_sha256", ""))) is not None
-        and evidence.decode_ms == run["decode_ms"]  # of this very run
+        and evidence_ms.get(run.get("prompt_sha256", "")) == run["decode_ms"]  # identifies the very run
     }
-    return list(found.values())
+    return list(runs.values())

@@ -1,5 +1,5 @@
-"""``autotune report``: one page that explains a decoding profile, from the documents of its search. It opens offline: style,
-plots and images are inside it, and there is no script.
+"""``autotune report``: one HTML page that explains a decoding profile by the documents of its search. It opens offline: style,
+plots and images are inline, and there is no script.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from pathlib import Path
 
 from autotune.console import Console
 from autotune.files import require_writable, write_bytes
-from autotune.report.content import Content, gather
-from autotune.report.plots import all_plots, counts_of
-from autotune.report.prices import SIZES
+from autotune.report.content import Content
+from autotune.report.cost_curves import TOKEN_COUNTS
+from autotune.report.plots import all_plots
+from autotune.report.points import heads_label
 from autotune.report.sources import find_sources
 
 FOLDER = Path(__file__).parent
@@ -26,7 +27,7 @@ def write_report(
     storage: str | None = None,
     workload: str | None = None,
 ) -> None:
-    """Write the page of a profile, or of a study's folder.
+    """Write the page of a profile, or of a study folder.
 
     Raises:
         UserError: the output cannot be written, or a document cannot be read.
@@ -35,17 +36,17 @@ def write_report(
     sources = find_sources(given, study=study, storage=storage)
     if sources.folder is None:
         console.say(
-            f"{given}: no study was found beside it; the page has what the profile alone says (--study names one)"
+            f"{given}: no study found beside it; the page shows the profile alone (give the study's folder with --study)"
         )
     elif sources.folder != given:
         console.say(f"{given}: study in {sources.folder}")
-    page = render(gather(sources, workload=workload)).encode()
+    page = render(Content(sources, workload=workload)).encode()
     write_bytes(output, page)
     console.say(f"report written to {output} ({len(page) / 1e6:.1f} MB)")
 
 
 def render(content: Content) -> str:
-    """The page as HTML. Names and texts of models, prompts and devices are strangers': all of them are escaped."""
+    """The page as HTML. Names and texts of models, prompts and devices are untrusted: all of them are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -62,12 +63,12 @@ def render(content: Content) -> str:
         "number": _number,
         "percent": _percent,
         "signed": _signed,
-        "counts": counts_of,
-        "moment": _moment,
+        "minute": _minute,
+        "heads": heads_label,
     }
-    drawn = all_plots(content) | {f"tree-{one.number}": one.svg for one in content.samples if one.svg}
-    plots = {name: Markup(svg) for name, svg in drawn.items()}  # drawn here, from escaped text
-    return templates.get_template("page.html").render(vars(content) | {"plots": plots, "sizes": SIZES})
+    drawn = all_plots(content) | {f"tree-{example.number}": example.svg for example in content.examples if example.svg}
+    plots = {name: Markup(svg) for name, svg in drawn.items()}  # our own SVG, whose texts are escaped
+    return templates.get_template("page.html").render(vars(content) | {"plots": plots, "token_counts": TOKEN_COUNTS})
 
 
 def _times(value: float | None) -> str:
@@ -90,6 +91,6 @@ def _signed(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:+.1f} %"
 
 
-def _moment(created: str) -> str:
-    """Of a stamp, to the minute."""
+def _minute(created: str) -> str:
+    """A time stamp to the minute."""
     return f"{datetime.datetime.fromisoformat(created):%Y-%m-%d %H:%M %Z}"

@@ -1,4 +1,4 @@
-"""What a report is made of: a decoding profile, and what the search behind it left in its study's folder."""
+"""The documents behind a report: a decoding profile, and the documents in the folder of its study."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from autotune.acceptance.trace import Trace, load_trace
 from autotune.cost.table import CostTable
@@ -15,14 +17,14 @@ from autotune.files import WORKSPACE, read_lines
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.tree_search import optuna_storage
 from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
-from autotune.study.folder import load_headers, load_tables, studies_beside, study_of
+from autotune.study.folder import load_headers, load_tables, points_of_prompts, studies_beside, study_of
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Documents of one search; what is not there is None or empty."""
+    """Documents of one search; missing ones are None or empty."""
 
     profile: DecodingProfile | None = None
     profile_path: Path | None = None
@@ -31,38 +33,42 @@ class Sources:
     table: CostTable | None = None
     traces: list[Trace] = field(default_factory=list)
     screened: list[ScreenedSubnet] = field(default_factory=list)
-    """Every subnet once."""
+    """Each subnet once."""
     candidates: list[Candidate] = field(default_factory=list)
-    """Every configuration once, the fastest first."""
+    """Each configuration once, fastest first."""
     trials: list[Any] = field(default_factory=list)
-    """Optuna's, complete ones."""
+    """Optuna's completed trials."""
     runs: list[Record] = field(default_factory=list)
-    """Lines of the ledger of real runs."""
+    """Records of real runs."""
     notes: list[str] = field(default_factory=list)
-    """What a reader has to know of where all this comes from."""
+    """Remarks about the documents for the reader."""
 
     @functools.cached_property
     def evaluator(self) -> Evaluator | None:
-        """Prices configurations again; None without traces, or without a table that prices their drafts."""
+        """Replays configurations; None without traces whose drafts the cost table prices."""
         if self.table is None:
             return None
         priced = [t for t in self.traces if t.num_tokens and self.table.holds(t.header.draft, t.header.subnet)]
         return Evaluator(priced, self.table) if priced else None
 
+    @property
+    def points(self) -> list[OperatingPoint]:
+        """The profile's operating points; none without a profile."""
+        return [] if self.profile is None else self.profile.points
+
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
-        """Of the drafts that are known, by their ids: ``star``, ``independent``, ..."""
-        points = self.profile.points if self.profile is not None else []
-        known = {point.draft.id: point.draft.kind for point in points if point.draft is not None}
-        return known | {one.reference.id: one.kind for one in (self.study.drafts if self.study else [])}
+        """Kinds of the known drafts by id: ``star``, ``independent``, ..."""
+        of_points = {point.draft.id: point.draft.kind for point in self.points if point.draft is not None}
+        return of_points | {entry.reference.id: entry.kind for entry in (self.study.drafts if self.study else [])}
 
     @functools.cached_property
     def drafts(self) -> list[str]:
         """Ids of the drafts, in the order in which the user named them."""
         if self.study is not None:
-            return [one.reference.id for one in self.study.drafts]
+            return [entry.reference.id for entry in self.study.drafts]
         priced = [costs.draft.id for costs in self.table.drafts] if self.table is not None else []
-        return list(dict.fromkeys([*priced, *(one.draft for one in self.screened)]))
+        return list(dict.fromkeys([*priced, *(s.draft for s in self.screened)]))
 
     def trace_of(self, point: OperatingPoint) -> Trace | None:
         """The trace of the point's draft and subnet."""
@@ -73,91 +79,93 @@ class Sources:
         return None
 
     def prompts_of(self, number: int) -> list[int]:
-        """Numbers of the recorded prompts that the profile decodes by its point ``number``. Traces keep no temperature: all
-        prompts are taken as greedy.
-        """
+        """Numbers of the recorded prompts that point ``number`` decodes greedily; none without the point's trace."""
         assert self.profile is not None
-        point = self.profile.points[number]
-        trace = self.trace_of(point)
-        if trace is None:
-            return []
-        kinds = zip(trace.prompt_length.tolist(), trace.header.tasks, strict=True)
-        return [n for n, (length, task) in enumerate(kinds) if self.profile.point_for(0.0, length, task) is point]
+        trace = self.trace_of(self.points[number])
+        return [] if trace is None else np.flatnonzero(points_of_prompts(self.profile, trace) == number).tolist()
 
 
 def find_sources(given: Path, *, study: Path | None = None, storage: str | None = None) -> Sources:
-    """What there is of a profile, or of a study's folder. A profile's study is looked for beside it unless it is named.
+    """Find the documents of a profile, or of a study folder. A profile's study is searched beside it unless given.
 
     Raises:
-        UserError: neither a profile nor a study, a study of something else, or a document that cannot be read.
+        UserError: ``given`` is neither a profile nor a study, the study belongs to another profile, or a document cannot be
+            read.
     """
     if given.is_dir():
         if study is not None:
-            raise UserError(f"--study {study}: {given} is a study already; give a profile, or leave --study out")
+            raise UserError(f"--study {study}: {given} is a study folder itself; give a profile, or leave --study out")
         if not any(given.glob("*.cost.json")) and not (given / STUDY).exists():
             raise UserError(
-                f"{given}: a study's folder holds a cost table and {STUDY}; this one has neither; give a folder of {WORKSPACE}/, or a profile"
+                f"{given}: a study folder holds a cost table and {STUDY}, and this folder has neither; give a folder of "
+                f"{WORKSPACE}/, or a profile"
             )
         path = given / PROFILE
-        return _with_study(
-            DecodingProfile.load(path) if path.exists() else None, path if path.exists() else None, given, storage
-        )
+        if path.exists():
+            return _read_study(DecodingProfile.load(path), path, given, storage)
+        return _read_study(None, None, given, storage)
     profile = DecodingProfile.load(given)
-    if study is not None:
-        if not study.is_dir():
-            raise UserError(
-                f"--study {study}: no such folder; give the one that autotune search named, in {WORKSPACE}/"
-            )
-        if not ((own := study_of(profile, study)) and own.holds_all):
-            raise UserError(
-                f"--study {study}: its documents are of another target, device or workload than {given}; give that profile's own study"
-            )
-        return _with_study(profile, given, study, storage)
-    own = next((one for one in studies_beside(profile, given) if one.holds_all), None)
-    return _with_study(profile, given, own.path, storage) if own else Sources(profile=profile, profile_path=given)
+    if study is None:
+        own = next((folder for folder in studies_beside(profile, given) if folder.holds_all), None)
+        return _read_study(profile, given, own.path, storage) if own else Sources(profile=profile, profile_path=given)
+    if not study.is_dir():
+        raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
+    if not ((own := study_of(profile, study)) and own.holds_all):
+        raise UserError(
+            f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
+            "own study"
+        )
+    return _read_study(profile, given, study, storage)
 
 
-def _with_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:
+def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:
     notes = []
     study = load_study(folder)
     if study is None:
         notes.append(
-            f"The study has no {STUDY}, which says which records are of one search, so none are shown. "
-            "The same autotune search leaves one, and makes nothing anew."
+            f"The study has no {STUDY}, which lists the records of a search, so no records are shown. Running the same "
+            "autotune search again writes it without repeating any work."
         )
     elif profile is not None and study.tune_sha256 != profile.workload.tune_sha256:
-        notes.append(f"The study's {STUDY} is of another search, over another workload: its records are not shown.")
+        notes.append(
+            f"The study's {STUDY} belongs to another search with another workload, so its records are not shown."
+        )
         study = None
-    # Headers of another workload are left from an earlier search.
-    headers = load_headers(folder)
-    wanted = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
-    if wanted is None and headers:
-        wanted = [*headers.values()][-1].workload_sha256
-    traces = [load_trace(trace) for trace, header in headers.items() if header.workload_sha256 == wanted]
+    headers = load_headers(folder)  # may include those of earlier searches with other workloads
+    workload_sha256 = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
+    if workload_sha256 is None and headers:
+        workload_sha256 = [*headers.values()][-1].workload_sha256
+    traces = [load_trace(path) for path, header in headers.items() if header.workload_sha256 == workload_sha256]
     ledger = Ledger(storage) if storage is not None else None
     if ledger is None and (folder / LEDGER).exists():
         ledger = Ledger(folder / LEDGER)
-    screened = _screened(_records(ledger, study, "subnets"))
-    candidates = _candidates(_records(ledger, study, "trees"))
+    subnets = [ScreenedSubnet.model_validate(record, strict=False) for record in _records(ledger, study, "subnets")]
+    candidates = [
+        Candidate.model_validate(content, strict=False)
+        for record in _records(ledger, study, "trees")
+        for content in record.get("fastest", ())
+    ]
     if study is not None and study.records.get("trees") and not candidates:
-        notes.append("The study's records are not in its folder: if workers shared a database, name it by --storage.")
+        notes.append(
+            "The study's records are not in its folder: if workers shared a database, give its URL with --storage."
+        )
     return Sources(
         profile=profile,
         profile_path=path,
         folder=folder,
         study=study,
-        table=_table(folder, study, profile),
+        table=_cost_table(folder, study, profile),
         traces=traces,
-        screened=screened,
-        candidates=candidates,
+        screened=list({s.variant: s for s in subnets}.values()),  # a measured record follows its prediction
+        candidates=sorted({c.key: c for c in candidates}.values(), key=lambda c: c.rank),
         trials=_trials(ledger, study),
         runs=read_lines(folder / RUNS),
         notes=notes,
     )
 
 
-def _table(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> CostTable | None:
-    """The one that the search used; where nothing says which, the newest of the profile's device."""
+def _cost_table(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> CostTable | None:
+    """The cost table that the search used; without a study document, the newest one of the profile's device."""
     tables = load_tables(folder)
     if study is not None:
         tables = [table for table in tables if table.content == study.cost_table]
@@ -167,26 +175,13 @@ def _table(folder: Path, study: StudyDocument | None, profile: DecodingProfile |
 
 
 def _records(ledger: Ledger | None, study: StudyDocument | None, stage: str) -> list[Record]:
-    """Of one stage of the search."""
     if ledger is None or study is None:
         return []
     return list(ledger.records(study.records.get(stage, [])).values())
 
 
-def _screened(records: list[Record]) -> list[ScreenedSubnet]:
-    """Every subnet once, by its last record: one that was measured comes after its prediction."""
-    found = [ScreenedSubnet.model_validate(record, strict=False) for record in records]
-    return list({one.variant: one for one in found}.values())
-
-
-def _candidates(records: list[Record]) -> list[Candidate]:
-    """Every configuration once, the fastest first."""
-    found = [Candidate.model_validate(one, strict=False) for record in records for one in record.get("fastest", ())]
-    return sorted({one.key: one for one in found}.values(), key=lambda one: one.rank)
-
-
 def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
-    """What TPE drew, as Optuna keeps it."""
+    """The completed trials of TPE."""
     import optuna
 
     if ledger is None or study is None or study.sampled is None:
@@ -196,6 +191,6 @@ def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         found = optuna.load_study(study_name=study.sampled, storage=optuna_storage(ledger.storage))
-    except KeyError:  # nothing was drawn
+    except KeyError:  # the search drew no trials
         return []
     return found.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])

@@ -1,6 +1,6 @@
-"""Matplotlib's figures as SVG inside a page: text as text, and colours as the page's own, light or dark.
+"""Matplotlib figures as inline SVG: text stays text, and colours are the page's CSS variables, light or dark.
 
-SVG because it is light, crisp on paper and needs no script; plotly.js, inlined, would be 4.5 MB of it.
+SVG is small, prints sharply and needs no script; an inlined plotly.js would add 4.5 MB.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# What is drawn in one of these stand-ins takes the colour of the page's variable: matplotlib knows no variables.
+# Placeholder colours, replaced by CSS variables in the SVG; matplotlib does not support variables.
 INK, MUTED, GRID = "#010101", "#010102", "#010103"
 SERIES = ("#010111", "#010112", "#010113", "#010114", "#010115", "#010116")
-MARKERS = ("o", "s", "^", "D", "v", "P")  # colour is never the only mark
+MARKERS = ("o", "s", "^", "D", "v", "P")  # so that colour is never the only distinction
 DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1, 1, 1)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {c: f"--series-{i}" for i, c in enumerate(SERIES)}
 STYLE: dict[Any, Any] = {
@@ -43,9 +43,7 @@ STYLE: dict[Any, Any] = {
 
 
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an SVG element. ``name`` is of it alone on the page; ``description`` says to those who cannot see it what
-    it shows.
-    """
+    """The figure as an SVG element. ``name`` is unique on the page; ``description`` is the text for screen readers."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
@@ -54,7 +52,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
     text = buffer.getvalue()
     body = text[text.index(">", text.index("<svg")) + 1 :]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", body, flags=re.S)
-    # Matplotlib numbers its elements anew in every figure: what is referred to gets the figure's name, the rest none.
+    # Matplotlib repeats element ids in every figure: referenced ids get the figure's name, the others are removed.
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', body))
     body = re.sub(r' id="([^"]*)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", body)
     body = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", body)

@@ -1,4 +1,4 @@
-"""A study made of documents by hand and of a real search over trees: what a report reads, without a model."""
+"""A study of hand-made documents and a real tree search, as a report reads it, without a model."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from autotune.documents.decoding_profile import (
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.files import append_line
+from autotune.report.sources import Sources, find_sources
 from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
 from autotune.search.space import SearchSpace
@@ -39,7 +40,7 @@ from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import load_workload
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET, cost_table, random_trace, write_image, write_workload
 
-# Names and texts of strangers.
+# Untrusted names and texts.
 EVIL = ModelReference(id='evil/<script>alert("d")</script>&amp;', sha256="b" * 64)
 QUESTION = """What's in <script>alert("p")</script> & "quotes"?"""
 KEEPS = (1.0, 0.5)
@@ -65,7 +66,7 @@ TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 9}
 
 @dataclass(frozen=True)
 class MadeStudy:
-    """Where it is, and what was put into it."""
+    """The paths of a study, and the documents written to it."""
 
     folder: Path
     profile_path: Path
@@ -141,6 +142,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     yield MadeStudy(folder, path, profile, study, traces, screened)
 
 
+@pytest.fixture(scope="session")
+def sources(made: MadeStudy) -> Sources:
+    """The documents that a report of the profile finds."""
+    return find_sources(made.profile_path)
+
+
 def _of_workload(trace: Trace, workload: Any) -> Trace:
     names = [prompt.name for prompt in workload.prompts]
     tasks = [prompt.settings.task for prompt in workload.prompts]
@@ -157,7 +164,7 @@ def _of_workload(trace: Trace, workload: Any) -> Trace:
 
 
 def _screened() -> list[ScreenedSubnet]:
-    """Two shares of heads, two layers, three of visual tokens; the fastest reads layer 3 with half of the heads."""
+    """Two shares of heads, two layers, three shares of visual tokens; the fastest has half of the heads and layer 3."""
     return [
         ScreenedSubnet(
             draft=EVIL.id,
@@ -246,7 +253,7 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
 
 
 def _runs(profile: DecodingProfile, overall: Configuration) -> list[dict[str, Any]]:
-    """Of the profile's evidence, by turns of both points; and two that are not: of another arm, and of another time."""
+    """Runs of the profile's evidence, of both points in turn, and two others: of another arm, and with another time."""
     counts = {
         "text": {"by_depth": [[4, 3], [3, 2]], "by_rank": [[7, 4], [7, 1]]},
         "near_image": {"by_depth": [[1, 1]], "by_rank": [[1, 1]]},

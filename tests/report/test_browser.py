@@ -1,4 +1,4 @@
-"""The page in headless Chromium, where one is installed: no request leaves it, and nothing is wider than the screen."""
+"""The page in headless Chromium, if installed: it makes no requests, and nothing is wider than the screen."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from autotune.report.content import gather
+from autotune.report.content import Content
 from autotune.report.page import render
-from autotune.report.sources import find_sources
-from tests.report.conftest import MadeStudy
+from autotune.report.sources import Sources
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-# The page lies in a frame as wide as a screen, because Chromium's own window is never narrower than 500 pixels; what it
-# measures of itself is written into the outer page, which is dumped.
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
+# The page is in a frame of the screen's width, because Chromium's own window is at least 500 pixels wide; the outer page,
+# which is dumped, receives the measurements.
 OUTER = """<!DOCTYPE html><meta charset="utf-8"><iframe id="f" src="report.html" style="width:{width}px;height:900px;border:0"></iframe>
 <pre id="out"></pre><script>
 document.getElementById("f").onload = () => {{
@@ -37,14 +36,14 @@ document.getElementById("f").onload = () => {{
 
 
 @pytest.fixture(scope="module")
-def folder(made: MadeStudy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(sources: Sources, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
-    (folder / "report.html").write_text(render(gather(find_sources(made.profile_path))))
+    (folder / "report.html").write_text(render(Content(sources)))
     return folder
 
 
-def seen(folder: Path, width: int, *options: str) -> tuple[dict[str, object], list[str]]:
-    """What the page measures of itself on a screen so wide, and the addresses that Chromium asked for."""
+def measure(folder: Path, width: int, *options: str) -> tuple[dict[str, object], list[str]]:
+    """The page's measurements at a width, and the addresses that Chromium requested."""
     (folder / "outer.html").write_text(OUTER.format(width=width))
     log = folder / "net.json"
     command = [
@@ -69,20 +68,18 @@ def seen(folder: Path, width: int, *options: str) -> tuple[dict[str, object], li
     return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")), asked
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_the_screen_and_asks_for_nothing(folder: Path, width: int) -> None:
-    found, asked = seen(folder, width)
-    assert found["scroll"] == found["width"] and found["wide"] == [], found["wide"]
-    assert found["sections"] == 11 and int(str(found["plots"])) >= 9 and found["trees"] == 2
-    assert found["images"] == [32], "the prompt's image, drawn"
-    assert found["requests"] == []
-    ours = [address for address in asked if not re.search(r"://[^/]*(google|gstatic|gvt1|chromium)", address)]
-    assert ours == [], "Chromium's own calls home do not count"
+def test_page_fits_the_screen_and_makes_no_requests(folder: Path) -> None:
+    for width in (390, 1280):
+        found, requested = measure(folder, width)
+        assert found["scroll"] == found["width"] and found["wide"] == [], (width, found["wide"])
+        assert found["sections"] == 12 and int(str(found["plots"])) >= 9 and found["trees"] == 2
+        assert found["images"] == [32], "the prompt's image is decoded"
+        assert found["requests"] == []
+        ours = [url for url in requested if not re.search(r"://[^/]*(google|gstatic|gvt1|chromium)", url)]
+        assert ours == [], "only Chromium's own services were contacted"
 
 
-@pytest.mark.slow
-def test_it_is_dark_where_the_reader_wishes(folder: Path) -> None:
-    light, _ = seen(folder, 1280)
-    dark, _ = seen(folder, 1280, "--force-dark-mode", "--blink-settings=preferredColorScheme=0")
+def test_page_has_a_dark_mode(folder: Path) -> None:
+    light, _ = measure(folder, 1280)
+    dark, _ = measure(folder, 1280, "--force-dark-mode", "--blink-settings=preferredColorScheme=0")
     assert light["background"] == "rgb(255, 255, 255)" and dark["background"] == "rgb(16, 20, 24)"

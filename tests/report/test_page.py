@@ -1,4 +1,4 @@
-"""The page: whole, escaped, without a network, and saying what the documents say."""
+"""The page: complete, escaped, offline, with the numbers of the documents."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from click.testing import CliRunner
 
 from autotune.cli.main import main
 from autotune.documents.decoding_profile import DecodingProfile
-from autotune.report.content import gather
+from autotune.report.content import Content
 from autotune.report.page import render
-from autotune.report.sources import find_sources
+from autotune.report.sources import Sources, find_sources
 from tests.report.conftest import EVIL, QUESTION, MadeStudy
 from tests.sample_documents import decoding_profile
 
 SECTIONS = (
-    "chosen",
-    "compared",
-    "predicted",
+    "profile",
+    "evaluation",
+    "predictions",
     "fronts",
-    "worth",
+    "ablation",
     "importance",
     "acceptance",
     "trees",
     "costs",
     "subnets",
+    "configurations",
     "provenance",
 )
 VOID = {"meta", "img", "link", "br", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """What a page holds; complains of tags that do not match."""
+    """The elements of a page; asserts that tags match."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -86,14 +87,14 @@ class Page(HTMLParser):
         return re.sub(r"\s+", " ", "".join(self.texts))
 
     def table(self, header: str) -> list[list[str]]:
-        """The rows of the table with such a column, blanks taken together."""
+        """The rows of the table that has this column, with white space collapsed."""
         (found,) = [rows for rows in self.tables if any(header == cell.strip() for cell in rows[0])][:1]
         return [[re.sub(r"\s+", " ", cell).strip() for cell in row] for row in found]
 
 
 @pytest.fixture(scope="module")
-def text(made: MadeStudy) -> str:
-    return render(gather(find_sources(made.profile_path)))
+def text(sources: Sources) -> str:
+    return render(Content(sources))
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +102,17 @@ def page(text: str) -> Page:
     return Page(text)
 
 
-def test_every_section_is_there_and_filled(page: Page) -> None:
-    assert set(SECTIONS) <= {*page.ids} and len(page.ids) == len({*page.ids}), "ids are of one element each"
+def test_every_section_has_content(page: Page) -> None:
+    assert set(SECTIONS) <= {*page.ids} and len(page.ids) == len({*page.ids}), "ids are unique"
     assert page.missing == []
     assert page.headings[0] == 1 and all(b - a <= 1 for a, b in zip(page.headings, page.headings[1:], strict=False))
     links = {value[1:] for tag, name, value in page.attributes if tag == "a" and name == "href"}
     assert {*SECTIONS} <= links <= {*page.ids}
+    letters = {name for name in page.ids if name.startswith("configuration-")}
+    assert letters == {link for link in links if link.startswith("configuration-")}, "every letter is used and listed"
 
 
-def test_nothing_is_fetched_and_nothing_runs(text: str, page: Page) -> None:
+def test_page_loads_nothing_and_runs_nothing(text: str, page: Page) -> None:
     for tag, name, value in page.attributes:
         assert not name.startswith("on"), (tag, name)
         if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
@@ -117,29 +120,31 @@ def test_nothing_is_fetched_and_nothing_runs(text: str, page: Page) -> None:
     assert not {"script", "iframe", "object", "embed", "link"} & {tag for tag, _, _ in page.attributes}
     assert "default-src 'none'" in text
     outside = {*re.findall(r"https?://[^\"' )<]+", text)}
-    assert outside <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, "names of XML, not addresses"
+    assert outside <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, (
+        "XML namespaces, which are not loaded"
+    )
     assert "@import" not in text and not re.search(r"url\((?!#)", text)
 
 
-def test_what_strangers_wrote_is_text(text: str, page: Page) -> None:
-    """The draft's name and the prompt hold a script: they are shown, in tables and in plots, and are none."""
+def test_untrusted_names_and_texts_are_escaped(text: str, page: Page) -> None:
+    """The draft's name and the prompt contain a script; tables and plots show them as text."""
     assert "<script" not in text.lower()
     assert EVIL.id in page.text and QUESTION in page.text
     assert "--draft '<evil>'" in page.text
-    plots = text[text.index('id="fronts"') : text.index('id="worth"')]
-    assert "evil/&lt;script&gt;" in plots.split("<svg")[2], "a legend"
+    plots = text[text.index('id="fronts"') : text.index('id="ablation"')]
+    assert "evil/&lt;script&gt;" in plots.split("<svg")[2], "in the legend"
 
 
-def test_plots_take_the_colours_of_the_page(text: str) -> None:
+def test_plots_use_the_colours_of_the_page(text: str) -> None:
     for svg in re.findall(r'<svg[^>]*class="plot".*?</svg>', text, re.S):
         assert not re.search(r"#0101\w\w", svg) and "var(--ink)" in svg
-        assert not re.search(r"(?:fill|stroke): #[0-9a-f]{6}", svg), "a colour of its own would be lost in the dark"
+        assert not re.search(r"(?:fill|stroke): #[0-9a-f]{6}", svg), "a fixed colour would be invisible in dark mode"
     for _, name, value in Page(text).attributes:
         if name == "aria-label":
             assert value.strip()
 
 
-def test_numbers_are_the_documents(page: Page, made: MadeStudy) -> None:
+def test_numbers_are_those_of_the_documents(page: Page, made: MadeStudy) -> None:
     rows = {row[0].split(":")[0]: row for row in page.table("arm")[1:]}
     for arm in made.profile.evidence.compared:
         predicted = "-" if arm.predicted_speedup is None else f"{arm.predicted_speedup:.2f}x"
@@ -152,12 +157,12 @@ def test_numbers_are_the_documents(page: Page, made: MadeStudy) -> None:
             f"{arm.tokens_per_second:.0f}",
         ]
     assert "1,234 configurations over 4 recorded prompts" in page.text
-    finalists = page.table("prediction off by")[1:]
+    finalists = page.table("prediction error")[1:]
     assert [row[1:] for row in finalists] == [
         ["1.90x", "1.80x", "1.70 to 1.90", "+5.6 %", "8"],
-        ["1.90x", "1.40x", "1.20 to 1.60", "+35.7 %", "8, then out"],
+        ["1.90x", "1.40x", "1.20 to 1.60", "+35.7 %", "8, eliminated"],
     ]
-    points = [rows for rows in page.tables if rows[0][-1:] == ["same output"]]
+    points = [rows for rows in page.tables if rows[0][-1:] == ["identical outputs"]]
     for rows, point in zip(points, made.profile.points, strict=True):
         measured = point.measured
         assert measured is not None and point.predicted is not None
@@ -182,33 +187,44 @@ def test_numbers_are_the_documents(page: Page, made: MadeStudy) -> None:
         assert sha256 in page.text
 
 
-def test_words_say_what_decodes(page: Page) -> None:
-    said = "(independent) drafts, seeing 50 % of the visual tokens. Its trees grow by chain: at most 3 drafted tokens a round, in up to 3 levels."
-    assert said in page.text
-    assert "The output is the target's own, token for token." in page.text
+def test_points_are_described_in_words(page: Page) -> None:
+    draft, tree = (
+        "(independent) drafts with 50 % of the visual tokens.",
+        "The tree policy is chain: at most 3 drafted tokens",
+    )
+    assert f"{draft} {tree} per round in up to 3 levels. The output is lossless" in page.text
 
 
-def test_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path: Path) -> None:
+def test_configurations_are_listed_by_letter(page: Page, sources: Sources) -> None:
+    rows = {row[0]: row for row in page.table("tree")[1:]}
+    assert list(rows)[:3] == ["A", "B", "C"]
+    assert rows["A"][1:] == [EVIL.id, "100 %", "-", "50 %", "chain(depth=3)"], "the configuration of point 0"
+    front = [row[0] for row in page.table("nodes per round")[1:]]
+    candidates = {c.configuration.tree_label for c in sources.candidates}
+    assert len(front) > 2 and all(rows[letter][-1] in candidates for letter in front)
+
+
+def test_page_of_a_profile_alone_says_what_is_missing(made: MadeStudy, tmp_path: Path) -> None:
     made.profile.save(tmp_path / "p.json")
-    page = Page(render(gather(find_sources(tmp_path / "p.json"))))
+    page = Page(render(Content(find_sources(tmp_path / "p.json"))))
     assert {*SECTIONS} <= {*page.ids}
     assert page.text.count("No study was found beside the profile") == 7 and "autotune report" in page.text
     assert [row[0].split(":")[0] for row in page.table("arm")[1:]] == ["ar", "chain", "eagle2", "tuned"]
 
 
-def test_predictions_alone_say_so(tmp_path: Path) -> None:
+def test_page_of_a_predicted_profile_says_so(tmp_path: Path) -> None:
     decoding_profile().save(tmp_path / "p.json")
-    page = Page(render(gather(find_sources(tmp_path / "p.json"))))
+    page = Page(render(Content(find_sources(tmp_path / "p.json"))))
     assert "Nothing was measured" in page.text and "Predicted speedup" in page.text and "2.00x" in page.text
 
 
-def test_plain_decoding_is_a_profile_too(tmp_path: Path) -> None:
+def test_page_of_a_profile_of_plain_decoding(tmp_path: Path) -> None:
     decoding_profile(draft=None).save(tmp_path / "p.json")
-    assert "The target decodes alone" in Page(render(gather(find_sources(tmp_path / "p.json")))).text
+    assert "The target decodes without a draft" in Page(render(Content(find_sources(tmp_path / "p.json")))).text
 
 
-def test_a_draft_that_was_left_is_not_the_profile(made: MadeStudy, tmp_path: Path) -> None:
-    """The search's winner lost on held-out prompts: the profile decodes plainly, and the page says so everywhere."""
+def test_profile_that_falls_back_to_plain_decoding(made: MadeStudy, tmp_path: Path) -> None:
+    """If the tuned configuration is slower on held-out prompts, the profile is plain decoding, and the page shows that arm."""
     profile = DecodingProfile.load(made.profile_path)
     compared = [
         one.model_copy(update={"speedup": 0.8}) if one.name == "tuned" else one for one in profile.evidence.compared
@@ -216,43 +232,46 @@ def test_a_draft_that_was_left_is_not_the_profile(made: MadeStudy, tmp_path: Pat
     evidence = profile.evidence.model_copy(update={"compared": compared})
     points = [profile.points[-1].model_copy(update={"draft": None, "tree": None})]
     profile.model_copy(update={"points": points, "evidence": evidence}).save(tmp_path / "p.json")
-    page = Page(render(gather(find_sources(tmp_path / "p.json"))))
-    assert "Measured speedup over plain decoding1.00x" in page.text and "what was tuned took 125 %" in page.text
+    page = Page(render(Content(find_sources(tmp_path / "p.json"))))
+    assert (
+        "Measured speedup over plain decoding1.00x" in page.text and "the tuned configuration took 125 %" in page.text
+    )
     assert [row[0] for row in page.table("arm")[1:] if "this profile" in row[0]] == ["ar: this profile"]
 
 
-def test_a_study_without_a_profile(made: MadeStudy, tmp_path: Path) -> None:
+def test_page_of_a_study_without_a_profile(made: MadeStudy, tmp_path: Path) -> None:
     folder = tmp_path / ".autotune" / "s"
     shutil.copytree(made.folder, folder)
     (folder / "profile.json").unlink()
-    page = Page(render(gather(find_sources(folder))))
-    assert "has not come to its end. The same command goes on" in page.text and "Best predicted so far" in page.text
+    page = Page(render(Content(find_sources(folder))))
+    assert "search has not finished. The same command resumes it" in page.text
+    assert "Best predicted speedup so far" in page.text
 
 
 # ------------------------------------------------------------------------------------------------------------- command line
 
 
-def test_the_command_line(made: MadeStudy, tmp_path: Path) -> None:
+def test_command_line_writes_the_page(made: MadeStudy, tmp_path: Path) -> None:
     output = tmp_path / "sub" / "report.html"
     done = CliRunner().invoke(main, ["report", str(made.profile_path), "-o", str(output)])
     assert done.exit_code == 0 and done.stdout == f"{output}\n"
     assert output.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_the_same_documents_make_the_same_page(made: MadeStudy, text: str) -> None:
-    """But for the time that it was made."""
-    again = render(gather(find_sources(made.profile_path)))
+def test_same_documents_give_the_same_page(made: MadeStudy, text: str) -> None:
+    """Only the time in the footer differs."""
+    again = render(Content(find_sources(made.profile_path)))
     assert again.split("<footer>")[0] == text.split("<footer>")[0]
 
 
-def test_a_workload_that_is_not_there_is_one_clear_line(made: MadeStudy, tmp_path: Path) -> None:
-    command = ["report", str(made.profile_path), "-o", str(tmp_path / "r.html"), "--workload", "nothing.jsonl"]
-    done = CliRunner().invoke(main, command)
-    assert done.exit_code == 2 and "nothing.jsonl: no such file" in done.stderr and not (tmp_path / "r.html").exists()
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(made: MadeStudy, tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["report", str(tmp_path / "no such profile"), "-o", "/proc/nowhere/r.html"])
-    assert done.exit_code == 2 and "cannot be written" in done.stderr
-    done = CliRunner().invoke(main, ["report", str(made.profile_path), "-o", str(tmp_path)])
-    assert done.exit_code == 2 and "must be a file" in done.stderr
+def test_wrong_options_are_refused_before_the_work(made: MadeStudy, tmp_path: Path) -> None:
+    output, missing = tmp_path / "r.html", tmp_path / "no such profile"
+    cases = (
+        (made.profile_path, ("-o", output, "--workload", "nothing.jsonl"), "nothing.jsonl: no such file"),
+        (missing, ("-o", "/proc/nowhere/r.html"), "cannot be written"),
+        (made.profile_path, ("-o", tmp_path), "must be a file"),
+    )
+    for profile, options, message in cases:
+        done = CliRunner().invoke(main, ["report", str(profile), *map(str, options)])
+        assert done.exit_code == 2 and message in done.stderr, message
+    assert not output.exists()

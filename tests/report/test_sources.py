@@ -1,4 +1,4 @@
-"""Which documents a report is made of: the profile's own, and nobody else's."""
+"""The documents of a report: those of the profile's own search."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.sample_documents import DEVICE, decoding_profile, write_workload
 
 @pytest.fixture
 def copied(made: MadeStudy, tmp_path: Path) -> MadeStudy:
-    """The same elsewhere, to be changed."""
+    """A copy of the study that a test may change."""
     shutil.copytree(made.profile_path.parent, tmp_path / "home")
     folder = tmp_path / "home" / made.folder.relative_to(made.profile_path.parent)
     return MadeStudy(folder, tmp_path / "home" / "profile.json", made.profile, made.study, made.traces, made.screened)
 
 
-def test_a_profile_finds_the_study_beside_it(made: MadeStudy) -> None:
-    found = find_sources(made.profile_path)
+def test_profile_finds_the_study_beside_it(made: MadeStudy, sources: Sources) -> None:
+    found = sources
     assert found.folder == made.folder and found.study == made.study and found.profile == made.profile
     assert found.table is not None and found.table.content == made.study.cost_table
     assert sorted(found.screened, key=repr) == sorted(made.screened, key=repr)
@@ -34,120 +34,111 @@ def test_a_profile_finds_the_study_beside_it(made: MadeStudy) -> None:
     assert speeds == sorted(speeds) and len({one.key for one in found.candidates}) == len(found.candidates)
 
 
-def test_a_study_brings_its_profile(made: MadeStudy) -> None:
+def test_study_folder_holds_its_profile(made: MadeStudy) -> None:
     found = find_sources(made.folder)
     assert found.profile == made.profile and found.profile_path == made.folder / PROFILE
 
 
-def test_a_study_without_a_profile_is_what_was_found_so_far(copied: MadeStudy) -> None:
+def test_study_without_a_profile_has_results_so_far(copied: MadeStudy) -> None:
     (copied.folder / PROFILE).unlink()
     found = find_sources(copied.folder)
     assert found.profile is None and found.candidates and found.traces
 
 
-def test_a_profile_alone_is_no_mistake(made: MadeStudy, tmp_path: Path) -> None:
+def test_profile_without_a_study(made: MadeStudy, tmp_path: Path) -> None:
     made.profile.save(tmp_path / "p.json")
     assert find_sources(tmp_path / "p.json") == Sources(profile=made.profile, profile_path=tmp_path / "p.json")
 
 
-def test_the_study_of_another_device_is_left_alone(copied: MadeStudy) -> None:
-    other = made_on(copied, "another machine")
+def test_study_of_another_device_is_ignored(copied: MadeStudy) -> None:
+    other = copied.profile_path.with_name("other.json")
+    hardware = DEVICE.model_copy(update={"model": "another machine"})
+    copied.profile.model_copy(update={"hardware": hardware}).save(other)
     assert find_sources(other).folder is None
-    with pytest.raises(UserError, match=r"of another target, device or workload than .*own study"):
+    with pytest.raises(UserError, match=r"belong to another target, device or workload than .*own study"):
         find_sources(other, study=copied.folder)
 
 
-def made_on(copied: MadeStudy, model: str) -> Path:
-    path = copied.profile_path.with_name("other.json")
-    copied.profile.model_copy(update={"hardware": DEVICE.model_copy(update={"model": model})}).save(path)
-    return path
-
-
-def test_of_several_studies_the_newest(copied: MadeStudy) -> None:
+def test_newest_of_several_studies_is_used(copied: MadeStudy) -> None:
     later = copied.folder.with_name("tests-target-4567")
     shutil.copytree(copied.folder, later)
     os.utime(later, (2e9, 2e9))
     assert find_sources(copied.profile_path).folder == later
 
 
-def test_a_study_that_cannot_be_read_is_in_nobodys_way(copied: MadeStudy) -> None:
-    """One of an earlier version, say; named, it is refused."""
-    old = copied.folder.with_name("a-study-of-long-ago")
+def test_unreadable_study_is_ignored_unless_given(copied: MadeStudy) -> None:
+    old = copied.folder.with_name("old-study")
     old.mkdir()
     (old / "0123.cost.json").write_text('{"schema": "autotune.cost-table/1"}')
     assert find_sources(copied.profile_path).folder == copied.folder
-    with pytest.raises(UserError, match=r"long-ago/0123\.cost\.json: "):
+    with pytest.raises(UserError, match=r"old-study/0123\.cost\.json: "):
         find_sources(copied.profile_path, study=old)
 
 
-def test_records_of_other_searches_do_not_count(copied: MadeStudy) -> None:
-    """Where nothing says which are whose, none do."""
+def test_records_of_other_searches_are_ignored(copied: MadeStudy) -> None:
+    """Without a study document all records are ignored."""
     few = copied.study.model_copy(update={"records": {"subnets": copied.study.records["subnets"][:3]}})
     save_study(copied.folder, few)
     assert len(find_sources(copied.folder).screened) == 3
     (copied.folder / STUDY).unlink()
     found = find_sources(copied.folder)
     assert not found.screened and not found.candidates and not found.trials and found.traces
-    assert "says which records are of one search" in found.notes[0]
+    assert "lists the records of a search" in found.notes[0]
 
 
-def test_another_workloads_study_document_is_not_believed(copied: MadeStudy) -> None:
+def test_study_document_of_another_workload_is_ignored(copied: MadeStudy) -> None:
     save_study(copied.folder, copied.study.model_copy(update={"tune_sha256": "f" * 64}))
     found = find_sources(copied.profile_path)
-    assert (
-        found.study is None and "of another search, over another workload" in found.notes[0] and len(found.traces) == 2
-    )
+    assert found.study is None and len(found.traces) == 2
+    assert "belongs to another search with another workload" in found.notes[0]
 
 
-def test_records_that_are_elsewhere_are_missed(copied: MadeStudy, tmp_path: Path) -> None:
-    """In a database that workers share, here a file of SQLite."""
+def test_records_in_a_shared_database_need_storage(copied: MadeStudy, tmp_path: Path) -> None:
     (copied.folder / "ledger.sqlite").rename(tmp_path / "shared.sqlite")
     found = find_sources(copied.profile_path)
-    assert not found.candidates and "name it by --storage" in found.notes[0]
+    assert not found.candidates and "give its URL with --storage" in found.notes[0]
     shared = find_sources(copied.profile_path, storage=f"sqlite:///{tmp_path / 'shared.sqlite'}")
     assert len(shared.screened) == len(copied.screened) and shared.candidates and shared.notes == []
 
 
-@pytest.mark.parametrize(
-    ("given", "study", "message"),
-    [
-        ("nothing.json", None, "no such file"),
-        ("empty", None, "this one has neither; give a folder of .autotune/, or a profile"),
-        ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/2'"),
-        ("profile.json", "nowhere", "--study nowhere: no such folder"),
-        (".autotune/tests-target-0123", "empty", "is a study already"),
-    ],
-)
-def test_bad_input(copied: MadeStudy, given: str, study: str | None, message: str) -> None:
+def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
     home = copied.profile_path.parent
     (home / "empty").mkdir()
     shutil.copy(copied.folder / "0123.cost.json", home)
-    with pytest.raises(UserError, match=message):
-        find_sources(home / given, study=None if study is None else Path(study))
+    cases = [
+        ("nothing.json", None, "no such file"),
+        ("empty", None, "this folder has neither; give a folder of .autotune/, or a profile"),
+        ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/2'"),
+        ("profile.json", "nowhere", "--study nowhere: no such folder"),
+        (".autotune/tests-target-0123", "empty", "is a study folder itself"),
+    ]
+    for given, study, message in cases:
+        with pytest.raises(UserError, match=message):
+            find_sources(home / given, study=None if study is None else Path(study))
 
 
 # --------------------------------------------------------------------------------------------------- prompts and tokens
 
 
-def test_prompts_are_found_where_the_search_ran(made: MadeStudy) -> None:
-    found = find_prompts(find_sources(made.profile_path), None)
+def test_prompts_are_found_where_the_search_ran(sources: Sources) -> None:
+    found = find_prompts(sources, None)
     assert [prompt.settings.prompt for prompt in found.values()] == [f"{QUESTION} {number}" for number in range(4)]
     assert [len(prompt.pixels) for prompt in found.values()] == [1, 0, 1, 0]
 
 
-def test_other_prompts_are_not_shown(copied: MadeStudy, tmp_path: Path) -> None:
-    """The file has changed since: no prompts. A file that the user names: a mistake."""
+def test_prompts_that_changed_are_not_shown(copied: MadeStudy, tmp_path: Path) -> None:
+    """A changed file is ignored, unless the user gives it."""
     changed = write_workload(copied.profile_path.parent, [{"prompt": "Another.", "split": "tune"}])
     sources = find_sources(copied.profile_path)
     assert find_prompts(sources, None) == {}
-    with pytest.raises(UserError, match="are not those that were recorded; give the workload of the search"):
+    with pytest.raises(UserError, match="differ from the recorded ones; give the workload of the search"):
         find_prompts(sources, str(changed))
     with pytest.raises(UserError, match="no such file"):
         find_prompts(sources, str(tmp_path / "nothing.jsonl"))
 
 
 def test_tokens_as_text() -> None:
-    """Joined, they are the text; blanks are kept."""
+    """The texts of all tokens add up to the text, white space included."""
     from tokenizers import Tokenizer
 
     from autotune.modeling.loading import resolve
@@ -155,10 +146,10 @@ def test_tokens_as_text() -> None:
     tokens = TokenTexts("digits/target")
     text = "Row 1 reads 3, 1, 4.\nThat makes 6."
     numbers = Tokenizer.from_file(f"{resolve('digits/target')}/tokenizer.json").encode(text).ids
-    assert tokens.is_known and "".join(tokens.text(numbers[:n], token) for n, token in enumerate(numbers)) == text
+    assert tokens.has_tokenizer and "".join(tokens.text(numbers[:n], token) for n, token in enumerate(numbers)) == text
     assert tokens.text([], -1) == "?"
 
 
 def test_tokens_without_a_tokenizer() -> None:
     tokens = TokenTexts(decoding_profile().target.id)
-    assert not tokens.is_known and tokens.text([1], 17) == "[17]"
+    assert not tokens.has_tokenizer and tokens.text([1], 17) == "[17]"

@@ -1,0 +1,155 @@
+"""Examples for the report: for each operating point a recorded prompt, its answer by rounds, and the tree of one round."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autotune.acceptance.rounds import Round, rounds
+from autotune.acceptance.trace import Trace
+from autotune.report.points import condition_label
+from autotune.report.prompts import TokenTexts
+from autotune.report.sources import Sources
+from autotune.report.tree_drawing import draw_tree
+from autotune.trees.tree import ROOT
+from autotune.workloads.workload import WorkloadPrompt
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 448  # of an image's longer side
+MAX_IMAGES = 4
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """The text that one round emitted."""
+
+    accepted: str
+    own: str
+    """The target's own token; empty if the answer ended before it."""
+    is_drawn: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt decoded by one operating point."""
+
+    number: int
+    """Of the point."""
+    condition: str
+    policy: str
+    prompt: str
+    """The prompt's name."""
+    question: str | None
+    """The prompt's text; None if the workload was not found."""
+    images: list[str]
+    """As data URIs."""
+    first_text: str
+    """The token that the prefill emitted."""
+    answer: list[AnswerPart]
+    drawn: int
+    """Number of the drawn round, from 1."""
+    num_rounds: int
+    num_accepted: int
+    num_nodes: int
+    num_missing: int
+    """Nodes of the drawn round that the trace does not hold."""
+    tokens_per_round: float
+    svg: str
+    """The drawn tree; empty for a plain step."""
+
+
+def answer_parts(found: Sequence[Round], texts: Sequence[str], drawn: int) -> list[AnswerPart]:
+    """The answer by rounds. ``texts`` are those of its tokens, the first of which the prefill emitted."""
+    parts = []
+    for number, one in enumerate(found):
+        begin, end = one.position + 1, one.position + 1 + len(one.path)
+        parts.append(AnswerPart("".join(texts[begin:end]), "".join(texts[end : end + 1]), number == drawn))
+    return parts
+
+
+def round_to_draw(found: Sequence[Round]) -> int:
+    """The round in which the tree helped most compared with a chain: most accepted tokens of rank 2 and above, then most
+    accepted tokens, then most nodes, then the earliest.
+    """
+
+    def merit(number: int) -> tuple[int, int, int, int]:
+        one = found[number]
+        if one.tree is None:
+            return -1, 0, 0, 0
+        return int((one.tree.rank[one.path] > 0).sum()), len(one.path), one.num_nodes, -number
+
+    return max(range(len(found)), key=merit)
+
+
+def examples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts) -> list[Example]:
+    """An example for each point whose draft was recorded: its first prompt with an image, or its first prompt."""
+    found: list[Example] = []
+    for number, point in enumerate(sources.points):
+        trace = sources.trace_of(point)
+        if trace is None:
+            continue
+        able = [p for p in sources.prompts_of(number) if trace.answer_start[p + 1] - trace.answer_start[p] > 1]
+        if able:
+            prompt = next((p for p in able if trace.num_visual_tokens[p] > 0), able[0])
+            found.append(_example(sources, number, trace, prompt, prompts, tokens))
+    return found
+
+
+def _example(
+    sources: Sources, number: int, trace: Trace, prompt: int, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts
+) -> Example:
+    point, name = sources.points[number], trace.header.prompts[prompt]
+    assert point.tree is not None
+    decoded = list(rounds(trace, prompt, point.tree, point.fallback))
+    drawn = round_to_draw(decoded)
+    answer = trace.forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]].tolist()
+    texts = [tokens.text(answer[:position], token) for position, token in enumerate(answer)]
+    found = prompts.get(name)
+    shown = decoded[drawn]
+    return Example(
+        number=number,
+        condition=condition_label(sources.points, number),
+        policy=point.tree.policy,
+        prompt=name,
+        question=None if found is None else found.settings.text,
+        images=[] if found is None else [data_uri(image) for image in found.pixels[:MAX_IMAGES]],
+        first_text=texts[0],
+        answer=answer_parts(decoded, texts, drawn),
+        drawn=drawn + 1,
+        num_rounds=len(decoded),
+        num_accepted=len(shown.path),
+        num_nodes=shown.num_nodes,
+        num_missing=shown.num_missing,
+        tokens_per_round=(len(answer) - 1) / len(decoded),
+        svg="" if shown.tree is None else _svg(shown, answer, texts, tokens),
+    )
+
+
+def _svg(shown: Round, answer: list[int], texts: list[str], tokens: TokenTexts) -> str:
+    """The tree of a round; the text of a node depends on its ancestors."""
+    tree = shown.tree
+    assert tree is not None
+    prefixes = [answer[: shown.position + 1]]  # of each node, with its own token
+    node_texts = [texts[shown.position]]
+    for node in range(ROOT + 1, int(tree.size[0])):
+        prefix, token = prefixes[tree.parent[node]], int(tree.token[node])
+        node_texts.append(tokens.text(prefix, token))
+        prefixes.append([*prefix, token])
+    end = shown.position + len(shown.path) + 1
+    accepted = ", ".join(repr(node_texts[node]) for node in shown.path) or "none"
+    label = f"Tree of {shown.num_nodes} drafted tokens; accepted: {accepted}"
+    return draw_tree(tree, shown.path.tolist(), node_texts, texts[end] if end < len(texts) else None, label)
+
+
+def data_uri(image: Image) -> str:
+    """A PNG as a data URI, scaled down to ``MAX_PIXELS`` if larger."""
+    small = image.copy()
+    small.thumbnail((MAX_PIXELS, MAX_PIXELS))
+    buffer = io.BytesIO()
+    small.save(buffer, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

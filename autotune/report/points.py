@@ -1,0 +1,155 @@
+"""The operating points of a profile in words and numbers, and the arms of its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.acceptance.replay import plain_decode_ms
+from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.decoding_profile import AR, TUNED, ComparedArm, DecodingProfile, OperatingPoint
+from autotune.documents.subnet import Subnet
+from autotune.report.sources import Sources
+from autotune.trees.static import StaticPolicy
+
+FEW_PROMPTS = 8  # a bootstrap interval from fewer prompts says little about others
+
+
+@dataclass(frozen=True)
+class PointSummary:
+    """An operating point as the page shows it."""
+
+    number: int
+    condition: str
+    point: OperatingPoint
+    configuration: Configuration | None
+    """None for plain decoding."""
+    description: str
+    hyperparameters: list[tuple[str, str, str]]
+    """Name, value, the paper's default."""
+    has_few_prompts: bool
+    """Whether it was measured on few prompts."""
+    num_own: int
+    """Recorded prompts that the point decodes."""
+    own_speedup: float | None
+    """Predicted on these prompts only; the profile's prediction is on all."""
+
+
+def summarize_points(sources: Sources) -> list[PointSummary]:
+    """All points, in the order in which requests try them."""
+    return [
+        PointSummary(
+            number=number,
+            condition=condition_label(sources.points, number),
+            point=point,
+            configuration=configuration_of(point),
+            description=describe_point(point),
+            hyperparameters=hyperparameters(point),
+            has_few_prompts=point.measured is not None and point.measured.num_prompts < FEW_PROMPTS,
+            num_own=len(sources.prompts_of(number)),
+            own_speedup=own_speedup(sources, number),
+        )
+        for number, point in enumerate(sources.points)
+    ]
+
+
+def own_speedup(sources: Sources, number: int) -> float | None:
+    """Predicted speedup on the recorded prompts that a point decodes; None without its trace or cost table."""
+    point, prompts, evaluator = sources.points[number], sources.prompts_of(number), sources.evaluator
+    trace, configuration = sources.trace_of(point), configuration_of(point)
+    if trace is None or not prompts or evaluator is None or configuration is None:
+        return None
+    if not evaluator.can_replay(configuration):
+        return None
+    plain_ms = plain_decode_ms(trace, evaluator.prices[trace.header.draft.id, trace.header.subnet])
+    return float(plain_ms[prompts].sum() / evaluator.replay(configuration).decode_ms[prompts].sum())
+
+
+def condition_label(points: Sequence[OperatingPoint], number: int) -> str:
+    """The condition of a point; the last of several points takes all other requests."""
+    return "any other request" if 0 < number == len(points) - 1 else points[number].when.label
+
+
+def describe_point(point: OperatingPoint) -> str:
+    """Draft, subnet, tree and fallback in a few sentences."""
+    if point.draft is None or point.tree is None:
+        return "The target decodes without a draft: no draft was faster on this device."
+    tree = point.tree
+    levels = f"{tree.max_depth} level{'s' * (tree.max_depth > 1)}"
+    shape = f"at most {tree.max_nodes} drafted token{'s' * (tree.max_nodes > 1)} per round in up to {levels}"
+    if tree.max_width > 1:
+        shape += f", with up to {tree.max_width} expanded nodes per level"
+    sentences = [
+        f"{point.draft.id} ({point.draft.kind}) drafts {_describe_subnet(point.draft.subnet)}.",
+        f"The tree policy is {tree.policy}: {shape}.",
+        "The output is lossless: it equals the target's own, token for token."
+        if point.lossless
+        else f"The output is NOT the target's own: {point.verification.kind} verification is lossy.",
+    ]
+    if (price := point.fallback) is not None:
+        sentences.append(
+            "Requests fall back to plain steps while rounds are slower than plain decoding: a round costs "
+            f"{price.round_steps:.2f} plain steps, a draft level {price.level_steps:.2f}, a drafted token "
+            f"{price.node_steps:.3f}."
+        )
+    return " ".join(sentences)
+
+
+def _describe_subnet(subnet: Subnet) -> str:
+    """``with 75 % of its heads, layer 11 of the target and all visual tokens``."""
+    words = [] if set(subnet.head_shares) == {1.0} else [f"{heads_label(subnet)} of its heads"]
+    if subnet.injection_layer is not None:
+        words.append(f"layer {subnet.injection_layer} of the target")
+    keep = subnet.visual_keep
+    visual = "all visual tokens" if keep == 1.0 else f"{100 * keep:g} % of the visual tokens"
+    return f"with {', '.join(words)} and {visual}" if words else f"with {visual}"
+
+
+def heads_label(subnet: Subnet) -> str:
+    """Share of heads kept: ``75 %``, or ``100 % / 50 % / 50 %`` if the blocks differ."""
+    shares = subnet.head_shares
+    return " / ".join(f"{100 * share:g} %" for share in (shares[:1] if len(set(shares)) == 1 else shares))
+
+
+def hyperparameters(point: OperatingPoint) -> list[tuple[str, str, str]]:
+    """Name, value and the paper's default of each hyperparameter of the tree."""
+    if point.tree is None:
+        return []
+    if isinstance(point.tree, StaticPolicy):
+        paths = "; ".join("-".join(str(rank + 1) for rank in path) for path in point.tree.paths)
+        return [("paths (ranks from the root)", paths, "-")]
+    defaults = type(point.tree)()
+
+    def text(value: Any) -> str:
+        return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    values = point.tree.model_dump(exclude={"policy"})
+    return [(name, text(value), text(getattr(defaults, name))) for name, value in values.items()]
+
+
+@dataclass(frozen=True)
+class EvaluationArms:
+    """The arms of the profile's evaluation on held-out prompts."""
+
+    plain: ComparedArm | None
+    defaults: list[ComparedArm]
+    tuned: ComparedArm | None
+    profile: ComparedArm | None
+    """The arm that the profile decodes with: the tuned one, or plain decoding if no draft was faster."""
+
+    @property
+    def best_default(self) -> ComparedArm | None:
+        """The fastest published default."""
+        return max(self.defaults, key=lambda arm: arm.speedup, default=None)
+
+
+def evaluation_arms(profile: DecodingProfile) -> EvaluationArms:
+    """The arms of the profile's evidence, by role."""
+    arms = {arm.name: arm for arm in profile.evidence.compared}
+    return EvaluationArms(
+        plain=arms.get(AR),
+        defaults=[arm for name, arm in arms.items() if name not in (AR, TUNED)],
+        tuned=arms.get(TUNED),
+        profile=arms.get(AR if profile.point.tree is None else TUNED),
+    )

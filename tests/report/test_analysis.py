@@ -1,0 +1,236 @@
+"""The report's numbers against brute force and sums by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autotune.acceptance.replay import plain_decode_ms
+from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration, configuration_of
+from autotune.documents.subnet import Subnet
+from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation, policies
+from autotune.report.acceptance import acceptance, evidence_runs
+from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
+from autotune.report.cost_curves import cost_curves, middle_kv_length
+from autotune.report.points import heads_label, summarize_points
+from autotune.report.sources import Sources
+from autotune.search.evaluator import Candidate, Evaluator
+from autotune.study.records import ScreenedSubnet
+from tests.report.conftest import EVIL, KEEPS, SHAPE, MadeStudy
+from tests.sample_documents import DEVICE, cost_table
+
+
+def test_pareto_front_is_not_dominated(sources: Sources) -> None:
+    def beats(one: Candidate, other: Candidate) -> bool:
+        no_worse = one.ms_per_token <= other.ms_per_token and one.nodes_per_round <= other.nodes_per_round
+        return no_worse and (one.ms_per_token, one.nodes_per_round) != (other.ms_per_token, other.nodes_per_round)
+
+    kept = pareto_front(sources.candidates)
+    assert len(kept) > 2
+    for one in kept:
+        assert not any(beats(other, one) for other in sources.candidates)
+    for one in sources.candidates:
+        assert any(
+            other.ms_per_token <= one.ms_per_token and other.nodes_per_round <= one.nodes_per_round for other in kept
+        )
+
+
+def test_fastest_of_every_size(sources: Sources) -> None:
+    by_size = fastest_by_size(sources.candidates)
+    assert set(by_size) == {"chain", "eagle2"}
+    for policy, found in by_size.items():
+        for one in found:
+            alike = [
+                other.ms_per_token
+                for other in sources.candidates
+                if other.policy == policy and round(other.nodes_per_round) == round(one.nodes_per_round)
+            ]
+            assert one.ms_per_token == min(alike)
+
+
+def test_fastest_of_every_draft_variant_with_its_memory(sources: Sources) -> None:
+    variants = fastest_by_variant(sources)
+    assert {variant.best.configuration.visual_keep for variant in variants} == {*KEEPS}
+    assert min(variant.best.ms_per_token for variant in variants) == sources.candidates[0].ms_per_token
+    sizes = [variant.draft_mib for variant in variants if variant.draft_mib is not None]
+    assert len(sizes) == len(variants) and sizes == sorted(sizes) and all(3.8 < mib < 4.5 for mib in sizes)
+    assert variants[0].is_on_front
+
+
+def test_ablation_fixes_one_dimension_at_a_time(sources: Sources) -> None:
+    """By hand: half of the heads save 0.1 ms, layer 3 saves 0.05, visual tokens save 0.015."""
+    found = {ablation.dimension: ablation for ablation in ablations(sources)}
+    best = 1.0 + 0.02 * 0.25
+    assert found["heads"].fixed_ms == pytest.approx(best + 0.1)
+    assert found["injection layer"].fixed_ms == pytest.approx(best + 0.05)
+    assert found["visual tokens"].fixed_ms == pytest.approx(1.02)
+    for name in ("heads", "injection layer", "visual tokens"):
+        assert (found[name].free_ms, found[name].stage) == (pytest.approx(best), SCREENING)
+    assert found["heads"].gain == pytest.approx(1 - best / (best + 0.1))
+    assert sources.evaluator is not None
+    by_force = [
+        sources.evaluator.evaluate(
+            Configuration(tree=tree, draft=EVIL.id, subnet=Subnet(visual_keep=keep))
+        ).ms_per_token
+        for keep in KEEPS
+        for tree in [PUBLISHED_DEFAULTS["chain"].tree]  # the other defaults are deeper than five levels
+    ]
+    tree = found["tree"]
+    assert (tree.stage, tree.fixed_ms, tree.free_ms) == (TREES, min(by_force), sources.candidates[0].ms_per_token)
+    assert "draft" not in found, "there is only one draft"
+
+
+def test_ablation_leaves_out_dimensions_with_one_value(made: MadeStudy) -> None:
+    only = [s for s in made.screened if s.subnet.heads is None and s.subnet.injection_layer == 4]
+    assert {ablation.dimension for ablation in ablations(Sources(screened=only))} == {"visual tokens"}
+
+
+def test_cumulative_ablation_frees_dimensions_one_by_one(sources: Sources, made: MadeStudy) -> None:
+    steps = cumulative_ablation(sources)
+    assert [step.label for step in steps] == ["full draft", "+ visual tokens", "+ heads", "+ injection layer"]
+    assert [step.best.ms_per_token for step in steps] == pytest.approx([1.17, 1.155, 1.055, 1.005])
+    other = ScreenedSubnet(draft="other", subnet=Subnet(), depth=2, tokens_per_round=2, ms_per_token=0.5, speedup=4.0)
+    steps = cumulative_ablation(Sources(screened=[*made.screened, other]))
+    assert steps[-1].label == "+ draft" and steps[-1].best == other
+    assert cumulative_ablation(Sources()) == []
+
+
+def test_policies_beside_their_defaults(sources: Sources) -> None:
+    found = {one.policy: one for one in policies(sources)}
+    assert found["chain"].best == next(c for c in sources.candidates if c.policy == "chain")
+    assert found["eagle2"].default_ms is None, "the traces do not hold its seven levels"
+
+
+def test_grids_hold_every_screened_subnet(made: MadeStudy) -> None:
+    found = subnet_grids(made.screened)
+    assert [(grid.draft, grid.layer) for grid in found] == [(EVIL.id, 3), (EVIL.id, 4)]
+    for s in made.screened:
+        (grid,) = (grid for grid in found if grid.layer == s.subnet.injection_layer)
+        assert grid.speedups.loc[heads_label(s.subnet), s.subnet.visual_keep] == s.speedup
+    assert list(found[0].speedups.index) == ["100 %", "50 %"] and list(found[0].speedups) == [0.25, 0.5, 1.0]
+    partial, _ = subnet_grids(made.screened[:1] + made.screened[4:5])
+    assert partial.speedups.fillna(0).to_numpy().tolist() == [[0, made.screened[0].speedup]]
+    assert subnet_grids([]) == []
+
+
+# --------------------------------------------------------------------------------------------------------------- importance
+
+
+def trials(count: int) -> list[object]:
+    """Trials of two policies; their times depend on parameter ``x`` almost alone."""
+    import optuna
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    rng = np.random.default_rng(0)
+    found: list[object] = []
+    for number in range(count):
+        policy = "ab"[number % 3 == 0]
+        parameters = {"policy": policy, f"{policy}.x": float(rng.random()), f"{policy}.y": float(rng.random())}
+        known = {name: FloatDistribution(0, 1) for name in parameters if name != "policy"}
+        found.append(
+            optuna.trial.create_trial(
+                params=parameters,
+                distributions={"policy": CategoricalDistribution(["a", "b"]), **known},
+                value=1 + 3 * parameters[f"{policy}.x"] + 0.01 * parameters[f"{policy}.y"],
+            )
+        )
+    return found
+
+
+def test_importance_among_the_trials_of_a_policy() -> None:
+    found = {one.group: one for one in importance(trials(90))}
+    assert {name: one.num_trials for name, one in found.items()} == {"all trials": 90, "a": 60, "b": 30}
+    assert list(found["all trials"].shares.index) == ["policy"]
+    shares = found["a"].shares
+    assert (shares.loc["a.x"] > 0.8).all() and shares.sum().tolist() == pytest.approx([1.0, 1.0])
+    assert list(shares.index) == ["a.x", "a.y"], "most important first"
+
+
+def test_small_groups_of_trials_are_left_out() -> None:
+    assert {one.group for one in importance(trials(45))} == {"all trials", "a"}
+    assert importance(trials(10)) == [] == importance([])
+
+
+def test_trials_of_the_study_are_found(sources: Sources) -> None:
+    assert len(sources.trials) == 40
+    assert [one.group for one in importance(sources.trials)] == ["eagle2"], (
+        "with one policy there is no group of all trials"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- acceptance
+
+
+def test_acceptance_on_the_points_own_prompts(sources: Sources, made: MadeStudy) -> None:
+    found = acceptance(sources)
+    assert [(one.condition, one.num_replayed, one.num_measured) for one in found] == [
+        ("workload read", 2, 2),
+        ("any other request", 2, 1),
+    ]
+    depth = found[0].tables["depth"]
+    measured = depth[["measured_offered", "measured_accepted"]].loc[1:2]
+    assert measured.to_numpy().tolist() == [[10, 8], [6, 4]], "two runs, tokens near images and others"
+    trace = made.traces[1]
+    tokens = sum(int(trace.answer_start[p + 1] - trace.answer_start[p]) - 1 for p in (0, 2))
+    rounds, accepted = depth.replayed_offered[1], depth.replayed_accepted.sum()
+    assert rounds + accepted <= tokens, "plain steps emit the other tokens"
+
+
+def test_runs_of_other_arms_and_times_are_not_evidence(sources: Sources) -> None:
+    assert len(sources.runs) == 5 and [len(evidence_runs(sources, number)) for number in (0, 1)] == [2, 1]
+
+
+def test_own_speedup_is_on_the_points_own_prompts(sources: Sources) -> None:
+    evaluator = sources.evaluator
+    assert evaluator is not None and sources.profile is not None
+    first, last = summarize_points(sources)
+    assert (first.num_own, last.num_own) == (2, 2)
+    configuration = configuration_of(last.point)
+    assert configuration is not None
+    trace = sources.trace_of(last.point)
+    assert trace is not None
+    found = evaluator.replay(configuration)
+    plain_ms = plain_decode_ms(trace, evaluator.prices[EVIL.id, trace.header.subnet])
+    assert last.own_speedup == pytest.approx((plain_ms[1] + plain_ms[3]) / (found.decode_ms[1] + found.decode_ms[3]))
+    assert last.own_speedup != pytest.approx(evaluator.evaluate(configuration).speedup)
+    alone = Sources(profile=sources.profile)
+    assert [one.own_speedup for one in summarize_points(alone)] == [None, None]
+
+
+# --------------------------------------------------------------------------------------------------------------- cost curves
+
+
+def test_curves_repeat_the_cost_table(sources: Sources) -> None:
+    table = sources.table
+    assert table is not None
+    found = {one.part: one for one in cost_curves(table, sources.study)}
+    assert middle_kv_length(table) == 256
+    for point in table.verify.points:
+        if point.kv_length == 256:
+            assert found["target, verification"].ms(point.tokens) == pytest.approx(point.latency_ms)
+    assert found["target, verification"].tokens == [1, 2, 8, 65]
+    assert found["target, verification"].ms(66) is None is found["target, plain step"].ms(2)
+    assert len(found) == 4 and all(one.limit_ms(1) is None for one in found.values()), (
+        "the sample device has no datasheet"
+    )
+
+
+def test_datasheet_gives_a_limit(sources: Sources) -> None:
+    """By hand: launching two layers takes 0.3 ms, longer than reading a million parameters."""
+    table = cost_table(EVIL).model_copy(update={"device": DEVICE.model_copy(update={"name": "h100", "kind": "cuda"})})
+    verify = cost_curves(table, sources.study)[1]
+    assert [verify.limit_ms(n) for n in verify.tokens] == pytest.approx([SHAPE.num_layers * 0.15] * 4)
+    assert verify.share_of_limit(8) == pytest.approx(0.3 / (1.0 + 0.02 * 8 + 0.001 * 256))
+    assert cost_curves(table, None)[1].limit_ms(1) is None, "without a study the model's shape is unknown"
+    estimated = table.model_copy(update={"estimated": True})
+    assert cost_curves(estimated, sources.study)[1].limit_ms(1) is None, "an estimated table equals the limit"
+
+
+def test_evaluator_needs_a_cost_table_of_the_drafts(sources: Sources) -> None:
+    assert isinstance(sources.evaluator, Evaluator)
+    assert Sources(traces=sources.traces).evaluator is None
+    assert Sources(traces=sources.traces, table=cost_table()).evaluator is not None, (
+        "weights are identified by hash, not by name"
+    )
+    other = cost_table(EVIL.model_copy(update={"sha256": "f" * 64}))
+    assert Sources(traces=sources.traces, table=other).evaluator is None
