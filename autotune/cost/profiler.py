@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
+from autotune.modeling.clock import now_ms
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.modeling.tree_model import TreeModel
 from autotune.modeling.vision_timing import vision_parts
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.request import Request
+from autotune.runtime.generate_args import Request
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 from autotune.workloads.workload import Workload
@@ -141,7 +143,7 @@ class _Bench:
     def _request(self) -> Request:
         """Of nobody: the caches hold no prompt."""
         tokens = torch.zeros(1, dtype=torch.long)
-        return Request(self.rule, Prompt(tokens, tokens.bool()), tokens[None], 1, frozenset())
+        return Request(self.rule, Prompt(tokens, tokens.bool()), tokens[None], 1, tokens=[1])
 
     def round_ms(self) -> float:
         """Of two rounds of usual size, a chain and a small tree, as far as sizes are prepared."""
@@ -154,7 +156,7 @@ class _Bench:
         self.decoder.target.output_layers = ()  # plain decoding needs nobody's features
         self.decoder.target.cache.length = kv_length
         request = self._request()
-        self.decoder._plain_step(1, None, request)
+        self.decoder.host_round.plain_step(request)
         return request.stats.verify_ms
 
     def verify_ms(self, tokens: int, kv_length: int) -> float:
@@ -177,10 +179,9 @@ class _Bench:
         _plant_star(tree, tokens)
         frontier = np.arange(1, tokens + 1)
         draft.begin_round()
-        clock = self.decoder._clock
-        started = clock()
+        started = now_ms(draft.device)
         draft.propose(tree, frontier, 10)
-        return clock() - started
+        return now_ms(draft.device) - started
 
 
 def choose_threads(benches: list[_Bench]) -> int | None:
@@ -226,7 +227,7 @@ def measure_prefills(
     """Prefill latencies of the target and of every draft over some of the workload's prompts and some visual keep ratios.
     The target reads a prompt once for all drafts.
     """
-    clock = Decoder(target)._clock
+    clock = partial(now_ms, target.device)
     of_target: list[tuple[int, int, float]] = []
     of_drafts: list[list[tuple[int, int, float]]] = [[] for _ in drafts]
     kept = [draft.visual_keep for draft in drafts]

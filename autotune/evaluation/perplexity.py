@@ -11,6 +11,7 @@ from torch import Tensor
 from autotune.execution import EAGER
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import causal_tree_mask
+from autotune.runtime.session import close_session
 from autotune.trees.tree import MAX_STEP
 
 
@@ -21,7 +22,7 @@ def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> 
     """
     (prompt,) = target.encode(inputs).prompts
     target.reserve(len(prompt) + len(tokens))
-    target.owner = None
+    close_session(target)
     target.use_mode(EAGER)  # sizes of no round
     logits = [target.prefill(prompt).logits[None]]
     for begin in range(0, len(tokens) - 1, MAX_STEP):

@@ -36,7 +36,6 @@ class Target(TreeModel):
         self.max_context = self.text.max_context
         self.tokenizer: Any = None
         """Where it is known: it tells padding of the vocabulary from tokens."""
-        self.owner: object = None  # the request whose tokens the cache holds
         check_tree_decoding(self)
 
     def prefill(self, prompt: Prompt, *, rank_visual_tokens: bool = False) -> Prefilled:

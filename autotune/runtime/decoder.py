@@ -1,9 +1,12 @@
-"""The decoding loop: draft a tree, verify it in one target forward, accept, commit."""
+"""Tree decoding of a target model with a draft: the tokens of the target alone, in fewer forward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -17,47 +20,72 @@ from autotune.modeling.clock import now_ms
 from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
-from autotune.modeling.threads import limited_threads
-from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
-from autotune.runtime.generate_args import check_names, generation_settings, hf_call, prepared_call, processors_of_row
+from autotune.runtime.device_rounds import DeviceRounds
+from autotune.runtime.generate_args import (
+    Call,
+    Request,
+    check_names,
+    generation_settings,
+    prepare_call,
+    prepared_call,
+    processors_of_row,
+)
 from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.points import LoadedPoint
-from autotune.runtime.request import Call, Request
+from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingOutput, DecodingStats
 from autotune.runtime.token_sampler import TokenSampler
-from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
 from autotune.trees.fallback import Fallback, RoundPrice
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
 
+P = ParamSpec("P")
+_OLD_ARGUMENTS = {"ways": "points", "buckets": "capture_sizes", "runner": "mode"}
+
+
+def _accepts_old_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """Translate argument names of the version before, with a DeprecationWarning."""
+
+    @functools.wraps(init)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        for old, new in _OLD_ARGUMENTS.items():
+            if old in kwargs:
+                message = f"Decoder's argument {old} has been renamed to {new}, and will be removed; pass {new}"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                value = kwargs.pop(old)
+                kwargs[new] = "cuda-graph" if value == "graph" else value
+        init(*args, **kwargs)
+
+    return wrapper
+
 
 class Decoder:
-    """Decodes with a target and a draft: the same tokens as the target alone, unless ``verification`` is a lossy one.
+    """Decodes with a target and a draft. Output equals that of the target alone, unless ``verification`` is lossy.
 
     Args:
-        target: a Hugging Face model, as ``from_pretrained`` gave it.
-        draft: a smaller model of the same vocabulary, or None for plain autoregressive (AR) decoding through the same
-            runner.
-        tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; what is left out takes the paper's default.
-        visual_keep: share of visual tokens that the draft sees, in (0, 1].
-        verification: how draft tokens are accepted, lossless where left out; ``{"kind": "wetap", "threshold": 0.9}`` is
-            not.
-        fallback: what a round costs in plain steps; where it is given, requests in which rounds do not pay go on by
-            plain steps.
-        ways: in place of all of these: several ways to decode, each with its condition. A request is decoded by the first
-            whose condition it meets; every request must meet the last one's.
-        buckets: sizes that forwards are rounded up to, for devices that prepare sizes; none where left out.
-        runner: how forwards behind the prefills run: ``eager``, ``compile``, or ``graph`` for CUDA graphs (see ``graphs.py``).
-            What prepares forwards prepares sizes: without ``capture_sizes``, those of ``DEFAULT_CAPTURE_SIZES``. Over prepared forwards the
-            device leads the rounds that it can (see ``device_round.py``).
-        threads: CPU threads of the steps behind the prefills; None: as many as torch uses.
-        processor: the target's processor or tokenizer, kept for the caller; stop strings need it.
+        target: a Hugging Face model, as ``from_pretrained`` returns it.
+        draft: a smaller model with the same vocabulary, or None for plain autoregressive (AR) decoding through the same
+            code.
+        tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; the paper's defaults fill in what is left out.
+        visual_keep: share of visual tokens that the draft reads, in (0, 1].
+        verification: how draft tokens are accepted. Lossless by default; ``{"kind": "wetap", "threshold": 0.9}`` is lossy.
+        fallback: the cost of a round in plain steps. With it, a request falls back to plain steps while rounds do not pay.
+        points: operating points with their conditions, in place of the five arguments above. A request is decoded by the
+            first point whose condition it meets; every request must meet the last one's.
+        capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and the
+            other modes use ``DEFAULT_CAPTURE_SIZES``.
+        mode: how forward passes after the prefill run: ``eager``, ``compile`` or ``cuda-graph``. In the latter two the
+            device leads the rounds that it can (``device_rounds.py``).
+        threads: CPU threads after the prefill; None: as many as torch uses.
+        processor: the target's processor or tokenizer; stop strings need it.
+        profile: the decoding profile that the points are from.
 
     Raises:
-        UserError: vocabularies that differ, an unknown tree policy or hyperparameter, a share out of range.
+        UserError: different vocabularies, an unknown tree policy or hyperparameter, or a value out of range.
     """
 
+    @_accepts_old_arguments
     def __init__(
         self,
         target: Any,
@@ -83,15 +111,17 @@ class Decoder:
             LoadedPoint(draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback),
         )
         self.point = self.points[-1]
-        """That of the latest request."""
+        """The operating point of the latest request."""
         for point in self.points:
             if point.draft is not None:
                 point.draft.attach(self.target)
         self.mode = check_mode(mode, self.target.device)
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.threads = threads
+        self.last_output = DecodingOutput(torch.empty(0, 0, dtype=torch.long), [])
+        """Output of the latest ``generate``, also when it was called through the Hugging Face model."""
         self.host_round = HostRound(self.target, self.capture_sizes)
-        self._device_rounds = DeviceRounds(self.target, self.capture_sizes)
+        self._device_rounds = DeviceRounds(self.target, self.capture_sizes, self.mode)
 
     def configure(
         self,
@@ -101,10 +131,10 @@ class Decoder:
         verification: Any = None,
         fallback: RoundPrice | None = None,
     ) -> None:
-        """Switch to another way to decode, for every request: free between requests.
+        """Decode all further requests with the same draft and another tree, at no cost.
 
         Raises:
-            UserError: an unknown tree policy, hyperparameter or verification, a share out of range.
+            UserError: an unknown tree policy, hyperparameter or verification, or ``visual_keep`` out of range.
         """
         point = LoadedPoint(
             self.draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback
@@ -124,20 +154,23 @@ class Decoder:
 
     @property
     def target_model(self) -> Any:
-        """The Hugging Face model that is decoded."""
+        """The Hugging Face model of the target."""
         return self.target.model
 
     @property
     def draft(self) -> Draft | None:
-        """The draft; of several ways that of the last one that has any."""
+        """The draft; with several points, that of the last point that has one."""
         return next((point.draft for point in reversed(self.points) if point.draft is not None), None)
 
     @property
     def fallback(self) -> Fallback:
-        """Of the way of the latest request."""
+        """The fallback of the latest request's point."""
         return self.point.fallback
 
-    # ---------------------------------------------------------------------------------------------------------- public
+    @property
+    def last_stats(self) -> DecodingStats:
+        """Statistics of the latest ``generate`` of a single prompt; ``last_output`` has those of a batch."""
+        return self.last_output.stats
 
     def generate(
         self,
@@ -151,27 +184,27 @@ class Decoder:
         streamer: Any = None,
         **inputs: Any,
     ) -> DecodingOutput:
-        """Decode prompts, given as the Hugging Face processor made them, padded on either side if they are several.
+        """Decode prompts, given as the Hugging Face processor made them. A batch may be padded on either side.
 
-        What ``model.generate`` takes may be given here as well: settings of the generation config, logits processors,
-        stopping criteria. What is left out is as the model's ``generation_config`` says. Rows of a batch are decoded one
-        after the other.
+        Every argument of ``model.generate`` may be given as well: settings of the generation config, logits processors,
+        stopping criteria. The model's ``generation_config`` fills in what is left out. The rows of a batch are decoded
+        one after the other.
 
         Args:
-            max_new_tokens: 256 where neither the call nor the generation config says how long.
-            temperature: 0 is greedy. Above it, tokens are drawn from the whole distribution but for ``top_k`` and
-                ``top_p``. None leaves all of this to the generation config.
+            max_new_tokens: 256 if neither the call nor the generation config sets a length.
+            temperature: 0 is greedy. Above 0, tokens are sampled from the whole distribution, cut only by ``top_k`` and
+                ``top_p`` of this call. None leaves sampling to the generation config.
             top_k: 0 keeps every token.
             top_p: 1 keeps every token.
-            seed: of the noise; row r is decoded with ``seed + r``.
-            workload: what kind of request it is, for profiles that have a point for some kinds.
-            streamer: gets the prompt, then the tokens of each round.
+            seed: seed of the noise; row r is decoded with ``seed + r``.
+            workload: kind of request, for profiles with points for certain workloads.
+            streamer: receives the prompt, then the tokens of each round.
 
         Raises:
             UserError: inputs that cannot be decoded, or settings out of range.
         """
-        call = self._prepared(inputs, max_new_tokens, temperature, top_k, top_p, seed, workload)
-        return self._run(call, streamer)
+        call = self._prepare(inputs, max_new_tokens, temperature, top_k, top_p, seed, workload)
+        return self._generate(call, streamer)
 
     def stream(
         self,
@@ -184,13 +217,14 @@ class Decoder:
         workload: str | None = None,
         **inputs: Any,
     ) -> Iterator[int]:
-        """The tokens of ``generate`` of one prompt, one by one, as soon as their round is verified."""
-        call = self._prepared(inputs, max_new_tokens, temperature, top_k, top_p, seed, workload)
+        """Yield the tokens of ``generate`` for one prompt, one by one, as soon as their round is verified."""
+        call = self._prepare(inputs, max_new_tokens, temperature, top_k, top_p, seed, workload)
         requests = self._requests(call)
         if len(requests) != 1:
             raise UserError(f"a stream is of one prompt; input_ids has {len(requests)} rows; stream them one by one")
-        for tokens in self._decode(requests[0], call):
-            yield from tokens
+        with closing(self._decode(requests[0], call)) as rounds:
+            for tokens in rounds:
+                yield from tokens
 
     def __call__(
         self,
@@ -203,8 +237,8 @@ class Decoder:
         seed: int | None = None,
         workload: str | None = None,
         prepare_only: bool = False,
-        # What image encoders take is named so that generate hands it over as it is: encoded by the target's vision tower
-        # it would be of no use to the draft, and the grids that positions are computed from would be lost.
+        # The inputs of image encoders are named so that generate passes them on unencoded: the target's visual features are
+        # of no use to the draft, and positions are computed from the grids.
         pixel_values: Any = None,
         pixel_values_videos: Any = None,
         pixel_attention_mask: Any = None,
@@ -217,21 +251,21 @@ class Decoder:
         vision_feature_select_strategy: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Hugging Face's hook: ``model.generate(**inputs, custom_generate=decoder)``.
+        """Implement Hugging Face's hook: ``model.generate(**inputs, custom_generate=decoder)``.
 
-        Greedy output equals ``model.generate(**inputs)``. With ``do_sample`` the noise is keyed by position: the same
-        distribution, other tokens than the global random state would give, repeatable through ``torch.manual_seed`` or
-        ``seed``. With ``prepare_only`` nothing is decoded: the call comes back as it is then decoded.
+        Greedy output equals that of ``model.generate(**inputs)``. With ``do_sample`` the distribution is the same, but
+        the noise is keyed by position in place of torch's global random state; ``torch.manual_seed`` or ``seed`` makes it
+        repeatable. With ``prepare_only`` the prepared ``Call`` is returned and nothing is decoded.
 
         Raises:
-            UserError: another model than the decoder's target, several beams or several sequences, a cache or outputs
-                that trees do not have.
+            UserError: ``model`` is not the decoder's target, or the call asks for several beams or sequences, a filled
+                cache, or outputs of single steps.
         """
         if model is not self.target.model:
             raise UserError(
                 "custom_generate must be called on the decoder's own target; load the decoder with target=model"
             )
-        given = {
+        inputs = {
             "input_ids": input_ids,
             "pixel_values": pixel_values,
             "pixel_values_videos": pixel_values_videos,
@@ -246,21 +280,20 @@ class Decoder:
             **model_kwargs,
         }
         call = prepared_call(
-            generation_config, given, logits_processor or (), stopping_criteria or (), seed=seed, workload=workload
+            generation_config, inputs, logits_processor or (), stopping_criteria or (), seed=seed, workload=workload
         )
         if prepare_only:
             return call
-        out = self._run(call, streamer)
-        self.last_stats = out.row_stats[0] if len(out.row_stats) == 1 else out.row_stats
+        out = self._generate(call, streamer)
         if not call.returns_dict:
             return out.sequences
         from transformers.generation import GenerateDecoderOnlyOutput
 
         return GenerateDecoderOnlyOutput(sequences=out.sequences)
 
-    # ------------------------------------------------------------------------------------------------------- the calls
+    # ------------------------------------------------------------------------------------------------------------ calls
 
-    def _prepared(
+    def _prepare(
         self,
         inputs: dict[str, Any],
         max_new_tokens: int | None,
@@ -270,7 +303,7 @@ class Decoder:
         seed: int,
         workload: str | None,
     ) -> Call:
-        """Let Hugging Face's generate prepare a call, so that all of its settings mean here what they mean there."""
+        """Let Hugging Face's generate prepare a call, so that all of its settings keep their meaning."""
         model = self.target.model
         check_names(model, inputs)
         if inputs.get("input_ids") is None:
@@ -280,28 +313,24 @@ class Decoder:
             )
         config = inputs.get("generation_config") or model.generation_config
         inputs |= generation_settings(config, inputs, max_new_tokens, temperature, top_k, top_p)
-        return hf_call(model, self, self.processor, inputs, seed=seed, workload=workload)
+        return prepare_call(model, self, self.processor, inputs, seed=seed, workload=workload)
 
     def _requests(self, call: Call) -> list[Request]:
-        """The rows of a call, encoded by embedding and vision tower."""
-        started = self._clock()
+        """Encode the rows of a call by embedding and vision tower."""
+        started = now_ms(self.target.device)
         with torch.inference_mode():
             encoded = self.target.encode(call.inputs)
-        encoding_ms = self._clock() - started
+        encoding_ms = now_ms(self.target.device) - started
         call.prompts = encoded.prompts
-        requests = []
-        for row, prompt in enumerate(encoded.prompts):
-            request = self._request(call, prompt, row)
-            if row == 0:  # which all rows went through
-                request.stats.target_prefill_ms = encoding_ms
-                request.stats.vision_ms = encoded.vision_ms
-            requests.append(request)
+        requests = [self._request(call, prompt, row) for row, prompt in enumerate(encoded.prompts)]
+        # The rows are encoded together; the first one's statistics contain the time of all.
+        requests[0].stats.target_prefill_ms, requests[0].stats.vision_ms = encoding_ms, encoded.vision_ms
         return requests
 
     def _request(self, call: Call, prompt: Prompt, row: int) -> Request:
         if call.max_new_tokens < 1:
             raise UserError(
-                f"max_length leaves no room for a token behind {len(prompt)}; raise it, or give max_new_tokens"
+                f"max_length leaves no room for a token after the prompt's {len(prompt)}; raise it, or give max_new_tokens"
             )
         if len(prompt) + call.max_new_tokens > self.target.max_context:
             raise UserError(
@@ -315,19 +344,19 @@ class Decoder:
             workload=call.workload,
         )
         point = self.points[number]
-        rule = TokenSampler(
-            temperature=1.0 if call.temperature > 0 else 0.0,  # itself it is among the processors
+        sampler = TokenSampler(
+            temperature=1.0 if call.temperature > 0 else 0.0,  # one of the processors divides by the temperature
             processors=processors_of_row(call.processors, row),
             seed=call.seed + row,
             device=self.target.device,
         )
-        if rule.needs_prefix and not point.verification.is_lossless and point.draft is not None:
+        if sampler.needs_prefix and not point.verification.is_lossless and point.draft is not None:
             raise UserError(
-                f"{point.verification.kind} verification knows no logits processors; drop them, or verify losslessly"
+                f"{point.verification.kind} verification supports no logits processors that read the prefix; "
+                "drop them, or verify losslessly"
             )
-        images = prompt.is_visual.nonzero()
         return Request(
-            rule=rule,
+            sampler=sampler,
             prompt=prompt,
             prefix=call.inputs["input_ids"][row : row + 1].to(self.target.device),
             max_new_tokens=call.max_new_tokens,
@@ -335,117 +364,52 @@ class Decoder:
             stops=call.stops,
             row=row,
             stats=DecodingStats(point=number),
-            near_image_until=int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0,
         )
 
-    def _run(self, call: Call, streamer: Any) -> DecodingOutput:
+    def _generate(self, call: Call, streamer: Any) -> DecodingOutput:
         requests = self._requests(call)
         if streamer is not None and len(requests) > 1:
             raise UserError(f"a streamer reads one prompt; input_ids has {len(requests)} rows; stream them one by one")
         if streamer is not None:
             streamer.put(call.inputs["input_ids"].cpu())
         for request in requests:
-            for tokens in self._decode(request, call):
-                if streamer is not None:
-                    streamer.put(torch.tensor(tokens))
+            with closing(self._decode(request, call)) as rounds:
+                for tokens in rounds:
+                    if streamer is not None:
+                        streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
         rows = [request.sequence() for request in requests]
         longest = max(row.shape[1] for row in rows)
         rows = [functional.pad(row, (0, longest - row.shape[1]), value=call.pad_token_id) for row in rows]
-        return DecodingOutput(torch.cat(rows), [request.stats for request in requests])
+        self.last_output = DecodingOutput(torch.cat(rows), [request.stats for request in requests])
+        return self.last_output
 
-    # -------------------------------------------------------------------------------------------------------- the loop
+    # --------------------------------------------------------------------------------------------------------- the loop
 
-    def _decode(self, request: Request, call: Call) -> Iterator[list[int]]:
-        """Yields the tokens of each round as they are verified; the first list is the prefill's token.
+    def _decode(self, request: Request, call: Call) -> Generator[list[int], None, None]:
+        """Yield the prefill's token, then the tokens of each round or plain step.
 
-        Inference mode is left at every yield, and what the caller does there is not decoding time.
+        The caller's time and grad mode between two yields are its own.
         """
-        stats, clock = request.stats, self._clock
-        point = self.point = self.points[stats.point]
-        draft = point.draft if point.fallback.begin_request() else None
-        with torch.inference_mode():
-            started = clock()
-            self.target.owner = request
-            self.target.output_layers = () if draft is None else draft.aux_layers
-            self.target.use_mode(self.mode)  # other decoders may have used these models otherwise
-            if draft is not None:
-                draft.visual_keep, draft.capture_sizes = point.visual_keep, self.capture_sizes
-                draft.use_mode(self.mode)
-            on_device = None if draft is None else self._device_rounds.of(point, request.rule)
-            # Of all ways, so that caches do not grow with a change of ways.
-            longest = max(point.policy.max_grown for point in self.points) + 1 + max(self.capture_sizes, default=0)
-            capacity = len(request.prompt) + request.max_new_tokens + longest
-            self.target.reserve(capacity)
-            ranks = draft is not None and point.visual_keep < 1.0
-            prefilled = self.target.prefill(request.prompt, rank_visual_tokens=ranks)
-            token = request.rule.token(prefilled.logits, len(request.prompt), request.prefix)
-            emitted = request.emit([token])
-            stats.prompt_tokens, stats.new_tokens = len(request.prompt), 1
-            stats.target_prefill_ms += clock() - started
-        yield emitted
-        while not request.is_finished:
-            if self.target.owner is not request:
-                raise UserError(
-                    "another request has begun on this target; finish or close a stream before the next one"
-                )
-            with torch.inference_mode():
-                started = clock()
-                if draft is not None and stats.rounds == 0:
-                    if draft not in call.draft_prompts:
-                        call.draft_prompts[draft] = draft.prompts(call.inputs, call.prompts)
-                    draft.prefill(call.draft_prompts[draft][request.row], prefilled.visual_scores, capacity=capacity)
-                    draft.append(token)
-                    point.grower.reset()
-                    stats.draft_prefill_ms = clock() - started
-                with limited_threads(self.threads):
-                    if draft is None or point.fallback.is_plain:
-                        tokens = self._plain_step(token, draft, request)
-                    else:
-                        tokens = self._round(token, request, on_device)
-                emitted = request.emit(tokens)
-                token = tokens[-1]
-                stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
-                stats.new_tokens += len(emitted)
-                stats.decode_ms += clock() - started
-            yield emitted
-        if draft is not None and stats.rounds > 0:
-            point.fallback.end_request()
+        self.point = self.points[request.stats.point]
+        session = self._session(request, call)
+        try:
+            yield session.prefill()
+            while not session.is_finished:
+                yield session.plain_step() if session.is_plain else session.round()
+        finally:
+            session.close()
 
-    def _plain_step(self, root: int, draft: Draft | None, request: Request) -> list[int]:
-        """One AR step: the baseline, and the fallback, through the same adapter, cache and token rule."""
-        started = self._clock()
-        logits = self.target.step(root)
-        token = request.rule.token(
-            logits, self.target.length, request.sequence() if request.rule.needs_prefix else None
+    def _session(self, request: Request, call: Call) -> Session:
+        # The largest tree of any point, so that caches do not grow when the point changes.
+        largest_tree = max(point.policy.max_grown for point in self.points) + 1 + max(self.capture_sizes, default=0)
+        return Session(
+            request,
+            call,
+            self.points[request.stats.point],
+            host_round=self.host_round,
+            device_rounds=self._device_rounds,
+            capacity=len(request.prompt) + request.max_new_tokens + largest_tree,
+            threads=self.threads,
         )
-        request.stats.target_forwards += 1
-        request.stats.plain_steps += 1
-        request.stats.verified_nodes.append(0)
-        request.stats.verify_ms += self._clock() - started
-        if draft is not None:
-            draft.append(token)
-            self.fallback.count_plain_step()
-        return [token]
-
-    def _round(self, root: int, request: Request, on_device: DeviceRound | None) -> list[int]:
-        """One round: returns the accepted draft tokens and the target's own token after them."""
-        point, stats = self.point, request.stats
-        is_near_image = self.target.length < request.near_image_until
-        if on_device is not None:
-            path, token, draft_forwards = on_device.run(request, point.grower)
-        else:
-            path, token, draft_forwards = self.host_round.run(root, request, point)
-        tree = point.grower.tree
-        num_nodes = int(tree.size[0]) - 1
-        stats.draft_forwards += draft_forwards
-        stats.target_forwards += 1
-        stats.verified_nodes.append(num_nodes)
-        stats.acceptance_counts.observe(tree, path, is_near_image=is_near_image)
-        point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
-        point.grower.update(len(path))
-        return [*tree.token[path].tolist(), token]
-
-    def _clock(self) -> float:
-        return now_ms(self.target.device)

@@ -1,15 +1,14 @@
-"""A round that the device leads: draft levels, tree, verification, acceptance and the caches' commits follow each other
-without the host, which hears of it in one transfer at the end.
+"""Rounds that the device leads: drafting, verification, acceptance and commits run without the host, which receives the
+result in one transfer at the end.
 
-For trees whose levels have the same sizes in every round, over prepared forwards. The work depends on its buffers alone,
-so the runner ``graph`` captures all of it for a size: drafting is one launch, and so is what follows, but for the choice of
-sampled tokens in between. With ``compile`` its forwards are compiled, each by itself.
+They need trees whose levels have the same sizes in every round, and forward passes over static buffers. In mode
+``cuda-graph`` a round is then two launches, one for the draft tree and one for its verification, with the sampling of
+tokens between them. In mode ``compile`` the forward passes are compiled one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,228 +16,226 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autotune.drafters.cached_draft import CachedDraft
-from autotune.execution import round_up
+from autotune.execution import EAGER, round_up
 from autotune.modeling import transfer
 from autotune.modeling.clock import DeviceTimer
 from autotune.modeling.graph_runner import DeviceStep, GraphRunner, Outputs, padded_length
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.target import Target
-from autotune.runtime.device_trees import DeviceGrower, DeviceTree, accepted, grower_on_device, lineage
+from autotune.runtime.device_trees import DeviceGrower, DeviceTree, ancestors, device_grower, is_accepted
+from autotune.runtime.generate_args import Request
 from autotune.runtime.host_rounds import RoundResult
 from autotune.runtime.points import LoadedPoint
-from autotune.runtime.request import Request
 from autotune.runtime.token_sampler import TokenSampler
-from autotune.trees.policy import Policy, TreeGrower
+from autotune.trees.policy import Policy
 from autotune.trees.tree import ROOT, Ints, Tree
 
 
-@dataclass(frozen=True)
-class WorkSize:
-    """Work of one size is the same work on the same memory."""
-
-    tokens: int
-    """That are read first, filled up."""
-    padded_kv_length: int
-    prefix_state: int
-    """Numbers that say where the prefix ends."""
-
-
 class DeviceRound:
-    """Rounds of one tree policy and draft: two pieces of prepared work, of which each is launched as a whole."""
+    """Rounds of one tree policy and draft."""
 
     def __init__(
-        self, target: Target, draft: CachedDraft, policy: Policy, grower: DeviceGrower, capture_sizes: Sequence[int]
+        self,
+        target: Target,
+        draft: CachedDraft,
+        policy: Policy,
+        grower: DeviceGrower,
+        capture_sizes: Sequence[int],
+        mode: str,
     ) -> None:
-        assert target.graph_runner is not None
         self.target, self.draft, self.policy, self.grower = target, draft, policy, grower
         self.level_sizes = [round_up(width, capture_sizes) for width in grower.widths]
         self.num_nodes = grower.num_nodes + 1
         self.num_tokens = round_up(self.num_nodes, capture_sizes)
-        mode = "cuda-graph" if target.graph_runner.mode == "cuda-graph" else "fixed"
         self._drafting, self._verifying, self._greedy = (
-            GraphRunner(mode, work, target.device, what=f"the {name} of {policy.policy} trees")
-            for work, name in (
+            GraphRunner(
+                "cuda-graph" if mode == "cuda-graph" else "fixed",
+                function,
+                target.device,
+                what=f"the {step} of {policy.policy} trees",
+            )
+            for function, step in (
                 (self._grow_tree, "drafting"),
                 (self._verify, "verification"),
                 (self._verify_greedily, "verification"),
             )
         )
-        self._extent = 0  # of the work that runs
+        self._padded_kv_length = 0  # of the step that runs
         self._caches = target.cache, draft.cache
 
-    def run(self, request: Request, grower: TreeGrower) -> RoundResult:
-        """Draft, verify, accept, commit. The root is the last of the draft's pending tokens; the tree is told to ``grower``."""
-        self._forget_former_caches()
-        laps = DeviceTimer(self.target.device)
-        behind_pending = self.draft.prefix_state
-        behind_pending[0] += self.draft.num_pending
-        prefix_state = transfer.to_device(behind_pending, self.target.device)
-        tree = self._draft_tree(prefix_state)
-        laps.mark()
-        report, slots, *hidden = self._verify_and_accept(tree, request.rule)
+    def run(self, request: Request, point: LoadedPoint) -> RoundResult:
+        """Draft, verify, accept, commit. The root is the draft's last pending token; the tree is copied to the grower."""
+        self._forget_replaced_caches()
+        timer = DeviceTimer(self.target.device)
+        after_pending = self.draft.prefix_state
+        after_pending[0] += self.draft.num_pending
+        prefix_state = transfer.to_device(after_pending, self.target.device)
+        packed_tree = self._draft_tree(prefix_state)
+        timer.mark()
+        report, slots, *hidden = self._verify_and_accept(packed_tree, request.sampler)
         if not self.grower.is_chain:
             self.draft.compact_on_device(prefix_state, slots)
-        laps.mark()
-        path, next_token = read_report(transfer.to_host(report), grower.tree)
+        timer.mark()
+        tree = point.grower.tree
+        path, next_token = read_report(transfer.to_host(report), tree)
         self.target.cache.advance(1 + len(path))
-        self.draft.end_device_round(grower.tree, path, next_token, hidden)
-        draft_ms, verify_ms = laps.ms
+        self.draft.end_device_round(tree, path, next_token, hidden)
+        draft_ms, verify_ms = timer.ms
         request.stats.draft_ms += draft_ms
         request.stats.verify_ms += verify_ms
         return RoundResult(path, next_token, self.grower.num_levels)
 
-    def _draft_tree(self, behind_pending: Tensor) -> Tensor:
-        """The tree, packed."""
+    def _draft_tree(self, after_pending: Tensor) -> Tensor:
+        """Returns the packed tree. ``after_pending`` is the draft's prefix state once it has read its pending tokens."""
         draft, prefix_state = self.draft, self.draft.prefix_state
         inputs = {
             "before_pending": transfer.to_device(prefix_state, self.target.device),
-            "behind_pending": behind_pending,
+            "after_pending": after_pending,
             **draft.pending_inputs(),
         }
         num_tokens = len(inputs["pending"]) - 1
-        num_read = sum(self.grower.widths[:-1]) + self.level_sizes[-1] if self.level_sizes else 0
-        self._extent = padded_length(draft.length + max(num_tokens, draft.num_pending + num_read))
-        (tree,) = self._drafting.run(WorkSize(num_tokens, self._extent, len(prefix_state)), inputs, draft.dtype)
-        return tree
+        num_drafted = sum(self.grower.widths[:-1]) + self.level_sizes[-1] if self.level_sizes else 0
+        self._padded_kv_length = padded_length(draft.length + max(num_tokens, draft.num_pending + num_drafted))
+        key = num_tokens, self._padded_kv_length, len(prefix_state)
+        (packed_tree,) = self._drafting.run(key, inputs, draft.dtype)
+        return packed_tree
 
-    def _verify_and_accept(self, tree: Tensor, rule: TokenSampler) -> Outputs:
-        """As ``_accept`` gives it. The choice of sampled tokens is each request's own, and no part of prepared work."""
+    def _verify_and_accept(self, packed_tree: Tensor, sampler: TokenSampler) -> Outputs:
+        """The outputs of ``_accept``. Sampling depends on the request's seed and is not captured."""
         target, prefix_state = self.target, self.target.prefix_state
-        inputs = {
-            "target": transfer.to_device(prefix_state, target.device),
-            "tree": tree,
-        }
-        self._extent = padded_length(target.length + self.num_tokens)
-        size = WorkSize(self.num_tokens, self._extent, len(prefix_state))
-        if rule.is_greedy:
-            return self._greedy.run(size, inputs, target.dtype)
-        logits, *hidden = self._verifying.run(size, inputs, target.dtype)
-        num_depths = self.policy.max_depth + 1
-        said = rule.tokens_on_device(logits, target.length + 1, DeviceTree.unpacked(tree).depth, num_depths)
-        return self._accept(inputs, said, hidden)
+        inputs = {"target": transfer.to_device(prefix_state, target.device), "tree": packed_tree}
+        self._padded_kv_length = padded_length(target.length + self.num_tokens)
+        key = self.num_tokens, self._padded_kv_length, len(prefix_state)
+        if sampler.is_greedy:
+            return self._greedy.run(key, inputs, target.dtype)
+        logits, *hidden = self._verifying.run(key, inputs, target.dtype)
+        depths = DeviceTree.unpacked(packed_tree).depth
+        tokens = sampler.tokens_on_device(logits, target.length + 1, depths, self.policy.max_depth + 1)
+        return self._accept(inputs, tokens, hidden)
 
-    def _forget_former_caches(self) -> None:
-        """Longer requests come with larger caches."""
+    def _forget_replaced_caches(self) -> None:
+        """Captured work refers to the memory of a cache, which a longer request replaces."""
         if self._caches != (self.target.cache, self.draft.cache):
             self._caches = self.target.cache, self.draft.cache
-            for prepared in (self._drafting, self._verifying, self._greedy):
-                prepared.forget()
+            for runner in (self._drafting, self._verifying, self._greedy):
+                runner.forget()
 
-    # ---------------------------------------------------- on the device: of the host, what is the same for all of a size
+    # ------------------------------------- captured: these may use host values only if all rounds of a key share them
 
     def _grow_tree(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """Alternate between the draft's proposals and the policy's choice, level by level; the tree, packed."""
+        """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the packed tree."""
         draft, grower, device = self.draft, self.grower, self.target.device
-        padded_kv_length, num_proposals = self._extent, self.policy.num_proposals
+        padded_kv_length, num_proposals = self._padded_kv_length, self.policy.num_proposals
         grower.plant(device)
         logits = draft.propose_on_device(inputs["before_pending"], inputs, padded_kv_length=padded_kv_length)
         frontier = grower.grow(*draft.best_on_device(logits, num_proposals))
-        seen = torch.zeros(1, 0, dtype=torch.bool, device=device)  # of the slots, by each node of the frontier
-        offsets = torch.zeros(0, dtype=torch.long, device=device)  # of the slots
+        visible = torch.zeros(1, 0, dtype=torch.bool, device=device)  # [frontier, slots]
+        offsets = torch.zeros(0, dtype=torch.long, device=device)  # [slots]
         first_parent = -1  # slot of the first node of the level above; the root has none
         for level, (width, size) in enumerate(zip(grower.widths, self.level_sizes, strict=True)):
-            begin, more = seen.shape[1], size - width
+            first_slot, padding = visible.shape[1], size - width
             itself = torch.eye(width, dtype=torch.bool, device=device)
-            seen = torch.cat([seen[frontier.row], itself], 1)
-            here = torch.full((size,), level, device=device)
+            visible = torch.cat([visible[frontier.row], itself], 1)
+            level_offsets = torch.full((size,), level, device=device)
             step = DeviceStep(
-                inputs["behind_pending"],
-                pad(frontier.token.clamp(min=0), (0, more)),
-                here,
-                _block(draft, seen, more),
-                torch.cat([offsets, here]),
+                inputs["after_pending"],
+                pad(frontier.token.clamp(min=0), (0, padding)),
+                level_offsets,
+                _tree_mask(draft, visible, padding),
+                torch.cat([offsets, level_offsets]),
                 padded_kv_length,
             )
-            logits = draft.read_on_device(step, parents=pad(frontier.row + first_parent, (0, more)))
+            logits = draft.read_on_device(step, parents=pad(frontier.row + first_parent, (0, padding)))
             frontier = grower.grow(*draft.best_on_device(logits[:width], num_proposals))
-            offsets, first_parent = torch.cat([offsets, here[:width]]), begin
-        root = inputs["pending"][inputs["pending"][:1]]  # behind their number the last of them
+            offsets, first_parent = torch.cat([offsets, level_offsets[:width]]), first_slot
+        root = inputs["pending"][inputs["pending"][:1]]  # "pending" is a count n followed by n tokens
         return (grower.pruned(root).packed,)
 
     def _verify(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """The target's logits after each node, and what the draft reads of it there."""
+        """The target's logits after each node, [nodes, vocabulary], and its outputs at the draft's auxiliary layers."""
         tree, target = DeviceTree.unpacked(inputs["tree"]), self.target
-        more = self.num_tokens - self.num_nodes
-        tokens, offsets = pad(tree.token.clamp(min=0), (0, more)), pad(tree.depth, (0, more))
-        tree_mask = _block(target, lineage(tree.parent, self.policy.max_depth), more)
-        logits = target.forward_on_device(
-            DeviceStep(inputs["target"], tokens, offsets, tree_mask, offsets, self._extent)
-        )
+        padding = self.num_tokens - self.num_nodes
+        tokens, offsets = pad(tree.token.clamp(min=0), (0, padding)), pad(tree.depth, (0, padding))
+        tree_mask = _tree_mask(target, ancestors(tree.parent, self.policy.max_depth), padding)
+        step = DeviceStep(inputs["target"], tokens, offsets, tree_mask, offsets, self._padded_kv_length)
+        logits = target.forward_on_device(step)
         return logits[: self.num_nodes], *(target.hidden[layer] for layer in self.draft.aux_layers)
 
     def _verify_greedily(self, inputs: Mapping[str, Tensor]) -> Outputs:
         logits, *hidden = self._verify(inputs)
         return self._accept(inputs, logits.argmax(-1), hidden)
 
-    def _accept(self, inputs: Mapping[str, Tensor], said: Tensor, hidden: Sequence[Tensor]) -> Outputs:
-        """The commit of the target's cache, and what the host must hear: see ``read_report``; then what the draft's commit needs:
-        the accepted nodes' slots, and their features, the root's first; beside them those of as many others as a longer
-        path would have had. What is prepared runs several times before it runs once, so this may move only what the
-        verification writes anew.
+    def _accept(self, inputs: Mapping[str, Tensor], target_tokens: Tensor, hidden: Sequence[Tensor]) -> Outputs:
+        """Accept a path and compact the target's cache.
+
+        A capture runs its work several times before the first replay, so this may change only what the verification
+        writes again.
+
+        Returns:
+            The report that ``read_report`` reads; then, for the draft's commit, the slots of the accepted nodes and their
+            features, the root's first. Both are padded with other nodes to the longest possible path.
         """
         tree, max_depth = DeviceTree.unpacked(inputs["tree"]), self.policy.max_depth
-        is_accepted = accepted(tree, lineage(tree.parent, max_depth), said)
-        path = is_accepted.byte().sort(descending=True, stable=True).indices[: max_depth + 1]
-        if not self.grower.is_chain:  # whose accepted nodes stand in a row
+        accepted = is_accepted(tree, ancestors(tree.parent, max_depth), target_tokens)
+        path = accepted.byte().sort(descending=True, stable=True).indices[: max_depth + 1]
+        if not self.grower.is_chain:  # the accepted nodes of a chain are contiguous already
             self.target.cache.compact(inputs["target"][0], path)
-        report = torch.cat([inputs["tree"], torch.stack([said, is_accepted.long()])])
+        report = torch.cat([inputs["tree"], torch.stack([target_tokens, accepted.long()])])
         return report, tree.kv_slot[path[1:]], *(states[path] for states in hidden)
 
 
 def read_report(report: Ints, tree: Tree) -> tuple[Ints, int]:
-    """Copy a round's tree, but for what only its growth needed, to the host's; returns the accepted nodes and the target's own
-    token after them.
-    """
-    token, parent, depth, rank, slot, logprob, size, said, is_accepted = report
+    """Copy a round's tree to the host's ``tree``; returns the accepted nodes and the target's token after them."""
+    token, parent, depth, rank, slot, logprob, size, target_tokens, accepted = report
     count = int(size[0])
     tree.size[0] = count
-    for mine, found in zip(
+    for destination, source in zip(
         (tree.token, tree.parent, tree.depth, tree.rank, tree.kv_slot, tree.path_logprob),
         (token, parent, depth, rank, slot, logprob.view(np.float64)),
         strict=True,
     ):
-        mine[:count] = found[:count]
+        destination[:count] = source[:count]
     tree.parent[ROOT] = -1
-    path = np.flatnonzero(is_accepted)[1:]
-    return path, int(said[path[-1] if len(path) else ROOT])
+    path = np.flatnonzero(accepted)[1:]
+    return path, int(target_tokens[path[-1] if len(path) else ROOT])
 
 
-def _block(model: CachedModel, seen: Tensor, more: int) -> Tensor:
-    """The additive mask of tokens that see ``seen``, filled up by so many rows and columns."""
-    shape = seen.shape[0] + more, seen.shape[1] + more
-    tree_mask = torch.full(shape, model.mask_value, dtype=model.dtype, device=seen.device)
-    tree_mask[: seen.shape[0], : seen.shape[1]].masked_fill_(seen, 0.0)
+def _tree_mask(model: CachedModel, visible: Tensor, padding: int) -> Tensor:
+    """The additive mask of ``visible`` [rows, columns], padded by as many rows and columns."""
+    shape = visible.shape[0] + padding, visible.shape[1] + padding
+    tree_mask = torch.full(shape, model.mask_value, dtype=model.dtype, device=visible.device)
+    tree_mask[: visible.shape[0], : visible.shape[1]].masked_fill_(visible, 0.0)
     return tree_mask
 
 
-def _is_worth_it(device: torch.device, mode: str) -> bool:
-    """On a CPU nobody waits for a transfer, and the policies' compiled steps are faster than tensor operations; but ``fixed``
-    does there what others do elsewhere.
+def _pays(device: torch.device, mode: str) -> bool:
+    """On a CPU transfers are free, and the compiled tree policies are faster than tensor operations; ``fixed``, which
+    exists to test the other modes, leads rounds on the device everywhere.
     """
-    return device.type != "cpu" or mode != "compile"
+    return mode == "fixed" or (mode != EAGER and device.type != "cpu")
 
 
 class DeviceRounds:
-    """Those of a decoder, each prepared when it is first needed."""
+    """The device rounds of a decoder, each created when it is first needed."""
 
-    def __init__(self, target: Target, capture_sizes: Sequence[int]) -> None:
+    def __init__(self, target: Target, capture_sizes: Sequence[int], mode: str) -> None:
+        self.mode = mode
         self._target = target
-        self._buckets = capture_sizes
-        self._made: dict[tuple[Policy, CachedDraft], DeviceRound] = {}
+        self._capture_sizes = capture_sizes
+        self._rounds: dict[tuple[Policy, CachedDraft], DeviceRound] = {}
 
-    def of(self, point: LoadedPoint, rule: TokenSampler) -> DeviceRound | None:
-        """None where the host has to lead: a policy, a verification, logits processors or a draft whose next step depends on
-        what it has heard; and where forwards are not prepared, or hearing of them costs nothing.
+    def get(self, point: LoadedPoint, sampler: TokenSampler) -> DeviceRound | None:
+        """None where the host must lead: the tree policy, verification, logits processors or draft decide on the host, or
+        leading on the device does not pay.
         """
         target, draft = self._target, point.draft
-        if target.graph_runner is None or not _is_worth_it(target.device, target.graph_runner.mode):
+        if not _pays(target.device, self.mode) or not isinstance(draft, CachedDraft) or draft.device != target.device:
             return None
-        if not isinstance(draft, CachedDraft) or draft.device != target.device:
+        if not point.verification.is_lossless or sampler.needs_prefix:
             return None
-        if not point.verification.is_lossless or rule.needs_prefix:
-            return None
-        if (point.policy, draft) not in self._made:
-            if (grower := grower_on_device(point.policy, target.device)) is None:
+        if (point.policy, draft) not in self._rounds:
+            if (grower := device_grower(point.policy, target.device)) is None:
                 return None
-            self._made[point.policy, draft] = DeviceRound(target, draft, point.policy, grower, self._buckets)
-        return self._made[point.policy, draft]
+            device_round = DeviceRound(target, draft, point.policy, grower, self._capture_sizes, self.mode)
+            self._rounds[point.policy, draft] = device_round
+        return self._rounds[point.policy, draft]

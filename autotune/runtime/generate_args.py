@@ -1,4 +1,4 @@
-"""What Hugging Face's ``generate`` prepares for a decoding method of one's own, and what trees cannot honour of it."""
+"""The arguments of a call of ``generate``: Hugging Face prepares them, and what trees cannot honour is refused."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
+from autotune.drafters.draft import Draft
 from autotune.errors import UserError, nearest
-from autotune.runtime.request import Call
-from autotune.runtime.token_sampler import PREFIX_FREE, check_sampling
+from autotune.modeling.prompt import Prompt
+from autotune.runtime.stats import DecodingStats
+from autotune.runtime.token_sampler import PREFIX_FREE, TokenSampler, check_sampling
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
-# Prepared for its own loop; the decoding loop makes its own.
-_MADE_BY_GENERATE = ("past_key_values", "use_cache", "logits_to_keep", "position_ids", "cache_position")
-# Stopping criteria that the loop counts by itself.
+# Prepared by generate for its own loop; the decoding loop has its own.
+_OF_GENERATE_LOOP = ("past_key_values", "use_cache", "logits_to_keep", "position_ids", "cache_position")
+# Stopping criteria that ``Request.emit`` implements itself.
 _COUNTED_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
-# Those that look at every row for itself, so that rows may be shown to them one by one.
+# Criteria and processors that treat each row independently, so that rows may be decoded one by one.
 _ROWWISE_STOPS = (*_COUNTED_STOPS, "StopStringCriteria", "MaxTimeCriteria")
 _ROWWISE_PROCESSORS = {
     *PREFIX_FREE,
@@ -34,14 +38,80 @@ _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidde
 _ARGUMENTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
-def check_names(model: Any, given: Iterable[str]) -> None:
-    """What is no setting must be an input of the model: transformers would drop a misspelt one in silence.
+@dataclass
+class Call:
+    """A call of ``generate`` as Hugging Face prepared it: a batch of prompts and the settings of all of them."""
+
+    inputs: dict[str, Any]
+    max_new_tokens: int
+    """Counted from the length of the padded prompts."""
+    eos_token_ids: frozenset[int]
+    pad_token_id: int
+    temperature: float
+    """0 is greedy."""
+    seed: int
+    """Row r is decoded with ``seed + r``, so that equal prompts give different samples."""
+    processors: Sequence[Any] = ()
+    stops: Sequence[Any] = ()
+    returns_dict: bool = False
+    workload: str | None = None
+    """The caller's name for this kind of request, which the conditions of operating points may ask for."""
+    prompts: Sequence[Prompt] = ()
+    """The rows as the target reads them."""
+    _draft_prompts: dict[Draft, Sequence[Any]] = field(default_factory=dict)
+
+    def draft_prompt(self, draft: Draft, row: int) -> Any:
+        """A row as a draft reads it. The whole batch is prepared when its first row is asked for."""
+        if draft not in self._draft_prompts:
+            self._draft_prompts[draft] = draft.prompts(self.inputs, self.prompts)
+        return self._draft_prompts[draft][row]
+
+
+@dataclass
+class Request:
+    """One row of a call: its prompt, when it stops, and the tokens and statistics so far."""
+
+    sampler: TokenSampler
+    prompt: Prompt
+    prefix: Tensor
+    """The row with its padding, [1, tokens]: logits processors read it, and it is returned before the new tokens."""
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stops: Sequence[Any] = ()
+    row: int = 0
+    stats: DecodingStats = field(default_factory=DecodingStats)
+    tokens: list[int] = field(default_factory=list)
+    """New tokens."""
+    is_finished: bool = False
+
+    def emit(self, tokens: list[int]) -> list[int]:
+        """Append tokens until the request is finished; returns those appended."""
+        emitted: list[int] = []
+        for token in tokens:
+            emitted.append(token)
+            self.tokens.append(token)
+            if (
+                token in self.eos_token_ids
+                or len(self.tokens) >= self.max_new_tokens
+                or any(bool(stop(self.sequence(), None).all()) for stop in self.stops)
+            ):
+                self.is_finished = True
+                break
+        return emitted
+
+    def sequence(self) -> Tensor:
+        """Prefix and new tokens, [1, tokens]."""
+        return torch.cat([self.prefix, torch.tensor([self.tokens], dtype=torch.long, device=self.prefix.device)], dim=1)
+
+
+def check_names(model: Any, names: Iterable[str]) -> None:
+    """Refuse misspelt arguments, which transformers would ignore.
 
     Raises:
-        UserError: a name that is neither.
+        UserError: a name is neither a generation setting nor an input of the model.
     """
     known = _known_names(model.__class__)
-    for name in given:
+    for name in names:
         if name not in known:
             raise UserError(f"generate takes no {name!r}; {nearest(name, [*known, 'seed', 'streamer', 'workload'])}")
 
@@ -61,82 +131,85 @@ def generation_settings(
     top_k: int | None,
     top_p: float | None,
 ) -> dict[str, Any]:
-    """What our own arguments mean in generate's words; ``given`` is what else was passed. None says nothing.
+    """Translate the arguments of ``Decoder.generate`` to those of Hugging Face's; None leaves a setting to the config.
+
+    Args:
+        given: the other arguments of the call.
 
     Raises:
-        UserError: settings out of range.
+        UserError: a setting is out of range.
     """
     settings: dict[str, Any] = {}
     if max_new_tokens is None and not {"max_length", "generation_config"} & set(given):
         max_new_tokens = None if config.max_new_tokens or config.max_length else DEFAULT_MAX_NEW_TOKENS
     if max_new_tokens is not None:
         if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}; ask for a token")
+            raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}; set it to 1 or more")
         settings["max_new_tokens"] = max_new_tokens
     check_sampling(1.0 if temperature is None else temperature, top_k or 0, 1.0 if top_p is None else top_p)
     if temperature is not None:
         settings["do_sample"] = temperature > 0
-    if temperature is not None and temperature > 0:  # from the whole distribution but for what the call says
+    if temperature is not None and temperature > 0:
+        # With a temperature, the call alone says how the distribution is cut; the config's top-k and top-p do not apply.
         settings |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
     elif temperature is None:
         settings |= {name: value for name, value in (("top_k", top_k), ("top_p", top_p)) if value is not None}
     return settings
 
 
-def hf_call(model: Any, method: Callable[..., Any], processor: Any, inputs: dict[str, Any], **of_method: Any) -> Any:
-    """What ``method``, with arguments of its own, makes of a call that ``model.generate`` has prepared, without decoding.
+def prepare_call(model: Any, method: Callable[..., Call], processor: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    """Let ``model.generate`` prepare a call for a decoding method, without decoding; ``options`` go to the method.
 
     Raises:
-        UserError: what generate itself refuses; stop strings without a tokenizer.
+        UserError: generate refuses the call, or stop strings are given without a tokenizer.
     """
     config = inputs.get("generation_config") or model.generation_config
     if stop_strings := inputs.pop("stop_strings", None) or config.stop_strings:
         tokenizer = getattr(processor, "tokenizer", processor)
         if tokenizer is None:
             raise UserError("stop_strings need the tokenizer; load the decoder with processor=")
-        # Generate would ask for the tokenizer, which it does not take beside a method of one's own.
+        # Generate would ask for the tokenizer, which it does not accept together with a custom method.
         stops = [*(inputs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stop_strings)]
         inputs |= {"stopping_criteria": StoppingCriteriaList(stops), "stop_strings": None}
     _check_cache(inputs.get("cache_implementation") or config.cache_implementation)
     prepare = functools.partial(method, prepare_only=True)
     try:
-        return model.generate(**inputs, custom_generate=prepare, **of_method)
+        return model.generate(**inputs, custom_generate=prepare, **options)
     except ValueError as error:
         raise UserError(f"generate refuses the call: {' '.join(str(error).split())}") from None
 
 
 def prepared_call(
     config: Any,
-    given: dict[str, Any],
+    inputs: dict[str, Any],
     processors: Sequence[Any],
     stops: Sequence[Any],
     *,
     seed: int | None,
     workload: str | None,
 ) -> Call:
-    """What generate has prepared for a decoding method, as the loop takes it. Without a seed, one is drawn where tokens are.
+    """Make a ``Call`` from what generate passes to a custom method. Sampling without a seed draws one from torch.
 
     Raises:
-        UserError: what trees cannot honour.
+        UserError: trees cannot honour a setting.
     """
-    _check_call(config, given, processors, stops)
-    if not given.get("mm_encoder_outputs"):  # generate adds an empty one
-        given.pop("mm_encoder_outputs", None)
+    _check_call(config, inputs, processors, stops)
+    if not inputs.get("mm_encoder_outputs"):  # generate adds an empty one
+        inputs.pop("mm_encoder_outputs", None)
     eos = config.eos_token_id
     eos_ids = [] if eos is None else eos if isinstance(eos, Sequence) else [eos]
     pad = config.pad_token_id
     if config.do_sample and seed is None:
         seed = int(torch.randint(2**31, ()).item())
-    sampled_at = 1.0 if config.temperature is None else float(config.temperature)
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
     return Call(
-        inputs={name: value for name, value in given.items() if value is not None and name not in _MADE_BY_GENERATE},
-        max_new_tokens=config.max_length - given["input_ids"].shape[1],
+        inputs={k: value for k, value in inputs.items() if value is not None and k not in _OF_GENERATE_LOOP},
+        max_new_tokens=config.max_length - inputs["input_ids"].shape[1],
         eos_token_ids=frozenset(int(token) for token in eos_ids),
         pad_token_id=int(pad if pad is not None else (eos_ids or [0])[0]),
-        temperature=sampled_at if config.do_sample else 0.0,
+        temperature=temperature if config.do_sample else 0.0,
         seed=seed or 0,
-        # Temperature, top-k and top-p are among the processors that generate prepared.
-        processors=processors,
+        processors=processors,  # temperature, top-k and top-p among them
         stops=[stop for stop in stops if type(stop).__name__ not in _COUNTED_STOPS],
         returns_dict=bool(config.return_dict_in_generate),
         workload=workload,
@@ -144,11 +217,11 @@ def prepared_call(
 
 
 def _check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], stops: Iterable[Any]) -> None:
-    """Refuse what trees cannot honour, rather than ignore it.
+    """Refuse what trees cannot honour.
 
     Raises:
-        UserError: several beams or sequences, a cache of the caller's, outputs of every step, or a batch with
-            processors or criteria that look at all rows together.
+        UserError: several beams or sequences, a filled cache, outputs of single steps, or a batch with processors or
+            criteria that may read all rows together.
     """
     if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
         raise UserError("trees decode one sequence: num_beams and num_return_sequences must be 1; set them to 1")
@@ -163,30 +236,27 @@ def _check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], 
             "pass the whole prompt without past_key_values"
         )
     if inputs.get("inputs_embeds") is not None:
-        raise UserError("prompts are decoded from input_ids; inputs_embeds are not taken; pass the tokens")
+        raise UserError("prompts are decoded from input_ids; inputs_embeds are not accepted; pass the tokens")
     input_ids = inputs["input_ids"]
-    if isinstance(input_ids, torch.Tensor) and len(input_ids) > 1:
-        for one in processors:
-            if type(one).__name__ not in _ROWWISE_PROCESSORS:
-                raise UserError(
-                    f"rows of a batch are decoded one by one, and {type(one).__name__} may look at all of them; decode single prompts"
-                )
-        for one in stops:
-            if type(one).__name__ not in _ROWWISE_STOPS:
-                raise UserError(
-                    f"rows of a batch are decoded one by one, and {type(one).__name__} may look at all of them; decode single prompts"
-                )
+    if isinstance(input_ids, Tensor) and len(input_ids) > 1:
+        for hooks, rowwise in ((processors, _ROWWISE_PROCESSORS), (stops, _ROWWISE_STOPS)):
+            for name in (type(hook).__name__ for hook in hooks):
+                if name not in rowwise:
+                    raise UserError(
+                        f"rows of a batch are decoded one by one, and {name} may read all rows together; "
+                        "decode single prompts"
+                    )
 
 
 def processors_of_row(processors: Iterable[Any], row: int) -> list[Any]:
-    """Those of one row of a batch: the repetition penalty knows how much of each row is padding."""
-    found = []
-    for one in processors:
-        if isinstance(getattr(one, "prompt_ignore_length", None), torch.Tensor):
-            one = copy.copy(one)
-            one.prompt_ignore_length = one.prompt_ignore_length[row : row + 1]
-        found.append(one)
-    return found
+    """The processors for one row of a batch: the repetition penalty stores how much of each row is padding."""
+    of_row = []
+    for processor in processors:
+        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+        of_row.append(processor)
+    return of_row
 
 
 def _check_cache(kind: str | None) -> None:

@@ -1,4 +1,4 @@
-"""One way to decode: who drafts, which trees grow, how they are verified, and when it does not pay."""
+"""Operating points with their models and policies loaded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from autotune.trees.verification import parse_verification
 
 
 class LoadedPoint:
-    """An operating point at work. Everything it needs is made here, so that switching to it between requests costs nothing;
-    several ways may share a draft. Its arguments are those of ``Decoder``.
+    """Runtime state of one operating point: draft, tree policy, verification, fallback.
+
+    Everything is created here, so that switching between points is free. Points may share a draft.
 
     Args:
-        when: the requests that are decoded so.
+        when: the requests that this point decodes; all of them by default. The other arguments are those of ``Decoder``.
 
     Raises:
-        UserError: an unknown tree policy, hyperparameter or verification, a share out of range.
+        UserError: an unknown tree policy, hyperparameter or verification, or ``visual_keep`` out of range.
     """
 
     def __init__(
@@ -43,9 +44,8 @@ class LoadedPoint:
         self.visual_keep = visual_keep
         self.verification = parse_verification(verification)
         self.fallback = Fallback(fallback)
-        """With a memory of its own requests."""
 
 
 def as_draft(draft: Any | None) -> Draft | None:
-    """A Hugging Face model drafts independently; a draft stays what it is."""
+    """Wrap a Hugging Face model as an independent draft; return a draft, or None, as it is."""
     return draft if draft is None or hasattr(draft, "propose") else IndependentDraft(draft)

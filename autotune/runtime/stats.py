@@ -1,4 +1,4 @@
-"""What one request did: counts and times, and the tokens that came out."""
+"""Output and statistics of decoding."""
 
 from __future__ import annotations
 
@@ -13,48 +13,45 @@ from autotune.trees.acceptance_counts import AcceptanceCounts
 
 @dataclass
 class DecodingStats:
-    """What one request did. Times are milliseconds of wall clock, the device synchronised where they are read."""
+    """Counts and times of one request. Times are wall-clock milliseconds, read with the device synchronised."""
 
     point: int = 0
-    """Number of the operating point that decoded, in the order of the profile."""
+    """Index of the operating point that decoded the request, in the order of the profile."""
     prompt_tokens: int = 0
     new_tokens: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
-    """τ of every round: draft tokens accepted and emitted. A plain step is a round that drafted nothing."""
+    """τ of every round: draft tokens accepted and emitted; 0 for a plain step."""
     verified_nodes: list[int] = field(default_factory=list)
-    """Draft nodes sent to verification in every round."""
+    """Draft nodes sent to verification in every round; 0 for a plain step."""
     target_forwards: int = 0
-    """After the prefill."""
+    """Target forwards after the prefill."""
     draft_forwards: int = 0
     plain_steps: int = 0
-    """Target forwards without a draft."""
     target_prefill_ms: float = 0.0
-    """Until the first token, vision included."""
+    """Time to the first new token, vision included."""
     vision_ms: float = 0.0
-    """Of the target's prefill: vision tower and projector."""
+    """The part of ``target_prefill_ms`` that vision tower and projector took."""
     draft_prefill_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     decode_ms: float = 0.0
-    """From the first token to the last: draft prefill, drafting, verification and everything between them."""
-
+    """Time from the first new token to the last: draft prefill, drafting, verification and all between them."""
     acceptance_counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
-    """Which proposals the target took."""
+    """Offered and accepted draft tokens, by depth and rank."""
 
     @property
     def rounds(self) -> int:
+        """Rounds, plain steps included."""
         return len(self.accepted_lengths)
 
     @property
     def tokens_per_round(self) -> float | None:
-        """M = mean tokens emitted by a round; the first token, which the prefill emits, is not counted. None without
-        rounds.
-        """
+        """M: mean number of tokens that a round emits, not counting the prefill's token; None without rounds."""
         return (self.new_tokens - 1) / self.rounds if self.rounds else None
 
     @property
     def overhead_ms(self) -> float:
-        """Decoding time spent outside the two models."""
+        """Decoding time outside the two models."""
         return self.decode_ms - self.draft_prefill_ms - self.draft_ms - self.verify_ms
 
     def to_json(self) -> dict[str, Any]:
@@ -69,19 +66,19 @@ class DecodingStats:
 
 @dataclass(frozen=True)
 class DecodingOutput:
-    """``sequences`` is [batch, prompt + new tokens], as Hugging Face's generate returns it: rows that ended early are
-    padded.
-    """
+    """What ``Decoder.generate`` returns."""
 
     sequences: Tensor
+    """[batch, prompt + new tokens], as from Hugging Face's generate: rows that end early are padded."""
     row_stats: list[DecodingStats]
+    """Statistics of each row."""
 
     @property
     def stats(self) -> DecodingStats:
-        """Of a single prompt.
+        """Statistics of a single prompt.
 
         Raises:
-            UserError: several rows have stats of their own.
+            UserError: the output has several rows.
         """
         if len(self.row_stats) != 1:
             raise UserError(f"stats are those of one prompt; this batch has {len(self.row_stats)}; read row_stats")

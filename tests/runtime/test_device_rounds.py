@@ -80,7 +80,7 @@ def make_draft(kind: str, pair: Pair, target: Target, folder: Path) -> Any:
 
 
 def led_by_host(decoder: Decoder) -> Decoder:
-    decoder._device_rounds.of = lambda point, rule: None  # type: ignore[method-assign]
+    decoder._device_rounds.get = lambda point, sampler: None  # type: ignore[method-assign]
     return decoder
 
 
@@ -101,7 +101,7 @@ def assert_same(host: Decoder, device: Decoder, inputs: Inputs, **settings: Any)
     assert found.stats.acceptance_counts.to_json() == expected.stats.acceptance_counts.to_json()
     num_rounds = found.stats.target_forwards - found.stats.plain_steps
     # The host may see that no node is worth expanding and stop; the device always goes on.
-    on_device = device._device_rounds.of(device.point, TokenSampler())
+    on_device = device._device_rounds.get(device.point, TokenSampler())
     assert on_device is not None
     num_levels = on_device.grower.num_levels
     assert expected.stats.draft_forwards <= found.stats.draft_forwards == num_levels * num_rounds
@@ -231,8 +231,8 @@ def test_rounds_of_compiled_forwards(
     options = {"tree": TREES["eagle2"], "mode": "compile", "capture_sizes": (1, 4, 16)}
     decoder = Decoder(target, draft, **options)
     decoder.generate(**prompts["text"], max_new_tokens=8)
-    assert decoder._device_rounds.of(decoder.point, TokenSampler()) is None
-    monkeypatch.setattr(device_rounds, "_is_worth_it", lambda device, mode: True)
+    assert decoder._device_rounds.get(decoder.point, TokenSampler()) is None
+    monkeypatch.setattr(device_rounds, "_pays", lambda device, mode: True)
     assert_same(*two_decoders(target, draft, **options), prompts["text"], max_new_tokens=16)
 
 

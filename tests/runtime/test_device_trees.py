@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.runtime.device_trees import DeviceTree, accepted, grower_on_device, lineage
+from autotune.runtime.device_trees import DeviceTree, ancestors, device_grower, is_accepted
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
 from autotune.trees.verification import accept_path
@@ -41,7 +41,7 @@ DRAFTS = [
 
 def grown_on_device(tree: dict[str, Any], draft: Draft) -> DeviceTree:
     policy = parse_policy(tree)
-    grower = grower_on_device(policy, CPU)
+    grower = device_grower(policy, CPU)
     assert grower is not None
     grower.plant(CPU)
     frontier: list[tuple[int, ...]] = [()]
@@ -83,7 +83,7 @@ def test_trees_are_those_of_the_compiled_steps(tree: dict[str, Any]) -> None:
         assert (found.token[size:] == -1).all()
         assert found.token[0] == ROOT_TOKEN and found.path_logprob[0] == 0.0
         assert read_in_order(found, session)
-        seen = lineage(found.parent, session.policy.max_depth)
+        seen = ancestors(found.parent, session.policy.max_depth)
         mask = np.empty((size, size), np.float32)
         write_tree_mask(expected, mask, -1.0)
         assert np.array_equal(seen[:size, :size].numpy(), mask == 0.0)
@@ -91,7 +91,7 @@ def test_trees_are_those_of_the_compiled_steps(tree: dict[str, Any]) -> None:
             said = rng.integers(0, 3, len(found.token))
             path = np.zeros(40, np.int64)
             length = accept_path(expected, said, path)
-            on_path = accepted(found, seen, torch.from_numpy(said)).nonzero()[:, 0].tolist()
+            on_path = is_accepted(found, seen, torch.from_numpy(said)).nonzero()[:, 0].tolist()
             assert on_path == [ROOT, *path[:length]]
 
 
@@ -106,4 +106,4 @@ def read_in_order(found: DeviceTree, session: Session) -> bool:
 
 def test_policies_that_decide_by_what_is_proposed_stay_on_the_host() -> None:
     for name in ("sage", "wetap"):
-        assert grower_on_device(parse_policy({"policy": name}), CPU) is None
+        assert device_grower(parse_policy({"policy": name}), CPU) is None

@@ -110,7 +110,7 @@ def test_how_long_an_answer_may_be(
     configured.max_new_tokens = 4
     assert new_tokens(decoder.generate(**inputs).sequences, inputs) == text[:4]
     configured.max_length, configured.max_new_tokens = length, None
-    with pytest.raises(UserError, match=rf"max_length leaves no room for a token behind {length}|generate refuses"):
+    with pytest.raises(UserError, match=rf"max_length leaves no room for a token after the prompt's {length}|generate refuses"):
         decoder.generate(**inputs)
 
 
@@ -260,7 +260,7 @@ def test_a_batch_equals_that_of_generate(pair: Pair, decoder: Decoder, batch: In
         assert torch.equal(decoder.generate(**call, **ends).sequences, expected)
         found = pair.target.generate(**call, **ends, do_sample=False, custom_generate=decoder)
         assert torch.equal(found, expected)
-        assert [s.new_tokens for s in decoder.last_stats] == [
+        assert [s.new_tokens for s in decoder.last_output.row_stats] == [
             s.new_tokens for s in decoder.generate(**call, **ends).row_stats
         ]
 
@@ -302,7 +302,7 @@ def test_what_looks_at_all_rows_together_is_refused(
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
     ):
         with pytest.raises(
-            UserError, match=f"rows of a batch are decoded one by one, and {name} may look at all of them"
+            UserError, match=f"rows of a batch are decoded one by one, and {name} may read all rows together"
         ):
             decoder.generate(**batch, max_new_tokens=4, **given)
     with pytest.raises(UserError, match="a stream is of one prompt; input_ids has 3 rows"):
@@ -358,7 +358,7 @@ def test_embeddings_in_place_of_tokens(pair: Pair, decoder: Decoder, prompts: di
     embeddings = pair.target.get_input_embeddings()(prompts["text"]["input_ids"]).detach()
     with pytest.raises(UserError, match="generate needs input_ids"):
         decoder.generate(inputs_embeds=embeddings)
-    with pytest.raises(UserError, match="prompts are decoded from input_ids; inputs_embeds are not taken"):
+    with pytest.raises(UserError, match="prompts are decoded from input_ids; inputs_embeds are not accepted"):
         decoder.generate(**prompts["text"], inputs_embeds=embeddings)
 
 

@@ -186,7 +186,7 @@ def test_what_a_point_cannot_honour_is_refused_where_it_is_chosen(pair: Pair, pr
     lossy = LoadedPoint(pair.draft, verification=WetapVerification(), when=Condition(workload="fast"))
     decoder = Decoder(pair.target, points=[lossy, LoadedPoint(pair.draft)])
     settings = {**prompts["text"], "max_new_tokens": 5, "repetition_penalty": 1.3}
-    with pytest.raises(UserError, match="wetap verification knows no logits processors"):
+    with pytest.raises(UserError, match="wetap verification supports no logits processors"):
         decoder.generate(**settings, workload="fast")
     assert torch.equal(decoder.generate(**settings).sequences, plainly(pair, settings))
 
@@ -196,7 +196,7 @@ def test_what_a_point_cannot_honour_is_refused_where_it_is_chosen(pair: Pair, pr
 
 def buffers_of(decoder: Decoder) -> list[int]:
     """Identities of what is reserved: caches with their memory, masks, trees, drafts."""
-    found: list[Any] = [decoder.target, decoder.host_round._block]
+    found: list[Any] = [decoder.target, decoder.host_round._tree_mask]
     for model in (decoder.target, *(point.draft for point in decoder.points if point.draft is not None)):
         assert isinstance(model, CachedModel)
         slabs = model.cache.blocks if isinstance(model, FeatureDraft) else list(model.cache._slabs.values())

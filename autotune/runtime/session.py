@@ -1,0 +1,187 @@
+"""One request on a target and a draft that it shares with other requests: prefill, then rounds or plain steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from autotune.drafters.draft import Draft
+from autotune.errors import UserError
+from autotune.modeling.clock import now_ms
+from autotune.modeling.target import Prefilled
+from autotune.modeling.threads import limited_threads
+from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
+from autotune.runtime.generate_args import Call, Request
+from autotune.runtime.host_rounds import HostRound
+from autotune.runtime.points import LoadedPoint
+from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
+
+_open_sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
+"""For each target and draft, the session whose tokens its cache holds."""
+
+
+def close_session(model: Any) -> None:
+    """Close the session that is open on a target or draft, if there is one; its request cannot go on."""
+    if (session := _open_sessions.get(model)) is not None:
+        session.close()
+
+
+class Session:
+    """Decodes one request: ``prefill``, then ``round`` or ``plain_step`` until ``is_finished``, then ``close``.
+
+    The target and the draft are configured for the request by ``prefill`` and restored by ``close``. Their caches hold one
+    request: a session that opens closes the one that is still open on the same target or draft.
+
+    Args:
+        capacity: KV cache length that the request can reach, trees included.
+        threads: CPU threads after the prefill; None: as many as torch uses.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        call: Call,
+        point: LoadedPoint,
+        *,
+        host_round: HostRound,
+        device_rounds: DeviceRounds,
+        capacity: int,
+        threads: int | None,
+    ) -> None:
+        self.request, self.call, self.point = request, call, point
+        self.target = host_round.target
+        self.draft: Draft | None = None
+        """The point's draft, unless the fallback leaves it out of this request."""
+        self.capacity, self.threads = capacity, threads
+        self._host_round, self._device_rounds = host_round, device_rounds
+        self._device_round: DeviceRound | None = None
+        self._prefilled: Prefilled | None = None
+        images = request.prompt.is_visual.nonzero()
+        # First position that is no longer near the prompt's last image.
+        self._near_image_until = int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0
+        self._cleanup = ExitStack()
+        self._is_open = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.request.is_finished
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token comes from a plain step: there is no draft, or rounds do not pay at present."""
+        return self.draft is None or self.point.fallback.is_plain
+
+    def prefill(self) -> list[int]:
+        """Open the session and prefill the target; returns the first new token."""
+        request, stats = self.request, self.request.stats
+        with torch.inference_mode():
+            started = self._clock()
+            self._open()
+            self.target.reserve(self.capacity)
+            rank_visual_tokens = self.draft is not None and self.point.visual_keep < 1.0
+            self._prefilled = self.target.prefill(request.prompt, rank_visual_tokens=rank_visual_tokens)
+            token = request.sampler.token(self._prefilled.logits, len(request.prompt), request.prefix)
+            emitted = request.emit([token])
+            stats.prompt_tokens, stats.new_tokens = len(request.prompt), 1
+            stats.target_prefill_ms += self._clock() - started
+        return emitted
+
+    def round(self) -> list[int]:
+        """Draft a tree, verify it and accept a path; returns the accepted tokens and the target's own token after them."""
+        return self._advance(self._round)
+
+    def plain_step(self) -> list[int]:
+        """Decode one token with the target alone; a draft reads it too."""
+        return self._advance(self._plain_step)
+
+    def close(self) -> None:
+        """Restore target and draft, and report the request to the fallback. Closing twice does nothing."""
+        self._cleanup.close()
+
+    def _open(self) -> None:
+        models = [model for model in (self.target, self.point.draft) if model is not None]
+        for model in models:
+            close_session(model)
+        self._is_open = True
+        self._cleanup.callback(self._end_request)
+        for model in models:
+            _open_sessions[model] = self
+            self._cleanup.callback(_open_sessions.pop, model)
+        draft = self.draft = self.point.draft if self.point.fallback.begin_request() else None
+        self._use_mode(self.target)
+        self._set(self.target, "output_layers", () if draft is None else draft.aux_layers)
+        if draft is not None:
+            self._use_mode(draft)
+            self._set(draft, "visual_keep", self.point.visual_keep)
+            self._set(draft, "capture_sizes", self._host_round.capture_sizes)
+            self._device_round = self._device_rounds.get(self.point, self.request.sampler)
+
+    def _set(self, model: Any, name: str, value: Any) -> None:
+        self._cleanup.callback(setattr, model, name, getattr(model, name))
+        setattr(model, name, value)
+
+    def _use_mode(self, model: Any) -> None:
+        self._cleanup.callback(model.use_mode, model.mode)
+        model.use_mode(self._device_rounds.mode)
+
+    def _end_request(self) -> None:
+        self._is_open = False
+        if self.draft is not None and self.request.stats.rounds > 0:
+            self.point.fallback.end_request()
+
+    def _advance(self, decode: Callable[[], list[int]]) -> list[int]:
+        """Run a round or a plain step, emit its tokens and count them."""
+        if not self._is_open:
+            raise UserError("another request has begun on this target; finish or close a stream before the next one")
+        stats = self.request.stats
+        with torch.inference_mode():
+            started = self._clock()
+            if stats.rounds == 0 and self.draft is not None:
+                self._prefill_draft(self.draft)
+                stats.draft_prefill_ms = self._clock() - started
+            with limited_threads(self.threads):
+                tokens = decode()
+            emitted = self.request.emit(tokens)
+            stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
+            stats.new_tokens += len(emitted)
+            stats.decode_ms += self._clock() - started
+        return emitted
+
+    def _prefill_draft(self, draft: Draft) -> None:
+        """Prefill the draft: not before the first new token is out, which it does not delay."""
+        assert self._prefilled is not None
+        prompt = self.call.draft_prompt(draft, self.request.row)
+        draft.prefill(prompt, self._prefilled.visual_scores, capacity=self.capacity)
+        draft.append(self.request.tokens[-1])
+        self.point.grower.reset()
+
+    def _plain_step(self) -> list[int]:
+        token, stats = self._host_round.plain_step(self.request), self.request.stats
+        stats.target_forwards += 1
+        stats.plain_steps += 1
+        stats.verified_nodes.append(0)
+        if self.draft is not None:
+            self.draft.append(token)
+            self.point.fallback.count_plain_step()
+        return [token]
+
+    def _round(self) -> list[int]:
+        point, stats = self.point, self.request.stats
+        is_near_image = self.target.length < self._near_image_until
+        path, next_token, draft_forwards = (self._device_round or self._host_round).run(self.request, point)
+        tree = point.grower.tree
+        num_nodes = int(tree.size[0]) - 1
+        stats.draft_forwards += draft_forwards
+        stats.target_forwards += 1
+        stats.verified_nodes.append(num_nodes)
+        stats.acceptance_counts.observe(tree, path, is_near_image=is_near_image)
+        point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
+        point.grower.update(len(path))
+        return [*tree.token[path].tolist(), next_token]
+
+    def _clock(self) -> float:
+        return now_ms(self.target.device)
