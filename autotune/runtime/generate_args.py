@@ -157,7 +157,9 @@ def generation_settings(
     return settings
 
 
-def prepare_call(model: Any, method: Callable[..., Call], processor: Any, inputs: dict[str, Any], **options: Any) -> Any:
+def prepare_call(
+    model: Any, method: Callable[..., Call], processor: Any, inputs: dict[str, Any], **options: Any
+) -> Any:
     """Let ``model.generate`` prepare a call for a decoding method, without decoding; ``options`` go to the method.
 
     Raises:

@@ -187,9 +187,11 @@ def test_two_requests_in_turn_do_not_mix(pair: Pair, prompts: dict[str, Inputs])
     decoder.generate(**prompts["long"], max_new_tokens=24)
     again = decoder.generate(**prompts["image"], max_new_tokens=24)
     assert again.stats.accepted_lengths == first.stats.accepted_lengths
+    stream = decoder.stream(**prompts["image"], max_new_tokens=24)
+    next(stream)
     assert target.output_layers == (4,)
-    Decoder(target).generate(**prompts["image"], max_new_tokens=2)
-    assert target.output_layers == (), "plain decoding pays for nobody's features"
+    next(Decoder(target).stream(**prompts["image"], max_new_tokens=2))
+    assert target.output_layers == (), "plain decoding reads no output layers"
 
 
 def test_another_decoder_of_the_same_draft_disturbs_nothing(pair: Pair, prompts: dict[str, Inputs]) -> None:

@@ -45,6 +45,15 @@ def decoders(pair: Pair, kind: str, tree: dict[str, Any], mode: str, **options: 
     return eager, Decoder(target, draft, tree=tree, visual_keep=0.5, mode=mode, **options)
 
 
+def runner_of(decoder: Decoder) -> GraphRunner:
+    """The graph runner of a decoder's target, which is restored to eager forward passes after each request."""
+    decoder.target.use_mode(decoder.mode)
+    graph_runner = decoder.target.graph_runner
+    decoder.target.use_mode("eager")
+    assert graph_runner is not None
+    return graph_runner
+
+
 @pytest.mark.parametrize("kind", ["independent", *KINDS])
 def test_tokens_and_counts_are_those_of_eager_forwards(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
     """One decoder after the other, on the same models and caches; greedy, and sampled."""
@@ -70,8 +79,7 @@ def test_an_answer_grows_past_its_extent(text_pair: Pair) -> None:
         expected = eager.generate(**inputs, max_new_tokens=num_tokens)
         found = fixed.generate(**inputs, max_new_tokens=num_tokens)
         assert torch.equal(found.sequences, expected.sequences)
-        graph_runner = fixed.target.graph_runner
-        assert graph_runner is not None
+        graph_runner = runner_of(fixed)
         extents = {size.padded_kv_length for size in graph_runner._made}
         assert max(extents) == padded_length(length + num_tokens)
         assert {size.tokens for size in graph_runner._made} <= set(DEFAULT_CAPTURE_SIZES)
@@ -81,8 +89,8 @@ def test_a_size_is_prepared_once(pair: Pair, prompts: dict[str, Inputs], monkeyp
     """And its buffers stay where they are."""
     _, fixed = decoders(pair, "dream", TREES[1], "fixed", capture_sizes=(1, 16))
     fixed.generate(**prompts["text"], max_new_tokens=20)
-    graph_runner = fixed.target.graph_runner
-    assert graph_runner is not None and {size.tokens for size in graph_runner._made} == {16}
+    graph_runner = runner_of(fixed)
+    assert {size.tokens for size in graph_runner._made} == {16}
     offsets = {size: made.inputs["numbers"].data_ptr() for size, made in graph_runner._made.items()}
     monkeypatch.setattr(GraphRunner, "_prepare", None)
     fixed.generate(**prompts["text"], max_new_tokens=20)
@@ -117,7 +125,9 @@ def test_compiled_forwards_decode_as_eager_ones(pair: Pair, prompts: dict[str, I
             assert torch.equal(found.sequences, expected.sequences)
             assert found.stats.accepted_lengths == expected.stats.accepted_lengths
     for model in (compiled.target, compiled.draft):
-        assert model is not None and model.graph_runner.why_eager is None
+        model.use_mode("compile")
+        assert model.graph_runner.why_eager is None
+        model.use_mode("eager")
 
 
 def test_every_size_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +190,7 @@ def test_what_cannot_be_prepared_runs_eagerly_and_says_why(
     ):
         found = decoder.generate(**prompts["text"], max_new_tokens=20)
     assert torch.equal(found.sequences, expected.sequences)
-    graph_runner = decoder.target.graph_runner
-    assert graph_runner is not None and graph_runner.why_eager == "RuntimeError: no C++ compiler"
+    assert runner_of(decoder).why_eager == "RuntimeError: no C++ compiler"
 
 
 @pytest.mark.parametrize(

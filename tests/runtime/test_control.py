@@ -184,7 +184,9 @@ def test_a_verification_may_be_typed_in(pair: Pair) -> None:
 
 def test_a_threshold_reads_no_logits_processors(pair: Pair, prompts: dict[str, Inputs]) -> None:
     decoder = Decoder(pair.target, pair.draft, verification=WetapVerification())
-    with pytest.raises(UserError, match="wetap verification supports no logits processors that read the prefix; drop them"):
+    with pytest.raises(
+        UserError, match="wetap verification supports no logits processors that read the prefix; drop them"
+    ):
         pair.target.generate(**prompts["text"], custom_generate=decoder, repetition_penalty=1.3, max_new_tokens=5)
 
 

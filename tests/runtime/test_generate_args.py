@@ -110,7 +110,9 @@ def test_how_long_an_answer_may_be(
     configured.max_new_tokens = 4
     assert new_tokens(decoder.generate(**inputs).sequences, inputs) == text[:4]
     configured.max_length, configured.max_new_tokens = length, None
-    with pytest.raises(UserError, match=rf"max_length leaves no room for a token after the prompt's {length}|generate refuses"):
+    with pytest.raises(
+        UserError, match=rf"max_length leaves no room for a token after the prompt's {length}|generate refuses"
+    ):
         decoder.generate(**inputs)
 
 
