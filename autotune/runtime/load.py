@@ -1,4 +1,4 @@
-"""From a decoding profile to a decoder."""
+"""Load the decoder that a decoding profile describes."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ def load(
     device: str = "auto",
     strict: bool = False,
 ) -> Decoder:
-    """A decoder that obeys a profile.
+    """Load a decoder that follows a profile.
 
-    Loads the target and draft that the profile names, or takes loaded models. On another device than the profile was
-    made for it says so in a warning and decodes anyway, for that is lossless all the same. What the points need is loaded
-    here, each draft once, so that the decoder switches between them at no cost.
+    Loads the target and the drafts that the profile names, each once, or takes loaded models. On another device than the
+    profile's, decoding is still lossless: the loader warns.
 
     Raises:
-        UserError: the profile or its models cannot be read; a draft given for points that name several; with ``strict``,
-            another device.
-        NotComparable: a model's weights are not those of the profile (models given by the caller are not hashed).
+        UserError: the profile or its models cannot be read, ``draft`` is given for points that name several drafts, or
+            ``strict`` is set on another device.
+        NotComparable: a model's weights differ from the profile's. Models given by the caller are not hashed.
     """
     source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
     document = profile if isinstance(profile, DecodingProfile) else DecodingProfile.load(Path(profile))
-    networks = {point.draft.network: point.draft for point in document.points if point.draft is not None}
-    if draft is not None and len(networks) > 1:
+    choices = {point.draft.network: point.draft for point in document.points if point.draft is not None}
+    if draft is not None and len(choices) > 1:
         raise UserError(
-            f"{source}: its points name {len(networks)} drafts; leave draft= out, and they are loaded by name"
+            f"{source}: its points name {len(choices)} drafts; leave draft= out, and they are loaded by name"
         )
     device_name = choose_device(device) if target is None else str(target.device)
-    here = fingerprint(device_name)
-    if here.key != document.hardware.key:
-        message = f"{source}: tuned on {document.hardware.key}, this is {here.key}"
+    hardware = fingerprint(device_name)
+    is_tuned_here = hardware.key == document.hardware.key
+    if not is_tuned_here:
+        message = f"{source}: tuned on {document.hardware.key}, this is {hardware.key}"
         if strict:
             raise UserError(f"{message}; run autotune search here, or load without strict=True")
         warnings.warn(f"{message}; output is the same, the speedup may differ", stacklevel=2)
 
     @functools.cache
-    def checked(reference_in_profile: ModelReference) -> str:
-        found = reference(reference_in_profile.id)
-        if reference_in_profile.sha256 and found.sha256 and found.sha256 != reference_in_profile.sha256:
+    def checked_id(named: ModelReference) -> str:
+        local = reference(named.id)
+        if named.sha256 and local.sha256 and local.sha256 != named.sha256:
             raise NotComparable(
-                f"{source}: {reference_in_profile.id} has other weights than when the profile was made; run autotune search again"
+                f"{source}: {named.id} has other weights than when the profile was made; run autotune search again"
             )
-        return reference_in_profile.id
+        return named.id
 
-    loaded = Target(load_model(checked(document.target), device=device_name) if target is None else target)
+    loaded = Target(load_model(checked_id(document.target), device=device_name) if target is None else target)
     drafts = {
-        network: load_draft(checked(ModelReference(id=choice.id, sha256=choice.sha256)), loaded, choice.subnet)
+        network: load_draft(checked_id(ModelReference(id=choice.id, sha256=choice.sha256)), loaded, choice.subnet)
         if draft is None
         else as_draft(draft)
-        for network, choice in networks.items()
+        for network, choice in choices.items()
     }
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
@@ -77,7 +77,7 @@ def load(
         loaded,
         lambda choice: drafts[choice.network],
         processor=processor,
-        threads=document.threads if here.key == document.hardware.key else None,
+        threads=document.threads if is_tuned_here else None,
     )
 
 
@@ -89,20 +89,21 @@ def decoder_for(
     processor: Any = None,
     threads: int | None = None,
 ) -> Decoder:
-    """A decoder that obeys a profile, of loaded models."""
+    """The decoder of a profile whose models are loaded."""
+    points = [
+        LoadedPoint(
+            None if point.draft is None else draft_of(point.draft),
+            tree=point.tree,
+            visual_keep=1.0 if point.draft is None else point.draft.subnet.visual_keep,
+            verification=point.verification,
+            fallback=point.fallback,
+            when=point.when,
+        )
+        for point in profile.points
+    ]
     return Decoder(
         target,
-        points=[
-            LoadedPoint(
-                None if point.draft is None else draft_of(point.draft),
-                tree=point.tree,
-                visual_keep=1.0 if point.draft is None else point.draft.subnet.visual_keep,
-                verification=point.verification,
-                fallback=point.fallback,
-                when=point.when,
-            )
-            for point in profile.points
-        ],
+        points=points,
         capture_sizes=profile.capture_sizes,
         mode=profile.mode,
         threads=threads,

@@ -1,10 +1,8 @@
-"""Which token the target emits at a position: one function of logits, seed and position, used by plain decoding, trees
-and recording alike.
+"""The token that the target emits at a position, a function of logits, seed and position (``docs/concepts.md``, losslessness).
 
-The token at absolute position t is ``argmax(processed_logits / T + gumbel(seed, t))``, without noise at temperature 0
-(DESIGN section 5). By the Gumbel-max trick it is distributed as softmax(processed_logits / T); because the noise
-belongs to the position, not to the order of calls, decoding with and without a draft emits the same tokens at any
-temperature.
+The token at absolute position t is ``argmax(processed_logits / T + gumbel(seed, t))``; at temperature 0 there is no noise.
+By the Gumbel-max trick it is distributed as softmax(processed_logits / T). Plain decoding, trees and recording all use this
+function, and the noise does not depend on the order of calls, so they emit the same tokens at any temperature.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from autotune.errors import UserError
 from autotune.modeling import transfer
 
 _MASK64 = (1 << 64) - 1
-# Hugging Face's processors that do not look at the tokens before.
+# Hugging Face's processors that do not read the prefix.
 PREFIX_FREE = frozenset(
     {
         *("EpsilonLogitsWarper", "EtaLogitsWarper", "MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"),
@@ -34,10 +32,9 @@ PREFIX_FREE = frozenset(
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """Refuse settings out of range.
-
+    """
     Raises:
-        UserError: one of them is.
+        UserError: a setting is out of range.
     """
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise UserError(f"temperature must be a number of at least 0; got {temperature}; 0 is greedy decoding")
@@ -48,7 +45,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 
 
 def mix_seed(seed: int, position: int) -> int:
-    """A 63-bit generator seed for (seed, position): splitmix64, so that neighbouring positions share nothing."""
+    """A 63-bit generator seed for (seed, position), by splitmix64: neighbouring positions are uncorrelated."""
     z = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -56,8 +53,10 @@ def mix_seed(seed: int, position: int) -> int:
 
 
 class TokenSampler:
-    """Turns logits into tokens. ``processors`` are Hugging Face logits processors, which may look at the tokens before
-    the position.
+    """Turns logits into tokens.
+
+    Args:
+        processors: Hugging Face logits processors, which may read the prefix.
     """
 
     def __init__(
@@ -73,10 +72,10 @@ class TokenSampler:
         check_sampling(temperature, top_k, top_p)
         self.temperature = temperature
         self.seed = seed
-        # Where all processors look at the logits alone, all tokens of a round are decided at once.
-        is_free = all(type(processor).__name__ in PREFIX_FREE for processor in processors)
-        self.processors = [] if is_free else list(processors)
-        self.warpers = LogitsProcessorList(processors if is_free else ())
+        # If no processor reads the prefix, all tokens of a round are computed at once.
+        is_prefix_free = all(type(processor).__name__ in PREFIX_FREE for processor in processors)
+        self.processors = [] if is_prefix_free else list(processors)
+        self.warpers = LogitsProcessorList(processors if is_prefix_free else ())
         if temperature > 0.0 and top_k > 0:
             self.warpers.append(TopKLogitsWarper(top_k))
         if temperature > 0.0 and top_p < 1.0:
@@ -86,37 +85,13 @@ class TokenSampler:
 
     @property
     def needs_prefix(self) -> bool:
-        """Whether a token depends on the tokens before it beyond the logits: then only visited nodes can be decided."""
+        """Whether a token depends on the prefix beyond its logits, so that only visited nodes can be decided."""
         return bool(self.processors)
-
-    def tokens(self, logits: Tensor, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The token after each of n nodes, whose own logits are [n, vocabulary]; ``positions`` [n] are where those
-        tokens will stand.
-        """
-        return transfer.to_host(self.scores(logits, positions).argmax(-1))
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token is the argmax of the logits themselves."""
+        """Whether the token is the argmax of the unprocessed logits."""
         return self.temperature == 0.0 and not self.warpers and not self.processors
-
-    def tokens_on_device(self, logits: Tensor, first: int, depths: Tensor, num_depths: int) -> Tensor:
-        """``tokens`` where only the device knows how far each node stands, ``depths`` [n] below ``num_depths``, behind a root
-        whose own token will stand at ``first``; left on the device.
-        """
-        if self.temperature == 0.0:
-            return self._warped(logits).argmax(-1)
-        noise = torch.stack([self.noise(first + depth, logits.shape[-1]) for depth in range(num_depths)])
-        return (self._warped(logits.float() / self.temperature) + noise[depths]).argmax(-1)
-
-    def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
-        """What the tokens are the argmax of, [n, vocabulary]."""
-        if self.temperature == 0.0:
-            return self._warped(logits)
-        scores = self._warped(logits.float() / self.temperature)
-        distinct, inverse = np.unique(positions, return_inverse=True)
-        noise = torch.stack([self.noise(int(position), logits.shape[-1]) for position in distinct])
-        return scores + noise[torch.from_numpy(inverse)]
 
     def token(self, logits: Tensor, position: int, prefix: Tensor | None = None) -> int:
         """The token at ``position`` after a prefix [1, tokens], from logits [vocabulary]."""
@@ -125,9 +100,31 @@ class TokenSampler:
             logits = LogitsProcessorList(self.processors)(prefix, logits[None].float().clone())[0]
         return int(self.tokens(logits[None], np.array([position]))[0])
 
+    def tokens(self, logits: Tensor, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens at ``positions`` [n], from logits [n, vocabulary]."""
+        return transfer.to_host(self.scores(logits, positions).argmax(-1))
+
+    def tokens_on_device(self, logits: Tensor, first: int, depths: Tensor, num_depths: int) -> Tensor:
+        """``tokens`` at the positions ``first + depths``, where ``depths`` [n] < ``num_depths`` is known to the device only.
+        The result stays on the device.
+        """
+        if self.temperature == 0.0:
+            return self._warped(logits).argmax(-1)
+        noise = torch.stack([self.noise(first + depth, logits.shape[-1]) for depth in range(num_depths)])
+        return (self._warped(logits.float() / self.temperature) + noise[depths]).argmax(-1)
+
+    def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
+        """The scores whose argmax is the token, [n, vocabulary]."""
+        if self.temperature == 0.0:
+            return self._warped(logits)
+        scores = self._warped(logits.float() / self.temperature)
+        distinct, inverse = np.unique(positions, return_inverse=True)
+        noise = torch.stack([self.noise(int(position), logits.shape[-1]) for position in distinct])
+        return scores + noise[torch.from_numpy(inverse)]
+
     def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The log-probability of ``tokens`` [n] after the nodes ``rows`` [n] of ``logits``, under the distribution that is
-        sampled from; at temperature 0 under the model's own. The first entry, the root's, is 0.
+        """Log-probabilities of ``tokens`` [n] in the rows ``rows`` [n] of ``logits``, after a 0 for the root, [n + 1]. They
+        are of the distribution that is sampled from; at temperature 0 of the model's own.
         """
         scores = logits.float()
         if self.temperature > 0.0:
@@ -136,10 +133,10 @@ class TokenSampler:
         return np.concatenate([[0.0], transfer.to_host(picked.double())])
 
     def _warped(self, scores: Tensor) -> Tensor:
-        """Warpers know nothing of the prefix; they are given an empty one."""
         if not self.warpers:
             return scores
-        return self.warpers(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)  # type: ignore[no-any-return]
+        empty_prefix = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+        return self.warpers(empty_prefix, scores)  # type: ignore[no-any-return]
 
     def noise(self, position: int, vocabulary: int) -> Tensor:
         """Standard Gumbel noise of a position, [vocabulary]."""
