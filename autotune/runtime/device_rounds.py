@@ -209,10 +209,8 @@ def _tree_mask(model: CachedModel, visible: Tensor, padding: int) -> Tensor:
 
 
 def _pays(device: torch.device, mode: str) -> bool:
-    """On a CPU transfers are free, and the compiled tree policies are faster than tensor operations; ``fixed``, which
-    exists to test the other modes, leads rounds on the device everywhere.
-    """
-    return mode == "fixed" or (mode != EAGER and device.type != "cpu")
+    """On a CPU transfers are free, and compiled tree policies are faster than tensor operations."""
+    return mode != EAGER and (device.type != "cpu" or mode != "compile")
 
 
 class DeviceRounds:
