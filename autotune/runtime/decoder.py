@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from autotune.documents.condition import first_match
 from autotune.drafters.draft import Draft
@@ -35,24 +36,22 @@ from autotune.runtime.points import LoadedPoint
 from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingOutput, DecodingStats
 from autotune.runtime.token_sampler import TokenSampler
-from autotune.trees.fallback import Fallback, RoundPrice
+from autotune.trees.fallback import RoundPrice
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
 
 P = ParamSpec("P")
-_OLD_ARGUMENTS = {"ways": "points", "buckets": "capture_sizes", "runner": "mode"}
 
 
-def _accepts_old_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """Translate argument names of the version before, with a DeprecationWarning."""
+def _accepts_old_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Accept the argument names of the previous version."""
 
     @functools.wraps(init)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
-        for old, new in _OLD_ARGUMENTS.items():
+        for old, new in (("ways", "points"), ("buckets", "capture_sizes"), ("runner", "mode")):
             if old in kwargs:
-                message = f"Decoder's argument {old} has been renamed to {new}, and will be removed; pass {new}"
-                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                warnings.warn(f"Decoder: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
                 value = kwargs.pop(old)
                 kwargs[new] = "cuda-graph" if value == "graph" else value
         init(*args, **kwargs)
@@ -85,7 +84,7 @@ class Decoder:
         UserError: different vocabularies, an unknown tree policy or hyperparameter, or a value out of range.
     """
 
-    @_accepts_old_arguments
+    @_accepts_old_names
     def __init__(
         self,
         target: Any,
@@ -123,23 +122,10 @@ class Decoder:
         self.host_round = HostRound(self.target, self.capture_sizes)
         self._device_rounds = DeviceRounds(self.target, self.capture_sizes, self.mode)
 
-    def configure(
-        self,
-        tree: Any,
-        *,
-        visual_keep: float,
-        verification: Any = None,
-        fallback: RoundPrice | None = None,
-    ) -> None:
-        """Decode all further requests with the same draft and another tree, at no cost.
-
-        Raises:
-            UserError: an unknown tree policy, hyperparameter or verification, or ``visual_keep`` out of range.
-        """
-        point = LoadedPoint(
-            self.draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback
-        )
-        self.points, self.point = (point,), point
+    def configure(self, tree: Any, **options: Any) -> None:
+        """Decode all further requests with the same draft and another tree; ``options`` are those of ``LoadedPoint``."""
+        self.point = LoadedPoint(self.draft, tree=tree, **options)
+        self.points = (self.point,)
 
     @property
     def profile(self) -> DecodingProfile:
@@ -161,11 +147,6 @@ class Decoder:
     def draft(self) -> Draft | None:
         """The draft; with several points, that of the last point that has one."""
         return next((point.draft for point in reversed(self.points) if point.draft is not None), None)
-
-    @property
-    def fallback(self) -> Fallback:
-        """The fallback of the latest request's point."""
-        return self.point.fallback
 
     @property
     def last_stats(self) -> DecodingStats:
@@ -203,22 +184,15 @@ class Decoder:
         Raises:
             UserError: inputs that cannot be decoded, or settings out of range.
         """
-        call = self._prepare(inputs, max_new_tokens, temperature, top_k, top_p, seed, workload)
-        return self._generate(call, streamer)
+        settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return self._generate(self._prepare({**inputs, **settings}, seed, workload), streamer)
 
-    def stream(
-        self,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        workload: str | None = None,
-        **inputs: Any,
-    ) -> Iterator[int]:
-        """Yield the tokens of ``generate`` for one prompt, one by one, as soon as their round is verified."""
-        call = self._prepare(inputs, max_new_tokens, temperature, top_k, top_p, seed, workload)
+    def stream(self, *, seed: int = 0, workload: str | None = None, **inputs: Any) -> Iterator[int]:
+        """Yield the tokens of ``generate`` for one prompt, one by one, as soon as their round is verified.
+
+        Takes the arguments of ``generate``, except ``streamer``.
+        """
+        call = self._prepare(inputs, seed, workload)
         requests = self._requests(call)
         if len(requests) != 1:
             raise UserError(f"a stream is of one prompt; input_ids has {len(requests)} rows; stream them one by one")
@@ -262,9 +236,7 @@ class Decoder:
                 cache, or outputs of single steps.
         """
         if model is not self.target.model:
-            raise UserError(
-                "custom_generate must be called on the decoder's own target; load the decoder with target=model"
-            )
+            raise UserError("custom_generate must be called on the decoder's own target; load it with target=model")
         inputs = {
             "input_ids": input_ids,
             "pixel_values": pixel_values,
@@ -285,34 +257,17 @@ class Decoder:
         if prepare_only:
             return call
         out = self._generate(call, streamer)
-        if not call.returns_dict:
-            return out.sequences
-        from transformers.generation import GenerateDecoderOnlyOutput
+        return GenerateDecoderOnlyOutput(sequences=out.sequences) if call.returns_dict else out.sequences
 
-        return GenerateDecoderOnlyOutput(sequences=out.sequences)
-
-    # ------------------------------------------------------------------------------------------------------------ calls
-
-    def _prepare(
-        self,
-        inputs: dict[str, Any],
-        max_new_tokens: int | None,
-        temperature: float | None,
-        top_k: int | None,
-        top_p: float | None,
-        seed: int,
-        workload: str | None,
-    ) -> Call:
+    def _prepare(self, inputs: dict[str, Any], seed: int, workload: str | None) -> Call:
         """Let Hugging Face's generate prepare a call, so that all of its settings keep their meaning."""
         model = self.target.model
         check_names(model, inputs)
         if inputs.get("input_ids") is None:
-            raise UserError(
-                "generate needs input_ids, as the target's processor makes them; got "
-                + (", ".join(inputs) or "nothing")
-            )
+            names = ", ".join(name for name, value in inputs.items() if value is not None)
+            raise UserError(f"generate needs input_ids, as the target's processor makes them; got {names or 'nothing'}")
         config = inputs.get("generation_config") or model.generation_config
-        inputs |= generation_settings(config, inputs, max_new_tokens, temperature, top_k, top_p)
+        inputs = generation_settings(config, inputs)
         return prepare_call(model, self, self.processor, inputs, seed=seed, workload=workload)
 
     def _requests(self, call: Call) -> list[Request]:
@@ -368,9 +323,11 @@ class Decoder:
 
     def _generate(self, call: Call, streamer: Any) -> DecodingOutput:
         requests = self._requests(call)
-        if streamer is not None and len(requests) > 1:
-            raise UserError(f"a streamer reads one prompt; input_ids has {len(requests)} rows; stream them one by one")
         if streamer is not None:
+            if len(requests) > 1:
+                raise UserError(
+                    f"a streamer reads one prompt; input_ids has {len(requests)} rows; stream them one by one"
+                )
             streamer.put(call.inputs["input_ids"].cpu())
         for request in requests:
             with closing(self._decode(request, call)) as rounds:
@@ -384,8 +341,6 @@ class Decoder:
         rows = [functional.pad(row, (0, longest - row.shape[1]), value=call.pad_token_id) for row in rows]
         self.last_output = DecodingOutput(torch.cat(rows), [request.stats for request in requests])
         return self.last_output
-
-    # --------------------------------------------------------------------------------------------------------- the loop
 
     def _decode(self, request: Request, call: Call) -> Generator[list[int], None, None]:
         """Yield the prefill's token, then the tokens of each round or plain step.

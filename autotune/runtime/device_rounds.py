@@ -19,7 +19,7 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.execution import EAGER, round_up
 from autotune.modeling import transfer
 from autotune.modeling.clock import DeviceTimer
-from autotune.modeling.graph_runner import DeviceStep, GraphRunner, Outputs, padded_length
+from autotune.modeling.graph_runner import DeviceStep, Function, GraphRunner, Outputs, padded_length
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.target import Target
 from autotune.runtime.device_trees import DeviceGrower, DeviceTree, ancestors, device_grower, is_accepted
@@ -45,21 +45,17 @@ class DeviceRound:
     ) -> None:
         self.target, self.draft, self.policy, self.grower = target, draft, policy, grower
         self.level_sizes = [round_up(width, capture_sizes) for width in grower.widths]
+        self.num_levels = len(grower.widths) + 1  # draft forwards of a round, the root's included
         self.num_nodes = grower.num_nodes + 1
         self.num_tokens = round_up(self.num_nodes, capture_sizes)
-        self._drafting, self._verifying, self._greedy = (
-            GraphRunner(
-                "cuda-graph" if mode == "cuda-graph" else "fixed",
-                function,
-                target.device,
-                what=f"the {step} of {policy.policy} trees",
-            )
-            for function, step in (
-                (self._grow_tree, "drafting"),
-                (self._verify, "verification"),
-                (self._verify_greedily, "verification"),
-            )
-        )
+        mode = mode if mode == "cuda-graph" else "fixed"
+
+        def runner(function: Function, step: str) -> GraphRunner:
+            return GraphRunner(mode, function, target.device, what=f"the {step} of {policy.policy} trees")
+
+        self._drafting = runner(self._grow_tree, "drafting")
+        self._verifying = runner(self._verify, "verification")
+        self._greedy = runner(self._verify_greedily, "verification")
         self._padded_kv_length = 0  # of the step that runs
         self._caches = target.cache, draft.cache
 
@@ -83,7 +79,7 @@ class DeviceRound:
         draft_ms, verify_ms = timer.ms
         request.stats.draft_ms += draft_ms
         request.stats.verify_ms += verify_ms
-        return RoundResult(path, next_token, self.grower.num_levels)
+        return RoundResult(path, next_token, self.num_levels)
 
     def _draft_tree(self, after_pending: Tensor) -> Tensor:
         """Returns the packed tree. ``after_pending`` is the draft's prefix state once it has read its pending tokens."""

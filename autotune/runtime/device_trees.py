@@ -1,12 +1,13 @@
 """Tree policies as tensor operations, for rounds on the device: ``chain``, ``static`` and ``eagle2``, whose levels have the
-same sizes in every round. They grow the same trees as the compiled policies in ``trees``, ties included.
+same sizes in every round. They grow the same trees as the compiled policies in ``trees``, ties included. Nothing here
+waits for the device, so that rounds can be captured.
 
-Nothing here waits for the device, so that rounds can be captured.
+A grower's ``plant`` begins a round; ``grow`` adds a level from the frontier's proposals, [frontier, proposals], and returns
+the next frontier (meaningless after the last level); ``pruned`` returns the tree to verify below the token ``root`` [1].
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import numpy as np
@@ -59,68 +60,29 @@ class Frontier(NamedTuple):
     """Index of each node's parent in the previous frontier."""
 
 
-class DeviceGrower(ABC):
-    """Grows trees of one policy: ``plant`` begins a round, ``grow`` adds each level, and ``pruned`` returns the tree."""
-
-    num_nodes: int
-    """Nodes of the verified tree, the root not counted."""
-    widths: tuple[int, ...]
-    """Nodes that the draft reads on each level below the root."""
-    is_chain: bool
-    """Whether no node can have a sibling."""
-
-    @property
-    def num_levels(self) -> int:
-        """Draft forwards of a round, the root's included."""
-        return len(self.widths) + 1
-
-    @abstractmethod
-    def plant(self, device: torch.device) -> None:
-        """Begin a round."""
-
-    @abstractmethod
-    def grow(self, tokens: Tensor, logprobs: Tensor) -> Frontier:
-        """Add a level from the proposals of the frontier's nodes, [frontier, proposals]. After the last level, the returned
-        frontier is meaningless.
-        """
-
-    @abstractmethod
-    def pruned(self, root: Tensor) -> DeviceTree:
-        """The tree to verify below the token ``root`` [1]."""
-
-
-class _Level(NamedTuple):
-    """One level of a tree of known shape."""
-
-    row: Tensor
-    """Index of each node's parent in the frontier, [nodes]."""
-    rank: Tensor
-    expanded: Tensor
-    """Indices of the nodes that have children."""
-
-
-class FixedGrower(DeviceGrower):
+class FixedGrower:
     """``chain`` and ``static``: the same rank paths in every round."""
 
     def __init__(self, policy: ChainPolicy | StaticPolicy, device: torch.device) -> None:
         paths = policy.ordered_paths
-        self.num_nodes = len(paths)
+        self.num_nodes = len(paths)  # the root not counted
         self._keeps_empty_nodes = isinstance(policy, StaticPolicy)
         parents = {path[:-1] for path in paths}
         frontier: list[tuple[int, ...]] = [()]
-        self._levels: list[_Level] = []
+        # For each level: indices of its nodes' parents in the frontier, ranks of the nodes, indices of those with children.
+        self._levels: list[list[Tensor]] = []
         slot: dict[tuple[int, ...], int] = {}
         widths: list[int] = []
         for depth in range(1, policy.max_depth + 1):
             level = [path for path in paths if len(path) == depth]
             expanded = [index for index, path in enumerate(level) if path in parents]
             columns = ([frontier.index(path[:-1]) for path in level], [path[-1] for path in level], expanded)
-            self._levels.append(_Level(*(torch.tensor(column, dtype=torch.long, device=device) for column in columns)))
+            self._levels.append([torch.tensor(column, dtype=torch.long, device=device) for column in columns])
             frontier = [level[index] for index in expanded]
             slot |= {path: len(slot) + index for index, path in enumerate(frontier)}
             widths.append(len(frontier))
-        self.widths = tuple(widths[:-1])
-        self.is_chain = len(paths) == policy.max_depth
+        self.widths = tuple(widths[:-1])  # nodes that the draft reads on each level below the root
+        self.is_chain = len(paths) == policy.max_depth  # no node can have a sibling
         node = {(): ROOT} | {path: index + 1 for index, path in enumerate(paths)}
         nodes = [(ROOT, 0, -1, -1)] + [(node[path[:-1]], len(path), path[-1], slot.get(path, -1)) for path in paths]
         self._parent, self._depth, self._rank, self._slot = torch.tensor(nodes, device=device).T.contiguous()
@@ -147,7 +109,7 @@ class FixedGrower(DeviceGrower):
         return DeviceTree(token, self._parent, self._depth, self._rank, self._slot, logprob, exists.long().sum())
 
 
-class Eagle2Grower(DeviceGrower):
+class Eagle2Grower:
     """``eagle2``. Candidates are numbered in the order in which they are proposed, which breaks ties: k consecutive ones
     are the children of one frontier node. Until the tree is pruned, candidate i is node i + 1.
     """
@@ -190,7 +152,7 @@ class Eagle2Grower(DeviceGrower):
         # Absent candidates are sorted to the end.
         kept = best.masked_fill(self._logprob[best] == ABSENT, num_candidates).sort().values
         exists, kept = kept < num_candidates, kept.clamp(max=num_candidates - 1)
-        expanded = torch.cat(self._expanded[: self.num_levels])
+        expanded = torch.cat(self._expanded[: len(self.widths) + 1])
         row, width = kept // k, max((1, *self.widths))
         slot = torch.full((num_candidates + 1,), -1, device=kept.device)
         slot.scatter_(0, expanded, torch.arange(-1, len(expanded) - 1, device=kept.device))
@@ -212,6 +174,9 @@ class Eagle2Grower(DeviceGrower):
             path_logprob=with_root(0, self._logprob[kept], ABSENT),
             size=exists.sum() + 1,
         )
+
+
+DeviceGrower = FixedGrower | Eagle2Grower
 
 
 def device_grower(policy: Policy, device: torch.device) -> DeviceGrower | None:

@@ -123,24 +123,16 @@ def _known_names(model_class: Any) -> tuple[str, ...]:
     return (*inputs, *settings, *_ARGUMENTS)
 
 
-def generation_settings(
-    config: Any,
-    given: dict[str, Any],
-    max_new_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-) -> dict[str, Any]:
+def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Translate the arguments of ``Decoder.generate`` to those of Hugging Face's; None leaves a setting to the config.
-
-    Args:
-        given: the other arguments of the call.
 
     Raises:
         UserError: a setting is out of range.
     """
-    settings: dict[str, Any] = {}
-    if max_new_tokens is None and not {"max_length", "generation_config"} & set(given):
+    names = ("max_new_tokens", "temperature", "top_k", "top_p")
+    settings = {name: value for name, value in arguments.items() if name not in names}
+    max_new_tokens, temperature, top_k, top_p = (arguments.get(name) for name in names)
+    if max_new_tokens is None and not {"max_length", "generation_config"} & set(settings):
         max_new_tokens = None if config.max_new_tokens or config.max_length else DEFAULT_MAX_NEW_TOKENS
     if max_new_tokens is not None:
         if max_new_tokens < 1:

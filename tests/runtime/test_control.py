@@ -69,7 +69,7 @@ def test_a_draft_that_helps_is_never_left(pair: Pair, prompts: dict[str, Inputs]
 
 def test_without_a_price_nothing_rests(pair: Pair, prompts: dict[str, Inputs]) -> None:
     decoder = Decoder(pair.target, stranger(), tree={"policy": "chain"})
-    assert decoder.fallback.price is None
+    assert decoder.point.fallback.price is None
     for _ in range(4):
         assert decoder.generate(**prompts["text"], max_new_tokens=NEW_TOKENS).stats.plain_steps == 0
     assert Fallback(None).begin_request()

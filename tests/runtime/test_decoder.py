@@ -762,9 +762,7 @@ def test_an_unknown_tree(pair: Pair, decoder: Decoder) -> None:
 
 
 def test_custom_generate_on_another_model(pair: Pair, prompts: dict[str, Inputs], decoder: Decoder) -> None:
-    with pytest.raises(
-        UserError, match="must be called on the decoder's own target; load the decoder with target=model"
-    ):
+    with pytest.raises(UserError, match="must be called on the decoder's own target; load it with target=model"):
         pair.draft.generate(**prompts["image"], max_new_tokens=3, custom_generate=decoder)
 
 

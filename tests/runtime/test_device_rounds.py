@@ -103,7 +103,7 @@ def assert_same(host: Decoder, device: Decoder, inputs: Inputs, **settings: Any)
     # The host may see that no node is worth expanding and stop; the device always goes on.
     on_device = device._device_rounds.get(device.point, TokenSampler())
     assert on_device is not None
-    num_levels = on_device.grower.num_levels
+    num_levels = on_device.num_levels
     assert expected.stats.draft_forwards <= found.stats.draft_forwards == num_levels * num_rounds
     if device.point.policy.policy != "eagle2":
         assert expected.stats.draft_forwards == found.stats.draft_forwards

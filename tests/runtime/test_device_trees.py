@@ -45,7 +45,7 @@ def grown_on_device(tree: dict[str, Any], draft: Draft) -> DeviceTree:
     assert grower is not None
     grower.plant(CPU)
     frontier: list[tuple[int, ...]] = [()]
-    for level in range(grower.num_levels):
+    for level in range(len(grower.widths) + 1):
         if level > 0:
             assert len(frontier) == grower.widths[level - 1]
         logprobs = np.stack([proposed(draft, path, policy.num_proposals) for path in frontier])
