@@ -1,12 +1,12 @@
-"""Records traces: the target's answers once, then what a draft would propose at every position of them, many positions
-at a time.
+"""Records traces: the target's answers once, then a draft's proposals at every position of them, many positions at a
+time.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,19 @@ from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import causal_tree_mask
 from autotune.runtime.decoder import Decoder
-from autotune.trees.tree import MAX_STEP, Floats, Ints
+from autotune.trees.limits import MAX_STEP, Floats, Ints
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
-ROOTS_AT_ONCE = 24  # positions whose forests grow together, at most; of small forests...
-NODES_AT_ONCE = 800  # ...as many as have so many nodes: every one attends to a column for each of the others
-MAX_KEPT_BYTES = 2 << 30  # of what the target made of prompts
+ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,
+NODES_AT_ONCE = 800  # and on their nodes: every node's mask has a column for each of the others
+MAX_READING_BYTES = 2 << 30  # of the readings kept in memory
 Report = Callable[[int, int], None]
 """Called as report(done, of)."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target says to a prompt. ``visual_scores`` [visual tokens] rank them for pruning; empty without an
-    image.
-    """
+    """The target's answer to a prompt. ``visual_scores`` [visual tokens] rank them for pruning; empty without an image."""
 
     tokens: list[int]
     prompt_length: int
@@ -50,13 +48,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the target makes of a prompt and of its own answer, for drafts that read its features."""
+    """The target's hidden states of a prompt and its answer, for drafts that read them. Both are by layer."""
 
     prompts: Sequence[Prompt]
     prompt_hidden: dict[int, Tensor]
-    """Of the layers asked for, [prompt tokens, hidden]."""
+    """[prompt tokens, hidden]"""
     answer_hidden: dict[int, Tensor]
-    """The same of the token before each of the answer's, [answer tokens, hidden]."""
+    """[answer tokens, hidden], in each row those of the token before."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,8 +62,8 @@ class Reading:
 
 
 class Recorder:
-    """Records with one loaded target. Every answer and every forest is a file of its own under ``folder`` as soon as it
-    is known, named by what it depends on: after a crash the same calls find them again and do only what is missing.
+    """Records with one loaded target. Work is idempotent and crash-safe: every answer and every forest is written to a file
+    of its own under ``folder`` as soon as it is complete, named by a hash of what it depends on.
     """
 
     def __init__(self, target: Target, target_reference: ModelReference, processor: Any, folder: Path) -> None:
@@ -74,22 +72,22 @@ class Recorder:
         self.processor = processor
         self.folder = folder
         self.layers: tuple[int, ...] = ()
-        """Of the target: what it makes of prompts is kept for these, where many drafts that read them are recorded."""
+        """Layers of the target whose readings are kept in memory, to record several drafts that read them."""
         self._readings: dict[tuple[str, int], Reading] = {}
         self._plain = Decoder(target)
 
     def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
         """The target's answer to every prompt, by plain decoding."""
         answers = []
-        for number, prompt in enumerate(workload.prompts):
+        for done, prompt in enumerate(workload.prompts, start=1):
             path = self.folder / "answers" / f"{self._answer_key(prompt)}.json"
             answer = _read_answer(path)
             if answer is None:
                 answer = self._answer(prompt)
-                write_bytes(path, json.dumps(answer.__dict__).encode())
+                write_bytes(path, json.dumps(asdict(answer)).encode())
             answers.append(answer)
             if report is not None:
-                report(number + 1, len(workload.prompts))
+                report(done, len(workload.prompts))
         return answers
 
     def _answer_key(self, prompt: WorkloadPrompt) -> str:
@@ -98,9 +96,9 @@ class Recorder:
     def _answer(self, prompt: WorkloadPrompt) -> Answer:
         inputs = prompt.inputs(self.processor, self.target.device)
         with torch.inference_mode():
-            (read,) = self.target.encode(inputs).prompts
-            self.target.reserve(len(read))
-            scores = self.target.prefill(read, rank_visual_tokens=True).visual_scores
+            (encoded,) = self.target.encode(inputs).prompts
+            self.target.reserve(len(encoded))
+            scores = self.target.prefill(encoded, rank_visual_tokens=True).visual_scores
         sequence = self._plain.generate(**inputs, **prompt.settings.generation).sequences
         length = inputs["input_ids"].shape[1]
         return Answer(sequence[0, length:].tolist(), length, [] if scores is None else scores.tolist())
@@ -115,22 +113,23 @@ class Recorder:
         bounds: ForestBounds,
         report: Report | None = None,
     ) -> Trace:
-        """What the draft, seeing ``visual_keep`` of the visual tokens, proposes along the target's answers."""
+        """The proposals of the draft, which sees ``visual_keep`` of the visual tokens, along the target's answers."""
         draft.visual_keep = visual_keep
         parts = []
-        subnet = [draft_reference.sha256 or draft_reference.id, draft.subnet.model_dump(), bounds.model_dump()]
-        for number, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True)):
-            answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
-            path = self.folder / "forests" / content_key(subnet) / f"{self._answer_key(prompt)}.safetensors"
+        draft_key = [draft_reference.sha256 or draft_reference.id, draft.subnet.model_dump(), bounds.model_dump()]
+        folder = self.folder / "forests" / content_key(draft_key)
+        for done, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True), start=1):
+            path = folder / f"{self._answer_key(prompt)}.safetensors"
             part = _read_part(path)
             if part is None:
+                answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
                 reading = self._reading(prompt, inputs, answer, draft.aux_layers)
                 part = record_forest(self.target, draft, inputs, answer, bounds, reading)
                 _write_part(path, part)
             parts.append(part)
             if report is not None:
-                report(number + 1, len(workload.prompts))
+                report(done, len(workload.prompts))
         header = TraceHeader(
             provenance=stamp(),
             target=self.target_reference,
@@ -148,38 +147,42 @@ class Recorder:
     def _reading(
         self, prompt: WorkloadPrompt, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]
     ) -> Reading | None:
-        """What a draft that reads these layers is told; None where it reads none."""
+        """The target's reading for a draft that reads ``layers``; None where it reads none."""
         if not layers:
             return None
         if not set(layers) <= set(self.layers):
             return read_target(self.target, inputs, answer, layers)
         key = prompt.sha256, len(answer.tokens)
         if key not in self._readings:
-            found = read_target(self.target, inputs, answer, self.layers)
-            if found.num_bytes + sum(kept.num_bytes for kept in self._readings.values()) > MAX_KEPT_BYTES:
-                return found
-            self._readings[key] = found
+            reading = read_target(self.target, inputs, answer, self.layers)
+            if reading.num_bytes + sum(kept.num_bytes for kept in self._readings.values()) > MAX_READING_BYTES:
+                return reading
+            self._readings[key] = reading
         return self._readings[key]
 
 
 def _read_answer(path: Path) -> Answer | None:
+    """The recorded answer; None where there is none, or it is damaged."""
     try:
         return Answer(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
+_FOREST = tuple(field.name for field in fields(Forest))
+
+
 def _read_part(path: Path) -> RecordedPrompt | None:
+    """The recorded forest; None where there is none, or it is damaged."""
     try:
         arrays = load(path.read_bytes())
-        forest = Forest(*(arrays[name] for name in ("answer", "child_token", "child_logprob", "child_node")))
-        return RecordedPrompt(forest, *(int(length) for length in arrays["lengths"]))
+        return RecordedPrompt(Forest(*(arrays[name] for name in _FOREST)), *map(int, arrays["lengths"]))
     except (OSError, SafetensorError, KeyError):
         return None
 
 
 def _write_part(path: Path, part: RecordedPrompt) -> None:
-    arrays = {name: np.ascontiguousarray(array) for name, array in part.forest.__dict__.items()}
+    arrays = {name: np.ascontiguousarray(getattr(part.forest, name)) for name in _FOREST}
     write_bytes(path, save({**arrays, "lengths": np.array(part[1:])}))
 
 
@@ -188,24 +191,24 @@ def _write_part(path: Path, part: RecordedPrompt) -> None:
 
 @torch.inference_mode()
 def read_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> Reading:
-    """The target reads a prompt and its own answer again."""
+    """Run the target over a prompt and its own answer again, and keep the outputs of ``layers``."""
     tokens = np.array(answer.tokens[:-1], np.int64)  # nothing follows the last token
-    target.use_mode(EAGER)  # sizes of recording are not those of decoding
+    target.use_mode(EAGER)  # recording has other sizes than decoding
     target.output_layers = tuple(layers)
-    read = target.encode(inputs).prompts
+    prompts = target.encode(inputs).prompts
     target.reserve(answer.prompt_length + len(answer.tokens))
-    target.prefill(read[0])
-    of_prompt = dict(target.hidden)
-    of_answer = [{layer: states[-1:] for layer, states in of_prompt.items()}]
+    target.prefill(prompts[0])
+    prompt_hidden = dict(target.hidden)
+    answer_hidden = [{layer: states[-1:] for layer, states in prompt_hidden.items()}]
     for first in range(0, len(tokens), MAX_STEP):
         part = tokens[first : first + MAX_STEP]
         target.forward(part, np.arange(len(part)), causal_tree_mask(len(part), target.mask_value))
         target.cache.advance(len(part))
-        of_answer.append(target.hidden)
+        answer_hidden.append(target.hidden)
     return Reading(
-        read,
-        of_prompt,
-        {layer: torch.cat([one[layer] for one in of_answer])[: len(tokens)] for layer in layers},
+        prompts,
+        prompt_hidden,
+        {layer: torch.cat([hidden[layer] for hidden in answer_hidden])[: len(tokens)] for layer in layers},
     )
 
 
@@ -218,12 +221,12 @@ def record_forest(
     bounds: ForestBounds,
     reading: Reading | None = None,
 ) -> RecordedPrompt:
-    """The forest along one answer of the target, to which the draft is attached. ``reading``: of the layers that the draft
-    reads; None: the target reads them now.
+    """The forest along one answer of the target to which the draft is attached. ``reading`` holds the layers that the draft
+    reads; None: run the target now.
     """
     tokens = np.array(answer.tokens, np.int64)
     num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
-    widest = bounds.width + bounds.beam + bounds.nucleus_width + 2  # the best path and the answer
+    widest = bounds.width + bounds.beam + bounds.nucleus_width + 2  # most probable path and answer
     largest = widest * (bounds.depth - 1)  # forest
     most_at_once = min(MAX_STEP, max(ROOTS_AT_ONCE, NODES_AT_ONCE // max(1, largest)))
     capacity = answer.prompt_length + len(tokens) + most_at_once * largest + MAX_STEP
@@ -236,20 +239,18 @@ def record_forest(
     (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
     draft.prefill(prompt, scores, capacity=capacity)
     grower = _ForestGrower(draft, tokens, bounds, {} if reading is None else reading.answer_hidden)
-    grower.read_answer(num_roots)
-    first, at_once = 0, most_at_once
+    first, num_together = 0, most_at_once
     while first < num_roots:
-        end = min(first + at_once, num_roots)
+        end = min(first + num_together, num_roots)
         nodes_per_root = grower.grow(first, end) / (end - first)
-        first, at_once = end, max(1, min(most_at_once, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
+        first, num_together = end, max(1, min(most_at_once, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
     return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, len(answer.visual_scores))
 
 
 class _ForestGrower:
-    """Lays the answer behind the prompt in the draft's cache, then grows the forests of some roots at a time behind it.
+    """Puts the answer after the prompt in the draft's KV cache, then grows the forests of several roots at a time after it.
 
-    The answer's tokens count as uncommitted, because a root must not see the tokens after it: the mask says which a
-    node may see.
+    The answer's tokens stay uncommitted, because a root must not see the tokens after it: the mask selects them.
     """
 
     def __init__(
@@ -259,17 +260,18 @@ class _ForestGrower:
         self.answer_hidden = answer_hidden
         self.tokens = tokens
         self.bounds = bounds
-        self.mask_value = draft.mask_value
-        self.num_roots = 0
-        self._child_token: list[NDArray[np.int64]] = []
-        self._child_logprob: list[NDArray[np.float32]] = []
+        self.num_roots = max(0, len(tokens) - 1)
+        k = bounds.num_proposals
+        self._child_token = [np.zeros((0, k), np.int64)]
+        self._child_logprob = [np.zeros((0, k), np.float32)]
         self._links: list[tuple[Ints, Ints, int]] = []  # parents, ranks, first child node
         self._num_nodes = 0
+        self._read_answer()
 
     def _evaluate(
         self, tokens: Ints, offsets: Ints, tree_mask: NDArray[np.float32], uncommitted: int, parents: Ints | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """``parents`` are places behind the prompt; None for the answer's own tokens."""
+        """Add a forest node for each token. ``parents`` are offsets; None for the answer's own tokens."""
         hidden = None
         if parents is None and self.answer_hidden:
             rows = torch.from_numpy(offsets).to(self.draft.device)
@@ -277,35 +279,28 @@ class _ForestGrower:
         logits = self.draft.forward(
             tokens, offsets, tree_mask, num_uncommitted=uncommitted, parents=parents, hidden=hidden
         )
-        found, logprobs = self.draft.best(logits, self.bounds.num_proposals)
-        wide = found.astype(np.int64)
-        self._child_token.append(wide)
-        self._child_logprob.append(logprobs)
+        child_token, child_logprob = self.draft.best(logits, self.bounds.num_proposals)
+        self._child_token.append(child_token.astype(np.int64))
+        self._child_logprob.append(child_logprob)
         self._num_nodes += len(tokens)
-        return wide, logprobs
+        return self._child_token[-1], child_logprob
 
-    def read_answer(self, num_roots: int) -> None:
-        """The answer's tokens, teacher-forced: the children of every root."""
-        for first in range(0, num_roots, MAX_STEP):
-            rows = np.arange(first, min(first + MAX_STEP, num_roots))
-            tree_mask = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.mask_value, 0.0).astype(np.float32)
-            self._evaluate(self.tokens[rows], rows, tree_mask, first)
-        self.num_roots = num_roots
-        if num_roots > 0:
-            self._root_token, self._root_logprob = (
-                np.concatenate(self._child_token),
-                np.concatenate(self._child_logprob),
-            )
+    def _read_answer(self) -> None:
+        """Evaluate the answer's tokens, teacher-forced: the children of every root."""
+        for first in range(0, self.num_roots, MAX_STEP):
+            rows = np.arange(first, min(first + MAX_STEP, self.num_roots))
+            tree_mask = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.draft.mask_value, 0.0)
+            self._evaluate(self.tokens[rows], rows, tree_mask.astype(np.float32), first)
+        self._root_token, self._root_logprob = np.concatenate(self._child_token), np.concatenate(self._child_logprob)
 
     def grow(self, first: int, end: int) -> int:
-        """The forests of the roots ``first`` to ``end - 1``, level by level; returns how many nodes they have."""
-        bounds = self.bounds
+        """Grow the forests of the roots ``first`` to ``end - 1``, level by level; returns their number of nodes."""
+        bounds, num_roots = self.bounds, self.num_roots
         root = np.arange(first, end)
         tokens, logprobs = self._root_token[root], self._root_logprob[root]
         node, path_logprob = root.copy(), np.zeros(len(root))
-        is_best, is_answer = np.ones(len(root), np.bool_), np.ones(len(root), np.bool_)
-        is_nucleus = np.ones(len(root), np.bool_)
-        ancestors = np.full((len(root), bounds.depth), -1)  # places behind the answer, by level
+        is_best, is_answer, is_nucleus = np.ones((3, len(root)), np.bool_)
+        ancestors = np.full((len(root), bounds.depth), -1)  # offsets after the answer, by level
         written = 0
         for level in range(1, bounds.depth):
             following = np.minimum(root + level, len(self.tokens) - 1)
@@ -314,8 +309,8 @@ class _ForestGrower:
             )
             is_pinned = is_following.copy()
             is_pinned[is_best, 0] = True
-            before = np.cumsum(np.exp(logprobs), axis=1) - np.exp(logprobs)
-            in_nucleus = is_nucleus[:, None] & (before < bounds.nucleus + 1e-4) & (level < bounds.nucleus_depth)
+            mass_before = np.cumsum(np.exp(logprobs), axis=1) - np.exp(logprobs)
+            in_nucleus = is_nucleus[:, None] & (mass_before < bounds.nucleus + 1e-4) & (level < bounds.nucleus_depth)
             row, rank = choose_expanded(
                 root,
                 path_logprob[:, None] + logprobs,
@@ -333,27 +328,24 @@ class _ForestGrower:
             is_answer = is_following[row, rank]
             root, ancestors = root[row], ancestors[row]
             node = self._num_nodes + np.arange(len(row))
-            found = []
-            for begin in range(0, len(row), MAX_STEP):  # what one forward takes
+            children = []
+            for begin in range(0, len(row), MAX_STEP):
                 part = slice(begin, min(begin + MAX_STEP, len(row)))
                 offsets = written + np.arange(part.stop - part.start)
                 ancestors[part, level] = offsets
                 written += len(offsets)
-                tree_mask = np.full((len(offsets), self.num_roots + written), self.mask_value, np.float32)
-                open_columns(tree_mask, root[part], ancestors[part, 1 : level + 1], self.num_roots)
-                uncommitted = self.num_roots + written - len(offsets)
-                # A child of a root stands behind the answer's token of that number.
-                above = root[part] if level == 1 else self.num_roots + ancestors[part, level - 1]
-                found.append(self._evaluate(chosen[part], root[part] + level, tree_mask, uncommitted, above))
-            tokens = np.concatenate([f[0] for f in found])
-            logprobs = np.concatenate([f[1] for f in found])
+                tree_mask = np.full((len(offsets), num_roots + written), self.draft.mask_value, np.float32)
+                open_columns(tree_mask, root[part], ancestors[part, 1 : level + 1], num_roots)
+                uncommitted = num_roots + written - len(offsets)
+                # The parent of a root's child is the answer's token of that index.
+                parents = root[part] if level == 1 else num_roots + ancestors[part, level - 1]
+                children.append(self._evaluate(chosen[part], root[part] + level, tree_mask, uncommitted, parents))
+            tokens, logprobs = (np.concatenate(arrays) for arrays in zip(*children, strict=True))
         return written
 
     def forest(self) -> Forest:
         """All nodes; the first ``num_roots`` are the answer's own."""
-        k = self.bounds.num_proposals
-        child_token = np.concatenate(self._child_token) if self._child_token else np.zeros((0, k), np.int64)
-        child_logprob = np.concatenate(self._child_logprob) if self._child_logprob else np.zeros((0, k), np.float32)
+        child_token, child_logprob = np.concatenate(self._child_token), np.concatenate(self._child_logprob)
         child_node = np.full(child_token.shape, -1)
         for parents, ranks, first in self._links:
             child_node[parents, ranks] = first + np.arange(len(parents))
@@ -371,9 +363,9 @@ def choose_expanded(
     beam: int,
     nucleus_width: int,
 ) -> tuple[Ints, Ints]:
-    """Which children, as (frontier row, rank), are expanded at this level, by the rules of ``ForestBounds``.
+    """The children that ``ForestBounds`` expands at this level, as (frontier row, rank).
 
-    ``logprob`` [rows, proposals] is cumulative. Rows of one root stand together.
+    ``logprob`` [rows, proposals] is cumulative. The rows of a root are contiguous.
     """
     num_rows, k = logprob.shape
     rows = np.empty(num_rows * k, np.int64)
@@ -386,9 +378,9 @@ def choose_expanded(
             end += 1
         order = np.argsort(-logprob[begin:end].copy().reshape(-1), kind="mergesort")
         num_nucleus = 0
-        for place in range(len(order)):
-            row, rank = begin + order[place] // k, order[place] % k
-            is_chosen = place < beam or (place < width and logprob[row, rank] > log_floor)
+        for i in range(len(order)):
+            row, rank = begin + order[i] // k, order[i] % k
+            is_chosen = i < beam or (i < width and logprob[row, rank] > log_floor)
             if in_nucleus[row, rank] and num_nucleus < nucleus_width:
                 num_nucleus += 1
                 is_chosen = True
@@ -401,9 +393,9 @@ def choose_expanded(
 
 @njit(cache=True)
 def open_columns(tree_mask: NDArray[np.float32], root: Ints, ancestors: Ints, num_roots: int) -> None:
-    """Open to each node the answer up to its root, its ancestors and itself (the last of ``ancestors``)."""
+    """Unmask for each node the answer up to its root, its ancestors and itself (the last of ``ancestors``)."""
     for row in range(len(root)):
         for column in range(root[row] + 1):
             tree_mask[row, column] = 0.0
-        for place in ancestors[row]:
-            tree_mask[row, num_roots + place] = 0.0
+        for offset in ancestors[row]:
+            tree_mask[row, num_roots + offset] = 0.0

@@ -1,8 +1,7 @@
-"""Replays a tree policy over a trace, priced by a cost table: the rounds that decoding would take, and how long,
-without running a model.
+"""Replay of a tree policy over a trace: the rounds that decoding would take and, by a cost table, their time, without
+running a model.
 
-The trees are grown by the very code that grows them at inference (``trees/policy.py``); the trace answers what a node's
-children are.
+The trees are grown by the code that grows them at inference (``trees/policy.py``), from the trace's proposals.
 """
 
 from __future__ import annotations
@@ -17,37 +16,35 @@ from autotune.cost.table import DensePrices
 from autotune.errors import UserError
 from autotune.trees import fallback as fallbacks
 from autotune.trees import policy as policies
-from autotune.trees.fallback import NEVER, RoundPrice
+from autotune.trees.compilation import compiled
+from autotune.trees.fallback import NO_FALLBACK, RoundPrice
+from autotune.trees.limits import Floats, Ints
 from autotune.trees.policy import Policy
-from autotune.trees.tree import ROOT, Floats, Ints, Proposals, Tree, Workspace, compiled, new_tree, new_workspace, plant
+from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, new_tree, new_workspace, plant
 from autotune.trees.verification import find_child
 
-# Columns of the per-prompt counts.
-_ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING, _PLAIN_STEPS = range(5)
-# Columns of the per-prompt times.
-_DRAFT_MS, _VERIFY_MS = range(2)
+_ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING, _PLAIN_STEPS = range(5)  # columns of counts, [prompts, 5]
+_DRAFT_MS, _VERIFY_MS = range(2)  # columns of times, [prompts, 2]
 
-
-COVERED = 0.01  # of the nodes verified, so many may be expanded in vain
+MAX_MISSING = 0.01  # missing nodes per verified node, up to which predictions are trusted
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What decoding the trace's prompts with a policy would do. Arrays are per prompt unless said otherwise."""
+    """Predicted decoding of a trace's prompts with one policy. Arrays are per prompt."""
 
     tokens: Ints
     """Emitted after the prefill's first token."""
     rounds: Ints
-    """Target forwards, plain steps included."""
+    """Target forward passes, plain steps included."""
     plain_steps: Ints
-    """Those that a fallback decided."""
     draft_forwards: Ints
     verified_nodes: Ints
     """Draft nodes sent to verification, over all rounds."""
     missing: Ints
-    """Nodes that the policy expanded and the trace does not hold. Where there are none, the replay is exact. None of them is
-    on the answer, so accepted lengths stay exact too, unless a node budget binds: their descendants, which the trees
-    replayed lack, would have taken room from other nodes.
+    """Nodes that the policy expanded and the trace does not hold; where there are none, replay is exact. None of them is on
+    the answer, so accepted lengths are exact too, unless a node budget binds: the missing nodes' descendants would have
+    taken room from other nodes.
     """
     accepted_lengths: list[Ints]
     """τ of every round, an array for each prompt."""
@@ -58,8 +55,8 @@ class Replay:
 
     @property
     def is_covered(self) -> bool:
-        """Whether the trace holds next to all that the policy asked for: levels that it does not hold are not priced."""
-        return bool(self.missing.sum() <= COVERED * max(1, self.verified_nodes.sum()))
+        """Whether the trace holds nearly all nodes that the policy expanded. Levels that are missing are not priced."""
+        return bool(self.missing.sum() <= MAX_MISSING * max(1, self.verified_nodes.sum()))
 
     @property
     def decode_ms(self) -> Floats:
@@ -68,7 +65,7 @@ class Replay:
 
     @property
     def ms_per_token(self) -> float:
-        """Pooled over prompts: what the search minimises."""
+        """Pooled over prompts: the search's objective."""
         return float(self.decode_ms.sum() / self.tokens.sum())
 
     @property
@@ -84,7 +81,7 @@ def replay(
     fallback: RoundPrice | None = None,
     prompts: Ints | None = None,
 ) -> Replay:
-    """Replay ``policy`` over the trace's ``prompts``, by number; None: all. Those left out count nothing.
+    """Replay ``policy`` over ``prompts``, indices of the trace's prompts; None: all. The others have counts of 0.
 
     Raises:
         UserError: the policy looks at more children, or grows deeper trees, than the trace holds.
@@ -99,7 +96,7 @@ def replay(
     _replay_prompts(
         policy.KIND,
         policy.encode(),
-        NEVER if fallback is None else fallback.encode(),
+        NO_FALLBACK if fallback is None else fallback.encode(),
         prompts,
         trace.forest.answer,
         trace.packed.root_row,
@@ -112,7 +109,7 @@ def replay(
         prices.draft_ms,
         prices.verify_ms,
         prices.kv_step,
-        trace.header.reads_anew,
+        trace.header.rereads_accepted,
         new_tree(policy.max_grown),
         new_workspace(policy.max_grown),
         np.zeros(policies.STATE_SIZE),
@@ -121,14 +118,14 @@ def replay(
         times,
         accepted,
     )
-    rounds, draft_forwards, plain_steps = counts[:, _ROUNDS], counts[:, _DRAFT_FORWARDS], counts[:, _PLAIN_STEPS]
+    rounds, draft_forwards, nodes, missing, plain_steps = counts.T
     return Replay(
         tokens=tokens,
         rounds=rounds,
         plain_steps=plain_steps,
         draft_forwards=draft_forwards,
-        verified_nodes=counts[:, _NODES],
-        missing=counts[:, _MISSING],
+        verified_nodes=nodes,
+        missing=missing,
         accepted_lengths=[
             accepted[begin : begin + count] for begin, count in zip(trace.answer_start, rounds, strict=False)
         ],
@@ -136,7 +133,7 @@ def replay(
         verify_ms=times[:, _VERIFY_MS],
         overhead_ms=prices.overhead_round_ms * (rounds - plain_steps)
         + prices.overhead_level_ms * draft_forwards
-        + prices.overhead_node_ms * counts[:, _NODES],
+        + prices.overhead_node_ms * nodes,
         draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0),
     )
 
@@ -150,20 +147,17 @@ def check_reach(trace: Trace, policy: Policy) -> None:
     bounds = trace.header.bounds
     if policy.num_proposals > bounds.num_proposals or policy.max_depth > bounds.depth:
         raise UserError(
-            f"this trace holds {bounds.num_proposals} children per node to depth {bounds.depth}; "
-            f"{policy.policy} asks for {policy.num_proposals} to depth {policy.max_depth}; record a larger one, or narrow the space"
+            f"this trace holds {bounds.num_proposals} children per node to depth {bounds.depth}; {policy.policy} asks for "
+            f"{policy.num_proposals} to depth {policy.max_depth}; record a larger one, or narrow the space"
         )
 
 
 def plain_decode_ms(trace: Trace, prices: DensePrices) -> Floats:
-    """Predicted time of plain decoding the same answers, per prompt."""
+    """Predicted time of plain decoding of the same answers, per prompt."""
     times = np.zeros(trace.num_prompts)
-    for p, (prompt_length, num_tokens) in enumerate(
-        zip(trace.prompt_length, np.diff(trace.answer_start) - 1, strict=True)
-    ):
-        lengths = prompt_length + np.arange(num_tokens)
-        bins = np.minimum(lengths // prices.kv_step, prices.decode_ms.shape[0] - 1)
-        times[p] = prices.decode_ms[bins].sum()
+    for p, num_tokens in enumerate(np.diff(trace.answer_start) - 1):
+        bins = (trace.prompt_length[p] + np.arange(num_tokens)) // prices.kv_step
+        times[p] = prices.decode_ms[np.minimum(bins, len(prices.decode_ms) - 1)].sum()
     return times
 
 
@@ -176,7 +170,7 @@ def _price(table: Floats, tokens: int, kv_length: int, kv_step: int) -> float:
 def _replay_prompts(
     kind: int,
     params: Floats,
-    fallback: Floats,
+    price: Floats,
     prompts: Ints,
     answer: Ints,
     root_row: NDArray[np.int32],
@@ -189,31 +183,33 @@ def _replay_prompts(
     draft_ms: Floats,
     verify_ms: Floats,
     kv_step: int,
-    reads_anew: bool,
+    rereads_accepted: bool,
     tree: Tree,
     work: Workspace,
     state: Floats,
-    resting: Floats,
+    fallback: Floats,
     counts: Ints,
     times: Floats,
     accepted: Ints,
 ) -> None:
-    """The decoding loop of ``runtime/decoder.py`` over some prompts, with recorded proposals."""
-    nowhere = len(proposals) - 1
+    """The decoding loop of ``runtime/decoder.py`` over some prompts, with recorded proposals. ``rounds.py`` is the
+    readable version.
+    """
+    unrecorded = len(proposals) - 1
     for p in prompts:
         begin, num_answer = answer_start[p], answer_start[p + 1] - answer_start[p]
         policies.reset(kind, params, state)
-        fallbacks.reset(resting)
-        position = 0  # of the root in the answer
-        draft_length = draft_prompt_length[p]
-        pending = 1
+        fallbacks.reset(fallback)
+        position = 0  # index of the root in the answer
+        draft_length = draft_prompt_length[p]  # KV length of the draft
+        pending = 1  # committed tokens that the draft has not read
         while position < num_answer - 1:
-            if fallbacks.is_plain(fallback, resting):
+            if fallbacks.is_plain(price, fallback):
                 times[p, _VERIFY_MS] += decode_ms[min((prompt_length[p] + position) // kv_step, len(decode_ms) - 1)]
                 accepted[begin + counts[p, _ROUNDS]] = 0
                 counts[p, _ROUNDS] += 1
                 counts[p, _PLAIN_STEPS] += 1
-                fallbacks.count_plain_step(resting)
+                fallbacks.count_plain_step(fallback)
                 pending += 1
                 position += 1
                 continue
@@ -229,7 +225,7 @@ def _replay_prompts(
                 for i in range(num_frontier):
                     node = work.frontier[i]
                     tree.kv_slot[node] = num_read + i
-                    counts[p, _MISSING] += tree.row[node] == nowhere
+                    counts[p, _MISSING] += tree.row[node] == unrecorded
                 num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
                 if num_frontier == 0:
                     break
@@ -248,13 +244,13 @@ def _replay_prompts(
                 if child < 0:
                     break
                 length += 1
-                num_kept += tree.kv_slot[child] >= 0 and not reads_anew
+                num_kept += tree.kv_slot[child] >= 0 and not rereads_accepted
                 node = child
             # Commit.
             accepted[begin + counts[p, _ROUNDS]] = length
             counts[p, _ROUNDS] += 1
             policies.update(kind, params, state, length)
-            fallbacks.update(fallback, resting, num_levels, size - 1, length)
+            fallbacks.update(price, fallback, num_levels, size - 1, length)
             draft_length += num_kept
             pending = length - num_kept + 1
             position += length + 1

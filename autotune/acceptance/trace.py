@@ -1,14 +1,14 @@
-"""What a draft proposes along the target's own output: recorded once, replayed under any tree policy.
+"""Traces: what a draft proposes along the target's own output, recorded once and replayed under any tree policy.
 
-For every position of every answer the trace holds a *forest node*: the draft's most probable children of that token,
-and, for those children that a tree might expand, their forest nodes in turn. Losslessness fixes the answer, so nothing
-else is ever asked of a draft that decodes these prompts.
+For every position of every answer a trace holds a *forest node*: the draft's most probable children of that token, and,
+for those children that a tree might expand, their forest nodes in turn. Decoding is lossless, so it emits the recorded
+answer whatever the tree, and a draft is asked for nothing else.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,68 +21,13 @@ from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import Document, rename_keys, write_bytes
-from autotune.trees.eagle2 import Eagle2Policy
-from autotune.trees.policy import Policy
-from autotune.trees.sage import SagePolicy
-from autotune.trees.static import StaticPolicy
-from autotune.trees.tree import CHILD, Ints, Proposals
-from autotune.trees.wetap import WetapPolicy
+from autotune.trees.base import ForestBounds as ForestBounds
+from autotune.trees.base import bounds_for as bounds_for
+from autotune.trees.limits import Ints
+from autotune.trees.tree import CHILD, Proposals
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-class ForestBounds(Document):
-    """How far the forest reaches. The path of most probable tokens and the answer itself are recorded whatever their
-    probability, so that accepted lengths are exact for every tree whose node budget does not bind; the other rules
-    say what else is, so that they are exact for the trees at hand (``Replay.missing`` counts what a tree asks for beyond
-    them).
-    """
-
-    depth: int = Field(default=12, ge=1, le=24)
-    """Deepest level of children."""
-    num_proposals: int = Field(default=10, ge=1, le=32)
-    """Children of a node."""
-    floor: float = Field(default=0.1 / 12, gt=0, lt=1)
-    """A node of level l is expanded if its cumulative probability exceeds ``floor * l``: SAGE's threshold at the
-    deepest tree.
-    """
-    width: int = Field(default=16, ge=1, le=128)
-    """Most nodes of one level that are expanded for that."""
-    beam: int = Field(default=0, ge=0, le=128)
-    """So many nodes of a level are expanded whatever their probability: what ``eagle2`` asks for..."""
-    beam_depth: int = Field(default=0, ge=0, le=24)
-    """...in trees of so many levels."""
-    nucleus: float = Field(default=0.0, ge=0, le=1)
-    """A node's children are expanded until their probabilities sum to this, if it was expanded so itself: what ``wetap``
-    asks for...
-    """
-    nucleus_width: int = Field(default=0, ge=0, le=128)
-    """...the most probable of a level, so many..."""
-    nucleus_depth: int = Field(default=0, ge=0, le=24)
-    """...in trees of so many levels."""
-    answer_tokens: int | None = Field(default=None, ge=2)
-    """Of every answer so many tokens at most, the first ones; None: all."""
-
-
-def bounds_for(policies: Iterable[Policy]) -> ForestBounds:
-    """The bounds within which replays of these policies, and of smaller ones, miss next to nothing."""
-    wide = ForestBounds()
-    bounds = ForestBounds(depth=1, num_proposals=1, floor=0.99, width=1).model_dump()
-    for policy in policies:
-        bounds["depth"] = max(bounds["depth"], policy.max_depth)
-        bounds["num_proposals"] = max(bounds["num_proposals"], policy.num_proposals)
-        if isinstance(policy, SagePolicy | StaticPolicy):
-            floor = 0.1 / policy.max_depth if isinstance(policy, SagePolicy) else wide.floor
-            bounds["floor"], bounds["width"] = min(bounds["floor"], floor), wide.width
-        elif isinstance(policy, Eagle2Policy):
-            bounds["beam"] = max(bounds["beam"], policy.k)
-            bounds["beam_depth"] = max(bounds["beam_depth"], policy.depth)
-        elif isinstance(policy, WetapPolicy):
-            bounds["nucleus"] = max(bounds["nucleus"], policy.top_p)
-            bounds["nucleus_width"] = max(bounds["nucleus_width"], policy.w_max)
-            bounds["nucleus_depth"] = max(bounds["nucleus_depth"], policy.length)
-    return ForestBounds(**bounds)
 
 
 class TraceHeader(
@@ -99,7 +44,7 @@ class TraceHeader(
     draft: ModelReference
     subnet: Subnet = Field(default_factory=Subnet)
     aux_layers: tuple[int, ...] = ()
-    """Layers of the target whose outputs the draft read."""
+    """Layers of the target whose outputs the draft reads."""
     workload: str
     workload_sha256: str
     bounds: ForestBounds
@@ -107,21 +52,21 @@ class TraceHeader(
     tasks: list[str]
 
     @property
-    def reads_anew(self) -> bool:
-        """Whether the draft reads accepted nodes a second time: with the target's features."""
+    def rereads_accepted(self) -> bool:
+        """Whether the draft reads accepted nodes a second time, with the target's features."""
         return bool(self.aux_layers)
 
     @property
     def visual_keep(self) -> float:
-        """Share of visual tokens that the draft saw."""
+        """Share of the visual tokens that the draft sees."""
         return self.subnet.visual_keep
 
 
 @dataclass(frozen=True)
 class Forest:
-    """The recorded part of one answer, or of many laid end to end.
+    """The recorded proposals along one answer, or along several concatenated ones.
 
-    ``answer`` [tokens] is the target's output; token i of it is forest node i of its answer, for all but the last.
+    ``answer`` [tokens] is the target's output. In the forest of one answer, its token i is node i, for all but the last.
     ``child_token``, ``child_logprob`` and ``child_node`` are [nodes, proposals], most probable first; ``child_node`` is
     -1 where the child was not expanded.
     """
@@ -134,8 +79,8 @@ class Forest:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded (target, draft subnet, workload). Arrays of all prompts end to end; prompt p has answer tokens
-    ``answer[answer_start[p] : answer_start[p + 1]]``, and its first token is forest node ``first_node[p]``.
+    """The trace of one target, draft subnet and workload. Arrays of all prompts are concatenated: prompt p has answer
+    tokens ``answer[answer_start[p] : answer_start[p + 1]]``, the first of which is forest node ``first_node[p]``.
     """
 
     header: TraceHeader
@@ -143,9 +88,9 @@ class Trace:
     answer_start: Ints
     first_node: Ints
     prompt_length: Ints
-    """Tokens in the target's cache when decoding begins."""
+    """Tokens in the target's KV cache when decoding begins."""
     draft_prompt_length: Ints
-    """Tokens in the draft's cache: pruned visual tokens are missing."""
+    """Tokens in the draft's KV cache, without pruned visual tokens."""
     num_visual_tokens: Ints
     """Image tokens of the prompt, before pruning."""
 
@@ -160,7 +105,7 @@ class Trace:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that decoding emits after the prefill's first ones."""
+        """Tokens that decoding emits after the first ones, which the prefills emit."""
         return int(len(self.forest.answer) - self.num_prompts)
 
     def roots(self) -> tuple[Ints, Ints, Ints]:
@@ -189,18 +134,18 @@ NUM_HOT = 16
 
 
 class PackedForest(NamedTuple):
-    """A forest laid out for replay: what a round reads stands together.
+    """A forest laid out for replay, so that what a round reads is contiguous in memory.
 
-    Rows of ``proposals`` are forest nodes: first the NUM_HOT most probable ones of every root, root by root, because these
-    are what every policy reads, and memory is what replay waits for; then the others. The last row, that of every node
-    not recorded, proposes nothing. ``root_row`` [answer tokens] is the row of each.
+    Rows of ``proposals`` are forest nodes: first the NUM_HOT most probable nodes of every root, root by root, because
+    every policy reads these and replay is bound by memory latency; then the others. The last row, ``unrecorded``, is that
+    of every node not recorded and proposes nothing. ``root_row`` [answer tokens] is the row of each token.
     """
 
     proposals: Proposals
     root_row: NDArray[np.int32]
 
     @property
-    def nowhere(self) -> int:
+    def unrecorded(self) -> int:
         """The row of the nodes that were not recorded."""
         return len(self.proposals) - 1
 
@@ -220,11 +165,11 @@ def pack(trace: Trace) -> PackedForest:
         logprob[children[is_recorded]] = (logprob[level][:, None] + forest.child_logprob[level])[is_recorded]
         level = children[is_recorded]
     order = np.lexsort((-logprob, owner))
-    place_in_root = np.arange(num_nodes) - np.searchsorted(owner[order], owner[order])
-    order = order[np.argsort(place_in_root >= NUM_HOT, kind="stable")]
+    index_in_root = np.arange(num_nodes) - np.searchsorted(owner[order], owner[order])
+    order = order[np.argsort(index_in_root >= NUM_HOT, kind="stable")]
     row = np.empty(num_nodes + 1, np.int32)
     row[order] = np.arange(num_nodes)
-    row[-1] = num_nodes  # what child_node calls -1
+    row[-1] = num_nodes  # child_node -1
     proposals = np.empty((num_nodes + 1, k), CHILD)
     proposals[-1] = (-np.inf, 0.0, -1, num_nodes)
     proposals["token"][:-1], proposals["logprob"][:-1] = forest.child_token[order], forest.child_logprob[order]
@@ -236,7 +181,7 @@ def pack(trace: Trace) -> PackedForest:
 
 
 class RecordedPrompt(NamedTuple):
-    """The trace of one prompt: the forest, and the prompt's lengths as ``Trace`` has them."""
+    """The trace of one prompt; lengths as in ``Trace``."""
 
     forest: Forest
     prompt_length: int
@@ -245,7 +190,7 @@ class RecordedPrompt(NamedTuple):
 
 
 def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
-    """One trace of several prompts."""
+    """Concatenate prompts to one trace."""
     forests = [part.forest for part in parts]
     node_counts = np.array([len(forest.child_token) for forest in forests])
     first_node = np.concatenate([[0], np.cumsum(node_counts)[:-1]])
@@ -273,12 +218,12 @@ _FOREST = ("answer", "child_token", "child_logprob", "child_node")
 
 
 def save_trace(path: Path, trace: Trace) -> None:
-    """Write ``path`` (the JSON header) and, beside it, the arrays as safetensors."""
+    """Write the header to ``path``, as JSON, and the arrays beside it, as safetensors."""
     from safetensors.numpy import save
 
     arrays: dict[str, Any] = {name: getattr(trace, name) for name in _ARRAYS}
     arrays |= {name: getattr(trace.forest, name) for name in _FOREST}
-    # Half the bytes: tokens and nodes fit 32 bits.
+    # Tokens and nodes fit in 32 bits.
     small = {
         name: np.ascontiguousarray(a if a.dtype == np.float32 else a.astype(np.int32)) for name, a in arrays.items()
     }
@@ -287,10 +232,10 @@ def save_trace(path: Path, trace: Trace) -> None:
 
 
 def load_trace(path: Path) -> Trace:
-    """The trace whose header is ``path``.
+    """Read the trace whose header is ``path``.
 
     Raises:
-        UserError: no such trace, or its arrays are missing or damaged.
+        UserError: there is no such trace, or its arrays are missing or damaged.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load

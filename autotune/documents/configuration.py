@@ -11,7 +11,6 @@ from autotune.documents.subnet import Subnet
 from autotune.files import Document, content_key
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
-from autotune.trees.static import StaticPolicy
 from autotune.trees.verification import LosslessVerification, Verification
 
 if TYPE_CHECKING:
@@ -49,19 +48,8 @@ class Configuration(Document):
     @property
     def tree_label(self) -> str:
         """The policy with the hyperparameters that differ from its defaults."""
-        policy = parse_policy(self.tree)
-        defaults = type(policy)()
-        changed = {
-            n: v
-            for n, v in policy.model_dump().items()
-            if n != "policy" and (v != getattr(defaults, n) or policy.policy == "chain")
-        }
-        words = [f"{n}={v:.2f}" if isinstance(v, float) else f"{n}={v}" for n, v in changed.items()]
-        if isinstance(policy, StaticPolicy):
-            words = [f"nodes={policy.max_nodes}", f"depth={policy.max_depth}"]
-        if not self.verification.is_lossless:
-            words.append("LOSSY")
-        return f"{policy.policy}({', '.join(words)})"
+        label = parse_policy(self.tree).label
+        return label if self.verification.is_lossless else f"{label} LOSSY"
 
     @property
     def label(self) -> str:

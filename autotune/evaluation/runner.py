@@ -26,7 +26,7 @@ from autotune.evaluation.perplexity import perplexity
 from autotune.evaluation.runs import Run
 from autotune.files import append_line, content_key, read_lines
 from autotune.runtime.decoder import Decoder
-from autotune.trees.fallback import RequestMemory
+from autotune.trees.fallback import RequestHistory
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
 Report = Callable[[int, int], None]
@@ -156,7 +156,7 @@ class ArmRunner:
         several times as long as in the other arms was disturbed by something else on the machine, as was one whose
         forwards took far longer; fallbacks do not remember either.
         """
-        memories = {arm.name: _memories(arm) for arm in arms}
+        histories = {arm.name: _histories(arm) for arm in arms}
         runs = {arm.name: self.run(arm, prompt) for arm in order.sample(list(arms), len(arms))}
         for _ in range(MAX_REPEATS):
             usual_ms = float(np.median([run.target_prefill_ms for run in runs.values()]))
@@ -169,7 +169,7 @@ class ArmRunner:
             ]
             for arm in disturbed:
                 self.num_disturbed += 1
-                _restore(arm, memories[arm.name])
+                _restore(arm, histories[arm.name])
                 runs[arm.name] = self.run(arm, prompt)
             if not disturbed:
                 break
@@ -181,9 +181,9 @@ class ArmRunner:
         length = -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS)
         shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), length)
         if shape not in self._warm:
-            memories = _memories(arm)
+            histories = _histories(arm)
             arm.warm_up(inputs, prompt.settings)
-            _restore(arm, memories)
+            _restore(arm, histories)
             self._warm.add(shape)
         tokens, stats = arm.decode(inputs, prompt.settings)
         return Run(
@@ -229,10 +229,10 @@ class ArmRunner:
             append_line(self.ledger, *({"comparison": comparison, **run.model_dump()} for run in runs))
 
 
-def _memories(arm: Arm) -> list[RequestMemory]:
-    return [fallback.memory for fallback in arm.fallbacks]
+def _histories(arm: Arm) -> list[RequestHistory]:
+    return [fallback.history for fallback in arm.fallbacks]
 
 
-def _restore(arm: Arm, memories: list[RequestMemory]) -> None:
-    for fallback, memory in zip(arm.fallbacks, memories, strict=True):
-        fallback.memory = memory
+def _restore(arm: Arm, histories: list[RequestHistory]) -> None:
+    for fallback, history in zip(arm.fallbacks, histories, strict=True):
+        fallback.history = history

@@ -66,7 +66,7 @@ class FixedGrower:
     def __init__(self, policy: ChainPolicy | StaticPolicy, device: torch.device) -> None:
         paths = policy.ordered_paths
         self.num_nodes = len(paths)  # the root not counted
-        self._keeps_empty_nodes = isinstance(policy, StaticPolicy)
+        self._keeps_empty_nodes = policy.keeps_empty_nodes
         parents = {path[:-1] for path in paths}
         frontier: list[tuple[int, ...]] = [()]
         # For each level: indices of its nodes' parents in the frontier, ranks of the nodes, indices of those with children.

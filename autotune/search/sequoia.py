@@ -19,7 +19,7 @@ def rank_acceptance(trace: Trace) -> Floats:
     [proposals].
     """
     rows = trace.packed.root_row
-    has_next = rows != trace.packed.nowhere
+    has_next = rows != trace.packed.unrecorded
     following = np.append(trace.forest.answer[1:], -1)[has_next]
     return np.asarray((trace.packed.proposals["token"][rows[has_next]] == following[:, None]).mean(0))
 

@@ -25,8 +25,6 @@ MAX_ENUMERATED = 3000
 # What static trees are searched by: Sequoia's dynamic programme makes a tree of them.
 LARGEST_STATIC = {"budget": 128, "depth": 24}
 STATIC_FIELDS = tuple(LARGEST_STATIC)
-# Pairs of hyperparameters of which the second must not be below the first: sampled freely, then put in order.
-_ORDERED = (("d_min", "d_max"), ("d_min", "depth_cap"), ("w_min", "w_max"), ("lower", "upper"))
 
 
 class Dimension(Document):
@@ -181,9 +179,11 @@ class SearchSpace(Document, kind="search-space"):
 
 
 def ordered(policy: str, values: dict[str, Any]) -> Tree:
-    """A tree with its ordered pairs put in order."""
+    """A tree whose ordered pairs of hyperparameters, sampled freely, are put in order."""
+    from autotune.trees.policy import POLICIES
+
     values = dict(values)
-    for low, high in _ORDERED:
+    for low, high in POLICIES[policy].ordered:
         if values.get(low) is not None and values.get(high) is not None and values[low] > values[high]:
             values[low], values[high] = values[high], values[low]
     return {"policy": policy, **values}

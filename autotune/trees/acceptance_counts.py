@@ -1,6 +1,4 @@
-"""How well a draft does: which of its proposals the target takes, by depth and by rank, near an image and in running
-text.
-"""
+"""Counts of the proposals that the target accepts, by depth and by rank, near an image and in running text."""
 
 from __future__ import annotations
 
@@ -8,60 +6,64 @@ from typing import Any
 
 import numpy as np
 
-from autotune.trees.tree import MAX_LEVELS, ROOT, Ints, Tree, compiled
+from autotune.trees.compilation import compiled
+from autotune.trees.limits import MAX_CHILDREN, MAX_LEVELS, Ints
+from autotune.trees.tree import ROOT, Tree
 
-NEAR_IMAGE_TOKENS = 64  # a root at most this far behind the prompt's last visual token is near the image
-NUM_RANKS = 16
-_PLACES = ("text", "near_image")
+NEAR_IMAGE_TOKENS = 64  # a root at most this many tokens after the prompt's last visual token is near the image
+_REGIONS = ("text", "near_image")
 
 
 class AcceptanceCounts:
-    """Counts over rounds: [place, depth or rank, (offered, accepted)]. A depth is offered by a round that accepted a
-    node of every depth above it, the last of which has children; a rank by an accepted node, or the root, that has such a
-    child in the tree.
+    """Counts over rounds, [region, depth or rank, (offered, accepted)].
+
+    A round offers a depth if the accepted path reaches the depth above and its last node has children. A rank is offered
+    by the root, or an accepted node, that has a child of this rank in the tree.
     """
 
     def __init__(self) -> None:
-        self.by_depth = np.zeros((len(_PLACES), MAX_LEVELS, 2), np.int64)
-        self.by_rank = np.zeros((len(_PLACES), NUM_RANKS, 2), np.int64)
+        self.by_depth = np.zeros((len(_REGIONS), MAX_LEVELS, 2), np.int64)
+        self.by_rank = np.zeros((len(_REGIONS), MAX_CHILDREN, 2), np.int64)
 
     def observe(self, tree: Tree, path: Ints, *, is_near_image: bool) -> None:
-        """A round ended: ``path`` are the accepted nodes."""
-        place = int(is_near_image)
-        count_round(tree, path, self.by_depth[place], self.by_rank[place])
+        """Count a round; ``path`` holds the accepted nodes."""
+        region = int(is_near_image)
+        count_round(tree, path, self.by_depth[region], self.by_rank[region])
 
     def add(self, other: AcceptanceCounts) -> None:
-        """Take in the counts of another request."""
+        """Add the counts of another request."""
         self.by_depth += other.by_depth
         self.by_rank += other.by_rank
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> AcceptanceCounts:
-        """What ``to_json`` gave."""
-        parsed = cls()
-        for i, place in enumerate(_PLACES):
-            for table, rows in ((parsed.by_depth[i, 1:], "by_depth"), (parsed.by_rank[i], "by_rank")):
-                for row, counts in enumerate(found[place][rows]):
-                    table[row] = counts
-        return parsed
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was drafted."""
         return not self.by_depth.any()
 
+    @classmethod
+    def from_json(cls, counts: dict[str, Any]) -> AcceptanceCounts:
+        """The inverse of ``to_json``."""
+        parsed = cls()
+        for name, table in parsed._tables().items():
+            for region, rows in zip(_REGIONS, table, strict=True):
+                offered = counts[region][name]
+                rows[: len(offered)] = np.reshape(offered, (-1, 2))
+        return parsed
+
     def to_json(self) -> dict[str, Any]:
-        """``{"text": {"by_depth": [[offered, accepted], ...], "by_rank": [...]}, "near_image": ...}``; depth 1 and rank
-        0 come first, and what was never offered behind the last that was is left out.
+        """``{"text": {"by_depth": [[offered, accepted], ...], "by_rank": [...]}, "near_image": ...}``, from depth 1 and
+        rank 0 to the last that was offered.
         """
-        tables = {"by_depth": self.by_depth[:, 1:], "by_rank": self.by_rank}
         return {
-            place: {name: table[i, : _used(table[i])].tolist() for name, table in tables.items()}
-            for i, place in enumerate(_PLACES)
+            region: {name: table[i, : _num_used(table[i])].tolist() for name, table in self._tables().items()}
+            for i, region in enumerate(_REGIONS)
         }
 
+    def _tables(self) -> dict[str, Ints]:
+        return {"by_depth": self.by_depth[:, 1:], "by_rank": self.by_rank}
 
-def _used(table: Ints) -> int:
+
+def _num_used(table: Ints) -> int:
     rows = np.flatnonzero(table[:, 0])
     return int(rows[-1]) + 1 if len(rows) else 0
 

@@ -1,55 +1,50 @@
-"""``chain``: the draft's most probable token, level after level, to a fixed depth. What vLLM and SGLang run by default
-with depth 5.
-"""
+"""``chain``: the draft's most probable token, level after level, to a fixed depth."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from autotune.files import Document
-from autotune.trees.tree import Floats, Proposals, Tree, Workspace, add_child, compiled
+from autotune.trees.base import BasePolicy, Limits
+from autotune.trees.compilation import compiled
+from autotune.trees.limits import MAX_DEPTH, Floats
+from autotune.trees.tree import Proposals, Tree, Workspace, add_child
 
 
-class ChainPolicy(Document):
+class ChainPolicy(BasePolicy):
     """Hyperparameters of ``chain``."""
 
     KIND: ClassVar[int] = 0
+    source: ClassVar[str] = "vLLM and SGLang, defaults of their speculative decoding"
+    keeps_empty_nodes: ClassVar[bool] = False
+    """A chain ends where the draft proposes nothing."""
+
     policy: Literal["chain"] = "chain"
-    depth: int = Field(default=5, ge=1, le=24)
-
-    max_width: ClassVar[int] = 1
-    num_proposals: ClassVar[int] = 1
+    depth: int = Field(default=5, ge=1, le=MAX_DEPTH)
 
     @property
-    def max_nodes(self) -> int:
-        return self.depth
-
-    @property
-    def max_grown(self) -> int:
-        return self.depth
-
-    @property
-    def max_depth(self) -> int:
-        return self.depth
+    def limits(self) -> Limits:
+        return Limits(depth=self.depth, nodes=self.depth, grown=self.depth, width=1, proposals=1)
 
     @property
     def ordered_paths(self) -> list[tuple[int, ...]]:
-        """As those of ``static``."""
+        """See ``StaticPolicy.ordered_paths``."""
         return [(0,) * depth for depth in range(1, self.depth + 1)]
 
-    def encode(self) -> Floats:
-        return np.array([self.depth], np.float64)
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The depth, even where it is the default: it is all that there is to a chain."""
+        return self.hyperparameters
 
 
 @compiled
 def grow(params: Floats, tree: Tree, work: Workspace, proposals: Proposals) -> int:
-    """Add the best child of the last node; returns how many nodes to expand next (written to the frontier)."""
+    """Add the best child of the last node; returns the number of nodes to expand next (written to the frontier)."""
     parent = work.frontier[0]
     if proposals[tree.row[parent], 0].logprob == -np.inf:
-        return 0  # the draft has no idea
+        return 0  # the draft proposes nothing
     node = add_child(tree, parent, 0, proposals)
     work.frontier[0] = node
     return 1 if tree.depth[node] < params[0] else 0

@@ -1,8 +1,8 @@
-"""``eagle2``: every level expands the ``k`` best nodes by cumulative probability, and of all candidates the ``budget``
-best are verified (EAGLE-2, context-aware dynamic draft trees).
+"""``eagle2``: every level expands its ``k`` nodes of highest cumulative probability, and the ``budget`` best of all
+candidates are verified (EAGLE-2: dynamic draft trees).
 
-A node that is not among the ``budget`` best candidates so far has no descendant that could be: it is not expanded, and
-drafting ends when no such node is left. The verified tree is EAGLE-2's all the same, for fewer draft tokens.
+A node that is not among the ``budget`` best candidates so far has no descendant that could be, so it is not expanded, and
+drafting ends when no such node is left. The verified tree is EAGLE-2's, for fewer draft tokens.
 """
 
 from __future__ import annotations
@@ -12,48 +12,38 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from autotune.files import Document
-from autotune.trees.tree import Floats, Proposals, Tree, Workspace, add_child, compiled, keep_marked
+from autotune.trees.base import BasePolicy, ForestBounds, Limits
+from autotune.trees.compilation import compiled
+from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
+from autotune.trees.tree import Proposals, Tree, Workspace, add_child, keep_marked
 
-# params: hyperparameters in this order
-_DEPTH, _K, _BUDGET, _LOG_FLOOR = range(4)
+_DEPTH, _K, _BUDGET, _LOG_FLOOR = range(4)  # params
 
 
-class Eagle2Policy(Document):
-    """Hyperparameters of ``eagle2``; the defaults are those of its release."""
+class Eagle2Policy(BasePolicy):
+    """Hyperparameters of ``eagle2``."""
 
     KIND: ClassVar[int] = 2
+    source: ClassVar[str] = "EAGLE-2, released code: 60 tokens, depth 7, top-k 10"
+
     policy: Literal["eagle2"] = "eagle2"
-    depth: int = Field(default=7, ge=1, le=24)
+    depth: int = Field(default=7, ge=1, le=MAX_DEPTH)
     """Draft levels."""
-    k: int = Field(default=10, ge=1, le=16)
+    k: int = Field(default=10, ge=1, le=MAX_CHILDREN)
     """Nodes expanded in a level, and children of each."""
-    budget: int = Field(default=60, ge=1, le=128)
-    """Most draft nodes sent to verification, the root not counted."""
+    budget: int = Field(default=60, ge=1, le=MAX_NODES)
+    """Limit on the draft nodes sent to verification, the root not counted."""
     floor: float = Field(default=0.0, ge=0, lt=1)
-    """Candidates of a lower cumulative probability are left out: drafting then ends where the draft is unsure. 0, as in
-    EAGLE-2: none is.
-    """
+    """Least cumulative probability of a candidate, so that drafting ends where the draft is unsure. EAGLE-2 has none."""
 
     @property
-    def max_nodes(self) -> int:
-        return min(self.budget, self.max_grown)
+    def limits(self) -> Limits:
+        grown = self.k + (self.depth - 1) * self.k**2
+        return Limits(self.depth, nodes=min(self.budget, grown), grown=grown, width=self.k, proposals=self.k)
 
     @property
-    def max_grown(self) -> int:
-        return self.k + (self.depth - 1) * self.k**2
-
-    @property
-    def max_width(self) -> int:
-        return self.k
-
-    @property
-    def max_depth(self) -> int:
-        return self.depth
-
-    @property
-    def num_proposals(self) -> int:
-        return self.k
+    def forest_bounds(self) -> ForestBounds:
+        return super().forest_bounds.model_copy(update={"beam": self.k, "beam_depth": self.depth})
 
     def encode(self) -> Floats:
         log_floor = np.log(self.floor) if self.floor else -np.inf
@@ -62,12 +52,12 @@ class Eagle2Policy(Document):
 
 @compiled
 def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposals: Proposals) -> int:
-    """One level: add the candidates that can be among the best; returns how many of them to expand next (written to the
-    frontier).
+    """Add the candidates of one level that can be among the best; returns the number of nodes to expand next (written to
+    the frontier).
     """
     level = tree.depth[work.frontier[0]] + 1
     k, budget = min(int(params[_K]), proposals.shape[1]), int(params[_BUDGET])
-    # Every candidate is ranked as it comes: ``order`` holds the best of the tree so far.
+    # ``order`` holds the best nodes of the tree so far, best first: every candidate is ranked as it is added.
     first = tree.size[0]
     num_best = min(first - 1, budget)
     log_floor = params[_LOG_FLOOR]
@@ -78,7 +68,7 @@ def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposa
         for rank in range(k):
             path_logprob = parent_logprob + proposals[row, rank].logprob
             if path_logprob <= worst or path_logprob < log_floor:
-                break  # nor are the less probable ones of this row enough
+                break  # the rest of the row is less probable still
             node = add_child(tree, parent, rank, proposals)
             at = num_best
             if num_best == budget:
@@ -93,11 +83,11 @@ def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposa
                 worst = tree.path_logprob[work.order[budget - 1]]
     if level >= params[_DEPTH]:
         return 0
-    # Of the new nodes the k best, if they are among the best of all; below the last of these there is no room.
+    # Expand the k best new nodes if they are among the best of all. Nothing below the last of those can be kept.
     num_next = 0
-    for place in range(min(num_best, budget - 1)):
-        if work.order[place] >= first:
-            work.frontier[num_next] = work.order[place]
+    for i in range(min(num_best, budget - 1)):
+        if work.order[i] >= first:
+            work.frontier[num_next] = work.order[i]
             num_next += 1
             if num_next == k:
                 break
@@ -106,13 +96,11 @@ def grow(params: Floats, tree: Tree, work: Workspace, num_frontier: int, proposa
 
 @compiled
 def prune(params: Floats, tree: Tree, work: Workspace) -> None:
-    """Keep the ``budget`` best candidates, as ``grow`` has ranked them: of equal ones those that came first, so that
-    parents stay.
-    """
+    """Keep the ``budget`` best candidates as ranked by ``grow``, the earlier of equal ones, so that parents are kept."""
     budget = int(params[_BUDGET])
     if tree.size[0] - 1 <= budget:
         return
     work.mark[: tree.size[0]] = 0
-    for place in range(budget):
-        work.mark[work.order[place]] = 1
+    for i in range(budget):
+        work.mark[work.order[i]] = 1
     keep_marked(tree, work.mark)

@@ -1,9 +1,9 @@
-"""When speculation does not pay: back to plain decoding, and out again.
+"""Fallback to plain decoding where speculation does not pay.
 
-Every round is priced in plain decoding steps by three numbers of the cost table; what it saved is its tokens minus that
-price. Decisions are counted, not timed: replay takes the same ones. Saved steps are averaged over recent rounds; below
-0 the request goes on by plain steps, and after a stretch of them one or two rounds probe whether speculation pays
-again. Every failed probe makes the next stretch longer.
+A round is priced in plain decoding steps by three numbers of the cost table; it saves its tokens minus that price. All
+decisions follow from counts, not from times, so that replay makes the same ones. When the recent average of saved steps
+falls below 0, the request continues with plain steps; after a stretch of them one or two rounds probe whether
+speculation pays again. Every failed probe doubles the next stretch.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ import numpy as np
 from pydantic import Field
 
 from autotune.files import Document
-from autotune.trees.tree import Floats, compiled
+from autotune.trees.compilation import compiled
+from autotune.trees.limits import Floats
 
-# params: the price of a round in this order; a negative first one: never fall back
-_ROUND, _LEVEL, _NODE = range(3)
-# state
-_SAVED, _STRETCH, _REST, _TOTAL = range(4)
+_ROUND, _LEVEL, _NODE = range(3)  # params: prices in steps
+_SAVED, _STRETCH, _PLAIN_LEFT, _TOTAL = range(4)  # state
 STATE_SIZE = 4
 
-MEMORY = 8.0  # rounds: how far back the average looks
-START = 1.0  # saved steps that a new request is trusted with: lost after 4 rounds that lose 1.85 each, 6 that lose 1
-PROBE = 0.2  # the same for a probe: one round that loses 1.4 ends it
+MEMORY = 8.0  # rounds in the average
+START = 1.0  # saved steps credited to a new request: spent by 4 rounds that lose 1.85 each, or 6 that lose 1
+PROBE = 0.2  # saved steps credited to a probe: spent by one round that loses 1.4
 FIRST_STRETCH, LONGEST_STRETCH = 8, 128  # plain steps between probes
-NEVER = np.full(3, -1.0)
+NO_FALLBACK = np.full(3, -1.0)  # params with which a request always speculates
 
 
 class RoundPrice(Document):
-    """What a round costs, in plain decoding steps of the same target on the same device."""
+    """Cost of a round, in plain decoding steps of the same target on the same device."""
 
     round_steps: float = Field(gt=0)
-    """Verification of the root alone, and what a round costs outside the models."""
+    """Verification of the root alone, and the time of a round outside the models."""
     level_steps: float = Field(ge=0)
-    """Every draft forward."""
+    """Each draft forward pass."""
     node_steps: float = Field(ge=0)
-    """Every draft node verified."""
+    """Each draft node verified."""
 
     def encode(self) -> Floats:
         return np.array([self.round_steps, self.level_steps, self.node_steps])
@@ -45,28 +44,27 @@ class RoundPrice(Document):
 
 @compiled
 def reset(state: Floats) -> None:
-    """A new request: speculation has its chance."""
+    """Begin a request."""
     state[_SAVED] = START
     state[_STRETCH] = FIRST_STRETCH
-    state[_REST] = 0.0
+    state[_PLAIN_LEFT] = 0.0
     state[_TOTAL] = 0.0
 
 
 @compiled
 def is_plain(params: Floats, state: Floats) -> bool:
-    """Whether the next token is a plain step."""
-    return bool(params[_ROUND] >= 0.0 and state[_REST] > 0.0)
+    """Whether the next token is decoded by a plain step."""
+    return bool(params[_ROUND] >= 0.0 and state[_PLAIN_LEFT] > 0.0)
 
 
 @compiled
 def count_plain_step(state: Floats) -> None:
-    """A plain step was taken."""
-    state[_REST] -= 1.0
+    state[_PLAIN_LEFT] -= 1.0
 
 
 @compiled
 def update(params: Floats, state: Floats, draft_forwards: int, nodes: int, accepted: int) -> None:
-    """A round ended."""
+    """End a round that drafted and verified so much."""
     if params[_ROUND] < 0.0:
         return
     price = params[_ROUND] + params[_LEVEL] * draft_forwards + params[_NODE] * nodes
@@ -74,74 +72,76 @@ def update(params: Floats, state: Floats, draft_forwards: int, nodes: int, accep
     state[_TOTAL] += saved
     state[_SAVED] += (saved - state[_SAVED]) / MEMORY
     if state[_SAVED] < 0.0:
-        state[_REST] = state[_STRETCH]
+        state[_PLAIN_LEFT] = state[_STRETCH]
         state[_STRETCH] = min(2.0 * state[_STRETCH], LONGEST_STRETCH)
         state[_SAVED] = PROBE
     elif state[_SAVED] > START:
         state[_STRETCH] = FIRST_STRETCH
 
 
-class RequestMemory(NamedTuple):
-    """What is remembered of requests."""
+class RequestHistory(NamedTuple):
+    """What ``Fallback`` remembers of earlier requests."""
 
     num_failed: int = 0
-    """That lost time, in a row."""
+    """Consecutive requests that lost time."""
     pause: int = 0
-    """Requests to come without a draft."""
+    """Requests to come that will not speculate."""
     saved: float = 0.0
-    """Plain steps saved by requests, older ones counting less."""
+    """Plain steps saved by earlier requests, discounted by age."""
 
 
 class Fallback:
-    """The same for the runtime, with a memory of requests: a draft that lost time in ``PATIENCE`` requests in a row, and more
-    than it gained in those before, is left out, unread, for the next few, and then for four times as many.
+    """Fallback for the runtime, which also remembers requests.
+
+    After ``PATIENCE`` consecutive requests that lost time, and more than earlier ones gained, the next requests decode
+    without the draft: four of them at first, and four times as many after every further failure.
     """
 
     PATIENCE = 2
-    MEMORY = 0.8  # what a request's steps saved count for after the next one
+    MEMORY = 0.8  # discount of saved steps per request
     LONGEST_PAUSE = 64  # requests
 
     def __init__(self, price: RoundPrice | None) -> None:
         self.price = price
-        self._params = NEVER if price is None else price.encode()
+        self._params = NO_FALLBACK if price is None else price.encode()
         self._state = np.zeros(STATE_SIZE)
         self.forget()
 
     def forget(self) -> None:
-        """As if no request had been decoded yet."""
-        self.memory = RequestMemory()
+        """Forget all earlier requests."""
+        self.history = RequestHistory()
 
     def begin_request(self) -> bool:
-        """Whether this request speculates at all."""
+        """Begin a request; returns whether it speculates at all."""
         reset(self._state)
         if self._is_suspected:
             self._state[_SAVED] = PROBE
-        if self.memory.pause > 0:
-            self.memory = self.memory._replace(pause=self.memory.pause - 1)
+        if self.history.pause > 0:
+            self.history = self.history._replace(pause=self.history.pause - 1)
             return False
         return True
 
     def end_request(self) -> None:
-        """Called after a request that speculated."""
+        """End a request that speculated."""
         total = float(self._state[_TOTAL])
-        num_failed = 0 if self.price is None or total >= 0.0 else self.memory.num_failed + 1
-        self.memory = RequestMemory(num_failed, 0, self.MEMORY * self.memory.saved + total)
+        num_failed = 0 if self.price is None or total >= 0.0 else self.history.num_failed + 1
+        self.history = RequestHistory(num_failed, 0, self.MEMORY * self.history.saved + total)
         if self._is_suspected:
             pause = min(4 ** (num_failed - self.PATIENCE + 1), self.LONGEST_PAUSE)
-            self.memory = self.memory._replace(pause=pause)
+            self.history = self.history._replace(pause=pause)
 
     @property
     def _is_suspected(self) -> bool:
-        return self.memory.num_failed >= self.PATIENCE and self.memory.saved < 0.0
+        return self.history.num_failed >= self.PATIENCE and self.history.saved < 0.0
 
     @property
     def is_plain(self) -> bool:
+        """Whether the next token is decoded by a plain step."""
         return bool(is_plain(self._params, self._state))
 
     def count_plain_step(self) -> None:
-        """A plain step was taken."""
         count_plain_step(self._state)
 
     def update(self, *, draft_forwards: int, nodes: int, accepted: int) -> None:
-        """A round ended."""
+        """End a round that drafted and verified so much."""
         update(self._params, self._state, draft_forwards, nodes, accepted)

@@ -8,5 +8,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-MAX_STEP = 160  # tokens of the largest forward: a verified tree (at most 128 nodes and the root) or a draft level
-MAX_LEVELS = 32
+MAX_NODES = 128  # draft nodes of a verified tree
+MAX_DEPTH = 24  # draft levels
+MAX_CHILDREN = 16  # of a node
+MAX_STEP = 160  # tokens of the largest forward pass: a verified tree with its root, or a draft level
+MAX_LEVELS = 32  # entries of an array indexed by depth

@@ -1,8 +1,7 @@
 """The tree policies by name, and the compiled calls through which the runtime and replay drive any of them.
 
-Both drive the same code, which is why replay predicts rounds exactly: between them only the answer to "what are this
-node's children?" differs. To add a policy: a file beside ``sage.py``, a name in ``Policy`` and a branch in each of
-the calls that concern it.
+Both drive the same code and differ only in where the proposals come from, so replay predicts rounds exactly. To add a
+policy: a file such as ``sage.py``, a name in ``Policy``, and a branch in each of the calls that concern it.
 """
 
 from __future__ import annotations
@@ -16,42 +15,24 @@ from pydantic import Field
 from autotune.files import parse_kind
 from autotune.trees import chain, eagle2, sage, static, wetap
 from autotune.trees.chain import ChainPolicy
+from autotune.trees.compilation import compiled, inlined
 from autotune.trees.eagle2 import Eagle2Policy
+from autotune.trees.limits import Floats, Ints
 from autotune.trees.sage import SagePolicy
 from autotune.trees.static import StaticPolicy
-from autotune.trees.tree import (
-    CHILD,
-    ROOT,
-    Floats,
-    Ints,
-    Proposals,
-    Tree,
-    Workspace,
-    compiled,
-    inlined,
-    new_tree,
-    new_workspace,
-    plant,
-)
+from autotune.trees.tree import CHILD, ROOT, Proposals, Tree, Workspace, new_tree, new_workspace, plant
 from autotune.trees.wetap import WetapPolicy
 
 Policy = ChainPolicy | SagePolicy | Eagle2Policy | WetapPolicy | StaticPolicy
-"""Each says, beside its hyperparameters, how far it reaches: ``max_nodes`` sent to verification in a round,
-``max_grown`` before pruning, ``max_width`` nodes expanded in one level, ``max_depth`` draft levels, ``num_proposals``
-children of a node that it looks at; and ``encode`` gives the hyperparameters as its compiled steps read them.
-"""
 TreePolicy = Annotated[Policy, Field(discriminator="policy")]
 POLICIES: dict[str, type[Policy]] = {kind.model_fields["policy"].default: kind for kind in get_args(Policy)}
 STATE_SIZE = max(sage.STATE_SIZE, wetap.STATE_SIZE)
 
-_CHAIN = ChainPolicy.KIND
-_SAGE = SagePolicy.KIND
-_EAGLE2 = Eagle2Policy.KIND
-_WETAP = WetapPolicy.KIND
+_CHAIN, _SAGE, _EAGLE2, _WETAP = ChainPolicy.KIND, SagePolicy.KIND, Eagle2Policy.KIND, WetapPolicy.KIND
 
 
 def parse_policy(tree: Any, *, source: str = "tree") -> Policy:
-    """A policy from ``{"policy": name, hyperparameter: value, ...}``; what is left out takes the paper's default.
+    """A policy from ``{"policy": name, hyperparameter: value, ...}``; the others take their published defaults.
 
     Raises:
         UserError: an unknown policy or hyperparameter, or a value out of range.
@@ -63,7 +44,7 @@ def parse_policy(tree: Any, *, source: str = "tree") -> Policy:
 
 @compiled
 def reset(kind: int, params: Floats, state: Floats) -> None:
-    """Forget earlier rounds: a new prompt begins."""
+    """Begin a request: forget earlier rounds."""
     if kind == _SAGE:
         sage.reset(params, state)
 
@@ -78,9 +59,9 @@ def grow(
     num_frontier: int,
     proposals: Proposals,
 ) -> int:
-    """Grow one level from the proposals of the frontier's nodes, which stand where ``tree.row`` says.
+    """Grow one level from the proposals of the frontier's nodes, which are in the rows ``tree.row``.
 
-    The nodes to expand next are written to the frontier, their number is returned; 0 ends the tree.
+    Writes the nodes to expand next to the frontier and returns their number; 0 ends the tree.
     """
     if kind == _CHAIN:
         return chain.grow(params, tree, work, proposals)
@@ -95,7 +76,7 @@ def grow(
 
 @compiled
 def prune(kind: int, params: Floats, tree: Tree, work: Workspace) -> None:
-    """Cut a tree that has grown to what is sent to verification."""
+    """Prune the draft tree to the verification budget."""
     if kind == _EAGLE2:
         eagle2.prune(params, tree, work)
     elif kind == _WETAP:
@@ -104,23 +85,23 @@ def prune(kind: int, params: Floats, tree: Tree, work: Workspace) -> None:
 
 @compiled
 def update(kind: int, params: Floats, state: Floats, accepted: int) -> None:
-    """Tell the policy the accepted length of the round that ended."""
+    """End a round with its accepted length."""
     if kind == _SAGE:
         sage.update(params, state, accepted)
 
 
 class TreeGrower:
-    """A policy at work on one live tree, for those who have proposals level by level: the runtime.
+    """Grows one tree at a time from proposals that arrive level by level.
 
-    A round is ``plant``, then ``grow`` until no node waits in ``frontier``, then ``prune``, and ``update`` what was
-    accepted.
+    A round is ``plant``, then ``grow`` until ``frontier`` is empty, then ``prune``, and ``update`` with the accepted
+    length.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.tree = new_tree(policy.max_grown)
         self.frontier: Ints = np.zeros(0, np.int64)
-        """Nodes whose children are wanted next."""
+        """Nodes whose children ``grow`` takes next."""
         self._params = policy.encode()
         self._state = np.zeros(STATE_SIZE)
         self._work = new_workspace(policy.max_grown)
@@ -129,11 +110,11 @@ class TreeGrower:
         self.reset()
 
     def reset(self) -> None:
-        """A new prompt begins."""
+        """Begin a request."""
         reset(self.policy.KIND, self._params, self._state)
 
     def plant(self, token: int) -> None:
-        """A new round begins at the last committed token."""
+        """Begin a round at the last committed token."""
         plant(self.tree, token, -1)
         self._work.frontier[0] = ROOT
         self.frontier = self._work.frontier[:1]
@@ -148,9 +129,9 @@ class TreeGrower:
         self.frontier = self._work.frontier[:count]
 
     def prune(self) -> None:
-        """The tree has grown: cut it to what is verified."""
+        """Prune the draft tree to the verification budget."""
         prune(self.policy.KIND, self._params, self.tree, self._work)
 
     def update(self, accepted: int) -> None:
-        """The round ended with this accepted length."""
+        """End the round with its accepted length."""
         update(self.policy.KIND, self._params, self._state, accepted)

@@ -1,34 +1,41 @@
-"""``static``: a fixed tree, the same in every round, given by rank paths: ``[0, 2]`` is the third most probable child of
-the most probable child of the root. ``search/sequoia.py`` computes the best one.
+"""``static``: a tree of fixed shape, given by rank paths: ``[0, 2]`` is the third most probable child of the most probable
+child of the root. ``search/sequoia.py`` computes the best one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from autotune.files import Document
-from autotune.trees.tree import Floats, Proposals, Tree, Workspace, add_child, compiled
+from autotune.trees.base import BasePolicy, ForestBounds, Limits
+from autotune.trees.compilation import compiled
+from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
+from autotune.trees.tree import Proposals, Tree, Workspace, add_child
 
-MAX_RANK = 15
-NO_TOKEN = -1  # equals no target token; sent to a model as 0
+MAX_RANK = MAX_CHILDREN - 1
+NO_TOKEN = -1  # equals no target token; a model reads 0 in its place
 
 
-class StaticPolicy(Document):
-    """The rank paths of ``static``, in any order; the default is the chain of five."""
+class StaticPolicy(BasePolicy):
+    """The rank paths of ``static``, in any order; the default is the default of ``chain``."""
 
     KIND: ClassVar[int] = 4
+    source: ClassVar[str] = "Sequoia, optimal tree topology by dynamic programming"
+    keeps_empty_nodes: ClassVar[bool] = True
+    """Nodes for which the draft proposes nothing hold ``NO_TOKEN``, so that the tree keeps its shape."""
+
     policy: Literal["static"] = "static"
     paths: tuple[tuple[int, ...], ...] = Field(
-        default=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)), min_length=1, max_length=128
+        default=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)), min_length=1, max_length=MAX_NODES
     )
 
     @field_validator("paths", mode="before")
     @classmethod
     def _lists_are_paths(cls, paths: Any) -> Any:
-        """JSON and YAML have lists."""
+        """Accept the lists of JSON and YAML."""
         if isinstance(paths, list | tuple):
             return tuple(tuple(path) if isinstance(path, list) else path for path in paths)
         return paths
@@ -39,42 +46,41 @@ class StaticPolicy(Document):
         if len(known) < len(self.paths):
             raise ValueError("paths must differ from each other; drop the repeated ones")
         for path in self.paths:
-            if not 1 <= len(path) <= 24 or not all(0 <= rank <= MAX_RANK for rank in path):
-                raise ValueError(f"a path has 1 to 24 ranks of 0 to {MAX_RANK}; got {list(path)}")
+            if not 1 <= len(path) <= MAX_DEPTH or not all(0 <= rank <= MAX_RANK for rank in path):
+                raise ValueError(f"a path has 1 to {MAX_DEPTH} ranks of 0 to {MAX_RANK}; got {list(path)}")
             if len(path) > 1 and path[:-1] not in known:
                 raise ValueError(f"path {list(path)} needs its parent {list(path[:-1])}; add it")
         return self
 
     @property
     def ordered_paths(self) -> list[tuple[int, ...]]:
-        """The paths level by level, each in the order of its parents, then of ranks."""
+        """The paths level by level, each level in the order of parents, then of ranks."""
         return sorted(self.paths, key=lambda path: (len(path), path))
 
     @property
-    def max_nodes(self) -> int:
-        return len(self.paths)
+    def limits(self) -> Limits:
+        parents_by_level = Counter(len(parent) for parent in {path[:-1] for path in self.paths})
+        return Limits(
+            depth=max(map(len, self.paths)),
+            nodes=len(self.paths),
+            grown=len(self.paths),
+            width=max(parents_by_level.values()),
+            proposals=1 + max(map(max, self.paths)),
+        )
 
     @property
-    def max_grown(self) -> int:
-        return len(self.paths)
+    def forest_bounds(self) -> ForestBounds:
+        return ForestBounds(depth=self.max_depth, num_proposals=self.num_proposals)
 
     @property
-    def max_width(self) -> int:
-        parents = {path[:-1] for path in self.paths}
-        return max(sum(len(parent) == level for parent in parents) for level in range(self.max_depth))
-
-    @property
-    def max_depth(self) -> int:
-        return max(len(path) for path in self.paths)
-
-    @property
-    def num_proposals(self) -> int:
-        return 1 + max(max(path) for path in self.paths)
+    def changed(self) -> dict[str, Any]:
+        """The size of the tree, in place of its many paths."""
+        return {"nodes": self.max_nodes, "depth": self.max_depth}
 
     def encode(self) -> Floats:
-        """For node i: its depth, parent, rank, and whether it has children."""
+        """Depth, parent, rank and whether it has children, of every node."""
         paths = self.ordered_paths
-        node = {(): 0} | {path: place + 1 for place, path in enumerate(paths)}
+        node = {(): 0} | {path: index for index, path in enumerate(paths, start=1)}
         parents = {path[:-1] for path in paths}
         rows = [(len(path), node[path[:-1]], path[-1], path in parents) for path in paths]
         return np.array(rows, np.float64).reshape(-1)
@@ -82,20 +88,19 @@ class StaticPolicy(Document):
 
 @compiled
 def grow(params: Floats, tree: Tree, work: Workspace, proposals: Proposals) -> int:
-    """One level: its nodes always have the same indices; returns how many have children (written to the frontier).
-
-    Where the draft proposes less than the tree asks for, a node that holds no token keeps the place.
+    """Add the nodes of one level, which have the same indices in every round; returns the number of nodes to expand next
+    (written to the frontier).
     """
     level = tree.depth[work.frontier[0]] + 1
     num_next = 0
-    place = 4 * (tree.size[0] - 1)
-    while place < len(params) and params[place] == level:
-        parent, rank = int(params[place + 1]), int(params[place + 2])
+    at = 4 * (tree.size[0] - 1)
+    while at < len(params) and params[at] == level:
+        parent, rank = int(params[at + 1]), int(params[at + 2])
         node = add_child(tree, parent, rank, proposals)
         if tree.path_logprob[node] == -np.inf:
             tree.token[node] = NO_TOKEN
-        if params[place + 3] > 0.0:
+        if params[at + 3] > 0.0:
             work.frontier[num_next] = node
             num_next += 1
-        place += 4
+        at += 4
     return num_next

@@ -1,33 +1,25 @@
-"""A token tree as flat arrays, and what every policy and the runtime read off it. Compiled: a round has microseconds
-for this.
-"""
+"""A token tree as flat arrays, and the compiled operations that policies, replay and the runtime share."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_LEVELS as MAX_LEVELS
 from autotune.trees.limits import MAX_STEP as MAX_STEP
 from autotune.trees.limits import Floats as Floats
 from autotune.trees.limits import Ints as Ints
 
-# The loops run over arrays that outlive them and allocate nothing, so they do without numba's reference counting, which
-# took four fifths of their time; and without Python's lock, so that replay runs on all cores.
-compiled = njit(cache=True, nogil=True, _nrt=False)
-# For what is called for every level: a call hands over the hundred numbers that describe a tree's arrays.
-inlined = njit(cache=True, nogil=True, _nrt=False, inline="always")
-
 ROOT = 0  # node 0 is the last committed token; its children have depth 1
 
 
 class Tree(NamedTuple):
-    """Nodes in the order they were added: level by level, so that a parent always stands before its children.
+    """Nodes in the order in which they were added: level by level, so that a parent precedes its children.
 
-    All arrays have room for the largest tree of a policy before it is pruned; ``size[0]`` entries are in use.
+    All arrays have room for the largest tree of a policy before pruning; ``size[0]`` entries are in use.
     """
 
     token: Ints
@@ -36,26 +28,26 @@ class Tree(NamedTuple):
     path_logprob: Floats
     """Sum of the draft's log-probabilities from the root's child to this node; 0 at the root."""
     path_probability: Floats
-    """The product of its probabilities: kept beside the sum, because an exponential costs more than a node."""
+    """Product of those probabilities, kept beside the sum because an exponential costs more than adding a node."""
     rank: Ints
-    """Place of the node among its parent's proposals, 0 the most probable; -1 at the root."""
+    """Index of the node among its parent's proposals, 0 the most probable; -1 at the root."""
     row: Ints
-    """Row of ``Proposals`` where the node's own children stand, once it is expanded."""
+    """Row of ``Proposals`` that holds the node's own children, once it is expanded."""
     kv_slot: Ints
-    """Place of the node among those that the draft has read this round; -1: not read."""
+    """Index of the node in the draft's KV cache, counted from the end of the prefix; -1 if the draft has not read it."""
     size: Ints
 
 
-# One of the draft's proposals for a node: a child, and where that child's own children stand, for proposals that are
-# all known beforehand, as in replay. Together in memory: replay waits for memory more than for anything else.
+# A proposed child, and the row of the child's own children where all proposals are known beforehand, as in replay. One
+# record, because replay is bound by memory latency.
 CHILD = np.dtype([("logprob", np.float32), ("probability", np.float32), ("token", np.int32), ("row", np.int32)])
 Proposals = NDArray[np.void]
-"""The most probable children of some nodes, a row each, most probable first: [rows, proposals] of ``CHILD``."""
+"""The most probable children of some nodes, most probable first: [rows, proposals] of ``CHILD``."""
 
 
 class Workspace(NamedTuple):
-    """Room for a policy's deliberations: allocated once, because an allocation costs as much as a level. Only the frontier
-    means something between two calls; ``order`` does to ``eagle2``.
+    """Scratch arrays of a policy, allocated once, because an allocation costs as much as a level. Only ``frontier`` and,
+    for ``eagle2``, ``order`` keep their contents between two calls.
     """
 
     frontier: Ints
@@ -63,51 +55,36 @@ class Workspace(NamedTuple):
     logprob: Floats
     rank: Ints
     order: Ints
-    """Places, best first."""
+    """Indices, best first."""
     score: Floats
     mark: Ints
-    """A number for each node or frontier row: to keep or to drop, how many children to look at."""
+    """A number for each node or frontier row: whether to keep it, or how many children to look at."""
 
 
 def new_tree(num_nodes: int) -> Tree:
-    """An empty tree with room for ``num_nodes`` draft nodes; ``plant`` puts the root in."""
-
-    def ints() -> Ints:
-        return np.zeros(num_nodes + 1, np.int64)
-
-    def floats() -> Floats:
-        return np.zeros(num_nodes + 1)
-
-    return Tree(ints(), ints(), ints(), floats(), floats(), ints(), ints(), ints(), np.zeros(1, np.int64))
+    """An empty tree with room for a root, which ``plant`` sets, and ``num_nodes`` draft nodes."""
+    ints, floats = np.zeros((6, num_nodes + 1), np.int64), np.zeros((2, num_nodes + 1))
+    return Tree(ints[0], ints[1], ints[2], floats[0], floats[1], ints[3], ints[4], ints[5], np.zeros(1, np.int64))
 
 
 def new_workspace(num_nodes: int) -> Workspace:
     """Room for trees of ``num_nodes`` draft nodes."""
-    size = num_nodes + 1
-
-    def ints() -> Ints:
-        return np.zeros(size, np.int64)
-
-    return Workspace(ints(), np.zeros(size), ints(), ints(), np.zeros(size), ints())
+    ints, floats = np.zeros((4, num_nodes + 1), np.int64), np.zeros((2, num_nodes + 1))
+    return Workspace(ints[0], floats[0], ints[1], ints[2], floats[1], ints[3])
 
 
 @compiled
 def plant(tree: Tree, token: int, row: int) -> None:
-    """Make the tree a root alone."""
-    tree.token[0] = token
-    tree.parent[0] = -1
-    tree.depth[0] = 0
-    tree.path_logprob[0] = 0.0
-    tree.path_probability[0] = 1.0
-    tree.rank[0] = -1
-    tree.row[0] = row
-    tree.kv_slot[0] = -1
+    """Reset the tree to its root."""
+    tree.token[0], tree.parent[0], tree.depth[0], tree.rank[0] = token, -1, 0, -1
+    tree.path_logprob[0], tree.path_probability[0] = 0.0, 1.0
+    tree.row[0], tree.kv_slot[0] = row, -1
     tree.size[0] = 1
 
 
 @compiled
 def add_child(tree: Tree, parent: int, rank: int, proposals: Proposals) -> int:
-    """Append a child that was proposed for ``parent`` and return its index; the caller minds the room."""
+    """Append a child proposed for ``parent`` and return its index. The caller checks that there is room."""
     node = tree.size[0]
     child = proposals[tree.row[parent], rank]
     tree.token[node] = child.token
@@ -124,35 +101,35 @@ def add_child(tree: Tree, parent: int, rank: int, proposals: Proposals) -> int:
 
 @compiled
 def best_first(value: Floats, count: int, num_best: int, order: Ints) -> int:
-    """Write the places of the ``num_best`` largest of ``value[:count]`` to ``order``, largest first, equal ones in their
-    own order; returns how many there are.
+    """Write the indices of the ``num_best`` largest of ``value[:count]`` to ``order``, largest first, the earlier of equal
+    ones first; returns their number.
     """
-    found = 0
-    for place in range(count):
-        this = value[place]
-        if found == num_best:
-            if found == 0 or this <= value[order[found - 1]]:
+    num_ordered = 0
+    for i in range(count):
+        this = value[i]
+        if num_ordered == num_best:
+            if num_ordered == 0 or this <= value[order[num_ordered - 1]]:
                 continue
-            at = found - 1
+            at = num_ordered - 1
         else:
-            at = found
-            found += 1
+            at = num_ordered
+            num_ordered += 1
         while at > 0 and value[order[at - 1]] < this:
             order[at] = order[at - 1]
             at -= 1
-        order[at] = place
-    return found
+        order[at] = i
+    return num_ordered
 
 
 @compiled
 def add_best_children(
     tree: Tree, work: Workspace, num_frontier: int, proposals: Proposals, num_best: int, log_floor: float
 ) -> int:
-    """Append the ``num_best`` most probable children of the frontier's nodes, by cumulative probability, which must
-    exceed the floor; returns how many there are. Of frontier node i the first ``work.mark[i]`` proposals count.
+    """Append the ``num_best`` children of the frontier of highest cumulative probability above the floor; returns their
+    number. The first ``work.mark[i]`` proposals of frontier node i are candidates.
 
-    Most probable first, equal ones in the order of frontier and rank. Every row of proposals is sorted, so the rows are
-    merged by a heap of their next candidates: only what is taken is looked at.
+    They are added most probable first, equal ones in the order of frontier and rank. Every row of proposals is sorted, so
+    a heap of each row's next candidate merges the rows and looks at no more candidates than it takes.
     """
     heap, value, next_rank = work.order, work.logprob, work.rank
     size = 0
@@ -163,7 +140,7 @@ def add_best_children(
         if work.mark[i] > 0 and value[i] > log_floor:
             at = size
             size += 1
-            while at > 0 and value[heap[(at - 1) // 2]] < value[i]:  # of equal ones the first is already above
+            while at > 0 and value[heap[(at - 1) // 2]] < value[i]:  # equal ones keep their order
                 heap[at] = heap[(at - 1) // 2]
                 at = (at - 1) // 2
             heap[at] = i
@@ -174,7 +151,7 @@ def add_best_children(
         row = tree.row[node]
         add_child(tree, node, rank, proposals)
         added += 1
-        # The row's next candidate, or the last row of the heap, sinks from the top.
+        # Replace the heap's top by the row's next candidate, or by the heap's last row, and sift it down.
         next_rank[i] = rank + 1
         if rank + 1 < work.mark[i]:
             value[i] = tree.path_logprob[node] + proposals[row, rank + 1].logprob
@@ -197,13 +174,13 @@ def add_best_children(
 
 
 @compiled
-def _comes_first(value: Floats, one: int, other: int) -> bool:
-    return bool(value[one] > value[other] or (value[one] == value[other] and one < other))
+def _comes_first(value: Floats, i: int, j: int) -> bool:
+    return bool(value[i] > value[j] or (value[i] == value[j] and i < j))
 
 
 @compiled
 def keep_marked(tree: Tree, mark: Ints) -> None:
-    """Drop the nodes whose ``mark`` is 0; parents of marked nodes are marked too. ``mark`` is overwritten."""
+    """Drop the nodes whose ``mark`` is 0. Parents of marked nodes must be marked; ``mark`` is overwritten."""
     size = 1
     mark[ROOT] = ROOT
     for node in range(1, tree.size[0]):
@@ -217,19 +194,19 @@ def keep_marked(tree: Tree, mark: Ints) -> None:
         tree.rank[size] = tree.rank[node]
         tree.row[size] = tree.row[node]
         tree.kv_slot[size] = tree.kv_slot[node]
-        mark[node] = size  # where it stands now
+        mark[node] = size  # the node's new index
         size += 1
     tree.size[0] = size
 
 
 @compiled
-def write_tree_mask(tree: Tree, mask: NDArray[np.float32], closed: float) -> None:
-    """The additive attention mask of verification, [nodes, nodes]: 0 where row may see column (itself, its ancestors),
-    else ``closed``. Rows and columns beyond the tree fill a prepared size up, and are closed.
+def write_tree_mask(tree: Tree, mask: NDArray[np.float32], mask_value: float) -> None:
+    """Write the additive attention mask of verification, [nodes, nodes]: 0 for a node itself and its ancestors, else
+    ``mask_value``. Rows and columns beyond the tree are padding and fully masked.
     """
     for row in range(mask.shape[0]):
         for column in range(mask.shape[1]):
-            mask[row, column] = closed
+            mask[row, column] = mask_value
     for row in range(tree.size[0]):
         node = row
         while node >= 0:
@@ -238,16 +215,18 @@ def write_tree_mask(tree: Tree, mask: NDArray[np.float32], closed: float) -> Non
 
 
 @compiled
-def write_frontier_mask(tree: Tree, frontier: Ints, mask: NDArray[np.float32], num_slots: int, closed: float) -> None:
-    """The additive mask of one draft level, [frontier, slots]: row i is node ``frontier[i]``, a column a place in the
-    draft's cache.
+def write_frontier_mask(
+    tree: Tree, frontier: Ints, mask: NDArray[np.float32], num_slots: int, mask_value: float
+) -> None:
+    """Write the additive attention mask of one draft level, [frontier, slots]: 0 for the KV slots of node ``frontier[i]``
+    and its ancestors, else ``mask_value``.
 
-    Places count from the end of the committed prefix, which every node sees. The root is part of that prefix. Rows beyond
-    the frontier fill a prepared size up, and are closed.
+    The prefix, whose last token is the root, is visible to every node and has no columns here. Rows beyond the frontier
+    are padding and fully masked.
     """
     for row in range(mask.shape[0]):
         for column in range(num_slots):
-            mask[row, column] = closed
+            mask[row, column] = mask_value
     for row in range(len(frontier)):
         node = frontier[row]
         while node > ROOT:

@@ -1,40 +1,36 @@
-"""Which draft tokens are accepted: the walk down the tree along the target's own tokens (DESIGN section 5), or, lossy,
-WETAP's threshold from deep to shallow.
+"""Which draft tokens are accepted: lossless, the walk down the tree along the target's own tokens (``docs/concepts.md``),
+or lossy, WETAP's threshold from deep to shallow levels.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from autotune.files import Document, parse_kind
-from autotune.trees.tree import ROOT, Floats, Ints, Tree, compiled
+from autotune.trees.compilation import compiled
+from autotune.trees.limits import Floats, Ints
+from autotune.trees.tree import ROOT, Tree
 
 
 class LosslessVerification(Document):
     """The output is the target's own."""
 
+    is_lossless: ClassVar[bool] = True
     kind: Literal["lossless"] = "lossless"
-
-    @property
-    def is_lossless(self) -> bool:
-        return True
 
 
 class WetapVerification(Document):
     """WETAP section 3.3: a node is accepted if the target gives its whole path at least ``threshold`` times the draft's
-    probability (eq. 9), the deepest accepted node wins. The output is no longer the target's own. The paper names no
-    threshold; at 1 no path is accepted that the target thinks less of than the draft does.
+    probability (eq. 9), and the deepest accepted node wins. The output is not the target's own. The paper gives no
+    value; at 1 no path is accepted that the target finds less probable than the draft does.
     """
 
+    is_lossless: ClassVar[bool] = False
     kind: Literal["wetap"] = "wetap"
     threshold: float = Field(default=1.0, gt=0, le=1)
-
-    @property
-    def is_lossless(self) -> bool:
-        return False
 
 
 VERIFICATIONS: dict[str, type[LosslessVerification | WetapVerification]] = {
@@ -45,7 +41,7 @@ Verification = Annotated[LosslessVerification | WetapVerification, Field(discrim
 
 
 def parse_verification(verification: Any) -> LosslessVerification | WetapVerification:
-    """A verification from ``{"kind": "wetap", "threshold": 0.9}``; lossless where nothing is given.
+    """A verification from ``{"kind": "wetap", "threshold": 0.9}``; None is lossless.
 
     Raises:
         UserError: an unknown kind or key, or a threshold out of range.
@@ -70,9 +66,9 @@ def find_child(tree: Tree, node: int, token: int) -> int:
 def accept_path(tree: Tree, target_token: Ints, path: Ints) -> int:
     """Walk from the root while the tree holds the target's token; return the accepted length τ.
 
-    ``target_token[node]`` is the token the target emits after ``node``. The accepted nodes are written to ``path[:τ]``;
-    the token after the last of them, ``target_token[path[τ - 1]]`` (of the root where τ = 0), comes free with the
-    verification.
+    ``target_token[node]`` is the token that the target emits after ``node``. The accepted nodes are written to
+    ``path[:τ]``. Verification also yields the token after the last of them, ``target_token[path[τ - 1]]`` (that of the
+    root where τ = 0).
     """
     node, length = ROOT, 0
     while True:
@@ -86,11 +82,11 @@ def accept_path(tree: Tree, target_token: Ints, path: Ints) -> int:
 
 @compiled
 def accept_by_ratio(tree: Tree, target_logprob: Floats, log_threshold: float, path: Ints) -> int:
-    """WETAP's acceptance (eq. 9, algorithm 1 lines 27-46): of the deepest level that has nodes whose cumulative target
-    probability is at least the threshold times the draft's, the node most probable to the target.
+    """WETAP's acceptance (eq. 9, algorithm 1 from line 27): among the nodes whose cumulative target probability is at
+    least the threshold times the draft's, the deepest, and of those the one most probable to the target.
 
     ``target_logprob[node]`` is the target's log-probability of the node's token after its parent; it is summed along
-    the paths in place. The path to the node is written to ``path``, its length returned.
+    the paths in place. The path to the node is written to ``path``; its length is returned.
     """
     best = ROOT
     for node in range(1, tree.size[0]):
@@ -102,7 +98,7 @@ def accept_by_ratio(tree: Tree, target_logprob: Floats, log_threshold: float, pa
             best = node
     length = tree.depth[best]
     node = best
-    for place in range(length - 1, -1, -1):
-        path[place] = node
+    for level in range(length - 1, -1, -1):
+        path[level] = node
         node = tree.parent[node]
     return int(length)

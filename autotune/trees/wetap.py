@@ -1,11 +1,11 @@
-"""``wetap``: the entropy of a level sets the width of the next; over budget, nodes are kept for probability and for
-length (WETAP, eq. 1-8, algorithm 1, appendix D).
+"""``wetap``: the entropy of a level sets the width of the next; over budget, nodes are kept for their probability and
+their depth (WETAP, eq. 3-8, algorithm 1, appendix D).
 
-Where the paper is open we read it so: the probabilities of eq. 3 and 7 are cumulative (algorithm 1 has one q_i for
-both); W_t of eq. 6 is the number of nodes that level t really has; widths are rounded to the nearest integer; a parent's
-candidates are its ``top_k`` best, cut where their probabilities sum to ``top_p``, at least one. Pruning after the missing
-parents came back: one pass over leaves above the last level, from shallow to deep and in a level the least probable
-first, then the least probable nodes of all.
+Where the paper is open: the probabilities of eq. 3 and 7 are cumulative (algorithm 1 has one q_i for both); W_t of eq. 6
+is the number of nodes that level t really has; widths are rounded to the nearest integer; a parent's candidates are its
+``top_k`` best, cut where their probabilities sum to ``top_p``, at least one. After missing parents have been added back,
+one pass drops leaves above the last level, from shallow to deep and the least probable of a level first; then the least
+probable nodes of all are dropped.
 """
 
 from __future__ import annotations
@@ -13,81 +13,54 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from autotune.files import Document
-from autotune.trees.tree import (
-    ROOT,
-    Floats,
-    Proposals,
-    Tree,
-    Workspace,
-    add_best_children,
-    best_first,
-    compiled,
-    keep_marked,
-)
+from autotune.trees.base import BasePolicy, ForestBounds, Limits
+from autotune.trees.compilation import compiled
+from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
+from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_best_children, best_first, keep_marked
 
-# params: hyperparameters in this order
-_LENGTH, _W_MIN, _W_MAX, _GAMMA, _ALPHA, _BUDGET, _TOP_K, _TOP_P = range(8)
-# state: the width of the level to come
-_WIDTH = 0
+_LENGTH, _W_MIN, _W_MAX, _GAMMA, _ALPHA, _BUDGET, _TOP_K, _TOP_P = range(8)  # params
+_WIDTH = 0  # state: width of the next level
 STATE_SIZE = 1
-EPSILON = 1e-12  # of eq. 7
+EPSILON = 1e-12  # eq. 7
 
 
-class WetapPolicy(Document):
-    """Hyperparameters of ``wetap``; the defaults are the paper's (appendix B.4, sections 4.4.1 to 4.4.3)."""
+class WetapPolicy(BasePolicy):
+    """Hyperparameters of ``wetap``."""
 
     KIND: ClassVar[int] = 3
+    source: ClassVar[str] = "WETAP, appendix B.4 and sections 4.4.1 to 4.4.3"
+    ordered: ClassVar[tuple[tuple[str, str], ...]] = (("w_min", "w_max"),)
+
     policy: Literal["wetap"] = "wetap"
-    length: int = Field(default=8, ge=1, le=24)
+    length: int = Field(default=8, ge=1, le=MAX_DEPTH)
     """Draft levels."""
-    w_min: int = Field(default=16, ge=1, le=128)
-    w_max: int = Field(default=128, ge=1, le=128)
+    w_min: int = Field(default=16, ge=1, le=MAX_NODES)
+    w_max: int = Field(default=128, ge=1, le=MAX_NODES)
     gamma: float = Field(default=1.2, gt=0)
     """Exponent from entropy to width (eq. 5)."""
     alpha: float = Field(default=0.6, ge=0, le=1)
-    """Weight of probability against length in what is kept (eq. 8)."""
-    budget: int = Field(default=64, ge=1, le=128)
-    """Most draft nodes sent to verification, the root not counted."""
-    top_k: int = Field(default=10, ge=1, le=16)
+    """Weight of probability against depth in pruning (eq. 8)."""
+    budget: int = Field(default=64, ge=1, le=MAX_NODES)
+    """Limit on the draft nodes sent to verification, the root not counted."""
+    top_k: int = Field(default=10, ge=1, le=MAX_CHILDREN)
     top_p: float = Field(default=0.9, gt=0, le=1)
 
-    @model_validator(mode="after")
-    def _range_is_ordered(self) -> WetapPolicy:
-        if self.w_min > self.w_max:
-            raise ValueError(f"w_min must be at most w_max, which is {self.w_max}")
-        return self
+    @property
+    def limits(self) -> Limits:
+        grown = min(self.w_min, self.top_k) + (self.length - 1) * self.w_max
+        return Limits(self.length, nodes=min(self.budget, grown), grown=grown, width=self.w_max, proposals=self.top_k)
 
     @property
-    def max_nodes(self) -> int:
-        return min(self.budget, self.max_grown)
-
-    @property
-    def max_grown(self) -> int:
-        return min(self.w_min, self.top_k) + (self.length - 1) * self.w_max
-
-    @property
-    def max_width(self) -> int:
-        return self.w_max
-
-    @property
-    def max_depth(self) -> int:
-        return self.length
-
-    @property
-    def num_proposals(self) -> int:
-        return self.top_k
-
-    def encode(self) -> Floats:
-        numbers = [self.length, self.w_min, self.w_max, self.gamma, self.alpha, self.budget, self.top_k, self.top_p]
-        return np.array(numbers, np.float64)
+    def forest_bounds(self) -> ForestBounds:
+        nucleus = {"nucleus": self.top_p, "nucleus_width": self.w_max, "nucleus_depth": self.length}
+        return super().forest_bounds.model_copy(update=nucleus)
 
 
 @compiled
 def next_width(params: Floats, tree: Tree, first: int) -> int:
-    """Width of the next level from the cumulative probabilities of this one's nodes, ``first`` and after (eq. 3-6)."""
+    """Width of the next level, from the cumulative probabilities of this level's nodes, ``first`` and after (eq. 3-6)."""
     nodes = tree.size[0] - first
     total = weighted = 0.0
     for node in range(first, tree.size[0]):
@@ -103,7 +76,7 @@ def next_width(params: Floats, tree: Tree, first: int) -> int:
 
 @compiled
 def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontier: int, proposals: Proposals) -> int:
-    """One level: the best candidates of all parents; returns how many to expand next (written to the frontier)."""
+    """Add the best candidates of all parents; returns the number of nodes to expand next (written to the frontier)."""
     level = tree.depth[work.frontier[0]] + 1
     k = min(int(params[_TOP_K]), proposals.shape[1])
     if level == 1:
@@ -119,20 +92,20 @@ def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontie
     num_new = add_best_children(tree, work, num_frontier, proposals, int(state[_WIDTH]), -np.inf)
     if num_new == 0 or level >= params[_LENGTH]:
         return 0
-    for place in range(num_new):
-        work.frontier[place] = first + place
+    for i in range(num_new):
+        work.frontier[i] = first + i
     state[_WIDTH] = next_width(params, tree, first)
     return num_new
 
 
 @compiled
 def prune(params: Floats, tree: Tree, work: Workspace) -> None:
-    """Down to the budget by probability and length (eq. 7-8), parents included (section 3.2.2, appendix D)."""
+    """Prune to the budget by probability and depth (eq. 7-8, section 3.2.2, appendix D)."""
     budget, length, alpha = int(params[_BUDGET]), params[_LENGTH], params[_ALPHA]
     size = tree.size[0]
     if size - 1 <= budget:
         return
-    # The best by joint score. ``score[i]`` is of node i + 1.
+    # Keep the best by joint score; ``score[i]`` belongs to node i + 1.
     least, most = np.inf, -np.inf
     for node in range(1, size):
         p = tree.path_probability[node]
@@ -141,12 +114,12 @@ def prune(params: Floats, tree: Tree, work: Workspace) -> None:
         normalised = (tree.path_probability[node] - least) / (most - least + EPSILON)
         work.score[node - 1] = alpha * normalised + (1.0 - alpha) * tree.depth[node] / length
     best_first(work.score, size - 1, budget, work.order)
-    # ``mark`` counts a kept node and its kept children: 0 is dropped, 1 a leaf.
+    # ``mark`` is 1 plus the number of kept children of a kept node, so 1 is a leaf; it is 0 for a dropped node.
     mark = work.mark
     mark[:size] = 0
-    for place in range(budget):
-        mark[work.order[place] + 1] = 1
-    # Parents that the score left out come back.
+    for i in range(budget):
+        mark[work.order[i] + 1] = 1
+    # Add missing parents back.
     num_kept = 0
     for node in range(size - 1, ROOT, -1):
         if mark[node] > 0:
@@ -154,7 +127,7 @@ def prune(params: Floats, tree: Tree, work: Workspace) -> None:
             parent = tree.parent[node]
             if parent != ROOT:
                 mark[parent] = max(1, mark[parent]) + 1
-    # Leaves from shallow to deep; a level's nodes stand together, most probable first.
+    # Drop leaves from shallow to deep; the nodes of a level are contiguous, most probable first.
     first = 1
     while num_kept > budget and first < size:
         end = first
@@ -166,7 +139,7 @@ def prune(params: Floats, tree: Tree, work: Workspace) -> None:
                     mark[node] = 0
                     num_kept -= 1
         first = end
-    # Then the least probable: of equal ones those that came last, so never a parent before its child.
+    # Drop the least probable nodes, the later of equal ones, so that no parent is dropped before its child.
     if num_kept > budget:
         count = 0
         for node in range(1, size):
@@ -176,6 +149,6 @@ def prune(params: Floats, tree: Tree, work: Workspace) -> None:
                 count += 1
         best_first(work.logprob, count, budget, work.order)
         mark[:size] = 0
-        for place in range(budget):
-            mark[work.rank[work.order[place]]] = 1
+        for i in range(budget):
+            mark[work.rank[work.order[i]]] = 1
     keep_marked(tree, mark)

@@ -16,7 +16,7 @@ from autotune.evaluation.bench import points_used
 from autotune.evaluation.runner import PROMPT_LOOKUP_CHAIN, ArmRunner
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
-from autotune.trees.fallback import RequestMemory
+from autotune.trees.fallback import RequestHistory
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
 from tests.runtime.test_control import DEAR, stranger
 from tests.sample_documents import decoding_profile
@@ -125,10 +125,10 @@ def test_every_point_is_warmed_up_once_and_remembers_nothing_of_it(
     assert [run.point for run in runs] == [int(prompt.settings.task == "easy") for prompt in PROMPTS.prompts]
     assert tuned.decoder.profile is not None
     assert points_used(tuned.decoder.profile, runs) == "4 by point 0 (workload hard), 2 by point 1 (any request)"
-    assert tuned.decoder.points[1].fallback.memory.num_failed == 0
+    assert tuned.decoder.points[1].fallback.history.num_failed == 0
 
     # The next comparison starts without memory, unless it is told to keep it.
-    assert tuned.fallbacks[0].memory != RequestMemory()
+    assert tuned.fallbacks[0].history != RequestHistory()
     again = runner.compare([tuned], PROMPTS)[TUNED]
     assert [run.draft_forwards for run in again] == [run.draft_forwards for run in runs]
     kept = runner.compare([tuned], PROMPTS, keep_memory=True)[TUNED]

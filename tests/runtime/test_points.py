@@ -265,7 +265,7 @@ def test_each_point_remembers_its_own_requests(pair: Pair, prompts: dict[str, In
             rounds.append(stats.draft_forwards > 0)
             assert (stats.plain_steps > 0) == (tag == "hard")
     assert drafted == {"hard": [True, True, False, False], "easy": [True] * 4}
-    assert decoder.points[1].fallback.memory.num_failed == 0 < useless.fallback.memory.pause
+    assert decoder.points[1].fallback.history.num_failed == 0 < useless.fallback.history.pause
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

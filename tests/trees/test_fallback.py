@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from autotune.trees import fallback
-from autotune.trees.fallback import NEVER, STATE_SIZE, Fallback, RoundPrice
+from autotune.trees.fallback import NO_FALLBACK, STATE_SIZE, Fallback, RoundPrice
 
 PRICE = RoundPrice(round_steps=4.0, level_steps=0.0, node_steps=0.0)
 """A round costs four plain steps: with nothing accepted it saves 1 - 4 = -3, with 8 accepted 9 - 4 = 5."""
@@ -20,7 +20,7 @@ class Machine:
     """The compiled state machine of one request, as replay drives it."""
 
     def __init__(self, price: RoundPrice | None = PRICE) -> None:
-        self.params = NEVER if price is None else price.encode()
+        self.params = NO_FALLBACK if price is None else price.encode()
         self.state = np.full(STATE_SIZE, 77.0)
         fallback.reset(self.state)
 
@@ -99,7 +99,7 @@ def test_a_round_is_priced_by_its_forwards_and_nodes() -> None:
 def test_without_a_price_nothing_is_ever_given_up() -> None:
     machine = Machine(price=None)
     assert machine.run(*[USELESS] * 300) == [0] * 300
-    machine.state[fallback._REST] = 5.0
+    machine.state[fallback._PLAIN_LEFT] = 5.0
     assert not fallback.is_plain(machine.params, machine.state)
 
 

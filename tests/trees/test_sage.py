@@ -418,7 +418,7 @@ def test_random_trees_are_deterministic(rounds: Any) -> None:
         ({"d_min": 9}, "d_min must be at most d_max, which is 8"),
         ({"w_min": 11}, "w_min must be at most w_max, which is 10"),
         ({"lower": 3.5}, "lower must be at most upper, which is 3.0"),
-        ({"depth_cap": 2}, "depth_cap must be at least d_min, which is 3"),
+        ({"depth_cap": 2}, "d_min must be at most depth_cap, which is 2"),
         ({"d_min": 0}, "d_min: input should be greater than or equal to 1; got 0"),
         ({"d_max": 25}, "d_max: input should be less than or equal to 24; got 25"),
         ({"w_max": 17}, "w_max: input should be less than or equal to 16; got 17"),

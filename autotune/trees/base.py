@@ -1,0 +1,146 @@
+"""The facts that every tree policy states, and the bounds of the traces that its replay needs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from autotune.files import Document
+from autotune.trees.limits import MAX_DEPTH, MAX_NODES, Floats
+
+
+class ForestBounds(Document):
+    """Which nodes a trace records at every position of an answer.
+
+    The path of most probable tokens and the answer itself are recorded whatever their probability, so that accepted
+    lengths are exact for every tree whose node budget does not bind. The fields below say which other nodes are
+    expanded; ``Replay.missing`` counts the nodes that a tree asks for beyond them.
+    """
+
+    depth: int = Field(default=12, ge=1, le=MAX_DEPTH)
+    """Deepest level of children."""
+    num_proposals: int = Field(default=10, ge=1, le=32)
+    """Children of a node."""
+    floor: float = Field(default=0.1 / 12, gt=0, lt=1)
+    """A node of level l is expanded if its cumulative probability exceeds ``floor * l``. The default is SAGE's threshold
+    in trees of depth 12.
+    """
+    width: int = Field(default=16, ge=1, le=MAX_NODES)
+    """Limit on the nodes of a level that ``floor`` expands."""
+    beam: int = Field(default=0, ge=0, le=MAX_NODES)
+    """The most probable nodes of a level that are expanded whatever their probability."""
+    beam_depth: int = Field(default=0, ge=0, le=MAX_DEPTH)
+    """Depth of the trees that need ``beam``."""
+    nucleus: float = Field(default=0.0, ge=0, le=1)
+    """The most probable children of a nucleus node, until their probabilities sum to this, are expanded as nucleus nodes.
+    The root is one.
+    """
+    nucleus_width: int = Field(default=0, ge=0, le=MAX_NODES)
+    """Limit on the nucleus nodes of a level."""
+    nucleus_depth: int = Field(default=0, ge=0, le=MAX_DEPTH)
+    """Depth of the trees that need ``nucleus``."""
+    answer_tokens: int | None = Field(default=None, ge=2)
+    """Tokens recorded of each answer; None: all."""
+
+
+class Limits(NamedTuple):
+    """How large the trees of a policy can become."""
+
+    depth: int
+    """Draft levels."""
+    nodes: int
+    """Draft nodes sent to verification in a round, the root not counted."""
+    grown: int
+    """Draft nodes before pruning."""
+    width: int
+    """Nodes expanded in one level."""
+    proposals: int
+    """Children of a node that the policy looks at."""
+
+
+class BasePolicy(Document):
+    """Hyperparameters of a tree policy, and what the runtime, replay and search must know about it.
+
+    A policy is complete with its compiled steps (``grow``, and ``reset``, ``prune`` and ``update`` where it needs them),
+    its name in ``policy.Policy`` and a branch in each of the calls there.
+    """
+
+    KIND: ClassVar[int]
+    """Selects the policy's branch in the compiled calls of ``policy.py``."""
+    source: ClassVar[str]
+    """Publication of the defaults."""
+    ordered: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of hyperparameters of which the first must be at most the second."""
+
+    @model_validator(mode="after")
+    def _pairs_are_ordered(self) -> Self:
+        for low, high in self.ordered:
+            limit = getattr(self, high)
+            if limit is not None and getattr(self, low) > limit:
+                raise ValueError(f"{low} must be at most {high}, which is {limit}")
+        return self
+
+    @property
+    @abstractmethod
+    def limits(self) -> Limits:
+        """How large the policy's trees can become."""
+
+    @property
+    def max_depth(self) -> int:
+        return self.limits.depth
+
+    @property
+    def max_nodes(self) -> int:
+        return self.limits.nodes
+
+    @property
+    def max_grown(self) -> int:
+        return self.limits.grown
+
+    @property
+    def max_width(self) -> int:
+        return self.limits.width
+
+    @property
+    def num_proposals(self) -> int:
+        return self.limits.proposals
+
+    @property
+    def forest_bounds(self) -> ForestBounds:
+        """Bounds of a trace in which replay of this policy misses next to nothing. By default nothing is expanded but
+        what every trace holds.
+        """
+        return ForestBounds(depth=self.max_depth, num_proposals=self.num_proposals, floor=0.99, width=1)
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"policy"})
+
+    def encode(self) -> Floats:
+        """The hyperparameters in the order of the fields, as the compiled steps read them."""
+        return np.array(list(self.hyperparameters.values()), np.float64)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The hyperparameters that differ from the defaults."""
+        defaults = type(self)().hyperparameters
+        return {name: value for name, value in self.hyperparameters.items() if value != defaults[name]}
+
+    @property
+    def label(self) -> str:
+        """Short description for tables, as ``sage(d_max=12, lower=1.50)``."""
+        words = [f"{n}={v:.2f}" if isinstance(v, float) else f"{n}={v}" for n, v in self.changed.items()]
+        return f"{type(self).model_fields['policy'].default}({', '.join(words)})"
+
+
+def bounds_for(policies: Iterable[BasePolicy]) -> ForestBounds:
+    """The bounds of a trace in which replays of all these policies, and of smaller ones, miss next to nothing."""
+    bounds = [policy.forest_bounds for policy in policies]
+    largest = {
+        name: max(getattr(b, name) for b in bounds) for name in ForestBounds.model_fields if name != "answer_tokens"
+    }
+    return ForestBounds(**largest | {"floor": min(b.floor for b in bounds)})
