@@ -53,7 +53,6 @@ class Content:
         self.limits = limits_of(table) if table else None
         self.grids = subnet_grids(sources.screened)
         self.drafts = _drafts(sources)
-        self.facts = _facts(sources)
         self.configurations = _lettered(
             itertools.chain(
                 (c for c in map(configuration_of, sources.points) if c is not None),
@@ -80,38 +79,3 @@ def _drafts(sources: Sources) -> list[tuple[ModelReference, str]]:
     named = {p.draft.id: ModelReference(id=p.draft.id, sha256=p.draft.sha256) for p in sources.points if p.draft}
     named |= {trace.header.draft.id: trace.header.draft for trace in sources.traces}
     return [(reference, sources.kinds.get(draft, "")) for draft, reference in named.items()]
-
-
-def _facts(sources: Sources) -> list[tuple[str, str]]:
-    """Device, workload and versions, as (name, value)."""
-    facts: list[tuple[str, str]] = []
-    profile, study, table = sources.profile, sources.study, sources.table
-    device = profile.hardware if profile else study.hardware if study else table.device if table else None
-    if device is not None:
-        facts += [
-            ("device", f"{device.model} ({device.kind})"),
-            ("cores", str(device.num_cores) if device.num_cores else "unknown"),
-            ("memory", f"{device.memory_bytes / 2**30:.1f} GiB"),
-            ("driver", device.driver or "-"),
-            ("fingerprint", device.key),
-        ]
-    if profile is not None:
-        workload = profile.workload
-        facts += [
-            ("precision", profile.precision),
-            ("capture sizes", ", ".join(map(str, profile.capture_sizes)) or "none: forward passes are not padded"),
-            ("CPU threads per step", str(profile.threads or "torch's default")),
-            ("workload", workload.name),
-            ("tuning prompts", f"{workload.num_tune_prompts}, SHA-256 {workload.tune_sha256}"),
-            ("held-out prompts", f"{workload.num_evaluate_prompts}, SHA-256 {workload.evaluate_sha256}"),
-        ]
-    if study is not None:
-        facts.append(("search space", study.space))
-    for name, document in {"profile": profile, "cost table": table, "study": study}.items():
-        if document is not None:
-            made = document.provenance
-            versions = f"Python {made.python}, torch {made.torch}, transformers {made.transformers}"
-            facts.append((f"{name} written by", f"autotune {made.autotune}, {made.created}, {versions}"))
-    if table is not None:
-        facts.append(("cost table", f"{table.num_samples:,} timed steps; content {table.content}"))
-    return facts

@@ -11,8 +11,6 @@ from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
 from autotune.study.document import StudyDocument
 
-TOKEN_COUNTS = (1, 4, 8, 16, 32, 64)
-
 
 @dataclass(frozen=True)
 class CostCurve:

@@ -54,10 +54,8 @@ class Example:
     drawn: int
     """Number of the drawn round, from 1."""
     num_rounds: int
-    num_accepted: int
-    num_nodes: int
-    num_missing: int
-    """Nodes of the drawn round that the trace does not hold."""
+    shown: Round
+    """The drawn round."""
     tokens_per_round: float
     svg: str
     """The drawn tree; empty for a plain step."""
@@ -122,9 +120,7 @@ def _example(
         answer=answer_parts(decoded, texts, drawn),
         drawn=drawn + 1,
         num_rounds=len(decoded),
-        num_accepted=len(shown.path),
-        num_nodes=shown.num_nodes,
-        num_missing=shown.num_missing,
+        shown=shown,
         tokens_per_round=(len(answer) - 1) / len(decoded),
         svg="" if shown.tree is None else _svg(shown, answer, texts, tokens),
     )

@@ -10,12 +10,15 @@ from pathlib import Path
 from autotune.console import Console
 from autotune.files import require_writable, write_bytes
 from autotune.report.content import Content
-from autotune.report.cost_curves import TOKEN_COUNTS
 from autotune.report.plots import all_plots
 from autotune.report.points import heads_label
 from autotune.report.sources import find_sources
 
 FOLDER = Path(__file__).parent
+CONSTANTS = {
+    "FEW_PROMPTS": 8,  # a bootstrap interval from fewer prompts says little about others
+    "TOKEN_COUNTS": (1, 4, 8, 16, 32, 64),
+}
 
 
 def write_report(
@@ -68,7 +71,7 @@ def render(content: Content) -> str:
     }
     drawn = all_plots(content) | {f"tree-{example.number}": example.svg for example in content.examples if example.svg}
     plots = {name: Markup(svg) for name, svg in drawn.items()}  # our own SVG, whose texts are escaped
-    return templates.get_template("page.html").render(vars(content) | {"plots": plots, "token_counts": TOKEN_COUNTS})
+    return templates.get_template("page.html").render(vars(content) | CONSTANTS | {"plots": plots})
 
 
 def _times(value: float | None) -> str:

@@ -1,132 +1,113 @@
-"""The plots of the page by name: each function selects the numbers for its figures."""
+"""The plots of the page: each function yields the names, descriptions for screen readers, and figures of one section."""
 
 from __future__ import annotations
 
-from autotune.documents.decoding_profile import ComparedArm
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from autotune.report import figures
 from autotune.report.content import Content
 from autotune.report.figures import Bar, Line
+from autotune.report.svg import to_svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_LINES = 6
+Plots = Iterator[tuple[str, str, "Figure"]]
 
 
 def all_plots(content: Content) -> dict[str, str]:
-    """Every plot for which there are numbers, as SVG."""
-    parts = (_evaluation, _fronts, _ablation, _importance, _acceptance, _costs)
-    return {name: svg for part in parts for name, svg in part(content).items()}
+    """Every plot for which there are numbers, as SVG by name."""
+    sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
+    found = (plot for section in sections for plot in section(content))
+    return {name: to_svg(figure, name, description) for name, description, figure in found}
 
 
-def _bar(arm: ComparedArm, *, is_strong: bool = False) -> Bar:
-    return Bar(arm.name, arm.speedup, arm.ci95, is_strong)
+def _evaluation(content: Content) -> Plots:
+    if (arms := content.arms) is None:
+        return
+    shown = [arm for arm in (arms.plain, *arms.defaults, arms.tuned) if arm is not None]
+    bars = [Bar(arm.name, arm.speedup, arm.ci95, arm is arms.profile) for arm in shown]
+    values = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
+    figure = figures.intervals(bars, "speedup over plain decoding, 95 % CI")
+    yield "evaluation", f"Measured speedups with confidence intervals: {values}.", figure
 
 
-def _evaluation(content: Content) -> dict[str, str]:
-    drawn = {}
-    arms = content.arms
-    if arms is not None:
-        shown = [arm for arm in (arms.plain, *arms.defaults, arms.tuned) if arm is not None]
-        bars = [_bar(arm, is_strong=arm is arms.profile) for arm in shown]
-        values = "; ".join(f"{bar.label} {bar.value:.2f}" for bar in bars)
-        drawn["evaluation"] = figures.intervals(
-            "evaluation",
-            bars,
-            "speedup over plain decoding, 95 % CI",
-            f"Measured speedups with confidence intervals: {values}.",
-        )
+def _predictions(content: Content) -> Plots:
+    study, arms = content.sources.study, content.arms
     groups: dict[str, list[tuple[float, Bar]]] = {}
-    for finalist in content.sources.study.finalists if content.sources.study else []:
+    for finalist in study.finalists if study else []:
         bar = Bar(content.letters[finalist.configuration.label], finalist.speedup, finalist.ci95)
         groups.setdefault("finalists, tuning prompts", []).append((finalist.predicted_speedup, bar))
     for arm in [*arms.defaults, *([arms.tuned] if arms.tuned else [])] if arms else []:
         if arm.predicted_speedup is not None:
-            groups.setdefault("arms, held-out prompts", []).append((arm.predicted_speedup, _bar(arm)))
+            bar = Bar(arm.name, arm.speedup, arm.ci95)
+            groups.setdefault("arms, held-out prompts", []).append((arm.predicted_speedup, bar))
     if groups:
         num = sum(map(len, groups.values()))
         description = f"Predicted and measured speedups of {num} configurations; the tables have the numbers."
-        drawn["predictions"] = figures.predicted_against_measured("predictions", groups, description)
-    return drawn
+        yield "predictions", description, figures.predicted_against_measured(groups)
 
 
-def _fronts(content: Content) -> dict[str, str]:
-    drawn = {}
+def _fronts(content: Content) -> Plots:
+    y = "predicted ms per token"
     if content.front:
-        clouds = {**content.by_size, "Pareto front": content.front}
         *policies, best = (
             Line(label, [c.nodes_per_round for c in candidates], [c.ms_per_token for c in candidates])
-            for label, candidates in clouds.items()
+            for label, candidates in {**content.by_size, "Pareto front": content.front}.items()
         )
-        drawn["front-nodes"] = figures.front(
-            "front-nodes",
-            policies,
-            best,
-            x="drafted tokens verified per round",
-            y="predicted ms per token",
-            description=f"Predicted time by tree size and policy; the front falls from {best.y[0]:.2f} to {best.y[-1]:.2f} ms.",
+        description = (
+            f"Predicted time by tree size and policy; the front falls from {best.y[0]:.2f} to {best.y[-1]:.2f} ms."
         )
-    sized = [(v.draft_mib, v) for v in content.variants if v.draft_mib is not None]
+        yield "front-nodes", description, figures.front(policies, best, x="drafted tokens verified per round", y=y)
+    sized = [(v.draft_mib, v.best.ms_per_token, v) for v in content.variants if v.draft_mib is not None]
     if len(sized) > 1:
-        by_draft: dict[str, list[tuple[float, float]]] = {}
-        for mib, variant in sized:
-            draft = variant.best.configuration.draft or ""
-            by_draft.setdefault(draft, []).append((mib, variant.best.ms_per_token))
-        front = [(mib, variant.best.ms_per_token) for mib, variant in sized if variant.is_on_front]
+        points: dict[str, list[tuple[float, float]]] = {}
+        for mib, ms, variant in sized:
+            points.setdefault(variant.best.configuration.draft or "", []).append((mib, ms))
+        points["Pareto front"] = [(mib, ms) for mib, ms, variant in sized if variant.is_on_front]
         *drafts, best = (
-            Line(label, [mib for mib, _ in points], [ms for _, ms in points])
-            for label, points in [*by_draft.items(), ("Pareto front", front)]
+            Line(label, [mib for mib, _ in found], [ms for _, ms in found]) for label, found in points.items()
         )
-        drawn["front-memory"] = figures.front(
+        description = f"Predicted time by memory of {len(sized)} draft variants; the table has the numbers."
+        yield (
             "front-memory",
-            drafts,
-            best,
-            x="memory of the draft and its KV cache, MiB",
-            y="predicted ms per token",
-            description=f"Predicted time by memory of {len(sized)} draft variants; the table has the numbers.",
+            description,
+            figures.front(drafts, best, x="memory of the draft and its KV cache, MiB", y=y),
         )
-    return drawn
 
 
-def _ablation(content: Content) -> dict[str, str]:
+def _ablation(content: Content) -> Plots:
     import pandas as pd
 
-    drawn = {}
     if len(content.cumulative) > 1:
-        values = {step.label: step.best.speedup for step in content.cumulative}
-        described = "; ".join(f"{label} {value:.2f}" for label, value in values.items())
-        drawn["cumulative-ablation"] = figures.steps(
-            "cumulative-ablation",
-            values,
-            "predicted speedup of the best chain",
-            f"Speedup as the dimensions are freed one by one: {described}.",
+        speedups = pd.Series({step.label: step.best.speedup for step in content.cumulative})
+        described = "; ".join(f"{label} {speedup:.2f}" for label, speedup in speedups.items())
+        figure = figures.bars(
+            speedups.to_frame(), "predicted speedup of the best chain", start=1.0, value_format="%.2fx"
         )
-    gains = {ablation.dimension: 100 * ablation.gain for ablation in content.ablations if ablation.gain is not None}
-    if gains:
+        yield "cumulative-ablation", f"Speedup as the dimensions are freed one by one: {described}.", figure
+    gains = pd.Series({a.dimension: 100 * a.gain for a in content.ablations if a.gain is not None})
+    if len(gains):
         described = "; ".join(f"{dimension} {gain:.1f} %" for dimension, gain in gains.items())
-        drawn["ablation"] = figures.grouped_bars(
-            "ablation",
-            pd.DataFrame({"saved": gains}).loc[[*gains]],
-            "predicted decoding time saved, %",
-            f"Decoding time saved by searching each dimension: {described}.",
-        )
-    return drawn
+        figure = figures.bars(gains.to_frame(), "predicted decoding time saved, %", value_format="%.1f %%")
+        yield "ablation", f"Decoding time saved by searching each dimension: {described}.", figure
 
 
-def _importance(content: Content) -> dict[str, str]:
-    drawn = {}
+def _importance(content: Content) -> Plots:
     for number, found in enumerate(content.importance):
         shares = found.shares.set_axis(found.shares.index.str.removeprefix(f"{found.group}."))
-        drawn[f"importance-{number}"] = figures.grouped_bars(
-            f"importance-{number}",
-            shares,
-            "importance",
-            f"Importance of {len(shares)} parameters in {found.num_trials} trials of {found.group}; {shares.index[0]} is "
-            "the most important one by fANOVA.",
+        description = (
+            f"Importance of {len(shares)} parameters in {found.num_trials} trials of {found.group}; {shares.index[0]} is the "
+            "most important one by fANOVA."
         )
-    return drawn
+        yield f"importance-{number}", description, figures.bars(shares, "importance")
 
 
-def _acceptance(content: Content) -> dict[str, str]:
-    drawn = {}
+def _acceptance(content: Content) -> Plots:
     labels = {"replayed": "tuning prompts, replayed", "measured": "held-out prompts, measured"}
+    axes = {"depth": "depth in the tree", "rank": "rank among the draft's choices"}
     for point in content.acceptance:
         for kind, table in point.tables.items():
             series = []
@@ -137,20 +118,13 @@ def _acceptance(content: Content) -> dict[str, str]:
                     series.append(Line(label, share.index.tolist(), share.tolist()))
             if series:
                 values = ", ".join(f"{y:.0f}" for y in series[0].y)
-                drawn[f"{kind}-{point.number}"] = figures.lines(
-                    f"{kind}-{point.number}",
-                    series,
-                    x="depth in the tree" if kind == "depth" else "rank among the draft's choices",
-                    y="accepted, % of offered",
-                    description=f"Accepted share of offered tokens by {kind}, {series[0].label}, in per cent: {values}.",
-                    integer_x=True,
-                    height=2.4,
-                )
-    return drawn
+                description = f"Accepted share of offered tokens by {kind}, {series[0].label}, in per cent: {values}."
+                figure = figures.lines(series, x=axes[kind], y="accepted, % of offered", height=2.4)
+                yield f"{kind}-{point.number}", description, figure
 
 
-def _costs(content: Content) -> dict[str, str]:
-    drawn = {}
+def _costs(content: Content) -> Plots:
+    plain = next((curve.ms(1) for curve in content.curves if len(curve.tokens) == 1), None)
     for name, is_draft in (("cost-target", False), ("cost-drafts", True)):
         curves = [curve for curve in content.curves if curve.is_draft == is_draft and len(curve.tokens) > 1]
         if is_draft:  # first levels cost little more; the table has them
@@ -162,14 +136,7 @@ def _costs(content: Content) -> dict[str, str]:
             if curve.limit_ms(1) is not None:
                 series.append(Line(f"limit: {label}", curve.tokens, [curve.limit_ms(n) or 0.0 for n in curve.tokens]))
         if series:
-            plain = next((curve.ms(1) for curve in content.curves if len(curve.tokens) == 1), None)
-            drawn[name] = figures.lines(
-                name,
-                series,
-                x="tokens per forward pass",
-                y="ms",
-                description=f"Latency by tokens of {', '.join(line.label for line in series)}; the table has the numbers.",
-                log=True,
-                dashed_line=None if is_draft else plain,
-            )
-    return drawn
+            shown = ", ".join(line.label for line in series)
+            dotted = None if is_draft else plain
+            figure = figures.lines(series, x="tokens per forward pass", y="ms", is_log=True, dotted_line=dotted)
+            yield name, f"Latency by tokens of {shown}; the table has the numbers.", figure

@@ -1,4 +1,4 @@
-"""The operating points of a profile in words and numbers, and the arms of its evaluation."""
+"""The operating points of a profile in numbers, and the arms of its evaluation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from autotune.documents.subnet import Subnet
 from autotune.report.sources import Sources
 from autotune.trees.static import StaticPolicy
 
-FEW_PROMPTS = 8  # a bootstrap interval from fewer prompts says little about others
-
 
 @dataclass(frozen=True)
 class PointSummary:
@@ -25,11 +23,8 @@ class PointSummary:
     point: OperatingPoint
     configuration: Configuration | None
     """None for plain decoding."""
-    description: str
     hyperparameters: list[tuple[str, str, str]]
     """Name, value, the paper's default."""
-    has_few_prompts: bool
-    """Whether it was measured on few prompts."""
     num_own: int
     """Recorded prompts that the point decodes."""
     own_speedup: float | None
@@ -44,9 +39,7 @@ def summarize_points(sources: Sources) -> list[PointSummary]:
             condition=condition_label(sources.points, number),
             point=point,
             configuration=configuration_of(point),
-            description=describe_point(point),
             hyperparameters=hyperparameters(point),
-            has_few_prompts=point.measured is not None and point.measured.num_prompts < FEW_PROMPTS,
             num_own=len(sources.prompts_of(number)),
             own_speedup=own_speedup(sources, number),
         )
@@ -69,41 +62,6 @@ def own_speedup(sources: Sources, number: int) -> float | None:
 def condition_label(points: Sequence[OperatingPoint], number: int) -> str:
     """The condition of a point; the last of several points takes all other requests."""
     return "any other request" if 0 < number == len(points) - 1 else points[number].when.label
-
-
-def describe_point(point: OperatingPoint) -> str:
-    """Draft, subnet, tree and fallback in a few sentences."""
-    if point.draft is None or point.tree is None:
-        return "The target decodes without a draft: no draft was faster on this device."
-    tree = point.tree
-    levels = f"{tree.max_depth} level{'s' * (tree.max_depth > 1)}"
-    shape = f"at most {tree.max_nodes} drafted token{'s' * (tree.max_nodes > 1)} per round in up to {levels}"
-    if tree.max_width > 1:
-        shape += f", with up to {tree.max_width} expanded nodes per level"
-    sentences = [
-        f"{point.draft.id} ({point.draft.kind}) drafts {_describe_subnet(point.draft.subnet)}.",
-        f"The tree policy is {tree.policy}: {shape}.",
-        "The output is lossless: it equals the target's own, token for token."
-        if point.lossless
-        else f"The output is NOT the target's own: {point.verification.kind} verification is lossy.",
-    ]
-    if (price := point.fallback) is not None:
-        sentences.append(
-            "Requests fall back to plain steps while rounds are slower than plain decoding: a round costs "
-            f"{price.round_steps:.2f} plain steps, a draft level {price.level_steps:.2f}, a drafted token "
-            f"{price.node_steps:.3f}."
-        )
-    return " ".join(sentences)
-
-
-def _describe_subnet(subnet: Subnet) -> str:
-    """``with 75 % of its heads, layer 11 of the target and all visual tokens``."""
-    words = [] if set(subnet.head_shares) == {1.0} else [f"{heads_label(subnet)} of its heads"]
-    if subnet.injection_layer is not None:
-        words.append(f"layer {subnet.injection_layer} of the target")
-    keep = subnet.visual_keep
-    visual = "all visual tokens" if keep == 1.0 else f"{100 * keep:g} % of the visual tokens"
-    return f"with {', '.join(words)} and {visual}" if words else f"with {visual}"
 
 
 def heads_label(subnet: Subnet) -> str:

@@ -19,25 +19,22 @@ def visible(text: str) -> str:
     return text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥") or "∅"
 
 
-def rows_of(parent: Ints, rank: Ints) -> list[float]:
+def rows_of(parent: Ints, rank: Ints) -> list[int]:
     """Row of each node: leaves are below each other, a parent is beside the first of its children, children are in order
     of rank.
     """
-    children: list[list[int]] = [[] for _ in parent]
-    for node in range(1, len(parent)):
-        children[parent[node]].append(node)
-    for siblings in children:
-        siblings.sort(key=lambda node: int(rank[node]))
-    row = [0.0] * len(parent)
-    next_row, stack = 0, [ROOT]
-    while stack:  # depth first, first child first
-        node = stack.pop()
-        if node != ROOT:
-            siblings = children[parent[node]]
-            row[node] = row[parent[node]] if node == siblings[0] else float(next_row)
-        if not children[node]:
-            next_row += 1
-        stack += reversed(children[node])
+    size = len(parent)
+    children = [[child for child in range(1, size) if parent[child] == node] for node in range(size)]
+    row = [0] * size
+
+    def place(node: int, first_row: int) -> int:
+        """Place a node and its descendants; return the next free row."""
+        row[node] = next_row = first_row
+        for child in sorted(children[node], key=lambda child: int(rank[child])):
+            next_row = place(child, next_row)
+        return next_row if children[node] else next_row + 1
+
+    place(ROOT, 0)
     return row
 
 
@@ -69,7 +66,7 @@ def draw_tree(tree: Tree, path: Sequence[int], texts: Sequence[str], next_text: 
     row = rows_of(parent, tree.rank[:size])
     corners = [(6 + COLUMN * float(depth[node]), 8 + ROW * row[node]) for node in range(size)]
     last = path[-1] if path else ROOT
-    next_row = max(row) + 1 if size > 1 else 0.0
+    next_row = max(row) + 1 if size > 1 else 0
     next_corner = (6 + COLUMN * float(depth[last] + 1), 8 + ROW * next_row)
     kinds = ["accepted" if node in set(path) else "rejected" for node in range(size)]
     parts = [_edge(corners[int(parent[node])], corners[node], kinds[node]) for node in range(1, size)]

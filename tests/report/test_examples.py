@@ -116,7 +116,7 @@ def test_every_point_has_an_example_of_its_own_prompts(sources: Sources) -> None
         emitted = "".join(part.accepted + part.own for part in example.answer)
         assert example.num_rounds == len(example.answer) and 1 <= example.drawn <= example.num_rounds
         assert example.tokens_per_round == pytest.approx(len(re.findall(r"<\d+>", emitted)) / example.num_rounds)
-        assert classes(example.svg).count("node accepted") == example.num_accepted
+        assert classes(example.svg).count("node accepted") == len(example.shown.path)
 
 
 def test_example_without_its_prompt(sources: Sources) -> None:
