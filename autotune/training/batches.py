@@ -1,6 +1,4 @@
-"""Training batches of the bundled workload: a pure function of the recipe and the step, so that resumed training sees
-what it would have.
-"""
+"""Training batches of the bundled workload, a pure function of recipe and step: resumed training sees the same batches."""
 
 from __future__ import annotations
 
@@ -15,16 +13,15 @@ from autotune.workloads.digits import DIGIT_SIZE, PASSAGE_TOKENS, DigitsExample,
 from autotune.workloads.workload import chat_text
 
 IGNORED = -100  # label of positions without a loss
-POOL_BATCHES = 4  # batches are cut from a pool sorted by length: less padding
+POOL_BATCHES = 4  # batches are cut from a pool sorted by length, which reduces padding
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded examples; with causal attention the padding needs no mask.
+    """Right-padded examples; causal attention needs no mask for the padding.
 
-    ``input_ids`` and ``labels`` are [batch, length], labels shifted already (``labels[t]`` is the token after
-    ``input_ids[t]``); ``pixel_values`` is [images, 3, 192, 192]; ``digits`` [images, visual tokens] is the class under
-    every visual token.
+    ``input_ids`` and ``labels`` are [batch, length], and ``labels[t]`` is the token after ``input_ids[t]``;
+    ``pixel_values`` is [images, 3, 192, 192]; ``digits`` [images, visual tokens] is the class under every visual token.
     """
 
     tasks: list[str]
@@ -35,7 +32,7 @@ class Batch:
 
 
 class Batches:
-    """Draws batches of a split with given task frequencies."""
+    """Batches of a split with given task frequencies, by step."""
 
     def __init__(self, processor: Any, tasks: dict[str, float], *, split: Split, batch_size: int, seed: int) -> None:
         self.processor = processor
@@ -56,14 +53,14 @@ class Batches:
         rng = np.random.default_rng([self.seed, number])
         count = POOL_BATCHES * self.batch_size
         tasks = rng.choice(self.names, size=count, p=self.frequencies)
-        # Training examples are numbered from the seed's own range, so that two recipes do not train on the same ones.
+        # Every seed has its own range of example indices, so that two recipes do not train on the same examples.
         first = self.seed * 10_000_000 + number * count
-        examples = [self._tokenise(make_example(self.split, str(task), first + i)) for i, task in enumerate(tasks)]
+        examples = [self._tokenize(make_example(self.split, str(task), first + i)) for i, task in enumerate(tasks)]
         examples.sort(key=lambda example: len(example[1]) + len(example[2]))
         pool = [self._collate(examples[i : i + self.batch_size]) for i in range(0, count, self.batch_size)]
         return [pool[i] for i in rng.permutation(POOL_BATCHES)]
 
-    def _tokenise(self, example: DigitsExample) -> tuple[DigitsExample, list[int], list[int]]:
+    def _tokenize(self, example: DigitsExample) -> tuple[DigitsExample, list[int], list[int]]:
         tokenizer = self.processor.tokenizer
         prompt = chat_text(self.processor, example.prompt, num_images=0 if example.image is None else 1)
         num_visual_tokens = (
@@ -83,7 +80,7 @@ class Batches:
         for row, (_, prompt, answer) in enumerate(examples):
             ids = torch.tensor([*prompt, *answer])
             input_ids[row, : len(ids) - 1] = ids[:-1]
-            # A passage has no question: its prompt is text to learn from as well.
+            # A passage has no question, so its prompt is trained on as well.
             begin = 1 if examples[row][0].task == "continue" else len(prompt)
             labels[row, begin - 1 : len(ids) - 1] = ids[begin:]
         images = [example.image for example, _, _ in examples if example.image is not None]

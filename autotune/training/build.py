@@ -1,6 +1,4 @@
-"""New models of the bundled pair from a recipe: real Hugging Face classes, random weights, a tokenizer trained on the
-workload's text.
-"""
+"""New models of the bundled pair: real Hugging Face classes with random weights, and a tokenizer trained on the workload."""
 
 from __future__ import annotations
 
@@ -29,14 +27,11 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer in which every digit is a token of its own, trained on the train split's prompts and
-    answers.
-    """
+    """Train a byte-level BPE tokenizer, in which every digit is a separate token, on prompts and answers of the train split."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # A digit may carry the space before it, and never merges with its neighbours: the models see numbers digit by
-    # digit.
+    # A digit may include the space before it but never merges with its neighbours: models read numbers digit by digit.
     pattern = Regex(r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -63,7 +58,7 @@ def train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast, patch_size: int) -> LlavaProcessor:
-    """The pair's processor: PIL images scaled to 192 pixels, 144 visual tokens each."""
+    """The processor of the bundled pair: images are scaled to 192 pixels and give 144 visual tokens each."""
     images = CLIPImageProcessorPil(
         size={"shortest_edge": IMAGE_SIZE},
         crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
@@ -75,14 +70,14 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, patch_size: int) -> Llav
         tokenizer=tokenizer,
         patch_size=patch_size,
         vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,  # the CLIP tower's class token, which "default" drops again
+        num_additional_image_tokens=1,  # the class token of the CLIP tower, which the strategy "default" drops
         image_token=IMAGE_TOKEN,
         chat_template=CHAT_TEMPLATE,
     )
 
 
 def build_model(recipe: Recipe, tokenizer: Any) -> LlavaForConditionalGeneration:
-    """A LLaVA with the recipe's sizes and fresh weights; seed torch before the call."""
+    """A LLaVA with the recipe's sizes and random weights; seed torch before the call."""
     text = LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=2048,

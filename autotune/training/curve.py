@@ -1,4 +1,4 @@
-"""The training log as a picture: loss, and how often the draft says what the target says."""
+"""A plot of the training log: loss, and agreement of the draft with the target."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from autotune.files import read_lines, write_bytes
 
-# Figures that are shares, with how they are called and drawn; held-out ones are few, and marked.
+# Label and style of each logged share; the few held-out points have markers.
 SHARES: dict[str, tuple[str, dict[str, Any]]] = {
     "token_accuracy": ("tokens, training", {"color": "tab:blue", "alpha": 0.6}),
     "digit_accuracy": ("digits, training", {"color": "tab:green", "alpha": 0.6}),
-    "agreement": ("training, behind true features", {"color": "tab:blue", "alpha": 0.35}),
-    "held_out_agreement": ("held out, behind true features", {"color": "tab:blue", "marker": "o", "markersize": 4}),
-    "held_out_own_agreement": ("held out, behind its own", {"color": "tab:orange", "marker": "s", "markersize": 4}),
+    "agreement": ("training, true features", {"color": "tab:blue", "alpha": 0.35}),
+    "held_out_agreement": ("held out, true features", {"color": "tab:blue", "marker": "o", "markersize": 4}),
+    "held_out_own_agreement": ("held out, own features", {"color": "tab:orange", "marker": "s", "markersize": 4}),
 }
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "loss": ("training", {"color": "tab:blue", "alpha": 0.35}),
@@ -22,12 +22,10 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def logged(log: Path) -> list[dict[str, Any]]:
-    """The steps of a log in their order. A run that was killed goes on from its last checkpoint: what came after that
-    counts as it was done again.
-    """
+    """The steps of a log in order. After a restart from a checkpoint, repeated steps replace the earlier ones."""
     steps: list[dict[str, Any]] = []
     for record in read_lines(log):
-        if not isinstance(record.get("stage"), int):  # an old log
+        if not isinstance(record.get("stage"), int):  # a log of an earlier version
             continue
         while steps and (steps[-1]["stage"], steps[-1]["step"]) >= (record["stage"], record["step"]):
             steps.pop()
@@ -36,7 +34,7 @@ def logged(log: Path) -> list[dict[str, Any]]:
 
 
 def draw_curve(log: Path, path: Path) -> None:
-    """Write a PNG of the log's loss and agreement over the steps of all stages."""
+    """Plot loss and agreement over the steps of all stages as a PNG file."""
     import io
 
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Drafts that read the target's features in training: lessons of the teacher, and another subnet at every step."""
+"""Training of drafts that read the target's features, with a teacher batch and a subnet for every step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.training.batches import Batches
-from autotune.training.examples import JsonlExamples, JsonlFile, Report
-from autotune.training.losses import drafting_loss, sampled_subnet
-from autotune.training.memory import BatchShape, check_needs, lesson_bytes, memory_needs
+from autotune.training.examples import ExampleFile, JsonlExamples, Report
+from autotune.training.losses import drafting_loss, sample_subnet
+from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.teacher import Teacher
-from autotune.training.teacher_batches import DigitsExamples, Examples, Lessons, Share
+from autotune.training.teacher_batches import DigitsExamples, Examples, ProcessShare, TeacherBatches
 
-FIRST_SEED = 1000  # of examples for drafts: far from those of the models that the pair is made of
+FIRST_SEED = 1000  # examples for drafts use other seeds than those for the bundled models
 NUM_HELD_OUT = 3  # batches
 EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.0)
 
 
 class DraftTask:
-    """Trains a draft for the recipe's teacher (see ``Task``)."""
+    """Trains a draft for the recipe's teacher (a ``Task``)."""
 
     module: BlocksNetwork
 
@@ -46,13 +46,13 @@ class DraftTask:
         smallest, largest = (find(stage.batch_size for stage in recipe.stages) for find in (min, max))
         if smallest < self.share[1]:
             raise UserError(
-                f"{recipe_path}: every process reads an example of a batch; got batch_size {smallest} for {self.share[1]} "
-                "processes; raise it, or start fewer"
+                f"{recipe_path}: every process needs an example of each batch; got batch_size {smallest} for {self.share[1]} "
+                "processes; raise batch_size, or start fewer processes"
             )
         data = recipe.data
         file = None
         if data.file is not None:
-            file = JsonlFile(
+            file = ExampleFile(
                 recipe_path.parent / data.file,
                 batch_size=largest,
                 num_examples=data.num_examples,
@@ -67,14 +67,14 @@ class DraftTask:
         self.module = new_network(recipe.model, recipe.draft, self.target, source=str(recipe_path)).to(
             accelerator.device
         )
-        self._taking_part: list[Tensor] | None = None
+        self._head_masks: list[Tensor] | None = None
         self._lines = None
         if file is not None:
             recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
             self._lines = file.read(recorder, accelerator, report)
 
     def _examples(self, stage: Stage) -> tuple[Examples, Path]:
-        """What this process trains on in a stage, and where the lessons of it are kept."""
+        """The examples of this process in a stage, and the folder in which their teacher batches are cached."""
         data = self.recipe.data
         described: dict[str, Any] = {
             "target": self.target_reference.sha256 or self.target_reference.id,
@@ -102,12 +102,12 @@ class DraftTask:
                 seed=FIRST_SEED + data.seed,
             )
             num_batches = None if data.num_examples is None else max(1, data.num_examples // stage.batch_size)
-            examples = Share(DigitsExamples(batches, self.target, num_batches), *self.share)
+            examples = ProcessShare(DigitsExamples(batches, self.target, num_batches), *self.share)
             described["tasks"] = self.recipe.tasks
-        return examples, WORKSPACE / "lessons" / content_key(described)
+        return examples, WORKSPACE / "teacher-batches" / content_key(described)
 
     def _held_out_examples(self, stage: Stage) -> Examples:
-        """In batches of the size that a process trains on."""
+        """Held-out examples, in batches of the size that one process trains on."""
         batch_size = -(-stage.batch_size // self.share[1])
         if self._lines is not None:
             return JsonlExamples(self._lines[1], self.target, self.processor, batch_size=batch_size)
@@ -115,10 +115,10 @@ class DraftTask:
         return DigitsExamples(batches, self.target)
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
-        """Prepare a stage's examples; returns what it trains."""
+        """Prepare the examples of a stage and return the parameters that it trains."""
         examples, cache = self._examples(stage)
         layers = self.module.config.injection_layers
-        self._lessons = Lessons(
+        self._teacher_batches = TeacherBatches(
             examples,
             self.teacher,
             layers=layers,
@@ -128,79 +128,86 @@ class DraftTask:
         )
         self._number = number
         self._held_out = []
-        if self.accelerator.is_main_process:  # which evaluates
+        if self.accelerator.is_main_process:  # only it evaluates
             held_out = self._held_out_examples(stage)
             num_batches = min(NUM_HELD_OUT, held_out.num_batches or NUM_HELD_OUT)
-            self._held_out = [self.teacher.lesson(held_out[number], layers=layers) for number in range(num_batches)]
+            self._held_out = [self.teacher.read(held_out[number], layers=layers) for number in range(num_batches)]
         return list(self.module.parameters())
 
-    def check_needs(self, *, in_half: bool) -> str:
-        """What the stages need of memory and disk, as one line.
+    def check_memory(self, *, half_precision: bool) -> str:
+        """Estimated memory and disk use of all stages as one line.
 
         Raises:
-            UserError: more than is there.
+            UserError: more than is available.
         """
         read = {*self.module.config.injection_layers, self.teacher.num_layers}
-        most_kept = 0
+        max_kept = 0
         shapes: list[BatchShape] = []
         caches: dict[Path, int] = {}  # bytes
         for stage in self.recipe.stages:
-            num_kept = min(len(read) + (stage.distillation != "none"), self.teacher.num_layers)
+            num_layers_kept = min(len(read) + (stage.distillation != "none"), self.teacher.num_layers)
             examples, cache = self._examples(stage)
-            most_kept = max(most_kept, num_kept)
+            max_kept = max(max_kept, num_layers_kept)
             shapes += examples.shapes
             if examples.num_batches is not None:
-                of_batch = [lesson_bytes(s, self.target.text.config.hidden_size, num_kept) for s in examples.shapes]
+                of_batch = [
+                    teacher_batch_bytes(s, self.target.text.config.hidden_size, num_layers_kept)
+                    for s in examples.shapes
+                ]
                 needed = sum(of_batch) * examples.num_batches // len(of_batch)
                 caches[cache] = max(needed, caches.get(cache, 0))
-        there = {cache: sum(file.stat().st_size for file in cache.glob("*.safetensors")) for cache in caches}
-        needs = memory_needs(
+        cached = {cache: sum(file.stat().st_size for file in cache.glob("*.safetensors")) for cache in caches}
+        needs = estimate_memory(
             self.target,
             self.module,
             shapes,
-            num_kept=most_kept,
+            num_layers_kept=max_kept,
             num_held_out=NUM_HELD_OUT,
-            disk_bytes=sum(max(0, needed - there[cache]) for cache, needed in caches.items()),
-            in_half=in_half,
+            disk_bytes=sum(max(0, needed - cached[cache]) for cache, needed in caches.items()),
+            half_precision=half_precision,
         )
-        return check_needs(
-            needs, self.accelerator.device, WORKSPACE / "lessons", num_processes=self.share[1], source=self.recipe_path
+        return check_memory(
+            needs,
+            self.accelerator.device,
+            WORKSPACE / "teacher-batches",
+            num_processes=self.share[1],
+            source=self.recipe_path,
         )
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
-        """Of one step, and figures to show."""
+        """The loss of one step, and figures to display."""
         seed = (self.recipe.seed * 1000 + self._number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
-        subnet, self._taking_part = self._subnet(stage, generator)
-        return drafting_loss(self.module, self._lessons[step], stage, subnet, self._taking_part, generator)
+        subnet, self._head_masks = self._subnet(stage, generator)
+        return drafting_loss(self.module, self._teacher_batches[step], stage, subnet, self._head_masks, generator)
 
     def _subnet(self, stage: Stage, generator: torch.Generator) -> tuple[Subnet, list[Tensor] | None]:
-        """The subnet of a step, and the masks of its heads where there are any to mask."""
+        """The subnet of a step, and its head masks if the draft is a supernet."""
         if not isinstance(self.module, StarNetwork):
             return Subnet(visual_keep=self.module.config.visual_keep), None
         subnet = stage.subnet or Subnet()
-        is_whole = stage.whole_share > 0 and float(torch.rand((), generator=generator)) < stage.whole_share
-        if stage.subnets == "random" and not is_whole:
-            subnet = sampled_subnet(self.module, generator)
+        train_full = stage.whole_share > 0 and float(torch.rand((), generator=generator)) < stage.whole_share
+        if stage.subnets == "random" and not train_full:
+            subnet = sample_subnet(self.module, generator)
         return subnet, self.module.head_masks(subnet.head_shares)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Figures of the whole draft on held-out examples, means over lessons."""
+        """Mean figures of the full draft over the held-out teacher batches."""
         keep = self.module.config.visual_keep
-        found = []
+        figures = []
         self.module.eval()
-        for lesson in self._held_out:
+        for batch in self._held_out:
             generator = torch.Generator().manual_seed(0)
-            found.append(drafting_loss(self.module, lesson, EVALUATION, Subnet(visual_keep=keep), None, generator)[1])
+            figures.append(drafting_loss(self.module, batch, EVALUATION, Subnet(visual_keep=keep), None, generator)[1])
         self.module.train()
-        return {f"held_out_{name}": sum(one[name] for one in found) / len(found) for name in found[0]}
+        return {f"held_out_{name}": sum(batch[name] for batch in figures) / len(figures) for name in figures[0]}
 
     def after_backward(self) -> None:
-        """Note which heads matter."""
-        if isinstance(self.module, StarNetwork) and self._taking_part is not None:
-            self.module.observe_importance(self._taking_part)
+        """Accumulate the importance of heads."""
+        if isinstance(self.module, StarNetwork) and self._head_masks is not None:
+            self.module.observe_importance(self._head_masks)
 
     def save(self, folder: Path) -> None:
-        """The draft's config and weights."""
+        """Write the draft's config and weights."""
         save_draft(self.module, folder)

@@ -1,4 +1,4 @@
-"""What training a draft needs of memory and disk, estimated before it starts."""
+"""Estimates of the memory and disk that training a draft needs, made before it starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autotune.device import free_memory, gib
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 
-READINGS = 2  # of every lesson: behind the target's features, and behind the draft's own states
-# Float32 arrays of [taught tokens, vocabulary] that live together in the backward pass, as measured: the target's
-# log-probabilities, and of each reading the draft's and the products of the divergence, some of them with gradients.
+PASSES_PER_BATCH = 2  # with the target's features, and with the draft's own states
+# Float32 arrays of [loss tokens, vocabulary] that exist at the same time in the backward pass, as measured: the target's
+# log-probabilities, and for each pass the draft's and the products of the divergence, some of them with gradients.
 LOGITS_COPIES = 9
-# What the backward pass keeps, as measured, against inputs and outputs of all linear layers in float32: norms, rotations
-# and gates keep their own. In autocast products are of half the size.
+# Memory kept for the backward pass, as measured, relative to the inputs and outputs of all linear layers in float32 (norms,
+# rotations and gates add to it), by half precision: with autocast, products have half the size.
 ACTIVATIONS = {False: 1.6, True: 0.9}
 # Weights, gradients and two moments of Adam, in float32.
 BYTES_PER_WEIGHT = 16
@@ -27,144 +27,155 @@ BYTES_PER_WEIGHT = 16
 
 @dataclass(frozen=True)
 class BatchShape:
-    """A batch as a process reads it."""
+    """The size of the batch that one process reads."""
 
     num_rows: int
     length: int
     """Tokens of the longest example."""
-    num_taught: int
-    """Tokens of all examples that are followed by the answer's."""
+    num_loss_tokens: int
+    """Tokens of all examples that are followed by a token of the answer."""
 
     @property
     def num_tokens(self) -> int:
-        """With padding."""
+        """Number of tokens, padding included."""
         return self.num_rows * self.length
 
 
 @dataclass(frozen=True)
-class MemoryNeeds:
-    """Of one process, at the batch that needs most."""
+class MemoryEstimate:
+    """Memory of one process for the largest batch."""
 
     target_bytes: int
     draft_bytes: int
-    """With gradients and optimizer."""
-    lesson_bytes: int
-    """What the target makes of a batch, and what is kept of held-out ones."""
+    """Weights, gradients and optimizer."""
+    teacher_batch_bytes: int
+    """The target's outputs on a batch, and those kept of held-out batches."""
     activation_bytes: int
-    """Of the draft, for the backward pass."""
+    """The draft's activations for the backward pass."""
     logits_bytes: int
     shape: BatchShape
     disk_bytes: int
-    """Of lessons that are kept and not there yet."""
+    """Teacher batches that will be cached."""
 
     @property
     def memory_bytes(self) -> int:
-        return self.target_bytes + self.draft_bytes + self.lesson_bytes + self.activation_bytes + self.logits_bytes
+        return (
+            self.target_bytes + self.draft_bytes + self.teacher_batch_bytes + self.activation_bytes + self.logits_bytes
+        )
 
     @property
     def loaded_bytes(self) -> int:
-        """Of these, what is there when models are loaded and nothing is trained yet."""
+        """The part of it that is allocated before the first step."""
         return self.target_bytes + self.draft_bytes // 4
 
     def __str__(self) -> str:
         parts = {
             "target": self.target_bytes,
             "draft and optimizer": self.draft_bytes,
-            "lessons": self.lesson_bytes,
+            "teacher batches": self.teacher_batch_bytes,
             "activations": self.activation_bytes,
             "logits": self.logits_bytes,
         }
         return ", ".join(f"{name} {gib(number)}" for name, number in parts.items())
 
 
-def lesson_bytes(shape: BatchShape, hidden_size: int, num_kept: int, num_bytes: int = 2) -> int:
-    """Of a lesson as it is kept: embeddings and ``num_kept`` layers, in half precision on disk."""
-    return shape.num_tokens * (num_kept + 1) * hidden_size * num_bytes
+def teacher_batch_bytes(shape: BatchShape, hidden_size: int, num_layers_kept: int, num_bytes: int = 2) -> int:
+    """Size of a stored teacher batch: embeddings and ``num_layers_kept`` layers, in half precision on disk."""
+    return shape.num_tokens * (num_layers_kept + 1) * hidden_size * num_bytes
 
 
-def memory_needs(
+def estimate_memory(
     target: Target,
     network: nn.Module,
     shapes: Sequence[BatchShape],
     *,
-    num_kept: int,
+    num_layers_kept: int,
     num_held_out: int = 0,
     disk_bytes: int = 0,
-    in_half: bool = False,
-) -> MemoryNeeds:
-    """The needs of the hungriest batch. Vision towers, which see little of a batch at a time, are left out.
+    half_precision: bool = False,
+) -> MemoryEstimate:
+    """The memory of the largest batch. Vision towers, which read a small part of a batch at a time, are ignored.
 
     Args:
-        num_kept: layers of the target kept in a lesson.
-        num_held_out: lessons kept for evaluation.
-        in_half: whether the draft's products are computed in half precision.
+        num_layers_kept: layers of the target kept in a teacher batch.
+        num_held_out: teacher batches kept for evaluation.
+        half_precision: whether the draft's products are computed in half precision.
     """
     text, num_bytes = target.text.config, target.dtype.itemsize
     hidden_size, num_layers = text.hidden_size, len(target.text.layers)
     linears = [module for module in network.modules() if isinstance(module, nn.Linear)]
-    per_token = READINGS * ACTIVATIONS[in_half] * 4 * sum(one.in_features + one.out_features for one in linears)
-    # Of the target: the outputs of all layers, copies of those kept, and the widest moment inside of a layer.
+    per_token = (
+        PASSES_PER_BATCH
+        * ACTIVATIONS[half_precision]
+        * 4
+        * sum(linear.in_features + linear.out_features for linear in linears)
+    )
+    # For the target: the outputs of all layers, copies of those kept, and the peak inside a layer.
     widest = 3 * getattr(text, "intermediate_size", 4 * hidden_size) + 8 * hidden_size
-    of_reading = ((num_layers + 1 + 2 * (num_kept + 1)) * hidden_size + widest) * num_bytes
-    held_out = num_held_out * max(lesson_bytes(shape, hidden_size, num_kept, num_bytes) for shape in shapes)
+    target_per_token = ((num_layers + 1 + 2 * (num_layers_kept + 1)) * hidden_size + widest) * num_bytes
+    held_out = num_held_out * max(
+        teacher_batch_bytes(shape, hidden_size, num_layers_kept, num_bytes) for shape in shapes
+    )
 
-    def needs(shape: BatchShape) -> MemoryNeeds:
-        kept = lesson_bytes(shape, hidden_size, num_kept, num_bytes)
+    def needs(shape: BatchShape) -> MemoryEstimate:
+        kept = teacher_batch_bytes(shape, hidden_size, num_layers_kept, num_bytes)
         activations = int(per_token * shape.num_tokens)
-        logits = LOGITS_COPIES * 4 * shape.num_taught * target.vocab_size
-        # The target reads before the draft does: the room that one has left serves the other.
-        reading = max(kept, of_reading * shape.num_tokens - activations - logits)
-        return MemoryNeeds(
+        logits = LOGITS_COPIES * 4 * shape.num_loss_tokens * target.vocab_size
+        # The target runs before the draft, so both use the same memory in turn.
+        target_bytes = max(kept, target_per_token * shape.num_tokens - activations - logits)
+        return MemoryEstimate(
             target_bytes=weight_bytes(target.model),
             draft_bytes=BYTES_PER_WEIGHT * sum(parameter.numel() for parameter in network.parameters()),
-            lesson_bytes=held_out + reading,
+            teacher_batch_bytes=held_out + target_bytes,
             activation_bytes=activations,
             logits_bytes=logits,
             shape=shape,
             disk_bytes=disk_bytes,
         )
 
-    return max((needs(shape) for shape in shapes), key=lambda one: one.memory_bytes)
+    return max((needs(shape) for shape in shapes), key=lambda estimate: estimate.memory_bytes)
 
 
-def check_needs(
-    needs: MemoryNeeds, device: torch.device, folder: Path, *, num_processes: int = 1, source: Path | str
+def check_memory(
+    needs: MemoryEstimate, device: torch.device, folder: Path, *, num_processes: int = 1, source: Path | str
 ) -> str:
-    """What the run needs and what is there, as one line. Processes share the CPU's memory and the disk.
+    """Compare an estimate with the memory and disk available; returns both as one line.
+
+    Processes share the memory of the CPU and the disk.
 
     Args:
-        folder: where lessons are kept.
-        source: the recipe that asks for it.
+        folder: where teacher batches are cached.
+        source: the recipe, for messages.
 
     Raises:
-        UserError: more than is there.
+        UserError: more than is available.
     """
-    sharing, place = (1, device) if device.type == "cuda" else (num_processes, device.type)
+    sharing, device_name = (1, device) if device.type == "cuda" else (num_processes, device.type)
     memory, disk = sharing * needs.memory_bytes, num_processes * needs.disk_bytes
     free = free_memory(device)
     if free is not None and memory > free + sharing * needs.loaded_bytes:
         raise UserError(
-            f"{source}: training needs about {gib(memory)} of memory on {place} ({needs}), and there are "
-            f"{gib(free + sharing * needs.loaded_bytes)}; lower batch_size (a process reads {needs.shape.num_rows} at a time) "
+            f"{source}: training needs about {gib(memory)} of memory on {device_name} ({needs}), and "
+            f"{gib(free + sharing * needs.loaded_bytes)} are available; lower batch_size (a process reads {needs.shape.num_rows} at a time) "
             f"or shorten the longest examples ({needs.shape.length:,} tokens)"
         )
     if disk > free_disk(folder):
         raise UserError(
-            f"{source}: the lessons that are kept in {folder} need about {gib(disk)}, and {gib(free_disk(folder))} are "
-            "free on that disk; lower num_examples, or make room"
+            f"{source}: the teacher batches cached in {folder} need about {gib(disk)}, and {gib(free_disk(folder))} are "
+            "free on that disk; lower num_examples, or free some space"
         )
-    there = "" if free is None else f"; {gib(free + sharing * needs.loaded_bytes)} are there"
-    kept = f"; lessons on disk {gib(disk)}, {gib(free_disk(folder))} are free" if disk else ""
-    return f"memory on {place}: about {gib(memory)} ({needs}){there}{kept}"
+    available = "" if free is None else f"; {gib(free + sharing * needs.loaded_bytes)} available"
+    cached = f"; teacher batches on disk {gib(disk)}, {gib(free_disk(folder))} free" if disk else ""
+    return f"memory on {device_name}: about {gib(memory)} ({needs}){available}{cached}"
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Of parameters and buffers."""
+    """Size of all parameters and buffers."""
     return sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes free where a folder is or will be."""
+    """Free bytes on the disk of a folder that may not exist yet."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent

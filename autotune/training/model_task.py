@@ -1,4 +1,4 @@
-"""Whole Hugging Face models in training: the bundled target, and ``independent`` drafts of it."""
+"""Training of complete Hugging Face models: the bundled target and its ``independent`` draft."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_DIGIT_CLASSES = 11  # ten digits, and blank
 
 
 class Trainee(nn.Module):
-    """The model being trained, and the head that names the digit under each visual token (dropped at the end)."""
+    """The trained model with a classifier of the digit under each visual token, which is discarded at the end."""
 
     model: Any
 
@@ -42,7 +42,7 @@ def answer_states(
 ) -> tuple[Tensor, Tensor | None]:
     """Final hidden states at the labelled positions [labels, hidden], and the visual features.
 
-    Below 1, ``min_visual_keep`` hides a random share of the visual tokens from every later token in half of the calls.
+    If ``min_visual_keep`` is below 1, half of the calls hide a random share of the visual tokens from all later tokens.
     """
     embeddings = model.get_input_embeddings()(batch.input_ids)
     features, mask = None, None
@@ -55,9 +55,9 @@ def answer_states(
             is_hidden = is_visual & (torch.rand(is_visual.shape, generator=generator) > keep)
             length = batch.input_ids.shape[1]
             causal = torch.ones(length, length, dtype=torch.bool).tril()
-            is_open = causal & (~is_hidden[:, None, :] | torch.eye(length, dtype=torch.bool))
-            mask = torch.zeros(is_open.shape, dtype=embeddings.dtype).masked_fill(
-                ~is_open, torch.finfo(embeddings.dtype).min
+            is_visible = causal & (~is_hidden[:, None, :] | torch.eye(length, dtype=torch.bool))
+            mask = torch.zeros(is_visible.shape, dtype=embeddings.dtype).masked_fill(
+                ~is_visible, torch.finfo(embeddings.dtype).min
             )[:, None]
     hidden = model.model.language_model(
         inputs_embeds=embeddings, attention_mask=mask, use_cache=False
@@ -70,7 +70,7 @@ def grounding_loss(trainee: Trainee, features: Tensor, digits: Tensor) -> Tensor
 
 
 class Objectives:
-    """The loss of each stage; every method returns the loss and figures to show."""
+    """The losses of the objectives; every method returns the loss and figures to display."""
 
     def __init__(self, trainee: Trainee, teacher: Any | None) -> None:
         self.trainee = trainee
@@ -98,12 +98,15 @@ class Objectives:
         """Online-logit distillation: KL(teacher || draft) at every answer position."""
         assert self.teacher is not None
         with torch.no_grad():
-            taught = self.teacher.lm_head(answer_states(self.teacher, batch)[0]).float().log_softmax(-1)
+            teacher_logprobs = self.teacher.lm_head(answer_states(self.teacher, batch)[0]).float().log_softmax(-1)
         generator = torch.Generator().manual_seed(step)
         hidden, _ = answer_states(self.trainee.model, batch, min_visual_keep=stage.min_visual_keep, generator=generator)
         logits = self.trainee.model.lm_head(hidden).float()
-        loss = nn.functional.kl_div(logits.log_softmax(-1), taught, reduction="batchmean", log_target=True)
-        return loss, {"loss": loss.item(), "agreement": (logits.argmax(-1) == taught.argmax(-1)).float().mean().item()}
+        loss = nn.functional.kl_div(logits.log_softmax(-1), teacher_logprobs, reduction="batchmean", log_target=True)
+        return loss, {
+            "loss": loss.item(),
+            "agreement": (logits.argmax(-1) == teacher_logprobs.argmax(-1)).float().mean().item(),
+        }
 
 
 class ModelTask:
@@ -115,32 +118,30 @@ class ModelTask:
         self._objectives = Objectives(self.module, self.teacher)
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
-        """Prepare a stage's batches; returns what it trains."""
+        """Prepare the batches of a stage and return the parameters that it trains."""
         tasks = {n: w for n, w in self.recipe.tasks.items() if stage.objective != "grounding" or n != "continue"}
         seed = 10 * self.recipe.seed + number
         self._batches = Batches(self.processor, tasks, split="train", batch_size=stage.batch_size, seed=seed)
         return list(trained_parameters(self.module, stage))
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
-        """Of one step, and figures to show."""
-        found: tuple[Tensor, dict[str, float]] = getattr(self._objectives, stage.objective)(
-            self._batches[step], stage, step
-        )
-        return found
+        """The loss of one step, and figures to display."""
+        objective = getattr(self._objectives, stage.objective)
+        return objective(self._batches[step], stage, step)  # type: ignore[no-any-return]
 
-    def check_needs(self, *, in_half: bool) -> str | None:
-        """Not estimated."""
+    def check_memory(self, *, half_precision: bool) -> str | None:
+        """None: memory is not estimated for complete models."""
         return None
 
     def evaluate(self) -> dict[str, float]:
-        """Nothing beside the figures of the steps."""
+        """No figures on held-out examples."""
         return {}
 
     def after_backward(self) -> None:
-        """Nothing to note."""
+        """Nothing to do."""
 
     def save(self, folder: Path) -> None:
-        """Weights, config and processor."""
+        """Write weights, config and processor."""
         save_pretrained(self.module.model, self.processor, folder)
 
 
@@ -176,17 +177,15 @@ def start_from(draft: Any, teacher: Any, layers: list[int], recipe_path: Path) -
         source = name if found is None else f"{name[: found.start()]}{layers[int(found[0])]}{name[found.end() :]}"
         if source not in available or available[source].shape != draft.state_dict()[name].shape:
             raise UserError(
-                f"{recipe_path}: the draft cannot start from its teacher's {source}, which is missing or of another size; "
-                "give the draft the teacher's sizes, or drop teacher_layers"
+                f"{recipe_path}: the draft cannot start from its teacher's {source}, which is missing or has another size; "
+                "give the draft the teacher's sizes, or remove teacher_layers"
             )
         state[name] = available[source]
     draft.load_state_dict(state)
 
 
 def save_pretrained(model: Any, processor: Any, folder: Path) -> None:
-    """Hugging Face format, weights stored as bfloat16 (half the bytes) and declared float32, in which they load and
-    run.
-    """
+    """Save in Hugging Face format: weights are stored as bfloat16 (half the bytes) and declared float32, in which they run."""
     model.to(torch.bfloat16).save_pretrained(folder)
     model.float()
     config = json.loads((folder / "config.json").read_text())

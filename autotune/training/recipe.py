@@ -1,4 +1,4 @@
-"""What to train and how: a YAML file beside the weights that it makes."""
+"""Training recipes: YAML files that describe a model, its data and its training stages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FEATURE_DRAFTS = tuple(NETWORKS)
 
 
 class Stage(Document):
-    """Some steps towards one objective, with AdamW under linear warm-up and cosine decay.
+    """Training steps with one objective, with AdamW, linear warm-up and cosine decay.
 
-    ``grounding`` classifies the digit under every visual token, and trains the vision tower and projector alone;
-    ``answers`` is next-token cross-entropy on the reference answers, plus ``grounding_weight`` times the grounding
-    loss; ``distillation`` is KL divergence from the teacher's distribution at every answer position; ``drafting`` is
-    that for drafts that read the target's features, and resemblance to these.
+    * ``grounding`` classifies the digit under every visual token and trains only the vision tower and the projector.
+    * ``answers`` is next-token cross-entropy on the reference answers plus ``grounding_weight`` times the grounding loss.
+    * ``distillation`` is the KL divergence from the teacher's distribution at every answer position.
+    * ``drafting`` trains drafts that read the target's features (``training/losses.py``).
     """
 
     objective: Objective
@@ -36,37 +36,35 @@ class Stage(Document):
     weight_decay: float = Field(default=0.05, ge=0)
     grounding_weight: float = Field(default=0.0, ge=0)
     min_visual_keep: float = Field(default=1.0, gt=0, le=1)
-    """Distillation: half of the steps drop visual tokens at random, down to this share, so that pruning finds a draft
-    that has seen it.
-    """
+    """Distillation: half of the steps drop visual tokens at random, down to this share, so that the draft tolerates pruning."""
     subnets: Literal["full", "random"] = "full"
-    """Drafting: the whole network, or of ``star`` another subnet at every step (the second phase of its training)."""
+    """Drafting: the full network, or for ``star`` a random subnet at every step (the second phase of its training)."""
     whole_share: float = Field(default=0.0, ge=0, le=1)
-    """Drafting with random subnets: of the steps, those that train the whole network instead."""
+    """Drafting with random subnets: share of the steps that train the full network instead."""
     subnet: Subnet | None = None
-    """Drafting: one subnet of ``star`` alone."""
+    """Drafting: train only this subnet of ``star``."""
     logit_weight: float = Field(default=1.0, ge=0)
-    """Drafting: of the divergence from the target's distributions."""
+    """Drafting: weight of the KL divergence from the target's distributions."""
     feature_weight: float = Field(default=0.2, ge=0)
-    """Drafting: of the loss that brings the draft's states to the target's last features."""
+    """Drafting: weight of the SmoothL1 loss between the draft's states and the target's last features."""
     distillation: DistillationRule = "none"
-    """Drafting: which layer of the target the first block resembles: of least attention entropy (DREAM), or of least
-    entropy and change of it (STAR).
+    """Drafting: the target layer that the first block imitates: the one of least attention entropy (DREAM, section 3.2), or
+    of least entropy plus change of entropy (STAR, section 3.2).
     """
     distillation_weight: float = Field(default=0.2, ge=0)
 
 
 class Data(Document):
-    """Which examples a draft that reads features learns from: lines of a file, or those of the bundled workload."""
+    """Training examples of a draft that reads features: lines of a file, or examples of the bundled workload."""
 
     file: str | None = None
     """JSONL, relative to the recipe: see ``AnsweredPrompt``. None: the bundled workload."""
     num_examples: int | None = Field(default=None, ge=1)
-    """Different ones; then they come again in another order, and what the target makes of them is kept in
-    ``.autotune/lessons``. None: all of the file; of the bundled workload every example is new.
+    """Number of different examples. They are repeated in another order each epoch, and the target's outputs on them are
+    cached in ``.autotune/teacher-batches``. None: the whole file; for the bundled workload every example is new.
     """
     seed: int = 0
-    """Recipes of one seed share their examples, and what is kept of them."""
+    """Recipes with the same seed share examples and cached teacher batches."""
 
 
 class Recipe(Document, kind="recipe"):
@@ -76,21 +74,21 @@ class Recipe(Document, kind="recipe"):
     description: str
     model: Literal["target", "independent", "star", "dream", "specvlm"]
     teacher: str | None = None
-    """The target that a draft is for: a folder, relative to the recipe, or of drafts that read its features also a
-    Hugging Face id. The draft takes its tokenizer and processor.
+    """The target of a draft: a folder relative to the recipe, or (for drafts that read features) a Hugging Face id. The
+    draft uses its tokenizer and processor.
     """
     draft: dict[str, Any] = Field(default_factory=dict)
-    """Sizes of a draft that reads the target's features: fields of its config."""
+    """Config fields of a draft that reads the target's features."""
     teacher_layers: list[int] | None = None
-    """Start from the teacher: its text layers of these numbers, and all that is not a text layer. The sizes must be the
-    teacher's; without it a draft starts from random weights.
+    """Text layers of the teacher from which the draft's layers are initialized, together with everything that is not a text
+    layer; sizes must be the teacher's. None: random initialization.
     """
     vocabulary_size: int | None = Field(default=None, ge=300)
-    """Size of the byte-pair vocabulary trained on the workload's own text: required for ``target``."""
+    """Size of the byte-pair vocabulary trained on the workload's text; required for ``target``."""
     text: dict[str, Any] = Field(default_factory=dict)
-    """Overrides of transformers' LlamaConfig."""
+    """Overrides of ``LlamaConfig``."""
     vision: dict[str, Any] = Field(default_factory=dict)
-    """Overrides of transformers' CLIPVisionConfig."""
+    """Overrides of ``CLIPVisionConfig``."""
     tasks: dict[str, float] = Field(default_factory=lambda: dict.fromkeys(TASKS, 1.0))
     """Relative frequency of each task of the bundled workload in training."""
     data: Data = Data()
@@ -99,54 +97,54 @@ class Recipe(Document, kind="recipe"):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """The recipe in ``path``.
+    """Load and validate a recipe.
 
     Raises:
-        UserError: no such file, no YAML, an unknown or missing key, an unknown task.
+        UserError: missing file, invalid YAML, unknown or missing key, or settings that contradict each other.
     """
     recipe = Recipe.load(path)
     if unknown := set(recipe.tasks) - set(TASKS):
         raise UserError(
-            f"{path}: a recipe's tasks are among {', '.join(TASKS)}; got {', '.join(sorted(unknown))}; remove or rename them"
+            f"{path}: tasks must be among {', '.join(TASKS)}; got {', '.join(sorted(unknown))}; remove or rename them"
         )
     if recipe.model != "target" and recipe.teacher is None:
-        raise UserError(f"{path}: a draft is distilled from a target; add 'teacher: ../target' to the recipe")
+        raise UserError(f"{path}: a draft needs a teacher; add 'teacher: ../target' to the recipe")
     for stage in recipe.stages:
         if (stage.objective == "drafting") != (recipe.model in FEATURE_DRAFTS):
             raise UserError(
-                f"{path}: the objective of {', '.join(FEATURE_DRAFTS)} is drafting, and of no other model; "
+                f"{path}: objective drafting is for {', '.join(FEATURE_DRAFTS)}, the others for other models; "
                 f"got {stage.objective} for {recipe.model}; change one of them"
             )
     if recipe.data.file is not None and recipe.model not in FEATURE_DRAFTS:
-        raise UserError(
-            f"{path}: a file of examples is for {', '.join(FEATURE_DRAFTS)}; got data.file for {recipe.model}; drop it"
-        )
+        raise UserError(f"{path}: data.file is for {', '.join(FEATURE_DRAFTS)}; got it for {recipe.model}; remove it")
     if recipe.data.file is not None and "tasks" in recipe.model_fields_set:
         raise UserError(
-            f"{path}: tasks are those of the bundled workload; got data.file {recipe.data.file!r} as well; drop one"
+            f"{path}: tasks apply to the bundled workload only; got data.file {recipe.data.file!r} as well; remove one of them"
         )
     layers = recipe.text.get("num_hidden_layers")
     if recipe.teacher_layers is not None and len(recipe.teacher_layers) != layers:
         raise UserError(
-            f"{path}: teacher_layers must name one layer for each of the {layers} text layers; mend the list"
+            f"{path}: teacher_layers must name one layer for each of the {layers} text layers; fix the list"
         )
     if recipe.model == "target" and recipe.vocabulary_size is None:
-        raise UserError(f"{path}: a target trains its own tokenizer; add 'vocabulary_size: 2048' to the recipe")
+        raise UserError(
+            f"{path}: a target needs a vocabulary size for its tokenizer; add 'vocabulary_size: 2048' to the recipe"
+        )
     return recipe
 
 
 def teacher_name(recipe: Recipe, recipe_path: Path) -> str:
-    """What the teacher is loaded by: a folder beside the recipe, or a name that ``load_model`` knows.
+    """The name by which ``load_model`` finds the teacher: a folder relative to the recipe, or a model name.
 
     Raises:
-        UserError: neither.
+        UserError: no such model.
     """
     assert recipe.teacher is not None
     folder = (recipe_path.parent / recipe.teacher).resolve()
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise UserError(
-                f"{recipe_path}: its teacher {folder} has no weights; train it first: autotune train {folder / 'recipe.yaml'}"
+                f"{recipe_path}: the teacher {folder} has no weights; train it first: autotune train {folder / 'recipe.yaml'}"
             )
         return str(folder)
     resolve(recipe.teacher)

@@ -1,4 +1,4 @@
-"""Where lessons come from: batches of examples, read by the teacher once and kept on disk where they come again."""
+"""Teacher batches by step: batches of examples that the teacher reads once and that are cached on disk if repeated."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Examples(Protocol):
 
     @property
     def num_batches(self) -> int | None:
-        """How many different ones there are; None: as many as are asked for."""
+        """Number of different batches; None: unlimited."""
 
     @property
     def shapes(self) -> Sequence[BatchShape]:
-        """Of all batches, or of the first few where they do not end."""
+        """Sizes of all batches, or of the first few if they are unlimited."""
 
     def __getitem__(self, number: int) -> Sequence[Example]:
-        """The same batch for the same number."""
+        """The batch of a number; always the same one."""
 
 
 class DigitsExamples:
@@ -42,10 +42,10 @@ class DigitsExamples:
 
     @property
     def shapes(self) -> list[BatchShape]:
-        """Of one pool: every length is in it."""
-        made = [self.batches[number] for number in range(POOL_BATCHES)]
+        """Sizes of one pool, which contains every length."""
+        pool = [self.batches[number] for number in range(POOL_BATCHES)]
         shapes = []
-        for batch in made:
+        for batch in pool:
             num_rows, length = batch.labels.shape
             shapes.append(BatchShape(num_rows, length, int((batch.labels != IGNORED).sum())))
         return shapes
@@ -54,18 +54,20 @@ class DigitsExamples:
         batch = self.batches[number]
         is_labelled = batch.labels != IGNORED
         columns = torch.arange(batch.labels.shape[1])
-        ends = torch.where(is_labelled, columns + 1, 0).amax(1)  # the last token read is followed by the last label
+        ends = torch.where(is_labelled, columns + 1, 0).amax(
+            1
+        )  # the last token that is read is followed by the last label
         inputs = {"input_ids": batch.input_ids, "attention_mask": (columns < ends[:, None]).long()}
         if batch.pixel_values is not None:
             inputs["pixel_values"] = batch.pixel_values
         with torch.no_grad():
             prompts = self.target.encode(inputs).prompts
-        firsts = is_labelled.int().argmax(1).tolist()
-        return [Example(prompt, first) for prompt, first in zip(prompts, firsts, strict=True)]
+        starts = is_labelled.int().argmax(1).tolist()
+        return [Example(prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
 
 
-class Share:
-    """What one of several processes reads of every batch."""
+class ProcessShare:
+    """The part of every batch that one of several processes reads."""
 
     def __init__(self, examples: Examples, process: int, num_processes: int) -> None:
         self.examples = examples
@@ -75,10 +77,10 @@ class Share:
 
     @property
     def shapes(self) -> list[BatchShape]:
-        """Of its own part."""
+        """Sizes of this process's part."""
         number = self.num_processes
         return [
-            replace(s, num_rows=-(-s.num_rows // number), num_taught=-(-s.num_taught // number))
+            replace(s, num_rows=-(-s.num_rows // number), num_loss_tokens=-(-s.num_loss_tokens // number))
             for s in self.examples.shapes
         ]
 
@@ -86,14 +88,14 @@ class Share:
         return self.examples[number][self.process :: self.num_processes]
 
 
-class Lessons:
-    """A lesson for every step. A finite number of batches comes again in another order each epoch, and what the teacher makes of
-    them is kept in ``cache``: of an image nothing is ever computed twice.
+class TeacherBatches:
+    """The teacher batch of every step. A finite number of batches is repeated in another order each epoch, and the teacher's
+    outputs on them are cached.
 
     Args:
-        layers: of the target, whose outputs are needed; the last one's always are.
-        rule: which layer is needed besides, for intermediate distillation.
-        cache: folder of these examples and this target; only used where batches come again.
+        layers: target layers whose outputs are needed; the last layer is always included.
+        rule: chooses one more layer, for intermediate distillation.
+        cache: folder for this target and these examples; used only if batches are repeated.
     """
 
     def __init__(
@@ -114,11 +116,11 @@ class Lessons:
         self.seed = seed
 
     def batch_of(self, step: int) -> int:
-        """Which batch is read at a step."""
+        """The number of the batch that a step reads."""
         if self.examples.num_batches is None:
             return step
         epoch, within = divmod(step, self.examples.num_batches)
-        if epoch == 0:  # in the order in which neighbours are made together
+        if epoch == 0:  # in order, because neighbouring batches are made together
             return within
         order = np.random.default_rng([self.seed, epoch]).permutation(self.examples.num_batches)
         return int(order[within])
@@ -126,20 +128,20 @@ class Lessons:
     def __getitem__(self, step: int) -> TeacherBatch:
         number = self.batch_of(step)
         path = None if self.cache is None else self.cache / f"{number}.safetensors"
-        kept, rule = self.layers, self.rule
-        if path is not None and (found := self._found(path)) is not None:
-            if found.serves(self.layers, self.rule):
-                return found
-            kept = kept | found.hidden.keys()  # what another draft needs of it
-            rule = "entropy" if rule == "none" and found.entropies is not None else rule
-        lesson = self.teacher.lesson(self.examples[number], layers=kept, rule=rule, seed=number)
+        layers, rule = self.layers, self.rule
+        if path is not None and (cached := self._load(path)) is not None:
+            if cached.serves(self.layers, self.rule):
+                return cached
+            layers = layers | cached.hidden.keys()  # another draft needs these
+            rule = "entropy" if rule == "none" and cached.entropies is not None else rule
+        batch = self.teacher.read(self.examples[number], layers=layers, rule=rule, seed=number)
         if path is None:
-            return lesson
-        lesson.save(path)
-        return self.teacher.load(path)  # as it will be read from now on
+            return batch
+        batch.save(path)
+        return self.teacher.load(path)  # rounded to half precision like every later read
 
-    def _found(self, path: Path) -> TeacherBatch | None:
-        """A lesson that is on disk whole."""
+    def _load(self, path: Path) -> TeacherBatch | None:
+        """The cached batch; None if it is missing or damaged."""
         try:
             return self.teacher.load(path)
         except (OSError, SafetensorError, KeyError):

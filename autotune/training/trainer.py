@@ -1,6 +1,4 @@
-"""The training loop: stages of a recipe, checkpoints that survive any kill, and weights in Hugging Face format at the
-end.
-"""
+"""The training loop: the stages of a recipe, crash-safe checkpoints, and the final weights in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -29,46 +27,46 @@ from autotune.training.recipe import FEATURE_DRAFTS, Recipe, Stage, load_recipe
 
 CHECKPOINT_EVERY = 100  # steps
 LOG_EVERY = 25  # steps
-SHOWN = ("loss", "token_accuracy", "digit_accuracy", "agreement", "held_out_agreement")  # beside the progress bar
+SHOWN_FIGURES = ("loss", "token_accuracy", "digit_accuracy", "agreement", "held_out_agreement")  # in the progress bar
 Progress = Callable[[str, int, int, dict[str, float]], None]
 """Called as progress(stage name, step, steps, figures)."""
 
 
 class Task(Protocol):
-    """What the loop trains: a module, and its loss at every step, which depends on the step alone."""
+    """A module to train, and its loss at every step. The loss depends on nothing but the step."""
 
     @property
     def module(self) -> nn.Module:
-        """With all that is trained, and no more."""
+        """The module that holds exactly the trained parameters."""
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
-        """Prepare a stage; returns what it trains."""
+        """Prepare a stage and return the parameters that it trains."""
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
-        """Of one step, and figures to show."""
+        """The loss of one step, and figures to display."""
 
-    def check_needs(self, *, in_half: bool) -> str | None:
-        """What the stages need of memory and disk, as one line, where that can be said.
+    def check_memory(self, *, half_precision: bool) -> str | None:
+        """Estimated memory and disk use of all stages as one line, or None if unknown.
 
         Raises:
-            UserError: more than is there.
+            UserError: more than is available.
         """
 
     def evaluate(self) -> dict[str, float]:
         """Figures on held-out examples."""
 
     def after_backward(self) -> None:
-        """The gradients of the step are there."""
+        """Called when the gradients of a step have been computed."""
 
     def save(self, folder: Path) -> None:
-        """Write what was trained."""
+        """Write the trained model."""
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
 class Checkpoint:
-    """Model, optimizer moments and position in one safetensors file, replaced atomically."""
+    """Model, optimizer moments and position, in one safetensors file that is replaced atomically."""
 
     def __init__(self, path: Path, recipe_key: str) -> None:
         self.path = path
@@ -89,7 +87,7 @@ class Checkpoint:
         temporary.replace(self.path)
 
     def position(self) -> tuple[int, int]:
-        """(stage, step) to go on from; (0, 0) without a checkpoint.
+        """The (stage, step) to continue from; (0, 0) without a checkpoint.
 
         Raises:
             UserError: the checkpoint was made by another recipe.
@@ -101,7 +99,7 @@ class Checkpoint:
         if metadata["recipe"] != self.recipe_key:
             raise UserError(
                 f"{self.path}: the recipe or its file of examples has changed since this checkpoint; delete the checkpoint to "
-                "start over, or restore them"
+                "start over, or restore the files"
             )
         return int(metadata["stage"]), int(metadata["step"])
 
@@ -126,7 +124,7 @@ class Checkpoint:
 
 
 def learning_rate(stage: Stage, step: int) -> float:
-    """Linear warm-up, then a cosine down to a twentieth."""
+    """Linear warm-up, then cosine decay to 5 % of the peak."""
     if step < stage.warmup_steps:
         return stage.learning_rate * (step + 1) / stage.warmup_steps
     share = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
@@ -134,7 +132,7 @@ def learning_rate(stage: Stage, step: int) -> float:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """bfloat16 where the device multiplies it natively, else None (float32)."""
+    """bfloat16 if the device supports it natively, otherwise None (float32)."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
     capable = torch.cpu.get_capabilities()
@@ -146,20 +144,22 @@ def train(
     *,
     output: Path | None = None,
     progress: Progress | None = None,
-    say: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Path:
-    """Train what the recipe says, going on from the last checkpoint; returns the folder with weights, training log and
-    its curve. Of several processes one writes, and calls ``progress`` and ``say``.
+    """Train the model of a recipe, continuing from the last checkpoint.
+
+    Returns the folder with the weights, the training log and its plot. With several processes, only the main process writes
+    files and calls ``progress`` and ``notify``.
 
     Raises:
-        UserError: the recipe, its teacher or its examples, too little memory, or a checkpoint of another recipe.
+        UserError: an invalid recipe, teacher or example, too little memory, or a checkpoint of another recipe.
     """
     recipe = load_recipe(recipe_path)
     output = output or recipe_path.parent
-    # Processes wait for each other while the target writes answers, and while one of them evaluates.
+    # Processes wait for each other while the target generates answers and while the main process evaluates.
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
     if not accelerator.is_main_process:
-        progress = say = None
+        progress = notify = None
     torch.manual_seed(recipe.seed)
     task = make_task(recipe, recipe_path, accelerator, progress)
     checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", checkpoint_key(recipe, recipe_path))
@@ -168,8 +168,8 @@ def train(
         checkpoint.load_model(task.module)
     log = output / "training.jsonl"
     dtype = autocast_dtype(accelerator.device)
-    if (needs := task.check_needs(in_half=dtype is not None)) is not None and say is not None:
-        say(needs)
+    if (estimate := task.check_memory(half_precision=dtype is not None)) is not None and notify is not None:
+        notify(estimate)
     for number, stage in enumerate(recipe.stages):
         if number < first_stage:
             continue
@@ -214,13 +214,12 @@ def train(
     if accelerator.is_main_process:
         task.save(output)
         draw_curve(log, output / "training.png")
-        if say is not None:
-            say(f"weights, training log and its curve written to {output}")
+        if notify is not None:
+            notify(f"weights, training log and plot written to {output}")
     return output
 
 
 def make_task(recipe: Recipe, recipe_path: Path, accelerator: Accelerator, progress: Progress | None) -> Task:
-    """What the recipe's model asks for."""
     if recipe.model not in FEATURE_DRAFTS:
         return ModelTask(recipe, recipe_path)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
@@ -228,7 +227,7 @@ def make_task(recipe: Recipe, recipe_path: Path, accelerator: Accelerator, progr
 
 
 def checkpoint_key(recipe: Recipe, recipe_path: Path) -> str:
-    """Of what a run must not change when it goes on: the recipe, and the file that it learns from."""
+    """Hash of everything that must not change while a run is resumed: the recipe and its file of examples."""
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     if recipe.data.file is None:
         return content_key(content)
@@ -236,7 +235,7 @@ def checkpoint_key(recipe: Recipe, recipe_path: Path) -> str:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:
-    """Every process has read its own share of the batch: the gradients of all are averaged."""
+    """Average gradients over processes, each of which has read its share of the batch."""
     if accelerator.num_processes > 1:
         for parameter in parameters:
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
@@ -244,20 +243,19 @@ def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerat
 
 
 def train_with_progress(recipe_path: Path, output: Path | None, console: Console) -> None:
-    """``autotune train``: the loop with a progress bar for people: what it needs, how it does, where the weights are."""
+    """Run ``train`` with a progress bar."""
     shown: dict[str, Any] = {}
-
     with contextlib.ExitStack() as stack:
 
         def progress(stage: str, step: int, steps: int, figures: dict[str, float]) -> None:
             if shown.get("stage") != stage:
                 stack.close()
                 shown.update(stage=stage, update=stack.enter_context(console.stage(stage)))
-            note = (f"{name.replace('_', ' ')} {figures[name]:.3f}" for name in SHOWN if name in figures)
+            note = (f"{name.replace('_', ' ')} {figures[name]:.3f}" for name in SHOWN_FIGURES if name in figures)
             shown["update"](step, steps, ", ".join(note))
 
-        def say(text: str) -> None:
-            stack.close()  # what was under way is done
+        def notify(text: str) -> None:
+            stack.close()  # end the progress bar of the stage before
             console.say(text)
 
-        train(recipe_path, output=output, progress=progress, say=say)
+        train(recipe_path, output=output, progress=progress, notify=notify)

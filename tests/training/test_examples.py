@@ -17,7 +17,7 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
-from autotune.training.examples import JsonlExamples, JsonlFile, Line
+from autotune.training.examples import ExampleFile, JsonlExamples, Line
 from autotune.training.recipe import FEATURE_DRAFTS, load_recipe
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
@@ -44,7 +44,7 @@ def recorder(pair: Pair, processor: Any, tmp_path: Path) -> Recorder:
 
 
 def read(path: Path, recorder: Recorder, **options: Any) -> tuple[list[Line], list[Line]]:
-    return JsonlFile(path, **{"batch_size": 1, **options}).read(recorder, Accelerator())
+    return ExampleFile(path, **{"batch_size": 1, **options}).read(recorder, Accelerator())
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
@@ -63,7 +63,7 @@ def chat_template(family: Family) -> str | None:
 
 # SmolVLM's template asks its video processor for the number of frames, which no one has without torchvision.
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "smolvlm"])
-def test_what_is_taught_of_a_batch_is_what_each_family_answers(name: str, tmp_path: Path) -> None:
+def test_teacher_outputs_equal_what_each_family_generates(name: str, tmp_path: Path) -> None:
     """Prompts with no, one and several images in one batch; the target's most probable tokens along the answers that it
     wrote are those of ``model.generate`` of each prompt alone.
     """
@@ -83,35 +83,35 @@ def test_what_is_taught_of_a_batch_is_what_each_family_answers(name: str, tmp_pa
     recorder = Recorder(Target(model), reference(str(tmp_path / "target")), processor, tmp_path)
     training, held_out = read(path, recorder, batch_size=3)
     batch = JsonlExamples(training, recorder.target, processor, batch_size=3)[0]
-    lesson = Teacher(recorder.target).lesson(batch, layers=())
-    last = lesson.hidden[len(recorder.target.text.layers)]
+    teacher_batch = Teacher(recorder.target).read(batch, layers=())
+    last = teacher_batch.hidden[len(recorder.target.text.layers)]
     assert len(batch) == 3 and len(held_out) == 1
     for row, line in enumerate(sorted(training, key=lambda line: line.length)):
         inputs = line.load().inputs(processor)
         with torch.no_grad():
             sequence = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]
-            taught = lesson.head(last[row, lesson.loss_mask[row]]).argmax(-1)
+            teacher_logprobs = teacher_batch.head(last[row, teacher_batch.loss_mask[row]]).argmax(-1)
         asked = inputs["input_ids"].shape[1]
         assert batch[row].prompt.tokens.tolist() == sequence[:-1].tolist()
-        assert taught.tolist() == sequence[asked:].tolist()
+        assert teacher_logprobs.tolist() == sequence[asked:].tolist()
 
 
 def test_a_given_answer_follows_the_processors_tokens(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
-    """It is tokenised by itself; what ends the sequence is foretold behind its last token."""
+    """The answer is tokenized separately; the end of the sequence is predicted after its last token."""
     path = write(tmp_path, [{"prompt": "Read row 1.", "answer": " 3, 1, 4."}, *numbered(2)])
     training, _ = read(path, recorder)
     (example,) = JsonlExamples(training[:1], recorder.target, processor, batch_size=1)[0]
     asked = processor.tokenizer("USER: Read row 1. ASSISTANT:")["input_ids"]
     answer = processor.tokenizer(" 3, 1, 4.", add_special_tokens=False)["input_ids"]
     assert example.prompt.tokens.tolist() == [*asked, *answer]
-    assert example.first_taught == len(asked) - 1
-    assert int(Teacher(recorder.target).lesson([example], layers=()).loss_mask.sum()) == len(answer) + 1
+    assert example.loss_start == len(asked) - 1
+    assert int(Teacher(recorder.target).read([example], layers=()).loss_mask.sum()) == len(answer) + 1
 
 
-def test_the_target_writes_an_answer_once_as_the_recorder_does(
+def test_the_target_generates_an_answer_once(
     recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search over the same prompts finds it, and the settings of a line are its own."""
+    """A search over the same prompts finds the answers, and each line keeps its own settings."""
     lines = [{"prompt": "Count.", "max_new_tokens": 5}, {"prompt": "Count.", "temperature": 1.0, "seed": 3}]
     path = write(tmp_path, [*lines, {"prompt": "Read row 1.", "max_new_tokens": 5}])
     training, held_out = read(path, recorder)
@@ -123,12 +123,12 @@ def test_the_target_writes_an_answer_once_as_the_recorder_does(
     found = [answer for workload in searched for answer in recorder.answers(workload)]  # lines 1, 3 and 2
     assert written == {file.name: file.stat().st_mtime_ns for file in (recorder.folder / "answers").iterdir()}
     lines_read = [*training, *held_out]
-    assert [list(lines_read[place].answer) for place in (0, 2, 1)] == [answer.tokens[:-1] for answer in found]
+    assert [list(lines_read[index].answer) for index in (0, 2, 1)] == [answer.tokens[:-1] for answer in found]
     assert training[0].answer != training[1].answer[:4]
 
 
 def test_answers_are_cut_to_the_context(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given ones and written ones."""
+    """Both given and generated answers."""
     monkeypatch.setattr(recorder.target, "max_context", 30)
     path = write(tmp_path, [{"prompt": "Count.", "answer": "1, 2, 3. " * 20}, {"prompt": "Count."}, *numbered(1)])
     training, _ = read(path, recorder)
@@ -136,27 +136,27 @@ def test_answers_are_cut_to_the_context(recorder: Recorder, tmp_path: Path, monk
 
 
 def test_a_text_models_examples(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
-    """Its processor is a tokenizer."""
+    """The processor of a text model is its tokenizer."""
     target = Target(text_pair.target)
     recorder = Recorder(target, reference(str(text_pair.target_folder)), processor.tokenizer, tmp_path / "records")
     training, _ = read(write(tmp_path, [{"prompt": "Count.", "max_new_tokens": 5}, *numbered(3)]), recorder)
     examples = JsonlExamples(training, target, processor.tokenizer, batch_size=3)[0]
     assert sorted(len(example.prompt) for example in examples) == sorted(line.length for line in training)
-    assert Teacher(target).lesson(examples, layers=(2,)).hidden.keys() == {2, len(target.text.layers)}
+    assert Teacher(target).read(examples, layers=(2,)).hidden.keys() == {2, len(target.text.layers)}
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
 
 
-def test_batches_hold_every_line_once_and_neighbours_in_length(
+def test_batches_hold_every_line_once_and_lines_of_similar_length(
     recorder: Recorder, processor: Any, tmp_path: Path
 ) -> None:
     training, _ = read(write(tmp_path, numbered(30)), recorder)
     batches = JsonlExamples(training, recorder.target, processor, batch_size=4, seed=1).batches
     assert sorted(line.number for batch in batches for line in batch) == [line.number for line in training]
-    assert {len(batch) for batch in batches} == {3, 4}, "none is much smaller than the others"
+    assert {len(batch) for batch in batches} == {3, 4}, "sizes are nearly equal"
     assert all(batch[-1].number - batch[0].number == len(batch) - 1 for batch in batches)
-    assert [batch[0].number for batch in batches] != sorted(batch[0].number for batch in batches), "but in any order"
+    assert [batch[0].number for batch in batches] != sorted(batch[0].number for batch in batches), "in random order"
     shares = [
         JsonlExamples(training, recorder.target, processor, batch_size=4, seed=1, share=(process, 2))
         for process in range(2)
@@ -170,7 +170,7 @@ def test_batches_hold_every_line_once_and_neighbours_in_length(
 @pytest.mark.parametrize(
     ("number", "batch_size", "expected"), [(100, 2, 5), (100, 8, 8), (9, 8, 1), (2, 1, 1), (400, 390, 10)]
 )
-def test_one_line_in_twenty_is_held_out_and_a_batch_if_there_are_so_many(
+def test_one_line_in_twenty_is_held_out_and_a_batch_if_possible(
     recorder: Recorder, tmp_path: Path, number: int, batch_size: int, expected: int
 ) -> None:
     lines = [{"prompt": "x", "answer": f"{i}"} for i in range(number)]
@@ -179,7 +179,7 @@ def test_one_line_in_twenty_is_held_out_and_a_batch_if_there_are_so_many(
     assert [line.number for line in training] == list(range(1, number - expected + 1))
 
 
-def test_prompts_that_judge_a_search_are_not_trained_on(recorder: Recorder, tmp_path: Path) -> None:
+def test_evaluation_prompts_are_not_trained_on(recorder: Recorder, tmp_path: Path) -> None:
     lines = [{**line, "split": "evaluate" if number % 5 == 1 else "tune"} for number, line in enumerate(numbered(20))]
     training, held_out = read(write(tmp_path, lines), recorder, batch_size=2, num_held_out=3)
     assert [line.number for line in held_out] == [2, 7, 12]
@@ -191,7 +191,7 @@ def test_num_examples_are_the_first(recorder: Recorder, tmp_path: Path) -> None:
     assert [line.number for line in training] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_lessons_are_told_apart_by_what_is_in_the_lines(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
+def test_the_cache_key_covers_the_content_of_the_lines(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
     def key(lines: list[dict[str, Any]], **options: Any) -> str:
         training, _ = read(write(tmp_path, lines), recorder)
         return JsonlExamples(training, recorder.target, processor, **{"batch_size": 2, **options}).key
@@ -214,14 +214,22 @@ def test_lessons_are_told_apart_by_what_is_in_the_lines(recorder: Recorder, proc
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        (numbered(4), {"batch_size": 4}, r"more examples than a batch has.*got 4 for a batch_size of 4; add lines, or"),
+        (numbered(4), {"batch_size": 4}, r"more lines than a batch.*got 4 for a batch_size of 4; add lines, or"),
         (
             numbered(9),
             {"batch_size": 2, "num_examples": 8},
-            r"num_examples says.*got 7 for 8, beside 2 held out; add lines",
+            r"at least num_examples lines.*got 7 for 8, with 2 held out; add lines",
         ),
-        (numbered(9), {"batch_size": 3, "num_examples": 2}, r"num_examples must fill a batch of 3; got 2; raise it"),
-        (numbered(9, split="evaluate"), {"batch_size": 3}, r"a batch has; got 0 for 3, beside 9 held out; add lines"),
+        (
+            numbered(9),
+            {"batch_size": 3, "num_examples": 2},
+            r"num_examples must be at least the batch size 3; got 2; raise it",
+        ),
+        (
+            numbered(9, split="evaluate"),
+            {"batch_size": 3},
+            r"at least one batch; got 0 for 3, with 9 held out; add lines",
+        ),
         ([{"promt": "x"}], {}, r"examples\.jsonl:1: unknown key 'promt'; did you mean 'prompt'"),
         ([*numbered(2), {"prompt": "x", "anwser": "y"}], {}, r":3: unknown key 'anwser'; did you mean 'answer'"),
         ([*numbered(2), {"prompt": "x", "answer": 4}], {}, r":3: answer: .*valid string; got 4; mend that value"),
@@ -231,7 +239,7 @@ def test_a_file_that_cannot_be_trained_on(
     lines: list[dict[str, Any]], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message) as refused:
-        JsonlFile(write(tmp_path, lines), **{"batch_size": 1, **options})
+        ExampleFile(write(tmp_path, lines), **{"batch_size": 1, **options})
     assert "\n" not in str(refused.value)
 
 
@@ -239,8 +247,8 @@ def test_a_file_that_cannot_be_trained_on(
     ("content", "message"),
     [(None, "no such file; check the path"), ("\n", "the file is empty; add a line such as"), ("{", ":1: .*fix that")],
 )
-def test_a_file_that_is_none(pair: Pair, content: str | None, message: str, tmp_path: Path) -> None:
-    """Said before the target is loaded."""
+def test_a_missing_or_invalid_file(pair: Pair, content: str | None, message: str, tmp_path: Path) -> None:
+    """The error comes before the target is loaded."""
     if content is not None:
         (tmp_path / "examples.jsonl").write_text(content)
     path = write_recipe(tmp_path / "recipe.yaml", "no/where", data={"file": "examples.jsonl"}, drop=("tasks",))
@@ -251,9 +259,12 @@ def test_a_file_that_is_none(pair: Pair, content: str | None, message: str, tmp_
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"prompt": "Count. " * 40}, r":1: the target's context of 60 tokens .*the prompt has \d+; shorten it or drop"),
+        (
+            {"prompt": "Count. " * 40},
+            r":1: the target's context of 60 tokens .*the prompt has \d+ tokens; shorten it or remove",
+        ),
         ({"prompt": "<image> What?"}, r":1: the processor refuses the prompt .*; fix its text or images"),
-        ({"prompt": "x", "answer": "<image>"}, r":1: image tokens stand for the images of a line; the text has more"),
+        ({"prompt": "x", "answer": "<image>"}, r":1: the text has image tokens beside those of the line's images"),
         ({"prompt": "x", "images": ["gone.png"]}, r"gone\.png: no such image; check the path"),
     ],
 )
@@ -265,7 +276,7 @@ def test_a_line_that_the_target_cannot_read(
         read(write(tmp_path, [line, *numbered(2)]), recorder)
 
 
-def test_an_image_for_a_model_that_reads_text_alone(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
+def test_an_image_for_a_text_model(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
     random_picture(np.random.default_rng(0), (8, 8)).save(tmp_path / "a.png")
     path = write(tmp_path, [{"prompt": "x", "images": ["a.png"]}, *numbered(2)])
     recorder = Recorder(
@@ -277,7 +288,7 @@ def test_an_image_for_a_model_that_reads_text_alone(text_pair: Pair, processor: 
 
 def test_keys_of_a_recipe_that_contradict_each_other(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", "x", data={"file": "a.jsonl"})
-    with pytest.raises(UserError, match=r"tasks are those of the bundled workload; got data.file 'a.jsonl' as well"):
+    with pytest.raises(UserError, match=r"tasks apply to the bundled workload only; got data.file 'a.jsonl' as well"):
         load_recipe(path)
     path = write_recipe(tmp_path / "recipe.yaml", "x", data={"fiel": "a.jsonl"}, drop=("tasks",))
     with pytest.raises(UserError, match=r"unknown key 'data\.fiel'; did you mean 'file'"):
@@ -285,18 +296,16 @@ def test_keys_of_a_recipe_that_contradict_each_other(tmp_path: Path) -> None:
     stage = {"objective": "distillation", "steps": 1, "batch_size": 1, "learning_rate": 1e-3}
     changes = {"model": "independent", "stages": [stage], "data": {"file": "a.jsonl"}}
     path = write_recipe(tmp_path / "recipe.yaml", "x", **changes, drop=("tasks",))
-    with pytest.raises(
-        UserError, match=r"a file of examples is for dream, star, specvlm; got data.file for independent; drop it"
-    ):
+    with pytest.raises(UserError, match=r"data.file is for dream, star, specvlm; got it for independent; remove it"):
         load_recipe(path)
 
 
-def test_the_readmes_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lines several times over, its recipe for a small target and few steps."""
+def test_the_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of docs/training.md repeated, and its recipe with a tiny target and few steps."""
     monkeypatch.chdir(tmp_path)
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (lines,) = re.findall(r"^```jsonl\n(.*?)^```", readme, re.M | re.S)
-    (recipe,) = (block for block in re.findall(r"^```yaml\n(.*?)^```", readme, re.M | re.S) if "teacher" in block)
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (lines,) = re.findall(r"^```jsonl\n(.*?)^```", page, re.M | re.S)
+    (recipe,) = (block for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S) if "teacher" in block)
     (tmp_path / "receipts").mkdir()
     random_picture(np.random.default_rng(0), (40, 30)).save(tmp_path / "receipts" / "1.png")
     (tmp_path / "examples.jsonl").write_text(re.sub("256", "16", lines) * 9)
@@ -312,7 +321,7 @@ def test_the_readmes_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pyt
 def test_every_kind_of_draft_trains_on_a_file(
     model: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without images and answers; the draft then loads for its target."""
+    """Examples with and without images and answers; the draft then loads for its target."""
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "examples.jsonl")
     stage = {"objective": "drafting", "steps": 2, "batch_size": 2, "learning_rate": 1e-3}

@@ -22,7 +22,7 @@ from autotune.modeling.target import Target
 from autotune.training import memory
 from autotune.training.curve import draw_curve, logged
 from autotune.training.draft_task import EVALUATION, DraftTask
-from autotune.training.memory import BatchShape, MemoryNeeds, check_needs, free_disk, memory_needs
+from autotune.training.memory import BatchShape, MemoryEstimate, check_memory, estimate_memory, free_disk
 from autotune.training.teacher import Example, Teacher, TeacherBatch
 from autotune.training.trainer import train, train_with_progress
 from tests.tiny_models import Pair, new_llama
@@ -39,9 +39,9 @@ def new_target(**sizes: Any) -> Target:
     return Target(new_llama(4, **sizes))
 
 
-def new_lesson(target: Target, *, num_rows: int, length: int, num_taught: int) -> TeacherBatch:
+def new_teacher_batch(target: Target, *, num_rows: int, length: int, num_loss_tokens: int) -> TeacherBatch:
     prompts = [Prompt(torch.arange(length) % 200 + 5, torch.zeros(length, dtype=torch.bool)) for _ in range(num_rows)]
-    return Teacher(target).lesson([Example(prompt, length - num_taught) for prompt in prompts], layers=(1, 2, 3, 4))
+    return Teacher(target).read([Example(prompt, length - num_loss_tokens) for prompt in prompts], layers=(1, 2, 3, 4))
 
 
 def status_bytes(name: str) -> int:
@@ -67,98 +67,100 @@ def test_a_step_needs_what_was_estimated(vocabulary_size: int, shape: BatchShape
         pytest.skip("the peak of a process cannot be read here")
     target = new_target(vocabulary_size=vocabulary_size, hidden_size=128, intermediate_size=256)
     network = new_network("star", sizes, target, source="test")
-    needs = memory_needs(target, network, [shape], num_kept=4)
+    needs = estimate_memory(target, network, [shape], num_layers_kept=4)
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    lesson = new_lesson(
-        target, num_rows=shape.num_rows, length=shape.length, num_taught=shape.num_taught // shape.num_rows
+    batch = new_teacher_batch(
+        target, num_rows=shape.num_rows, length=shape.length, num_loss_tokens=shape.num_loss_tokens // shape.num_rows
     )
-    drafting_step(network, lesson)
+    drafting_step(network, batch)
     measured = status_bytes("VmHWM") - before
-    estimated = needs.lesson_bytes + needs.activation_bytes + needs.logits_bytes
+    estimated = needs.teacher_batch_bytes + needs.activation_bytes + needs.logits_bytes
     assert estimated > 200 * 2**20, "far more than what is there already"
     assert 0.6 < estimated / measured < 1.5
 
 
-def drafting_step(network: Any, lesson: TeacherBatch) -> None:
-    """Loss and gradients of one lesson."""
-    task = SimpleNamespace(module=network, recipe=SimpleNamespace(seed=0), _number=0, _lessons=[lesson])
+def drafting_step(network: Any, batch: TeacherBatch) -> None:
+    """Loss and gradients of one teacher batch."""
+    task = SimpleNamespace(module=network, recipe=SimpleNamespace(seed=0), _number=0, _teacher_batches=[batch])
     task._subnet = lambda stage, generator: DraftTask._subnet(task, stage, generator)  # type: ignore[arg-type]
     loss, _ = DraftTask.loss(task, EVALUATION, 0)  # type: ignore[arg-type]
     loss.backward()
 
 
-def test_the_hungriest_batch_counts_and_every_part_is_counted() -> None:
+def test_the_estimate_is_of_the_largest_batch_and_counts_every_part() -> None:
     target = new_target()
     network = new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
     shapes = [BatchShape(2, 50, 10), BatchShape(2, 500, 10), BatchShape(2, 60, 20)]
-    needs = memory_needs(target, network, shapes, num_kept=4, num_held_out=3, disk_bytes=7)
+    needs = estimate_memory(target, network, shapes, num_layers_kept=4, num_held_out=3, disk_bytes=7)
     assert needs.shape == shapes[1] and needs.disk_bytes == 7
     assert needs.draft_bytes == 16 * sum(parameter.numel() for parameter in network.parameters())
     assert needs.target_bytes >= 4 * sum(parameter.numel() for parameter in target.model.parameters())
     assert needs.logits_bytes == 9 * 4 * 10 * target.vocab_size
-    alone = memory_needs(target, network, shapes, num_kept=4)
-    assert needs.lesson_bytes - alone.lesson_bytes == 3 * 1000 * 5 * 32 * 4, "three held-out lessons in float32"
-    half = memory_needs(target, network, shapes, num_kept=4, in_half=True)
+    alone = estimate_memory(target, network, shapes, num_layers_kept=4)
+    assert needs.teacher_batch_bytes - alone.teacher_batch_bytes == 3 * 1000 * 5 * 32 * 4, (
+        "three held-out batches in float32"
+    )
+    half = estimate_memory(target, network, shapes, num_layers_kept=4, half_precision=True)
     assert half.activation_bytes < alone.activation_bytes
 
 
-def needs_of(*, memory_gib: float, disk_gib: float = 0.0) -> MemoryNeeds:
+def needs_of(*, memory_gib: float, disk_gib: float = 0.0) -> MemoryEstimate:
     one = int(memory_gib * GIB / 5)
-    return MemoryNeeds(one, one, one, one, one, BatchShape(8, 1812, 900), int(disk_gib * GIB))
+    return MemoryEstimate(one, one, one, one, one, BatchShape(8, 1812, 900), int(disk_gib * GIB))
 
 
-def test_what_fits_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is loaded already counts as free: it is part of what is needed."""
+def test_an_estimate_that_fits_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loaded weights count as available: the estimate includes them."""
     monkeypatch.setattr(memory, "free_memory", lambda device: 10 * GIB)
     monkeypatch.setattr(memory, "free_disk", lambda folder: 100 * GIB)
     cpu = torch.device("cpu")
-    said = check_needs(needs_of(memory_gib=12, disk_gib=30), cpu, tmp_path, source="recipe.yaml")
-    assert said == (
-        "memory on cpu: about 12.0 GiB (target 2.4 GiB, draft and optimizer 2.4 GiB, lessons 2.4 GiB, activations 2.4 GiB, "
-        "logits 2.4 GiB); 13.0 GiB are there; lessons on disk 30.0 GiB, 100.0 GiB are free"
+    line = check_memory(needs_of(memory_gib=12, disk_gib=30), cpu, tmp_path, source="recipe.yaml")
+    assert line == (
+        "memory on cpu: about 12.0 GiB (target 2.4 GiB, draft and optimizer 2.4 GiB, teacher batches 2.4 GiB, "
+        "activations 2.4 GiB, logits 2.4 GiB); 13.0 GiB available; teacher batches on disk 30.0 GiB, 100.0 GiB free"
     )
     monkeypatch.setattr(memory, "free_memory", lambda device: None)
-    assert "are there" not in check_needs(needs_of(memory_gib=1e6), cpu, tmp_path, source="recipe.yaml")
+    assert "available" not in check_memory(needs_of(memory_gib=1e6), cpu, tmp_path, source="recipe.yaml")
 
 
-def test_too_little_memory_is_said_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_too_little_memory_is_refused_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device: 10 * GIB)
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     with pytest.raises(UserError) as refused:
-        check_needs(needs_of(memory_gib=20), cpu, tmp_path, source="recipe.yaml")
+        check_memory(needs_of(memory_gib=20), cpu, tmp_path, source="recipe.yaml")
     assert re.fullmatch(
-        r"recipe\.yaml: training needs about 20\.0 GiB of memory on cpu \(target .*\), and there are 15\.0 GiB; "
+        r"recipe\.yaml: training needs about 20\.0 GiB of memory on cpu \(target .*\), and 15\.0 GiB are available; "
         r"lower batch_size \(a process reads 8 at a time\) or shorten the longest examples \(1,812 tokens\)",
         str(refused.value),
     )
     with pytest.raises(UserError, match=r"needs about 48\.0 GiB of memory on cpu"):
-        check_needs(needs_of(memory_gib=12), cpu, tmp_path, num_processes=4, source="recipe.yaml")
-    assert "12.0 GiB" in check_needs(needs_of(memory_gib=12), cuda, tmp_path, num_processes=4, source="recipe.yaml")
+        check_memory(needs_of(memory_gib=12), cpu, tmp_path, num_processes=4, source="recipe.yaml")
+    assert "12.0 GiB" in check_memory(needs_of(memory_gib=12), cuda, tmp_path, num_processes=4, source="recipe.yaml")
 
 
-def test_too_little_disk_is_said_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_too_little_disk_is_refused_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "free_disk", lambda folder: 100 * GIB)
     with pytest.raises(UserError) as refused:
-        check_needs(
+        check_memory(
             needs_of(memory_gib=0, disk_gib=26), torch.device("cpu"), tmp_path, num_processes=4, source="a.yaml"
         )
     assert str(refused.value) == (
-        f"a.yaml: the lessons that are kept in {tmp_path} need about 104.0 GiB, and 100.0 GiB are free on that disk; "
-        "lower num_examples, or make room"
+        f"a.yaml: the teacher batches cached in {tmp_path} need about 104.0 GiB, and 100.0 GiB are free on that disk; "
+        "lower num_examples, or free some space"
     )
 
 
-def test_what_is_free_is_found(tmp_path: Path) -> None:
+def test_free_memory_and_disk_are_found(tmp_path: Path) -> None:
     free = free_memory(torch.device("cpu"))
     assert free is None or 2**20 < free < 2**50
     assert 0 <= free_disk(tmp_path / "not" / "there") < 2**60
 
 
-def test_kept_lessons_take_as_much_disk_as_was_estimated(
+def test_cached_batches_take_as_much_disk_as_estimated(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside what says which tokens are visual; and those that are there are not counted again."""
+    """Up to the masks of visual tokens; batches that are cached already are not counted again."""
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "examples.jsonl")
     path = write_recipe(
@@ -166,13 +168,13 @@ def test_kept_lessons_take_as_much_disk_as_was_estimated(
     )
     seen: list[int] = []
 
-    def check(needs: MemoryNeeds, *_: Any, **__: Any) -> str:
+    def check(needs: MemoryEstimate, *_: Any, **__: Any) -> str:
         seen.append(needs.disk_bytes)
         return ""
 
-    monkeypatch.setattr("autotune.training.draft_task.check_needs", check)
+    monkeypatch.setattr("autotune.training.draft_task.check_memory", check)
     train(path, output=tmp_path / "first")
-    written = sum(file.stat().st_size for file in (tmp_path / ".autotune" / "lessons").rglob("*.safetensors"))
+    written = sum(file.stat().st_size for file in (tmp_path / ".autotune" / "teacher-batches").rglob("*.safetensors"))
     assert 0.7 < seen[0] / written < 1.1
     train(path, output=tmp_path / "second")
     assert seen[1] < 0.1 * seen[0]
@@ -187,33 +189,33 @@ def write_log(path: Path, steps: list[tuple[int, int]]) -> Path:
             "stage": stage,
             "objective": "drafting",
             "step": step,
-            "loss": 2.0 / (1 + place),
+            "loss": 2.0 / (1 + number),
             "agreement": 0.5,
             **({"held_out_agreement": 0.4, "held_out_own_agreement": 0.3, "held_out_loss": 1.0} if step % 2 else {}),
         }
-        for place, (stage, step) in enumerate(steps)
+        for number, (stage, step) in enumerate(steps)
     ]
     path.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"stage": 1, "st')
     return path
 
 
-def test_what_a_killed_run_did_again_counts_once(tmp_path: Path) -> None:
+def test_repeated_steps_of_a_killed_run_count_once(tmp_path: Path) -> None:
     log = write_log(tmp_path / "a.jsonl", [(0, 1), (0, 2), (0, 3), (0, 2), (0, 3), (0, 4), (1, 1), (1, 2), (1, 1)])
     assert [(r["stage"], r["step"]) for r in logged(log)] == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 1)]
-    assert [r["loss"] for r in logged(log)] == [2.0 / (1 + place) for place in (0, 3, 4, 5, 8)]
+    assert [r["loss"] for r in logged(log)] == [2.0 / (1 + number) for number in (0, 3, 4, 5, 8)]
 
 
 @pytest.mark.parametrize("steps", [[(0, 1), (0, 2), (1, 1), (1, 3)], [(0, 1)], []])
-def test_the_curve_is_a_picture(steps: list[tuple[int, int]], tmp_path: Path) -> None:
-    """Of a run that has just begun as well."""
+def test_the_curve_is_plotted(steps: list[tuple[int, int]], tmp_path: Path) -> None:
+    """Also of a run that has just started."""
     draw_curve(write_log(tmp_path / "a.jsonl", steps), tmp_path / "training.png")
     with Image.open(tmp_path / "training.png") as image:
         assert image.size == (1200, 900)
         assert len(np.unique(np.asarray(image.convert("L")))) > 20
 
 
-def test_plain_lines_say_how_much_time_is_left(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Of a run that goes on from step 200, at two minutes a step; long quarters are not silent."""
+def test_plain_lines_show_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A run that continues from step 200 at two minutes per step prints lines regularly."""
     now = 0.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
     with console.Console().stage("star") as update:
@@ -225,7 +227,7 @@ def test_plain_lines_say_how_much_time_is_left(monkeypatch: pytest.MonkeyPatch, 
     assert len(lines) > 30 and not any("400/400" in line for line in lines)
 
 
-def test_progress_says_loss_and_agreement(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_loss_and_agreement(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "examples.jsonl")
     stage = {"objective": "drafting", "batch_size": 2, "learning_rate": 1e-3, "steps": 4, "subnets": "random"}
@@ -236,15 +238,15 @@ def test_progress_says_loss_and_agreement(pair: Pair, tmp_path: Path, monkeypatc
         stages=[stage, stage],
         drop=("tasks",),
     )
-    said: list[str] = []
-    shown = SimpleNamespace(_rich=None, say=said.append, stage=console.Console.stage)
+    messages: list[str] = []
+    shown = SimpleNamespace(_rich=None, say=messages.append, stage=console.Console.stage)
     shown.stage = lambda name: console.Console.stage(shown, name)  # type: ignore[arg-type]
     train_with_progress(path, None, shown)  # type: ignore[arg-type]
-    text = "\n".join(said)
+    text = "\n".join(messages)
     assert re.search(r"^memory on cpu: about .* MiB", text, re.M)
     assert re.search(r"tests/star drafting 1/2: 2/4 loss \d+\.\d{3}, agreement \d\.\d{3}$", text, re.M)
     assert re.search(r"tests/star drafting 2/2: 2/4 loss \d+\.\d{3}", text, re.M)
-    assert said[-1] == f"weights, training log and its curve written to {tmp_path}"
+    assert messages[-1] == f"weights, training log and plot written to {tmp_path}"
     assert {"config.json", "model.safetensors", "training.jsonl", "training.png"} <= {
         file.name for file in tmp_path.iterdir()
     }

@@ -1,4 +1,4 @@
-"""Training drafts: lessons of the teacher, losses, and a run that is killed and goes on."""
+"""Training of drafts: teacher batches, losses, and runs that are killed and resumed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from autotune.files import read_lines
 from autotune.modeling.target import Target
 from autotune.training import trainer
 from autotune.training.draft_task import DraftTask
-from autotune.training.losses import own_stretches, rows_of
+from autotune.training.losses import own_feature_mask, rows_of
 from autotune.training.memory import BatchShape
 from autotune.training.recipe import load_recipe
 from autotune.training.teacher import Example, Teacher, TeacherBatch
-from autotune.training.teacher_batches import Lessons, Share
+from autotune.training.teacher_batches import ProcessShare, TeacherBatches
 from autotune.training.trainer import train
+from autotune.workloads.digits import _scan_bank
 from tests.tiny_models import TARGET_LAYERS, Inputs, Pair
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
@@ -52,13 +53,13 @@ def examples(target: Target, prompts: dict[str, Inputs]) -> list[Example]:
     return [Example(prompt, len(prompt) - 6) for prompt in read]
 
 
-# -------------------------------------------------------------------------------------------------------------- lessons
+# ------------------------------------------------------------------------------------------------------ teacher batches
 
 
-def test_a_padded_lesson_is_what_each_example_is_alone(
+def test_a_padded_batch_equals_its_examples_one_by_one(
     pair: Pair, target: Target, examples: list[Example], prompts: dict[str, Inputs]
 ) -> None:
-    lesson = Teacher(target).lesson(examples, layers=ALL_LAYERS)
+    lesson = Teacher(target).read(examples, layers=ALL_LAYERS)
     logits = lesson.head(lesson.hidden[LAST][lesson.loss_mask])
     for row, inputs in enumerate(prompts.values()):
         with torch.no_grad():
@@ -67,19 +68,19 @@ def test_a_padded_lesson_is_what_each_example_is_alone(
         assert int(lesson.is_token[row].sum()) == length
         for layer, hidden in enumerate(alone.hidden_states):
             torch.testing.assert_close(lesson.hidden[layer][row, :length], hidden[0], atol=2e-4, rtol=1e-4)
-        taught = alone.logits[0, length - 6 :]
-        torch.testing.assert_close(logits[6 * row : 6 * row + 6], taught, atol=1e-3, rtol=1e-4)
+        teacher_logprobs = alone.logits[0, length - 6 :]
+        torch.testing.assert_close(logits[6 * row : 6 * row + 6], teacher_logprobs, atol=1e-3, rtol=1e-4)
 
 
 def test_visual_tokens_are_ranked_by_the_prompt_alone(
     target: Target, examples: list[Example], prompts: dict[str, Inputs]
 ) -> None:
     """As at inference, where the answer is not there yet: the text of the prompt asks."""
-    lesson = Teacher(target).lesson(examples, layers=())
+    lesson = Teacher(target).read(examples, layers=())
     assert set(lesson.visual_scores) == {1, 2}
     for row, name in ((1, "image"), (2, "long")):
         inputs = dict(prompts[name])
-        cut = examples[row].first_taught + 1
+        cut = examples[row].loss_start + 1
         for key in ("input_ids", "attention_mask"):
             inputs[key] = inputs[key][:, :cut]
         with torch.inference_mode():
@@ -90,19 +91,19 @@ def test_visual_tokens_are_ranked_by_the_prompt_alone(
 
 
 def test_entropies_are_those_of_an_eager_model(pair: Pair, target: Target, prompts: dict[str, Inputs]) -> None:
-    """AE of every layer, over the tokens that were asked."""
+    """AE of every layer, over the tokens that were requests."""
     with torch.no_grad():
         (prompt,) = target.encode(prompts["image"]).prompts
-    lesson = Teacher(target).lesson([Example(prompt, len(prompt) - 4)], layers=(), rule="entropy", seed=3)
+    lesson = Teacher(target).read([Example(prompt, len(prompt) - 4)], layers=(), rule="entropy", seed=3)
     eager = AutoModelForImageTextToText.from_pretrained(pair.target_folder, attn_implementation="eager").eval()
     with torch.no_grad():
         attentions = eager(**prompts["image"], output_attentions=True).attentions
     rng = torch.Generator().manual_seed(3)
     torch.randint(1, (), generator=rng)
-    asked = torch.randint(len(prompt), (64,), generator=rng)
+    requests = torch.randint(len(prompt), (64,), generator=rng)
     assert lesson.entropies is not None
     for found, weights in zip(lesson.entropies, attentions, strict=True):
-        expected = -(weights[0] * weights[0].clamp_min(1e-30).log()).sum(-1)[:, asked].mean()
+        expected = -(weights[0] * weights[0].clamp_min(1e-30).log()).sum(-1)[:, requests].mean()
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -120,7 +121,7 @@ def test_the_distillation_layer_by_hand(entropies: list[float], by_entropy: int,
 def test_rows_leave_out_the_least_attended_visual_tokens_and_nothing_else(
     target: Target, examples: list[Example]
 ) -> None:
-    lesson = Teacher(target).lesson(examples, layers=(2,))
+    lesson = Teacher(target).read(examples, layers=(2,))
     network = new_network("star", SIZES, target, source="test")
     rows = rows_of(network, lesson, visual_keep=0.25, injection_layer=2)
     for row, example in enumerate(examples):
@@ -141,10 +142,10 @@ def test_rows_leave_out_the_least_attended_visual_tokens_and_nothing_else(
 
 
 def test_own_stretches_begin_with_a_true_feature(target: Target, examples: list[Example]) -> None:
-    lesson = Teacher(target).lesson(examples, layers=())
+    lesson = Teacher(target).read(examples, layers=())
     network = new_network("dream", SIZES, target, source="test")
     rows = rows_of(network, lesson, visual_keep=1.0, injection_layer=4)
-    found = [own_stretches(rows, torch.Generator().manual_seed(seed)) for seed in range(40)]
+    found = [own_feature_mask(rows, torch.Generator().manual_seed(seed)) for seed in range(40)]
     for is_own in found:
         assert not is_own[~rows.loss_mask].any(), "prompts are read with the target's features"
         assert int(is_own.sum(1).max()) <= 5
@@ -153,39 +154,39 @@ def test_own_stretches_begin_with_a_true_feature(target: Target, examples: list[
     assert torch.stack(found).any(0).sum() == 15, "every other answer token is drafted at some time"
 
 
-# ----------------------------------------------------------------------------------------------------- lessons on disk
+# ---------------------------------------------------------------------------------------------- cached teacher batches
 
 
 @dataclass
-class Counted:
-    """Three batches, and how often each was asked for."""
+class CountedExamples:
+    """Three batches that count how often each was requested."""
 
     examples: list[Example]
     num_batches: int | None = 3
-    asked: Counter[int] = field(default_factory=Counter)
+    requests: Counter[int] = field(default_factory=Counter)
 
     @property
     def shapes(self) -> list[BatchShape]:
         return [BatchShape(2, max(len(example.prompt) for example in self.examples), 12)] * 3
 
     def __getitem__(self, number: int) -> list[Example]:
-        self.asked[number] += 1
+        self.requests[number] += 1
         return [self.examples[number], self.examples[(number + 1) % 3]]
 
 
 @pytest.fixture
-def batches(examples: list[Example]) -> Counted:
-    return Counted(examples)
+def batches(examples: list[Example]) -> CountedExamples:
+    return CountedExamples(examples)
 
 
 def same(first: TeacherBatch, second: TeacherBatch) -> bool:
-    """Bit for bit."""
+    """Whether two batches are equal bit for bit."""
     numbers = [
         [
             one.embeddings,
             one.is_visual,
             one.lengths,
-            one.first_taught,
+            one.loss_start,
             *one.hidden.values(),
             *one.visual_scores.values(),
         ]
@@ -195,73 +196,79 @@ def same(first: TeacherBatch, second: TeacherBatch) -> bool:
     return keys[0] == keys[1] and all(torch.equal(a, b) for a, b in zip(*numbers, strict=True))
 
 
-def test_a_batch_that_comes_again_is_read_from_disk_as_it_was(target: Target, batches: Counted, tmp_path: Path) -> None:
-    """Also by a run that begins anew."""
-    lessons = [Lessons(batches, Teacher(target), layers=(2,), rule="entropy", cache=tmp_path) for _ in range(2)]
+def test_a_repeated_batch_is_read_from_the_cache(target: Target, batches: CountedExamples, tmp_path: Path) -> None:
+    """Also in a new run."""
+    lessons = [TeacherBatches(batches, Teacher(target), layers=(2,), rule="entropy", cache=tmp_path) for _ in range(2)]
     first = [lessons[0][step] for step in range(3)]
-    assert batches.asked == {0: 1, 1: 1, 2: 1}
+    assert batches.requests == {0: 1, 1: 1, 2: 1}
     for step in range(3, 9):
         assert same(lessons[step % 2][step], first[lessons[0].batch_of(step)])
-    assert sum(batches.asked.values()) == 3, "the target read everything once"
+    assert sum(batches.requests.values()) == 3, "the target read everything once"
     assert not same(first[0], first[1])
 
 
-def test_what_is_read_from_disk_is_what_the_teacher_said(target: Target, batches: Counted, tmp_path: Path) -> None:
-    """But for the half precision."""
+def test_a_cached_batch_equals_the_teachers_outputs(target: Target, batches: CountedExamples, tmp_path: Path) -> None:
+    """Up to half precision."""
     teacher = Teacher(target)
-    kept = Lessons(batches, teacher, layers=ALL_LAYERS, cache=tmp_path)[0]
-    said = teacher.lesson(batches[0], layers=ALL_LAYERS)
-    assert kept.hidden.keys() == said.hidden.keys() == set(ALL_LAYERS)
+    cached = TeacherBatches(batches, teacher, layers=ALL_LAYERS, cache=tmp_path)[0]
+    fresh = teacher.read(batches[0], layers=ALL_LAYERS)
+    assert cached.hidden.keys() == fresh.hidden.keys() == set(ALL_LAYERS)
     for layer in ALL_LAYERS:
-        torch.testing.assert_close(kept.hidden[layer], said.hidden[layer], atol=1e-3, rtol=1e-3)
-    for name in ("is_visual", "lengths", "first_taught"):
-        assert torch.equal(getattr(kept, name), getattr(said, name))
+        torch.testing.assert_close(cached.hidden[layer], fresh.hidden[layer], atol=1e-3, rtol=1e-3)
+    for name in ("is_visual", "lengths", "loss_start"):
+        assert torch.equal(getattr(cached, name), getattr(fresh, name))
 
 
-def test_an_epoch_visits_every_batch_once(target: Target, batches: Counted) -> None:
-    lessons = Lessons(batches, Teacher(target), layers=(), seed=5)
+def test_an_epoch_visits_every_batch_once(target: Target, batches: CountedExamples) -> None:
+    lessons = TeacherBatches(batches, Teacher(target), layers=(), seed=5)
     epochs = [[lessons.batch_of(3 * epoch + step) for step in range(3)] for epoch in range(12)]
     assert all(sorted(epoch) == [0, 1, 2] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 2, "in another order each time"
-    endless = Lessons(Counted(batches.examples, None), Teacher(target), layers=())
+    endless = TeacherBatches(CountedExamples(batches.examples, None), Teacher(target), layers=())
     assert [endless.batch_of(step) for step in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_drafts_that_need_other_layers_share_what_is_kept(target: Target, batches: Counted, tmp_path: Path) -> None:
-    first = Lessons(batches, Teacher(target), layers=(1,), rule="entropy", cache=tmp_path)
-    second = Lessons(batches, Teacher(target), layers=(2, 3), cache=tmp_path)
+def test_drafts_that_need_other_layers_share_the_cache(
+    target: Target, batches: CountedExamples, tmp_path: Path
+) -> None:
+    first = TeacherBatches(batches, Teacher(target), layers=(1,), rule="entropy", cache=tmp_path)
+    second = TeacherBatches(batches, Teacher(target), layers=(2, 3), cache=tmp_path)
     before = first[0]
     found = second[0]
-    assert found.hidden.keys() >= {1, 2, 3, LAST} and batches.asked == {0: 2}
+    assert found.hidden.keys() >= {1, 2, 3, LAST} and batches.requests == {0: 2}
     after = first[0]
-    assert batches.asked == {0: 2}, "the first still finds its own, the layer that entropies choose among them"
+    assert batches.requests == {0: 2}, "the first still finds its layers, including the one that entropies choose"
     assert after.distilled_layer("entropy") == before.distilled_layer("entropy")
     assert all(torch.equal(after.hidden[layer], states) for layer, states in before.hidden.items())
     assert same(second[0], found)
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "noise", "other"])
-def test_a_damaged_lesson_is_made_anew(target: Target, batches: Counted, tmp_path: Path, damage: str) -> None:
-    """As a full disk or a lost machine leaves it."""
-    lessons = Lessons(batches, Teacher(target), layers=(2,), cache=tmp_path)
+def test_a_damaged_cache_entry_is_made_again(
+    target: Target, batches: CountedExamples, tmp_path: Path, damage: str
+) -> None:
+    """Damage as a full disk or a crash leaves it."""
+    lessons = TeacherBatches(batches, Teacher(target), layers=(2,), cache=tmp_path)
     whole = lessons[0]
     (path,) = tmp_path.glob("*.safetensors")
     content = path.read_bytes()
-    path.unlink()  # not cut where it lies: lessons that were read are mapped
+    path.unlink()  # truncating it in place would damage batches that are memory-mapped
     if damage == "other":
         save_file({"x": torch.zeros(1)}, path)
     else:
         path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "noise": b"\xff" * 100}[damage])
-    assert same(lessons[0], whole) and batches.asked == {0: 2}
-    assert same(lessons[0], whole) and batches.asked == {0: 2}
+    assert same(lessons[0], whole) and batches.requests == {0: 2}
+    assert same(lessons[0], whole) and batches.requests == {0: 2}
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
 @pytest.fixture
-def recipe_path(pair: Pair, tmp_path: Path) -> Path:
-    """Seven steps of a star draft of the bundled workload's examples, for a target that reads its images."""
+def recipe_path(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Seven steps of a star draft for the bundled target, on examples of the bundled workload."""
+    # One variant of each scan instead of 64, which take ten seconds to draw.
+    monkeypatch.setattr("autotune.workloads.digits._scan_bank", lambda split, num_variants: _scan_bank(split, 1))
     return write_recipe(tmp_path / "recipe.yaml", str(Path("drafts/digits/target").resolve()))
 
 
@@ -290,11 +297,13 @@ class _Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("killed_after", [2, 3, 5])
+@pytest.mark.parametrize(
+    "killed_after", [3, pytest.param(2, marks=pytest.mark.nightly), pytest.param(5, marks=pytest.mark.nightly)]
+)
 def test_a_killed_run_ends_with_the_same_weights(
     recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
 ) -> None:
-    """Bit for bit, whichever stage it was in; the checkpoint of every second step is what it goes on from."""
+    """Equal bit for bit, in whichever stage it was killed; checkpoints are written every second step."""
     monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 2)
     whole = train(recipe_path, output=tmp_path / "whole")
     train_killed(recipe_path, tmp_path / "killed", killed_after)
@@ -305,7 +314,7 @@ def test_a_killed_run_ends_with_the_same_weights(
 def test_a_run_of_a_file_killed_at_any_step_ends_with_the_same_weights(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each killed run begins in a folder of its own, without answers or lessons of another."""
+    """Each killed run starts in a new folder, without cached answers or teacher batches."""
     monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 2)
     write_examples(tmp_path / "examples.jsonl")
     path = write_recipe(
@@ -317,9 +326,10 @@ def test_a_run_of_a_file_killed_at_any_step_ends_with_the_same_weights(
         monkeypatch.chdir(tmp_path / name)
         return tmp_path / name / "out"
 
-    said: list[str] = []
-    whole = train(path, output=begin_in("whole"), say=said.append)
-    assert "memory on cpu: about" in said[0] and "lessons on disk" in said[0] and str(whole) in said[1]
+    messages: list[str] = []
+    whole = train(path, output=begin_in("whole"), notify=messages.append)
+    assert "memory on cpu: about" in messages[0] and "teacher batches on disk" in messages[0]
+    assert str(whole) in messages[1]
     assert (whole / "training.png").read_bytes()[1:4] == b"PNG"
     for killed_after in range(1, 7):
         found = begin_in(f"killed{killed_after}")
@@ -331,7 +341,7 @@ def test_a_run_of_a_file_killed_at_any_step_ends_with_the_same_weights(
 
 
 def train_killed(recipe_path: Path, output: Path, killed_after: int) -> None:
-    """Train until killed behind some steps, and then to the end."""
+    """Train until killed after some steps, then to the end."""
     steps = 0
 
     def progress(stage: str, *_: Any) -> None:
@@ -346,7 +356,7 @@ def train_killed(recipe_path: Path, output: Path, killed_after: int) -> None:
     train(
         recipe_path, output=output, progress=lambda stage, step, *_: seen.append(step) if "drafting" in stage else None
     )
-    assert len(seen) < 7 or killed_after < 2, "it began anew"
+    assert len(seen) < 7 or killed_after < 2, "the run restarted from the beginning"
 
 
 def assert_same_weights(first: Path, second: Path) -> None:
@@ -357,7 +367,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
 
 
 def write_examples(path: Path) -> None:
-    """Seven, with and without images and answers."""
+    """Seven examples, with and without images and answers."""
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)).save(path.parent / "image.png")
     lines = []
     for number in range(7):
@@ -380,9 +390,11 @@ def test_training_lowers_the_loss_and_finds_important_heads(recipe_path: Path, t
     assert (tensors["head_importance"] > 0).all()
 
 
+@pytest.mark.nightly
 def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
-    """Both read their half, of answers that each wrote half of, and the gradients' mean moves both alike. One of them
-    writes. On a CPU torchrun starts them: ``accelerate launch`` starts one there, whatever it is told.
+    """Each process generates half of the answers and reads half of each batch; gradients are averaged, and one process writes.
+
+    On a CPU torchrun starts them, because ``accelerate launch`` starts only one process there.
     """
     write_examples(tmp_path / "examples.jsonl")
     path = write_recipe(
@@ -393,28 +405,28 @@ def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
         **os.environ,
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     done = subprocess.run(
         [*command, str(path), "-o", "two"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "two" / "model.safetensors").exists()
-    assert done.stderr.count("memory on cpu") == 1, "one speaks"
-    kept = [folder for folder in (tmp_path / ".autotune" / "lessons").iterdir()]
-    assert len(kept) == 2 and all(len([*folder.iterdir()]) == 2 for folder in kept), "each read every batch"
+    assert done.stderr.count("memory on cpu") == 1, "only one process prints"
+    cached = [folder for folder in (tmp_path / ".autotune" / "teacher-batches").iterdir()]
+    assert len(cached) == 2 and all(len([*folder.iterdir()]) == 2 for folder in cached), "each read every batch"
     assert len([*(tmp_path / ".autotune" / "answers").iterdir()]) == 4
 
 
 def test_processes_read_every_row_once(examples: list[Example]) -> None:
-    shares = [Share(Counted(examples), process, 2) for process in range(2)]
+    shares = [ProcessShare(CountedExamples(examples), process, 2) for process in range(2)]
     assert [share[0] for share in shares] == [[examples[0]], [examples[1]]]
     assert [share.shapes[0].num_rows for share in shares] == [1, 1] and shares[0].num_batches == 3
 
 
 def test_more_processes_than_examples_of_a_batch(recipe_path: Path) -> None:
     accelerator = SimpleNamespace(process_index=0, num_processes=4)
-    with pytest.raises(UserError, match=r"got batch_size 2 for 4 processes; raise it, or start fewer"):
+    with pytest.raises(UserError, match=r"got batch_size 2 for 4 processes; raise batch_size, or start fewer"):
         DraftTask(load_recipe(recipe_path), recipe_path, accelerator)  # type: ignore[arg-type]
 
 
@@ -423,14 +435,14 @@ def test_more_processes_than_examples_of_a_batch(recipe_path: Path) -> None:
 
 def test_a_recipe_of_a_draft_without_a_teacher(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", None)
-    with pytest.raises(UserError, match=r"a draft is distilled from a target; add 'teacher: ../target'"):
+    with pytest.raises(UserError, match=r"a draft needs a teacher; add 'teacher: ../target'"):
         load_recipe(path)
 
 
 def test_a_draft_is_trained_by_drafting(tmp_path: Path) -> None:
     stage = {"objective": "answers", "steps": 1, "batch_size": 1, "learning_rate": 1e-3}
     path = write_recipe(tmp_path / "recipe.yaml", "x", stages=[stage])
-    with pytest.raises(UserError, match=r"the objective of dream, star, specvlm is drafting.*got answers for star"):
+    with pytest.raises(UserError, match=r"objective drafting is for dream, star, specvlm.*got answers for star"):
         load_recipe(path)
 
 
