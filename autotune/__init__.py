@@ -1,7 +1,6 @@
-"""Finds the fit of draft, token tree and hardware for speculative decoding of vision-language models, and decodes with
-it.
+"""Tunes speculative decoding of vision-language models to the machine at hand, and decodes with the result.
 
-Importing does nothing: torch is loaded when a decoder is.
+Importing this package loads nothing else: the names below import their modules when they are first used.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder", "DecodingOutput", "DecodingStats", "UserError", "load"]
 
-_HOMES = {
+_MODULES = {
     "Decoder": "autotune.runtime.decoder",
     "DecodingOutput": "autotune.runtime.stats",
     "DecodingStats": "autotune.runtime.stats",
@@ -26,8 +25,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    if name in _MODULES:
         import importlib
 
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'autotune' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""What people see: progress and tables on standard error, so that standard output stays free for results and JSON."""
+"""Progress and tables for people, on standard error: standard output is for results and JSON."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-QUIET_S = 600  # where nobody watches, a line at least so often
+QUIET_S = 600  # longest time without a line where standard error is not a terminal
 Update = Callable[[int, int, str], None]
-"""Called as update(done, of, note)."""
+"""Called as update(done, total, note)."""
 
 
 class Console:
-    """Prints to standard error: a moving bar where a person watches, plain lines elsewhere."""
+    """Prints to standard error: progress bars on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
         self._rich = RichConsole(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 150)
 
     def say(self, text: str) -> None:
-        """One line."""
         self._rich.print(text, markup=False)
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, emphasised: int | None = None
     ) -> None:
-        """A table; the first column is text, the others are figures."""
+        """Print a table. The first column is text, the others are figures; ``emphasised`` is the index of a bold row."""
         self._rich.print()
         self._rich.print(title, style="bold", markup=False)
         table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -45,7 +44,7 @@ class Console:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Update]:
-        """A piece of long work: yields what to call with its progress, and says how long it took."""
+        """Show the progress of a stage of work, and how long it took. Yields the function that reports progress."""
         started = time.monotonic()
         if sys.stderr.isatty():
             columns = (
@@ -58,23 +57,23 @@ class Console:
             with Progress(*columns, console=self._rich, transient=True, speed_estimate_period=300) as progress:
                 bar = progress.add_task(name, total=None, note="")
 
-                def update(done: int, of: int, note: str = "") -> None:
-                    progress.update(bar, completed=done, total=of, note=note)
+                def update(done: int, total: int, note: str = "") -> None:
+                    progress.update(bar, completed=done, total=total, note=note)
 
                 yield update
         else:
-            said, said_at = 0, started  # quarters
-            first: tuple[int, float] | None = None  # what was done before us, or at once
+            quarters, printed_at = 0, started
+            first: tuple[int, float] | None = None  # excludes cached work from the estimate of the time left
 
-            def update(done: int, of: int, note: str = "") -> None:
-                nonlocal said, said_at, first
+            def update(done: int, total: int, note: str = "") -> None:
+                nonlocal quarters, printed_at, first
                 now = time.monotonic()
                 first = first or (done, now)
-                if done < of and (4 * done // of > said or now - said_at > QUIET_S):
-                    said, said_at = 4 * done // of, now
-                    seconds = (now - first[1]) / max(1, done - first[0]) * (of - done)
+                if done < total and (4 * done // total > quarters or now - printed_at > QUIET_S):
+                    quarters, printed_at = 4 * done // total, now
+                    seconds = (now - first[1]) / max(1, done - first[0]) * (total - done)
                     left = f" ({seconds / 60:.0f} min left)" if seconds >= 60 else ""
-                    self.say(f"  {name}: {done}/{of}{left} {note}".rstrip())
+                    self.say(f"  {name}: {done}/{total}{left} {note}".rstrip())
 
             yield update
         self.say(f"{name}: done in {time.monotonic() - started:.1f} s")

@@ -1,48 +1,38 @@
-"""Which device this is, as far as latency is concerned."""
+"""The devices of this machine: their fingerprints and their memory."""
 
 from __future__ import annotations
 
-import os
+import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
+from autotune.documents.fingerprint import Fingerprint
 from autotune.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-import platform
-import re
-
-from autotune.documents.fingerprint import Fingerprint
-
-
-def _cpu_model() -> str:
-    """The processor as /proc names it, with its feature level: cloud machines often hide the exact model."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    found = {key: value for key, value in re.findall(r"^([^\t:]+?)\s*:\s*(.*)$", text, re.MULTILINE)}
-    numbers = "/".join(found.get(key, "?") for key in ("cpu family", "model", "stepping"))
-    return f"{found.get('model name', platform.machine())} ({numbers})"
 
 
 def fingerprint(device: str = "cpu") -> Fingerprint:
     """The fingerprint of ``cpu`` or ``cuda:N``.
 
     Raises:
-        UserError: no such device on this machine.
+        UserError: this machine has no such device.
     """
-    if device == "cpu":
-        import torch
-
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Fingerprint(
-            name="cpu", kind="cpu", model=_cpu_model(), num_cores=torch.get_num_threads(), memory_bytes=memory
-        )
     import torch
 
+    if device == "cpu":
+        return Fingerprint(
+            name="cpu",
+            kind="cpu",
+            model=_cpu_model(),
+            num_cores=torch.get_num_threads(),
+            memory_bytes=psutil.virtual_memory().total,
+        )
     index = device.partition(":")[2] or "0"
     if not torch.cuda.is_available() or not index.isdigit() or int(index) >= torch.cuda.device_count():
         raise UserError(
@@ -55,24 +45,38 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
         model=properties.name,
         num_cores=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
-        driver=_driver_version(),
+        driver=_query_nvml()[0],
     )
 
 
-def _driver_version() -> str:
+def _cpu_model() -> str:
+    """The processor as /proc names it, with family, model and stepping, because cloud machines often hide the exact name."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^([^\t:]+?)\s*:\s*(.*)$", text, re.MULTILINE))
+    numbers = "/".join(fields.get(key, "?") for key in ("cpu family", "model", "stepping"))
+    return f"{fields.get('model name', platform.machine())} ({numbers})"
+
+
+def _query_nvml() -> tuple[str, list[str]]:
+    """Version of the NVIDIA driver and names of the GPUs; empty where there is no driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
+        version = str(pynvml.nvmlSystemGetDriverVersion())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        models = [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        return ""
-    return version if isinstance(version, str) else str(version.decode())
+        return "", []
+    return version, models
 
 
 def short_name(model: str) -> str:
-    """``h200`` of ``NVIDIA H200``; ``rtx4090`` of ``NVIDIA GeForce RTX 4090``."""
+    """The name of a GPU in commands and files: ``h200`` for ``NVIDIA H200``, ``rtx4090`` for ``NVIDIA GeForce RTX 4090``."""
     words = re.sub(
         r"\b(nvidia|geforce|tesla|graphics|gpu|pcie|sxm\d?|hbm\d?e?|\d+\s*gb)\b", " ", model.lower().replace("-", " ")
     )
@@ -80,34 +84,25 @@ def short_name(model: str) -> str:
 
 
 def local_gpus() -> list[str]:
-    """Short names of this machine's NVIDIA GPUs, as the driver reports them: needs no torch."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        models = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return []
-    return [short_name(model if isinstance(model, str) else model.decode()) for model in models]
+    """Short names of this machine's NVIDIA GPUs, as the driver reports them. Needs no torch."""
+    return [short_name(model) for model in _query_nvml()[1]]
 
 
 def local_devices() -> list[str]:
     """Devices of this machine, as ``--device`` takes them."""
     import torch
 
-    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
 def choose_device(name: str) -> str:
-    """``auto`` is the accelerator, or the CPU where there is none; another name is checked.
+    """Resolve ``auto`` to the first GPU, or to the CPU if there is none; check any other name.
 
     Raises:
-        UserError: no such device on this machine.
+        UserError: this machine has no such device.
     """
     if name == "auto":
-        return local_devices()[-1] if len(local_devices()) == 1 else "cuda:0"
+        return "cpu" if len(local_devices()) == 1 else "cuda:0"
     if name == "cpu" or re.fullmatch(r"cuda(:\d+)?", name):
         fingerprint(name)
         return name
@@ -116,43 +111,36 @@ def choose_device(name: str) -> str:
     )
 
 
-def gib(number: float) -> str:
-    """As people read it."""
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+def gib(num_bytes: float) -> str:
+    """Format a size: ``1.5 GiB``, or ``3 MiB`` below one GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-def free_memory(device: torch.device | str) -> int | None:
-    """Bytes that this process can still take; None where the system does not say."""
-    if str(device).startswith("cuda"):
-        import torch
+def free_memory(device: torch.device | str) -> int:
+    """Bytes that this process can still allocate."""
+    if not str(device).startswith("cuda"):
+        return int(psutil.virtual_memory().available)
+    import torch
 
-        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + spare
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def check_room(device: torch.device | str, needs: Mapping[str, int], *, what: str, advice: str, freed: int = 0) -> None:
-    """Refuse what does not fit, before it is allocated.
+    """Refuse an allocation that does not fit, before it is made.
 
     Args:
-        device: where.
         needs: bytes, by part.
-        what: that needs them.
-        advice: what to do where there are too few.
-        freed: bytes in use now that will be given back first.
+        what: the subject of the error message.
+        advice: the last part of the error message.
+        freed: bytes in use now that will be freed first.
 
     Raises:
-        UserError: more than is free.
+        UserError: more than is available.
     """
-    free, total = free_memory(device), sum(needs.values())
-    if free is not None and total > free + freed:
-        parts = ", ".join(f"{name} {gib(number)}" for name, number in needs.items())
+    available, total = free_memory(device) + freed, sum(needs.values())
+    if total > available:
+        parts = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in needs.items())
         raise UserError(
-            f"{what} needs {gib(total)} of memory on {device} ({parts}), and {gib(free + freed)} are free; {advice}"
+            f"{what} needs {gib(total)} of memory on {device} ({parts}), and {gib(available)} are free; {advice}"
         )

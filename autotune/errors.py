@@ -1,4 +1,4 @@
-"""What the user can mend; the command line catches it in one place."""
+"""Errors that the user can fix. The command line catches them in one place."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake the user can mend, said in one line: the rule, the value that broke it, and what to do next."""
+    """A mistake that the user can fix. The message is one line: the rule, the value that broke it, and the next step."""
 
     exit_code = 2
 
 
 class NotComparable(UserError):
-    """Two things that were to be compared speak of another model, workload or device."""
+    """Two results are of different models, workloads or devices."""
 
     exit_code = 4
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` when a known word is close, else the list of what is known."""
+    """``did you mean 'x'?`` if a known word is similar, else ``known: x, y, z``."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    similar = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(known)}"

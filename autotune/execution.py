@@ -1,4 +1,4 @@
-"""Runners, and prepared sizes: what keeps its kernels or graphs per size is given the next size up."""
+"""How forward passes run: eager, compiled or captured, and the capture sizes that their inputs are padded to."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from autotune.trees.limits import MAX_STEP
 EAGER = "eager"
 MODES: dict[str, str] = {
     EAGER: "forwards as transformers runs them",
-    "fixed": "over prepared buffers, but run eagerly: what the other two are compared with",
-    "compile": "over prepared buffers, compiled by torch.compile",
-    "cuda-graph": "over prepared buffers, captured as CUDA graphs",
+    "fixed": "over static buffers, but run eagerly: the reference for the other two",
+    "compile": "over static buffers, compiled by torch.compile",
+    "cuda-graph": "over static buffers, captured as CUDA graphs",
 }
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, MAX_STEP)
-"""Tokens of forwards that are prepared, where nothing else is said."""
+"""Numbers of tokens, for every mode but eager."""
 
 
 def check_capture_sizes(capture_sizes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes in order; none: every size is sent as it is.
+    """The capture sizes, sorted and without duplicates. With none, inputs are not padded.
 
     Raises:
         UserError: a size below 1 or above the largest forward.
     """
     for size in capture_sizes:
         if not 1 <= size <= MAX_STEP:
-            raise UserError(f"buckets are numbers of tokens from 1 to {MAX_STEP}; got {size}; mend that size")
+            raise UserError(f"capture sizes are numbers of tokens from 1 to {MAX_STEP}; got {size}; fix that size")
     return tuple(sorted(set(capture_sizes)))
 
 
 def round_up(size: int, capture_sizes: Sequence[int]) -> int:
-    """The smallest bucket that holds ``size`` tokens; ``size`` itself beyond the largest, or without buckets."""
-    place = bisect.bisect_left(capture_sizes, size)
-    return size if place == len(capture_sizes) else capture_sizes[place]
+    """The smallest capture size of at least ``size`` tokens; ``size`` itself if there is none."""
+    index = bisect.bisect_left(capture_sizes, size)
+    return size if index == len(capture_sizes) else capture_sizes[index]
 
 
 def capture_sizes_for(mode: str, capture_sizes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes that forwards are rounded up to: those asked for, or what the runner needs.
+    """The given capture sizes, or the default ones of the mode.
 
     Raises:
-        UserError: impossible sizes.
+        UserError: a size out of range.
     """
     return check_capture_sizes(capture_sizes or (() if mode == EAGER else DEFAULT_CAPTURE_SIZES))

@@ -1,24 +1,24 @@
-"""Documents on disk: strict parsing, versions, atomic writes, and where the shipped files lie."""
+"""Documents on disk: strict parsing, schema versions, migrations, atomic writes; and the folders of shipped and cached files."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
+import platformdirs
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autotune.errors import UserError, nearest
 
 WORKSPACE = Path(".autotune")
-"""Below the folder where a command is called: what commands keep for those to come, studies above all."""
+"""Folder for studies and other intermediate files, relative to the working directory."""
 
 Migration = Callable[[dict[str, Any]], None]
 """Changes the keys of one version of a document, in place, into those of the next version."""
@@ -148,24 +148,19 @@ D = TypeVar("D", bound=BaseModel)
 
 
 def data_root() -> Path:
-    """The folder that holds ``profiles``, ``search_spaces`` and ``drafts``: inside an installed package, beside it in a
-    checkout.
-    """
+    """The folder of ``profiles``, ``search_spaces`` and ``drafts``: inside an installed package, beside it in a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "_data"
     return installed if installed.is_dir() else package.parent
 
 
 def user_cache() -> Path:
-    """Folder of what is read more quickly than made again, wherever a command is called; it may not be writable."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "autotune"
+    """The user's cache folder for this program. It may not exist, or not be writable."""
+    return platformdirs.user_cache_path("autotune", appauthor=False)
 
 
 def sha256_of(*paths: Path) -> str:
-    """SHA-256 of the files' contents, in the order given."""
+    """SHA-256 of the concatenated contents of files."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -175,7 +170,7 @@ def sha256_of(*paths: Path) -> str:
 
 
 def content_key(value: Any) -> str:
-    """Short content hash of a JSON-able value: the name under which work on it is remembered."""
+    """Short hash of a JSON-serializable value, used as the key of cached results."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
@@ -183,7 +178,11 @@ def content_key(value: Any) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The file's text, or a UserError that names the path."""
+    """Read a text file.
+
+    Raises:
+        UserError: no such file, or not readable as UTF-8 text.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -193,11 +192,15 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """The YAML document in ``path``."""
+    """Read a YAML file.
+
+    Raises:
+        UserError: not readable, or not YAML.
+    """
     try:
         return yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]}); mend the file") from None
+        raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]}); fix the file") from None
 
 
 def _refuse_constant(name: str) -> float:
@@ -205,7 +208,11 @@ def _refuse_constant(name: str) -> float:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON document in ``path``; NaN and Infinity are refused."""
+    """Read a JSON file.
+
+    Raises:
+        UserError: not readable, or not JSON; NaN and Infinity are not JSON.
+    """
     try:
         return json.loads(read_text(path), parse_constant=_refuse_constant)
     except ValueError as error:
@@ -219,7 +226,11 @@ def rename_keys(content: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str, source: str) -> D:
-    """The document of the kind that ``value[key]`` names, among ``kinds``; what is left out takes its default.
+    """Parse a record whose class is named by ``value[key]``. Missing keys take their defaults.
+
+    Args:
+        kinds: the classes, by name.
+        what: what error messages call such a record, for example "tree policy".
 
     Raises:
         UserError: an unknown kind, an unknown key, or a value out of range.
@@ -234,7 +245,7 @@ def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str,
 
 
 def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
-    """One violation as one line: where, the rule, the value, the next step. A typo goes before what it leaves missing."""
+    """The first violation in one line: location, rule, value, next step. Unknown keys come before missing ones."""
     first = min(error.errors(), key=lambda violation: violation["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in first["loc"]) or "the document"
     if first["type"] == "extra_forbidden":
@@ -244,11 +255,11 @@ def describe(error: ValidationError, kind_of: type[BaseModel]) -> str:
         return f"key {where!r} is required and missing; add it"
     value = repr(first.get("input"))
     value = value if len(value) <= 60 else value[:57] + "..."
-    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {value}; mend that value"
+    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}; got {value}; fix that value"
 
 
 def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """Field names of the (possibly nested) model in which an unknown key stands."""
+    """Field names of the (possibly nested) model that contains an unknown key."""
     for part in location[:-1]:
         if isinstance(part, int) or part not in model.model_fields:
             continue
@@ -264,10 +275,10 @@ def _keys_near(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
 
 
 def require_writable(path: Path, option: str = "-o") -> None:
-    """Fail before long work, not after it: ``path``, given as ``option``, must be creatable or replaceable. Creates nothing.
+    """Check that a file can be written, before the work that produces it. Creates nothing.
 
     Raises:
-        UserError: the folder cannot be made or written, or the path is a folder.
+        UserError: the folder cannot be created or written, or the path is a folder.
     """
     if path.is_dir():
         raise UserError(f"{path}: the output must be a file; got a folder; add a file name")
@@ -284,7 +295,7 @@ def require_writable(path: Path, option: str = "-o") -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` in one step: readers see the old file or the new one, never half of one."""
+    """Write a file atomically: readers see the old content or the new, never a part of it."""
     require_writable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -301,13 +312,11 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def append_line(path: Path, *records: dict[str, Any]) -> None:
-    """Append JSON records to a ledger in one write and force them to disk. A crash can lose at most what is being
-    written.
-    """
+    """Append JSON records to a file in one write, and sync it to disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records)
     with path.open("ab+") as file:
-        # A crash may have left half a line without its end: begin a new one.
+        # A crash may have left an incomplete last line: begin a new one.
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -318,7 +327,7 @@ def append_line(path: Path, *records: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole records of a ledger; a line torn by a crash is passed over."""
+    """Records of a JSON Lines file. Lines left incomplete by a crash are skipped."""
     if not path.exists():
         return []
     records = []
@@ -330,8 +339,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
-
-
-def is_finite(value: float) -> bool:
-    """Whether a number may stand in a document."""
-    return math.isfinite(value)

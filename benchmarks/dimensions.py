@@ -98,7 +98,7 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         chosen = list(dict.fromkeys([subnet.variant, *best_of_draft.values()]))
         evaluator = Evaluator(record_traces(model_pool, chosen, tune, study, console, bounds=bounds), table)
         if "tree" in free:
-            documents = [model_pool.key, tune.sha256, table.content, bounds.model_dump(), "dimensions"]
+            documents = [model_pool.key, tune.sha256, table.content_hash, bounds.model_dump(), "dimensions"]
             found = search_trees(evaluator, space, ledger, num_trials=trials, documents=documents, seed=seed)
             best = evaluator.guarded(found.fastest[0])
         else:

@@ -1,86 +1,120 @@
-"""Devices are named the same way everywhere, and one that is not here is refused by name."""
+"""Device names and fingerprints, and the check that an allocation fits."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from autotune import device as device_module
-from autotune.cost.table import shipped_tables
-from autotune.device import choose_device, fingerprint, local_devices, short_name
+from autotune.device import check_room, choose_device, fingerprint, free_memory, gib, local_devices, short_name
 from autotune.errors import UserError
+from autotune.modeling.loading import load_model
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
+from tests.tiny_models import Pair
+
+GIB = 2**30
+FREE_MEMORY = "autotune.device.free_memory"
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100 80GB PCIe", "a100"),
-        ("NVIDIA A10", "a10"),
-        ("NVIDIA L40S", "l40s"),
-        ("Tesla T4", "t4"),
-        ("Tesla V100-SXM2-16GB", "v100"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 3090", "rtx3090"),
-        ("NVIDIA Graphics", "gpu"),  # a name of which nothing is left
-    ],
-)
-def test_short_names(model: str, name: str) -> None:
-    """Those that datasheets and shipped tables are filed under."""
-    assert short_name(model) == name
+def test_short_names() -> None:
+    """Datasheets and shipped tables are filed under these names."""
+    for model, name in {
+        "NVIDIA H200": "h200",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H100 PCIe": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100 80GB PCIe": "a100",
+        "NVIDIA A10": "a10",
+        "NVIDIA L40S": "l40s",
+        "Tesla T4": "t4",
+        "Tesla V100-SXM2-16GB": "v100",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA GeForce RTX 3090": "rtx3090",
+        "NVIDIA Graphics": "gpu",  # nothing else is left of the name
+    }.items():
+        assert short_name(model) == name
 
 
-def test_the_cpu_has_a_fingerprint() -> None:
-    found = fingerprint("cpu")
-    assert (found.name, found.kind, found.num_cores) == ("cpu", "cpu", torch.get_num_threads())
-    assert found.memory_bytes > 1 << 28 and found.model
-    assert found.key == f"cpu/{found.model}/{found.num_cores}" == fingerprint("cpu").key
-
-
-def test_another_number_of_threads_is_another_device() -> None:
-    """Latencies measured on one thread say nothing about four."""
+def test_fingerprint_of_the_cpu() -> None:
     here = fingerprint("cpu")
-    assert here.model_copy(update={"num_cores": 99}).key != here.key
+    assert (here.name, here.kind, here.num_cores) == ("cpu", "cpu", torch.get_num_threads())
+    assert here.memory_bytes > 1 << 28 and here.model
+    assert here.key == f"cpu/{here.model}/{here.num_cores}" == fingerprint("cpu").key
+    assert here.model_copy(update={"num_cores": 99}).key != here.key, "latency depends on the number of threads"
 
 
-def test_a_device_that_is_here_is_chosen() -> None:
+def test_local_devices_can_be_chosen() -> None:
     assert choose_device("cpu") == "cpu"
     assert choose_device("auto") == ("cuda:0" if torch.cuda.is_available() else "cpu")
     assert local_devices()[0] == "cpu"
 
 
-@pytest.mark.parametrize("name", ["cuda:99", "cuda:999"])
-def test_a_gpu_that_is_not_here_is_refused(name: str) -> None:
-    for ask in (choose_device, fingerprint):
-        with pytest.raises(UserError, match=rf"device '{name}' is not on this machine; it has: cpu.*choose one"):
-            ask(name)
+def test_missing_gpu_is_refused() -> None:
+    for name in ("cuda:99", "cuda:999", *([] if torch.cuda.is_available() else ["cuda"])):
+        for function in (choose_device, fingerprint):
+            with pytest.raises(UserError, match=rf"device '{name}' is not on this machine; it has: cpu.*; choose one"):
+                function(name)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
-def test_cuda_without_a_gpu_is_refused() -> None:
-    with pytest.raises(UserError, match="device 'cuda' is not on this machine; it has: cpu; choose one of them"):
-        choose_device("cuda")
+def test_unknown_device_name_is_refused() -> None:
+    for name in ("gpu", "cuda:x", "cuda:-1", "CPU", "", "h100"):
+        message = f"unknown device '{name}'; this machine has: cpu.*; choose one of them, or auto"
+        with pytest.raises(UserError, match=message):
+            choose_device(name)
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:-1", "CPU", "", "h100"])
-def test_what_names_no_device_is_refused(name: str) -> None:
-    with pytest.raises(
-        UserError, match=f"unknown device '{name}'; this machine has: cpu.*; choose one of them, or auto"
-    ):
-        choose_device(name)
+def test_gpus_are_listed_without_torch() -> None:
+    script = "import sys; from autotune.device import local_gpus; print(len(local_gpus())); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == torch.cuda.device_count()
 
 
-def test_shipped_tables_are_found_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "data_root", lambda: tmp_path)
-    assert shipped_tables() == {}
-    for name in ("h100/a.cost.json", "h100/b.cost.json", "cpu/a.cost.json", "cpu/a.decode.json", "devices/h100.yaml"):
-        path = tmp_path / "profiles" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-    found = {name: [path.name for path in paths] for name, paths in shipped_tables().items()}
-    assert found == {"cpu": ["a.cost.json"], "h100": ["a.cost.json", "b.cost.json"]}
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_sizes_are_formatted() -> None:
+    assert [gib(num_bytes) for num_bytes in (3 * 2**20, 1.5 * GIB)] == ["3 MiB", "1.5 GiB"]
+
+
+def test_free_memory_is_less_than_all_memory() -> None:
+    assert 0 < free_memory("cpu") < fingerprint("cpu").memory_bytes
+
+
+def test_allocation_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FREE_MEMORY, lambda device: 4 * GIB)
+    needs = {"weights": 3 * GIB, "cache": 2 * GIB}
+    check_room("cpu", needs, what="it", advice="use less", freed=GIB)
+    with pytest.raises(UserError) as error:
+        check_room("cpu", needs, what="it", advice="use less")
+    assert str(error.value) == (
+        "it needs 5.0 GiB of memory on cpu (weights 3.0 GiB, cache 2.0 GiB), and 4.0 GiB are free; use less"
+    )
+
+
+def test_kv_cache_that_does_not_fit_is_not_allocated(text_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(text_pair.target)
+    text = decoder.target.text
+    per_token = 2 * len(text.layers) * text.config.num_key_value_heads * text.config.head_dim * 4
+    inputs = {"input_ids": torch.arange(1100)[None] % 40 + 5}
+    before = decoder.target.cache
+    monkeypatch.setattr(FREE_MEMORY, lambda device: 1000 * per_token)
+    with pytest.raises(UserError, match=r"a sequence of 11\d\d tokens needs .* MiB of memory on cpu \(cache"):
+        decoder.generate(**inputs, max_new_tokens=20)
+    assert decoder.target.cache is before
+    monkeypatch.undo()
+    decoder.generate(**inputs, max_new_tokens=2)
+    assert decoder.target.cache.memory_bytes == per_token * decoder.target.cache.capacity
+
+
+def test_weights_that_do_not_fit_are_not_loaded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FREE_MEMORY, lambda device: 1000)
+    with pytest.raises(UserError, match=r"needs \d+ MiB of memory on cpu \(weights \d+ MiB\), and 0 MiB are free"):
+        load_model(str(pair.target_folder))
+
+
+def test_kv_bytes_per_token(pair: Pair) -> None:
+    target = Target(pair.target)
+    assert target.kv_bytes_per_token == 2 * len(target.text.layers) * 2 * target.text.config.head_dim * 4

@@ -58,19 +58,19 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ({"budget_ms": 1.0}, "key 'trials' is required and missing; add it"),
         (
             {"trials": "many"},
-            "trials: input should be a valid integer; got 'many'; mend that value",
+            "trials: input should be a valid integer; got 'many'; fix that value",
         ),
-        ({"trials": 0}, "trials: input should be greater than or equal to 1; got 0; mend that value"),
+        ({"trials": 0}, "trials: input should be greater than or equal to 1; got 0; fix that value"),
         (
             {"trials": 1.5},
-            "trials: input should be a valid integer; got 1.5; mend that value",
+            "trials: input should be a valid integer; got 1.5; fix that value",
         ),
-        ({"trials": None}, "trials: input should be a valid integer; got None; mend that value"),
-        ({"trials": 1, "parts": {}}, "parts: input should be a valid array; got {}; mend that value"),
-        ({"trials": 1, "parts": [{"name": 3}]}, "parts.0.name: input should be a valid string; got 3; mend that value"),
+        ({"trials": None}, "trials: input should be a valid integer; got None; fix that value"),
+        ({"trials": 1, "parts": {}}, "parts: input should be a valid array; got {}; fix that value"),
+        ({"trials": 1, "parts": [{"name": 3}]}, "parts.0.name: input should be a valid string; got 3; fix that value"),
         (
             {"trials": 1, "parts": "p" * 200},
-            "parts: input should be a valid array; got '" + "p" * 56 + "...; mend that value",
+            "parts: input should be a valid array; got '" + "p" * 56 + "...; fix that value",
         ),
     ],
 )
@@ -133,7 +133,6 @@ def test_numbers_that_are_not_finite(tmp_path: Path, number: str) -> None:
     value = float(number.replace("Infinity", "inf"))
     with pytest.raises(UserError, match="budget_ms: input should be a finite number"):
         Example.parse({"schema": "autotune.study/1", "trials": 1, "budget_ms": value}, source="study.yaml")
-    assert not files.is_finite(value) and files.is_finite(1.0)
 
 
 def rename_count(content: dict[str, Any]) -> None:
@@ -205,7 +204,7 @@ def test_yaml(tmp_path: Path) -> None:
     path.write_text("depth: {low: 3, high: 8}\n")
     assert files.read_yaml(path) == {"depth": {"low": 3, "high": 8}}
     path.write_text("depth: {low: 3\nhigh: ]")
-    with pytest.raises(UserError, match=r"not YAML .*; mend the file"):
+    with pytest.raises(UserError, match=r"not YAML .*; fix the file"):
         files.read_yaml(path)
     path.write_text("!!python/object/apply:os.getcwd []")  # nothing is ever executed
     with pytest.raises(UserError, match="not YAML"):

@@ -1,8 +1,8 @@
-"""Cost tables of devices that are not here, from datasheet limits: the larger of bytes over bandwidth and operations
-over peak, and the host's launches. Where other models were measured on the device, the limits are scaled to what these
-reached.
+"""Estimated cost tables from the limits in a device's datasheet (roofline model).
 
-An estimate, and marked so in all that is made from it: good enough to rank configurations, not to promise a speedup.
+Latency is the largest of: bytes over bandwidth, operations over peak throughput, and kernel launches by the host. Limits are
+scaled to tables that were measured on the device with other models. Everything made from an estimate is marked ``estimated``:
+it is good enough for ranking configurations, not for predicting a speedup.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 
 KV_LENGTHS = (64, 512, 4096)
-STAYS = 1e-6  # weight of a scale that nothing measured depends on: it stays 1
+REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
 
 class DeviceLimits(Document, kind="device-limits"):
-    """What a datasheet promises, in its own units, and two assumptions about the host."""
+    """Limits of a device, in the units of datasheets, and two assumptions about the host."""
 
     model: str
     source: str
@@ -41,24 +41,23 @@ class DeviceLimits(Document, kind="device-limits"):
 
 
 def datasheets() -> dict[str, Path]:
-    """Devices with known limits, by name."""
+    """Files of device limits, by device name."""
     return {path.stem: path for path in sorted((data_root() / "profiles" / "devices").glob("*.yaml"))}
 
 
 def load_limits(name: str) -> DeviceLimits:
-    """The limits of a device among ``datasheets``."""
-    path = datasheets()[name]
-    return DeviceLimits.load(path)
+    """Limits of a device in ``datasheets()``."""
+    return DeviceLimits.load(datasheets()[name])
 
 
 def step_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
-    """A step of ``tokens`` behind ``kv_length`` cached ones."""
-    # The host launches ahead of the device: whichever is slower sets the pace.
-    return max(_waits_ms(shape, limits, tokens, kv_length))
+    """Latency of a forward of ``tokens`` tokens with ``kv_length`` tokens in the KV cache."""
+    # The host launches kernels ahead of the device, so the slower of the two determines the latency.
+    return max(_bounds_ms(shape, limits, tokens, kv_length))
 
 
-def _waits_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> tuple[float, float, float]:
-    """What a step waits for at least: memory, arithmetic, the host's launches."""
+def _bounds_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> tuple[float, float, float]:
+    """Lower bounds of the latency of a forward: memory, arithmetic, kernel launches."""
     read = shape.text_parameters * shape.bytes_per_parameter + (kv_length + tokens) * shape.kv_bytes_per_token
     attention = 4 * shape.num_layers * shape.hidden_size * tokens * (kv_length + tokens)
     operations = 2 * shape.text_parameters * tokens + attention
@@ -71,9 +70,9 @@ def _waits_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length:
 
 
 def anchored(limits: DeviceLimits, measured: Sequence[CostTable]) -> DeviceLimits:
-    """The limits as steps reach them: bandwidth, peak, what a layer costs the host and a round outside the models, scaled to
-    the points of tables that were measured on the device, by least squares of the logarithms of their latencies. What no
-    point depends on stays as it is.
+    """Scale bandwidth, peak throughput and launch time to tables measured on the device, by least squares of log latency.
+
+    Limits that no measured point depends on are not changed. ``round_ms`` becomes the median of the tables.
     """
     from scipy.optimize import minimize
 
@@ -85,16 +84,16 @@ def anchored(limits: DeviceLimits, measured: Sequence[CostTable]) -> DeviceLimit
     if not points:
         return limits
     latency_ms = np.array([point.latency_ms for _, point in points])
-    waits_ms = np.array([_waits_ms(shape, limits, point.tokens, point.kv_length) for shape, point in points])
+    bounds_ms = np.array([_bounds_ms(shape, limits, point.tokens, point.kv_length) for shape, point in points])
 
     def error(logs: Floats) -> float:
-        """Of waits that take ``exp(logs)`` times as long."""
-        misses = np.log((waits_ms * np.exp(logs)).max(1) / latency_ms)
-        return float((misses**2).mean() + STAYS * (logs**2).sum())
+        """Mean squared error with bounds scaled by ``exp(logs)``."""
+        residuals = np.log((bounds_ms * np.exp(logs)).max(1) / latency_ms)
+        return float((residuals**2).mean() + REGULARIZATION * (logs**2).sum())
 
-    # A wait that is too short to show has no slope: from several beginnings, the best.
-    begins = [np.array(begin, np.float64) for begin in itertools.product((0.0, 2.0), repeat=waits_ms.shape[1])]
-    fits = [minimize(error, begin, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-10}) for begin in begins]
+    # The error has no slope in a bound that is never the largest, so minimize from several starting points.
+    starts = [np.array(start, np.float64) for start in itertools.product((0.0, 2.0), repeat=bounds_ms.shape[1])]
+    fits = [minimize(error, start, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-10}) for start in starts]
     memory, arithmetic, launches = np.exp(min(fits, key=lambda fit: float(fit.fun)).x).tolist()
     rounds = [draft.overhead.round_ms for table in measured for draft in table.drafts]
     return limits.model_copy(
@@ -119,9 +118,7 @@ def _surface(shape: ModelShape, limits: DeviceLimits, tokens: tuple[int, ...]) -
 def _prefill(shape: ModelShape, limits: DeviceLimits) -> PrefillCost:
     short, long = (step_ms(shape, limits, n, 0) for n in (64, 1024))
     per_token = (long - short) / (1024 - 64)
-    image = (
-        2 * shape.vision_parameters * 600 / (limits.bfloat16_tflops * 1e9) if shape.vision_parameters else 0.0
-    )  # some 600 patches
+    image = 2 * shape.vision_parameters * 600 / (limits.bfloat16_tflops * 1e9)  # about 600 patches
     return PrefillCost(intercept_ms=short - 64 * per_token, per_token_ms=per_token, image_ms=image, samples=[])
 
 
@@ -136,8 +133,12 @@ def estimate_table(
     subnet: Subnet | None = None,
     measured: Sequence[CostTable] = (),
 ) -> CostTable:
-    """The cost table that the datasheet of device ``name`` suggests for a pair. ``subnet``: what ``draft_shape`` is of;
-    ``measured``: tables of other models on that device, of which those by the eager runner in this precision count.
+    """Estimate the cost table of a pair from the datasheet of a device.
+
+    Args:
+        name: the device, in ``datasheets()``.
+        subnet: the draft's subnet, to which ``draft_shape`` belongs.
+        measured: tables to scale the limits to; only measured ones of this device and precision in eager mode are used.
     """
     anchors = [
         table

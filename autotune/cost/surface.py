@@ -1,9 +1,4 @@
-"""Latency over (tokens, KV length): what was measured, and what is read between the measurements. Plain numpy; one of the
-two models that are compared is scikit-learn's, which is imported when it is asked for.
-
-There is no axis of batches: the runtime decodes the rows of a batch one after the other, so every step is of batch 1. A
-subnet of a draft has surfaces of its own (see ``DraftCosts``).
-"""
+"""Latency surfaces over (tokens, KV length): measured points, and the models that interpolate them."""
 
 from __future__ import annotations
 
@@ -17,17 +12,17 @@ from autotune.errors import UserError
 from autotune.files import Document
 from autotune.trees.limits import Floats
 
-REACH = 1.5  # how far beyond the longest KV length measured a price may be extended
+MAX_EXTRAPOLATION = 1.5  # of the longest KV length measured
 Model = Literal["linear", "steps"]
 MODELS: tuple[Model, ...] = ("linear", "steps")
-# Where matrix kernels change: behind a single token, and behind whole blocks.
+# Numbers of tokens where the latency of matrix kernels changes: after one token, and after whole blocks.
 JUMPS = (1, 8, 16, 32, 64)
 BENDS = (2, 4, 8, 16, 32, 64)
 BLOCKS = (8, 16, 32, 64)
 
 
 class Point(Document):
-    """Samples of one step: ``tokens`` read behind ``kv_length`` cached ones."""
+    """Samples of a forward that reads ``tokens`` tokens with ``kv_length`` tokens in the KV cache."""
 
     tokens: int = Field(ge=1)
     kv_length: int = Field(ge=0)
@@ -35,25 +30,26 @@ class Point(Document):
 
     @property
     def latency_ms(self) -> float:
-        """The median: a shared machine's interruptions only ever add."""
+        """The median, because interruptions only ever add time."""
         return float(np.median(self.samples_ms))
 
 
 class Surface(Document):
-    """Latency over (tokens, KV length), by the model that predicts the held-out points best: ``linear`` between the points
-    of a full grid, or ``steps``, scikit-learn's non-negative least squares over functions that grow with both. A model is
-    fitted to the samples when it is first asked for a price: documents hold no fitted numbers.
+    """Latency over (tokens, KV length), by the model that predicts the held-out points better.
+
+    ``linear`` interpolates between the points of a full grid. ``steps`` is scikit-learn's non-negative least squares over
+    functions that increase with both. Documents contain the samples; models are fitted when first used.
     """
 
     points: list[Point] = Field(min_length=1)
-    """The grid."""
+    """The full grid."""
     examined: list[Point] = Field(default_factory=list)
-    """Off the grid, and near enough to it that it was not refined there: ``steps`` is fitted to them as well."""
+    """Other points, at which the linear model was accurate. Only ``steps`` is fitted to them."""
     held_out: list[Point] = Field(default_factory=list)
-    """Chosen before anything was measured, and fitted by nothing: they test the models."""
+    """Test points, chosen before the measurement. No model is fitted to them."""
     model: Model = "linear"
     errors: dict[Model, float] = Field(default_factory=dict)
-    """The median relative error at the held-out points, of each model compared."""
+    """Median relative error at the held-out points, by model."""
 
     def _grid(self) -> tuple[Floats, Floats, Floats]:
         tokens = sorted({point.tokens for point in self.points})
@@ -61,7 +57,7 @@ class Surface(Document):
         known = {(point.tokens, point.kv_length): point.latency_ms for point in self.points}
         if len(known) != len(tokens) * len(lengths):
             raise UserError(
-                f"a cost surface is a full grid; {len(known)} points do not fill {len(tokens)} x {len(lengths)}; profile again"
+                f"a cost surface is a full grid; got {len(known)} points for {len(tokens)} x {len(lengths)}; profile again"
             )
         latency = np.array([[known[n, m] for m in lengths] for n in tokens])
         return np.array(tokens, np.float64), np.array(lengths, np.float64), latency
@@ -72,39 +68,46 @@ class Surface(Document):
 
     @property
     def held_out_error(self) -> float | None:
-        """The median of the model that is kept; None where nothing was held out."""
+        """Median relative error of ``model``; None without held-out points."""
         return self.errors.get(self.model)
 
     @property
+    def measured(self) -> list[Point]:
+        """All points."""
+        return [*self.points, *self.examined, *self.held_out]
+
+    @property
     def num_samples(self) -> int:
-        return sum(len(point.samples_ms) for point in (*self.points, *self.examined, *self.held_out))
+        return sum(len(point.samples_ms) for point in self.measured)
 
     def latency_ms(self, tokens: Floats, kv_length: Floats, *, model: Model | None = None) -> Floats:
-        """Latencies [tokens, kv lengths], never less than 0, by the model that is kept or by another; shorter KV than
-        measured costs what the shortest does.
+        """Latencies [tokens, KV lengths], at least 0, by ``model`` (default: the surface's own).
+
+        KV lengths below the measured range cost as much as the shortest; above it, latency is extrapolated up to
+        ``MAX_EXTRAPOLATION``.
 
         Raises:
-            UserError: more tokens, or a much longer KV cache, than were measured.
+            UserError: more tokens than measured, or a KV length beyond the extrapolation.
         """
         grid_tokens, grid_lengths, latency = self._grid()
-        if tokens.max() > grid_tokens[-1] or kv_length.max() > REACH * grid_lengths[-1]:
+        if tokens.max() > grid_tokens[-1] or kv_length.max() > MAX_EXTRAPOLATION * grid_lengths[-1]:
             raise UserError(
                 f"the cost table was measured up to {grid_tokens[-1]:.0f} tokens and a KV length of {grid_lengths[-1]:.0f}; "
-                f"{tokens.max():.0f} tokens at {kv_length.max():.0f} are asked for; profile a larger grid"
+                f"got {tokens.max():.0f} tokens at {kv_length.max():.0f}; profile a larger grid"
             )
         if (model or self.model) == "steps":
             fitted = (*self.points, *self.examined)
             weights = _fit_steps(tuple((p.tokens, p.kv_length, p.latency_ms) for p in fitted))
             return _features(tokens[:, None], np.maximum(kv_length, grid_lengths[0])[None]) @ weights
         by_tokens = np.array([np.interp(tokens, grid_tokens, column) for column in latency.T])  # [grid lengths, tokens]
-        priced = np.array([np.interp(kv_length, grid_lengths, row) for row in by_tokens.T])
+        result = np.array([np.interp(kv_length, grid_lengths, row) for row in by_tokens.T])
         if len(grid_lengths) > 1:
             slope = (by_tokens[-1] - by_tokens[-2]) / (grid_lengths[-1] - grid_lengths[-2])
-            priced += np.maximum(slope, 0.0)[:, None] * np.maximum(kv_length - grid_lengths[-1], 0.0)[None]
-        return np.maximum(priced, 0.0)
+            result += np.maximum(slope, 0.0)[:, None] * np.maximum(kv_length - grid_lengths[-1], 0.0)[None]
+        return np.maximum(result, 0.0)
 
     def held_out_errors(self, model: Model | None = None) -> Floats:
-        """Relative errors at the held-out points, of the model that is kept or of another."""
+        """Relative errors at the held-out points, by ``model`` (default: the surface's own)."""
         return np.array(
             [
                 self.latency_ms(np.array([p.tokens]), np.array([p.kv_length]), model=model)[0, 0] / p.latency_ms - 1.0
@@ -113,9 +116,7 @@ class Surface(Document):
         )
 
     def with_best_model(self) -> Surface:
-        """The same measurements, priced by the model with the smaller error at the held-out points: the linear one where
-        nothing was held out, or where it is no worse.
-        """
+        """The same points, with the model of the smaller error at the held-out points; ``linear`` without any, or in a tie."""
         if not self.held_out:
             return self.model_copy(update={"model": "linear", "errors": {}})
         errors = {model: float(np.median(np.abs(self.held_out_errors(model)))) for model in MODELS}
@@ -123,8 +124,8 @@ class Surface(Document):
 
 
 def _features(tokens: Floats, kv_length: Floats) -> Floats:
-    """[..., features] of the ``steps`` model, each of which grows with tokens and KV length or stays: with weights of at
-    least 0 a larger step is never cheaper, and nothing costs less than 0.
+    """Features of the ``steps`` model, [..., features]. Each is non-negative and non-decreasing in tokens and KV length, and so
+    is their sum with non-negative weights.
     """
     n, m = np.broadcast_arrays(tokens, kv_length)
     columns = [np.ones(n.shape), n / 128, m / 1024, n * m / (128 * 1024)]
@@ -136,7 +137,7 @@ def _features(tokens: Floats, kv_length: Floats) -> Floats:
 
 @lru_cache(maxsize=256)
 def _fit_steps(points: tuple[tuple[int, int, float], ...]) -> Floats:
-    """Weights of the features from (tokens, KV length, ms), by relative error."""
+    """Fit the weights of the features to (tokens, KV length, ms) by relative error."""
     from sklearn.linear_model import LinearRegression
 
     tokens, lengths, ms = (np.array(column, np.float64) for column in zip(*points, strict=True))

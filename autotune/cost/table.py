@@ -1,12 +1,10 @@
-"""Cost tables: what a step costs on a device, and the prices that replay reads off them. Plain numpy: searching needs
-no torch.
-"""
+"""Cost tables: latencies measured on one device, and the prices that replay looks up. Without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
@@ -21,60 +19,63 @@ from autotune.execution import round_up
 from autotune.files import Document, content_key, data_root, rename_keys
 from autotune.trees.limits import Floats
 
-REWEIGHTED = 5  # times a fit is done anew, with the weights that it implies
-KV_STEP = 16  # tokens: the prices of one KV length serve up to this many more
-# Sizes of a table's steps: every small one, because matrix kernels go by blocks and the ninth token may cost more than the
-# eight before it; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
+if TYPE_CHECKING:
+    import pandas as pd
+
+FIT_ITERATIONS = 5  # of iteratively reweighted least squares
+KV_STEP = 16  # tokens between two KV lengths of the prices
+# Numbers of tokens measured: every small one, because matrix kernels work on blocks and the ninth token may cost more than
+# the first eight; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
 TOKENS = (*range(1, 11), 12, 16, 17, 24, 32, 33, 48, 65, 129)
 
 
 class PrefillCost(Document):
-    """``intercept + per_token * tokens + image``: what reading a prompt costs."""
+    """Latency of a prefill, ``intercept + per_token * tokens + image``."""
 
     intercept_ms: float
     per_token_ms: float
     image_ms: float
     samples: list[tuple[int, int, float]]
-    """(tokens, images, ms) as measured."""
+    """(tokens, images, ms)"""
     held_out_error: float | None = None
-    """The median relative error at sizes left out of the fit, one after the other; None where there are too few."""
+    """Median relative error in leave-one-out cross-validation; None with too few sizes."""
 
     def ms(self, tokens: np.ndarray, has_image: np.ndarray) -> Floats:
-        priced: Floats = self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image
-        return np.maximum(priced, 0.0)
+        latency: Floats = self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image
+        return np.maximum(latency, 0.0)
 
 
 def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
-    """Fitted to the medians of (tokens, images, ms)."""
+    """Fit the medians of samples (tokens, images, ms)."""
     by_size: dict[tuple[int, int], list[float]] = {}
     for num_tokens, num_images, sample in samples:
         by_size.setdefault((num_tokens, num_images), []).append(sample)
     sizes = np.array([(1, *size) for size in by_size], np.float64)
-    (intercept, per_token, image), error = _fit(sizes, np.array([np.median(found) for found in by_size.values()]))
+    (intercept, per_token, image), error = _fit(
+        sizes, np.array([np.median(size_samples) for size_samples in by_size.values()])
+    )
     return PrefillCost(
         intercept_ms=intercept, per_token_ms=per_token, image_ms=image, samples=samples, held_out_error=error
     )
 
 
 class Overhead(Document):
-    """Time of a round outside the two models, as real decoding showed it: growing the tree, masks, acceptance,
-    compaction.
-    """
+    """Time of a round outside the two models, from real decoding: tree growth, masks, acceptance, compaction."""
 
     round_ms: float = Field(ge=0)
     level_ms: float = Field(ge=0)
-    """For every draft forward."""
+    """Per draft forward."""
     node_ms: float = Field(default=0.0, ge=0)
-    """For every verified node."""
+    """Per verified node."""
     samples: list[tuple[int, int, int, float]] = Field(default_factory=list)
-    """(rounds, draft forwards, verified nodes, ms) of each run."""
+    """(rounds, draft forwards, verified nodes, ms) per run."""
     held_out_error: float | None = None
-    """The median relative error of runs left out of the fit, one after the other; None where there is but one."""
+    """Median relative error in leave-one-out cross-validation; None with one run."""
 
 
 def fit_overhead(samples: list[tuple[int, int, int, float]]) -> Overhead:
-    """Fitted to (rounds, draft forwards, verified nodes, ms)."""
-    if not samples:  # every answer ended with its first token
+    """Fit samples (rounds, draft forwards, verified nodes, ms)."""
+    if not samples:  # every output ended with its first token
         return Overhead(round_ms=0.0, level_ms=0.0)
     counts = np.array([row[:3] for row in samples], np.float64)
     (per_round, per_level, per_node), error = _fit(counts, np.maximum([row[3] for row in samples], 1e-6))
@@ -82,69 +83,71 @@ def fit_overhead(samples: list[tuple[int, int, int, float]]) -> Overhead:
 
 
 def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:
-    """What each of the counted things costs, by non-negative least squares of errors relative to the cost; and the median
-    relative error of rows left out of the fit, one after the other.
+    """Fit ``ms ~ counts @ costs`` by non-negative least squares of relative errors.
+
+    Returns:
+        The costs, and the median relative error in leave-one-out cross-validation.
     """
     from scipy.optimize import nnls
 
-    def fit(chosen: np.ndarray) -> Floats:
-        # Relative to what is predicted: relative to what was measured, a slow run would count for less than a fast one.
+    def fit(rows: np.ndarray) -> Floats:
+        # Errors are relative to the prediction: relative to the measurement, a slow run would weigh less than a fast one.
         weight = 1.0 / ms
-        for _ in range(REWEIGHTED):
-            found: Floats = nnls(counts[chosen] * weight[chosen, None], ms[chosen] * weight[chosen])[0]
-            weight = 1.0 / np.maximum(counts @ found, 1e-9)
-        return found
+        for _ in range(FIT_ITERATIONS):
+            costs: Floats = nnls(counts[rows] * weight[rows, None], ms[rows] * weight[rows])[0]
+            weight = 1.0 / np.maximum(counts @ costs, 1e-9)
+        return costs
 
     errors = []
     for number in range(len(ms)):
         others = np.arange(len(ms)) != number
-        # A row that alone tells of something, the only prompt without an image say, cannot be predicted by the others.
+        # Some rows cannot be predicted from the others, for example that of the only prompt without an image.
         if np.linalg.matrix_rank(counts[others]) == np.linalg.matrix_rank(counts):
             errors.append(abs(float(counts[number] @ fit(others)) / float(ms[number]) - 1))
     return fit(np.ones(len(ms), bool)).tolist(), float(np.median(errors)) if errors else None
 
 
 class ModelShape(Document):
-    """What the latency of a model depends on."""
+    """The properties of a model that determine its latency."""
 
     num_layers: int
     hidden_size: int
     text_parameters: int
-    """Read once for every step: the decoder layers and the head."""
+    """Decoder layers and head, which every step reads once."""
     vision_parameters: int
     kv_bytes_per_token: int
     bytes_per_parameter: int
 
 
 class DraftCosts(Document):
-    """What one draft costs, or one subnet of it. Visual tokens and the injection layer do not change a step: a KV length
-    is a point of its surfaces.
+    """Latencies of a draft, or of a subnet with fewer heads. Pruned visual tokens only shorten the KV cache, and the
+    injection layer does not change latency.
     """
 
     draft: ModelReference
     heads: float | tuple[float, float, float] | None = None
-    """Share of heads kept, in all blocks or in each; None: all."""
+    """Share of heads kept, for all blocks or for each; None for all heads."""
     num_parameters: int | None = None
-    """Of its own: what it shares with the target is left out."""
+    """Excludes parameters shared with the target."""
     kv_bytes_per_token: int | None = None
     shape: ModelShape | None = None
     draft_first: Surface
-    """The first draft forward of a round, which reads the committed tokens and proposes the root's children: it comes
-    behind a verification, which has pushed the draft's weights out of the caches.
+    """The first draft forward of a round, which reads the committed tokens and proposes the root's children. It runs after
+    a verification, which has evicted the draft's weights from the processor's caches.
     """
     draft_level: Surface
-    """Every other draft level: it comes behind a draft forward."""
+    """Every other draft forward of a round; it runs after another draft forward."""
     prefill: PrefillCost
     overhead: Overhead
 
     @property
     def name(self) -> str:
-        """For people: ``digits/star heads-0.5``."""
+        """Name in tables: ``digits/star heads-0.5``."""
         heads = "" if self.heads is None else f" {Subnet(heads=self.heads).name.removesuffix('-keep-1')}"
         return self.draft.id + heads
 
-    def speaks_of(self, draft: ModelReference, subnet: Subnet) -> bool:
-        """Whether these are the weights, and the heads that a subnet keeps. Without a hash the name decides."""
+    def is_of(self, draft: ModelReference, subnet: Subnet) -> bool:
+        """Whether these are the latencies of a draft with the heads of a subnet. Without hashes, names are compared."""
         return self.draft.is_same(draft) and Subnet(heads=self.heads).head_shares == subnet.head_shares
 
 
@@ -173,8 +176,8 @@ class CostTable(
     made_by="autotune profile",
     migrations={2: lambda content: None, 3: _add_nodes, 4: _rename_parts},  # version 3 added keys that have defaults
 ):
-    """Measured latencies of a target and its drafts on one device, through the runner that decodes: over (tokens, KV length,
-    subnet of the draft). Steps are of batch 1, for rows of a batch are decoded one after the other.
+    """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet). The
+    batch size is 1, because the rows of a batch are decoded one after another.
     """
 
     provenance: Provenance
@@ -182,28 +185,29 @@ class CostTable(
     precision: str
     mode: str = "eager"
     capture_sizes: tuple[int, ...] = ()
-    """Sizes that the runner rounds its forwards up to; none: every size as it is."""
+    """Numbers of tokens that inputs are padded to; empty for no padding."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of steps, the best number found; prefills use all. None: as many as torch uses."""
+    """CPU threads after the prefill, the fastest number; None for torch's default, which prefills always use."""
     estimated: bool = False
+    """Whether latencies are estimates from a datasheet."""
     num_anchors: int = Field(default=0, ge=0)
-    """Measured tables of the device that an estimate goes by."""
+    """Number of measured tables of the same device that the estimate is scaled to."""
     remeasured_samples: int = Field(default=0, ge=0)
-    """Thrown away because the device ran at another speed than usual around them, and measured again."""
+    """Number of samples that were discarded because the device was slower or faster than usual, and measured again."""
     drifted_samples: int = Field(default=0, ge=0)
-    """Kept although it did so, because time or patience had run out."""
+    """Number of such samples that were kept because the time or the retries were used up."""
     target: ModelReference
     target_shape: ModelShape | None = None
     decode: Surface
-    """One token at a time: plain decoding."""
+    """A plain step: one token."""
     verify: Surface
-    """Root and tree in one forward."""
+    """Verification: root and tree in one forward."""
     prefill: PrefillCost
     drafts: list[DraftCosts]
 
     @property
     def held_out_errors(self) -> dict[str, float]:
-        """The median relative error of every part that has one, by name: ``verify``, ``digits/star heads-0.5: draft_first``."""
+        """Median relative errors by part: ``verify``, ``digits/star heads-0.5: draft_first``."""
         parts: dict[str, Surface | PrefillCost | Overhead] = {
             "decode": self.decode,
             "verify": self.verify,
@@ -212,59 +216,76 @@ class CostTable(
         for costs in self.drafts:
             for name in ("draft_first", "draft_level", "prefill"):
                 parts[f"{costs.name}: {name}"] = getattr(costs, name)
-            parts[f"{costs.draft.id}: overhead"] = costs.overhead  # one for all of its subnets
+            parts[f"{costs.draft.id}: overhead"] = costs.overhead  # the same for all subnets of a draft
         return {name: part.held_out_error for name, part in parts.items() if part.held_out_error is not None}
 
     @property
     def num_samples(self) -> int:
-        """Of steps."""
-        surfaces = [
-            self.decode,
-            self.verify,
-            *(s for costs in self.drafts for s in (costs.draft_first, costs.draft_level)),
-        ]
-        return sum(surface.num_samples for surface in surfaces)
-
-    def check_speaks_of(self, target: ModelReference, device: Fingerprint, precision: str, *, source: str) -> None:
-        """Refuse a table of something else. Without a hash the target's name decides. ``source``: what to call the table.
-
-        Raises:
-            UserError: another target, another device, or another precision.
-        """
-        profile = "delete that table, or run autotune profile for what is here"
-        if not self.target.is_same(target):
-            raise UserError(
-                f"{source}: a cost table prices the model that it was measured with; this one speaks of {self.target.id!r} "
-                f"({self.target.sha256[:8] or 'no hash'}), not of {target.id!r} ({target.sha256[:8] or 'no hash'}); {profile}"
-            )
-        if self.device.key != device.key:
-            raise UserError(
-                f"{source}: a cost table prices the device that it was measured on; this one speaks of {self.device.key!r}, "
-                f"not of {device.key!r}; {profile}"
-            )
-        if self.precision != precision:
-            raise UserError(
-                f"{source}: a cost table prices one precision; this one speaks of {self.precision}, not of {precision}; {profile}"
-            )
+        """Number of samples of all surfaces."""
+        return sum(surface.num_samples for surface in self.surfaces.values())
 
     @property
-    def content(self) -> str:
-        """Content hash of all that it says: equal tables have equal ones, whenever they were made."""
+    def surfaces(self) -> dict[str, Surface]:
+        """Surfaces by part: ``decode``, ``verify``, ``digits/star heads-0.5: draft_first``."""
+        surfaces = {"decode": self.decode, "verify": self.verify}
+        for costs in self.drafts:
+            surfaces[f"{costs.name}: draft_first"] = costs.draft_first
+            surfaces[f"{costs.name}: draft_level"] = costs.draft_level
+        return surfaces
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Measured latencies, one row per (part, tokens, kv_length); ``ms`` is the median of the samples."""
+        import pandas as pd
+
+        rows = [
+            (part, point.tokens, point.kv_length, point.latency_ms)
+            for part, surface in self.surfaces.items()
+            for point in sorted(surface.measured, key=lambda point: (point.tokens, point.kv_length))
+        ]
+        return pd.DataFrame(rows, columns=["part", "tokens", "kv_length", "ms"])
+
+    def check_is_of(self, target: ModelReference, device: Fingerprint, precision: str, *, source: str) -> None:
+        """Check that the table is of this target, device and precision. Without hashes, names of targets are compared.
+
+        Args:
+            source: what error messages call the table.
+
+        Raises:
+            UserError: another target, device or precision.
+        """
+
+        def describe(model: ModelReference) -> str:
+            return f"{model.id!r} ({model.sha256[:8] or 'no hash'})"
+
+        for what, own, other, is_same in (
+            ("model", describe(self.target), describe(target), self.target.is_same(target)),
+            ("device", repr(self.device.key), repr(device.key), self.device.key == device.key),
+            ("precision", self.precision, precision, self.precision == precision),
+        ):
+            if not is_same:
+                raise UserError(
+                    f"{source}: a cost table is valid for the {what} that it was measured with; this one is of {own}, not of "
+                    f"{other}; delete it, or run autotune profile for this {what}"
+                )
+
+    @property
+    def content_hash(self) -> str:
+        """Content hash, which ignores the provenance."""
         return content_key(self.model_dump(mode="json", exclude={"provenance"}))
 
     def holds(self, draft: ModelReference, subnet: Subnet) -> bool:
-        """Whether it prices a draft with the heads that a subnet keeps."""
-        return any(costs.speaks_of(draft, subnet) for costs in self.drafts)
+        """Whether the table has a draft with the heads of a subnet."""
+        return any(costs.is_of(draft, subnet) for costs in self.drafts)
 
     def costs_of(self, draft: ModelReference, subnet: Subnet | None = None) -> DraftCosts:
-        """The part of one draft, with the heads that a subnet keeps.
+        """Latencies of a draft with the heads of a subnet.
 
         Raises:
-            UserError: the table does not hold it.
+            UserError: the table does not have them.
         """
         subnet = subnet or Subnet()
         for costs in self.drafts:
-            if costs.speaks_of(draft, subnet):
+            if costs.is_of(draft, subnet):
                 return costs
         known = ", ".join(
             costs.draft.id + ("" if costs.heads is None else f" (heads {costs.heads})") for costs in self.drafts
@@ -277,7 +298,7 @@ class CostTable(
     def prices(
         self, draft: ModelReference, *, max_tokens: int, max_kv_length: int, subnet: Subnet | None = None
     ) -> DensePrices:
-        """The prices that replay looks up, for steps up to ``max_tokens`` and caches up to ``max_kv_length``."""
+        """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``."""
         costs = self.costs_of(draft, subnet)
         tokens = np.array([round_up(size, self.capture_sizes) for size in range(1, max_tokens + 1)], np.float64)
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
@@ -297,7 +318,7 @@ class CostTable(
 
 @dataclass(frozen=True)
 class DensePrices:
-    """Milliseconds by (tokens, KV length // kv_step); the first axis starts at 0 tokens, which are free."""
+    """Milliseconds, indexed by (tokens, KV length // kv_step). The first axis begins at 0 tokens, at no cost."""
 
     decode_ms: Floats
     draft_first_ms: Floats
@@ -311,7 +332,7 @@ class DensePrices:
 
 
 def shipped_tables() -> dict[str, list[Path]]:
-    """Cost tables in ``profiles/<device>/``, by device name."""
+    """Shipped cost tables, ``profiles/<device>/*.cost.json``, by device name."""
     tables: dict[str, list[Path]] = {}
     for path in sorted((data_root() / "profiles").glob("*/*.cost.json")):
         tables.setdefault(path.parent.name, []).append(path)

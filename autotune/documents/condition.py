@@ -1,4 +1,4 @@
-"""For which requests an operating point is."""
+"""Conditions: the requests that an operating point serves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.files import Document
 
 
 class Range(Document):
-    """Both ends are in it; one that is left out is open."""
+    """A range that includes both ends; an end that is left out is unbounded."""
 
     min: int | float | None = Field(default=None, ge=0)
     max: int | float | None = Field(default=None, ge=0)
@@ -28,39 +28,37 @@ class Range(Document):
 
     @property
     def label(self) -> str:
-        """For people."""
         if self.min == self.max:
             return f"{self.min:g}"
         return " ".join(f"{word} {end:g}" for word, end in (("from", self.min), ("up to", self.max)) if end is not None)
 
     def covers(self, other: Range) -> bool:
-        """Whether all of the other's values are in this one."""
+        """Whether this range includes all values of the other."""
         return (self.min is None or (other.min is not None and other.min >= self.min)) and (
             self.max is None or (other.max is not None and other.max <= self.max)
         )
 
 
 class Condition(Document):
-    """What a request must be like; what is left out does not matter. Empty, it matches every request."""
+    """Requirements on a request. Those left out match everything, so an empty condition matches every request."""
 
     temperature: Range | None = None
-    """0 is greedy decoding."""
+    """0 for greedy decoding."""
     prompt_tokens: Range | None = None
-    """Visual tokens included, padding not."""
+    """Includes visual tokens, excludes padding."""
     workload: str | None = Field(default=None, min_length=1)
-    """The tag that the caller gives with a request: the name of a workload or of one of its tasks."""
+    """Tag that the caller gives to a request: the name of a workload or of one of its tasks."""
 
     @property
     def label(self) -> str:
-        """For people."""
-        ranges = (("temperature", self.temperature), ("tokens of prompt", self.prompt_tokens))
-        words = [f"{name} {found.label}" for name, found in ranges if found is not None]
+        ranges = (("temperature", self.temperature), ("prompt tokens", self.prompt_tokens))
+        words = [f"{name} {values.label}" for name, values in ranges if values is not None]
         if self.workload is not None:
             words.append(f"workload {self.workload}")
         return ", ".join(words) or "any request"
 
     def matches(self, *, temperature: float, prompt_tokens: int, workload: str | None) -> bool:
-        """Whether a request is meant; one without a tag is of no ``workload``."""
+        """Whether a request meets all requirements. A request without a tag matches no ``workload``."""
         return (
             (self.temperature is None or temperature in self.temperature)
             and (self.prompt_tokens is None or prompt_tokens in self.prompt_tokens)
@@ -68,17 +66,17 @@ class Condition(Document):
         )
 
     def covers(self, other: Condition) -> bool:
-        """Whether it matches every request that the other one does."""
+        """Whether this condition matches every request that the other one matches."""
         ranges = ((self.temperature, other.temperature), (self.prompt_tokens, other.prompt_tokens))
         return self.workload in (None, other.workload) and all(
-            ours is None or (theirs is not None and ours.covers(theirs)) for ours, theirs in ranges
+            mine is None or (others is not None and mine.covers(others)) for mine, others in ranges
         )
 
 
 def first_match(
     conditions: Iterable[Condition], *, temperature: float, prompt_tokens: int, workload: str | None = None
 ) -> int:
-    """The number of the first condition that a request meets; the last one must match every request."""
+    """Index of the first condition that matches a request; the last condition must match every request."""
     return next(
         number
         for number, condition in enumerate(conditions)

@@ -1,8 +1,8 @@
-"""A configuration of draft, subnet and tree, and the published defaults."""
+"""Configurations of draft, subnet and tree policy, and the published defaults."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -13,36 +13,31 @@ from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
 from autotune.trees.verification import LosslessVerification, Verification
 
-if TYPE_CHECKING:
-    pass
-
-
 Tree = dict[str, Any]
-"""A tree policy with its hyperparameters, as documents hold it."""
-
+"""A tree policy and its hyperparameters, as in documents."""
 
 DraftVariant = tuple[str, Subnet]
-"""A draft, by its id, and the subnet of it."""
+"""A draft's id and a subnet."""
 
 
 class Configuration(Document):
-    """One way to decode: a draft, the subnet of it that drafts, and a tree policy with its hyperparameters."""
+    """A draft, its subnet, and a tree policy with its hyperparameters: one candidate of a search."""
 
-    tree: dict[str, Any]
+    tree: Tree
     draft: str | None = None
-    """Its id; None: whichever is at hand."""
+    """The draft's id; None for any draft."""
     subnet: Subnet = Subnet()
     verification: Verification = Field(default_factory=LosslessVerification)
     fallback: RoundPrice | None = None
 
     @property
     def visual_keep(self) -> float:
-        """Share of the visual tokens that the draft sees."""
+        """Share of the visual tokens that the draft reads."""
         return self.subnet.visual_keep
 
     @property
     def key(self) -> str:
-        """Content hash: equal configurations have equal keys."""
+        """Content hash, equal for equal configurations."""
         return content_key([parse_policy(self.tree).model_dump(), self.model_dump(mode="json", exclude={"tree"})])
 
     @property
@@ -57,7 +52,7 @@ class Configuration(Document):
         return " ".join([*([] if self.draft is None else [self.draft]), self.tree_label, self.subnet.label])
 
 
-# What users run today (shared defaults of serving engines and papers): every search compares its winner with these.
+# Defaults of serving engines and papers. Every search compares its winner with them.
 PUBLISHED_DEFAULTS: dict[str, Configuration] = {
     "chain": Configuration(tree={"policy": "chain", "depth": 5}),
     "star": Configuration(tree={"policy": "chain", "depth": 6}),
@@ -71,7 +66,7 @@ PUBLISHED_DEFAULTS: dict[str, Configuration] = {
 
 
 def configuration_of(point: OperatingPoint) -> Configuration | None:
-    """A point as a configuration; None for plain decoding."""
+    """The configuration of an operating point; None for plain decoding."""
     if point.draft is None or point.tree is None:
         return None
     return Configuration(

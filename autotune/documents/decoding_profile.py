@@ -1,4 +1,4 @@
-"""The decoding profile: what the search finds, with its evidence, and what the runtime obeys."""
+"""Decoding profiles: the operating points that a search found, with the evidence for them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autotune.trees.policy import TreePolicy, parse_policy
 from autotune.trees.verification import LosslessVerification, Verification
 
 AR, TUNED = "ar", "tuned"
-"""Of the arms that a profile is compared with: plain decoding, and the profile itself."""
+"""Names of the arms that every bench has: plain decoding and the profile itself."""
 
 
 class DraftChoice(Document):
-    """A draft, as a profile names it."""
+    """The draft of an operating point."""
 
     kind: str
     id: str
@@ -30,22 +30,22 @@ class DraftChoice(Document):
 
     @property
     def network(self) -> tuple[Any, ...]:
-        """What is loaded for it: points that differ in visual tokens alone share it."""
+        """Key of the network to load. Points that differ only in visual tokens share one network."""
         return self.id, self.sha256, self.subnet.head_shares, self.subnet.injection_layer
 
 
 class Predicted(Document):
-    """What replay and the cost table say, on the tuning prompts."""
+    """Prediction by replay and cost table, on the tuning prompts."""
 
     speedup: float
     ms_per_token: float
     tokens_per_round: float | None
     estimated: bool = False
-    """Priced by a datasheet estimate, not by a measured table."""
+    """Whether the cost table is an estimate from a datasheet."""
 
 
 class Measured(Document):
-    """What real runs said, interleaved with plain decoding, on the evaluation prompts."""
+    """Measurement of real runs, interleaved with plain decoding, on the evaluation prompts."""
 
     speedup: float
     ci95: tuple[float, float]
@@ -56,11 +56,11 @@ class Measured(Document):
     num_prompts: int
     num_tokens: int
     identical_outputs: int
-    """Prompts whose tokens equal plain decoding's."""
+    """Number of prompts whose output equals that of plain decoding."""
 
 
 class OperatingPoint(Document):
-    """One way to decode, and when. ``draft`` and ``tree`` are null for plain autoregressive decoding."""
+    """A draft and a tree policy, and the condition for using them. Both are null for plain decoding."""
 
     when: Condition = Field(default_factory=Condition)
     draft: DraftChoice | None
@@ -68,7 +68,7 @@ class OperatingPoint(Document):
     verification: Verification = Field(default_factory=LosslessVerification)
     lossless: bool = True
     fallback: RoundPrice | None = None
-    """What a round costs: where rounds do not pay, requests go on by plain steps. Null: they never do."""
+    """Cost of a round in plain steps: a request whose rounds cost more continues with plain steps. Null: it never does."""
     predicted: Predicted | None
     measured: Measured | None
 
@@ -78,13 +78,14 @@ class OperatingPoint(Document):
             raise ValueError("a point has both a draft and a tree, or neither; give both, or null for both")
         if self.lossless != self.verification.is_lossless:
             raise ValueError(
-                f"{self.verification.kind} verification is {'' if self.verification.is_lossless else 'not '}lossless; set lossless to {str(self.verification.is_lossless).lower()}"
+                f"{self.verification.kind} verification is {'' if self.verification.is_lossless else 'not '}lossless; "
+                f"set lossless to {str(self.verification.is_lossless).lower()}"
             )
         return self
 
 
 class PromptEvidence(Document):
-    """The counts of one evaluation prompt under the point that it gets: exact, so a change shows without timing."""
+    """Exact counts of one evaluation prompt, with which a check finds changes without timing."""
 
     name: str
     sha256: str
@@ -93,9 +94,9 @@ class PromptEvidence(Document):
     draft_forwards: int
     accepted_tokens: int
     target_forwards: int | None = None
-    """This and the following are null in profiles of earlier versions."""
+    """This and the following counts are null in profiles of earlier versions."""
     plain_steps: int | None = None
-    """Target forwards without a draft, each a round as well."""
+    """Target forwards without a draft; each also counts as a round."""
     verified_nodes: int | None = None
     accepted_lengths: list[int] | None = None
     decode_ms: float
@@ -103,7 +104,7 @@ class PromptEvidence(Document):
 
 
 class ComparedArm(Document):
-    """An arm that the winner was compared with, in the same run on the same prompts."""
+    """An arm of the run in which the winner was measured."""
 
     name: str
     tree: dict[str, Any] | None
@@ -114,20 +115,19 @@ class ComparedArm(Document):
     tokens_per_round: float | None
     tokens_per_second: float
     num_prompts: int | None = None
-    """That it decoded, the first ones of those that judged the profile; null in profiles of earlier versions: all."""
+    """The arm decoded this many of the first evaluation prompts; null (earlier versions) for all of them."""
 
 
 class Evidence(Document):
-    """Why the points are what they are."""
+    """The measurements behind the operating points."""
 
     prompts: list[PromptEvidence] = Field(default_factory=list)
     compared: list[ComparedArm] = Field(default_factory=list)
-    """On the evaluation prompts."""
     configurations_replayed: int = 0
 
 
 class WorkloadReference(Document):
-    """The prompts that tuned and judged."""
+    """The prompts of tuning and evaluation."""
 
     name: str
     tune_sha256: str
@@ -146,7 +146,7 @@ def rename_execution(content: dict[str, Any]) -> None:
 class DecodingProfile(
     Document, kind="decoding-profile", version=2, made_by="autotune search", migrations={1: rename_execution}
 ):
-    """A deployable choice of draft and tree for a target on a device."""
+    """Operating points for one target on one device."""
 
     provenance: Provenance
     target: ModelReference
@@ -154,13 +154,13 @@ class DecodingProfile(
     hardware: Fingerprint
     precision: str
     capture_sizes: tuple[int, ...] = ()
-    """Sizes that forwards are rounded up to; none: every size as it is."""
+    """Numbers of tokens that inputs are padded to; empty for no padding."""
     mode: str = "eager"
-    """How forwards behind the prefills run (``modeling/graph_runner.py``)."""
+    """How forwards after the prefill run (``autotune.execution.MODES``)."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the steps behind the prefills; None: as many as torch uses."""
+    """CPU threads after the prefill; None for torch's default."""
     points: list[OperatingPoint] = Field(min_length=1)
-    """A request is decoded by the first one whose condition it meets."""
+    """The first point whose condition a request meets decodes it."""
     evidence: Evidence
 
     @field_validator("points")
@@ -170,21 +170,23 @@ class DecodingProfile(
             for before, earlier in enumerate(points[:number]):
                 if earlier.when.covers(point.when):
                     raise ValueError(
-                        f"point {number} is never reached: point {before} comes first and matches every request that it does; put it behind, or drop one of them"
+                        f"point {number} is never reached: point {before} precedes it and matches every request that it "
+                        "matches; swap them, or remove one"
                     )
         if not points[-1].when.covers(Condition()):
             raise ValueError(
-                "the last point must match every request; leave its 'when' empty, or add a point (draft and tree null: plain decoding)"
+                "the last point must match every request; leave its 'when' empty, or add a point (draft and tree null: "
+                "plain decoding)"
             )
         return points
 
     @property
     def point(self) -> OperatingPoint:
-        """The last point, for requests that meet no other's condition."""
+        """The last point, which decodes requests that match no other."""
         return self.points[-1]
 
     def point_for(self, temperature: float, prompt_tokens: int, workload: str | None = None) -> OperatingPoint:
-        """The point of a request: the first whose condition it meets."""
+        """The first point whose condition a request meets."""
         conditions = (point.when for point in self.points)
         number = first_match(conditions, temperature=temperature, prompt_tokens=prompt_tokens, workload=workload)
         return self.points[number]
@@ -193,7 +195,7 @@ class DecodingProfile(
     def parse(cls, content: Any, *, source: Path | str) -> DecodingProfile:
         points = cls.upgrade(content, source=source).get("points")
         for number, point in enumerate(points if isinstance(points, list) else []):
-            # Named before the union of policies is tried, whose errors would speak of all of them.
+            # First, because errors of the union type would name the fields of every policy.
             if isinstance(point, dict) and isinstance(point.get("tree"), dict):
                 parse_policy(point["tree"], source=f"{source}: points.{number}.tree")
         return super().parse(content, source=source)

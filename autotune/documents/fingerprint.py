@@ -1,4 +1,4 @@
-"""A device, as documents name it."""
+"""Device fingerprints."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from autotune.files import Document
 
 
 class Fingerprint(Document):
-    """A device by everything that decides its speed. Two documents are comparable if ``key`` is equal."""
+    """The properties of a device that determine latency. Measurements are comparable if their ``key`` is equal."""
 
     name: str
-    """Short, for people and file names: ``cpu``, ``h200``."""
+    """Short name, used in commands and file names: ``cpu``, ``h200``."""
     kind: str
     """``cpu`` or ``cuda``."""
     model: str
-    """As the system names it."""
+    """Full name, as the system reports it."""
     num_cores: int
-    """Threads that torch uses, or the GPU's multiprocessors."""
+    """Number of threads that torch uses, or of the GPU's multiprocessors."""
     memory_bytes: int
     driver: str = ""
 

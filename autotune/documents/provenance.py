@@ -1,4 +1,4 @@
-"""Where a document comes from: stamped on everything that is written."""
+"""Provenance: the program and the models that a document comes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.files import Document
 
 
 class Provenance(Document):
-    """Versions and time of the program that wrote a document."""
+    """Software versions and time of writing."""
 
     autotune: str
     created: str
@@ -20,13 +20,13 @@ class Provenance(Document):
 
 
 class ModelReference(Document):
-    """A model that a document speaks of: where it was, and the hash of its weights and config."""
+    """A model: its name or folder, and the hash of its weights and config."""
 
     id: str
     sha256: str
 
     def is_same(self, other: ModelReference) -> bool:
-        """Whether both are of the same weights; without a hash the name decides."""
+        """Whether both have the same weights. Without hashes, names are compared."""
         return self.sha256 == other.sha256 and bool(self.sha256 or self.id == other.id)
 
 
@@ -38,7 +38,7 @@ def version_of(package: str) -> str:
 
 
 def stamp() -> Provenance:
-    """Provenance of what is written now."""
+    """Provenance of a document written now."""
     return Provenance(
         autotune=version_of("autotune"),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

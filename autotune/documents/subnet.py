@@ -1,4 +1,4 @@
-"""Which part of a draft decodes."""
+"""Subnets of drafts."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from autotune.files import Document
 
 
 class Subnet(Document):
-    """One configuration of a draft. Heads are chosen in a supernet (``star``), the injection layer in drafts that read the
-    target's features, visual tokens in every draft.
+    """A choice of attention heads (supernets: ``star``), injection layer (drafts that read the target's features) and visual
+    tokens (every draft).
     """
 
     heads: float | tuple[float, float, float] | None = None
-    """Share of heads kept, in all blocks or in each; None: all."""
+    """Share of heads kept, for all three blocks or for each; None for all heads."""
     visual_keep: float = Field(default=1.0, gt=0, le=1)
     injection_layer: int | None = None
-    """Of the target; None: the draft's own choice, its last."""
+    """Index of the target's layer; None for the draft's default, its last."""
 
     @property
     def head_shares(self) -> tuple[float, float, float]:
-        """Of each block."""
+        """The share of heads kept in each block."""
         return self.heads if isinstance(self.heads, tuple) else (self.heads or 1.0,) * 3
 
     @property
     def name(self) -> str:
-        """Names files of it: ``heads-0.5-layer-9-keep-0.1``; what is left to the draft is left out."""
+        """Name in file names: ``heads-0.5-layer-9-keep-0.1``, without the draft's defaults."""
         return self.label.replace("=", "-").replace(" ", "-").replace("/", "-")
 
     @property
     def label(self) -> str:
-        """For people: ``heads=0.5 layer=9 keep=0.1``; what is left to the draft is left out."""
+        """Name in tables: ``heads=0.5 layer=9 keep=0.1``, without the draft's defaults."""
         shares = self.heads if isinstance(self.heads, tuple) else () if self.heads is None else (self.heads,)
         heads = ["heads=" + "/".join(f"{share:g}" for share in shares)] if shares else []
         layer = [] if self.injection_layer is None else [f"layer={self.injection_layer}"]

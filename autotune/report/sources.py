@@ -168,7 +168,7 @@ def _cost_table(folder: Path, study: StudyDocument | None, profile: DecodingProf
     """The cost table that the search used; without a study document, the newest one of the profile's device."""
     tables = load_tables(folder)
     if study is not None:
-        tables = [table for table in tables if table.content == study.cost_table]
+        tables = [table for table in tables if table.content_hash == study.cost_table]
     elif profile is not None:
         tables = [table for table in tables if table.device.key == profile.hardware.key]
     return tables[0] if tables else None

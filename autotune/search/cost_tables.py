@@ -97,7 +97,7 @@ def local_table(
     else:
         console.say(f"cost table of {CostTable.load(path).provenance.created} reused: {path}")
     table = CostTable.load(path)
-    table.check_speaks_of(model_pool.target_reference, model_pool.device, model_pool.precision, source=str(path))
+    table.check_is_of(model_pool.target_reference, model_pool.device, model_pool.precision, source=str(path))
     return table
 
 

@@ -124,7 +124,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
             space,
             ledger,
             num_trials=settings.num_trials,
-            documents=[model_pool.key, tune.sha256, table.content, bounds.model_dump()],
+            documents=[model_pool.key, tune.sha256, table.content_hash, bounds.model_dump()],
             seed=settings.seed,
             deadline=time.monotonic() + max(MIN_TREES_S, 0.4 * (deadline - time.monotonic())),
             report=update,
@@ -144,7 +144,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
         document = selection.measured_profile()
     else:  # one worker measures, for all
         best = found.fastest[0].key
-        key = content_key(["profile", best, evaluate.sha256, settings.budget_s, settings.seed, table.content])
+        key = content_key(["profile", best, evaluate.sha256, settings.budget_s, settings.seed, table.content_hash])
         units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
         document = DecodingProfile.model_validate(ledger.work("profile", units)[key], strict=False)
     clock.ended("finalists and evaluation")
@@ -177,7 +177,7 @@ def _study_of(
         workload=settings.workload,
         tune_sha256=tune.sha256,
         space=space.name,
-        cost_table=table.content,
+        cost_table=table.content_hash,
     )
 
 

@@ -99,7 +99,7 @@ def _units(
             speedup=best.speedup,
         )
 
-    documents = ["screened", table.content, prompts.sha256, CHAINS.model_dump()]
+    documents = ["screened", table.content_hash, prompts.sha256, CHAINS.model_dump()]
     return _units_of(model_pool, variants, make, documents)
 
 

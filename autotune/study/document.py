@@ -62,7 +62,7 @@ class StudyDocument(Document, kind="study", made_by="autotune search"):
     tune_sha256: str
     space: str
     cost_table: str
-    """``CostTable.content``: its file is in the folder."""
+    """``CostTable.content_hash``: its file is in the folder."""
     records: dict[str, list[str]] = Field(default_factory=dict)
     """Keys in the ledger, by stage, of the stages that have ended."""
     sampled: str | None = None

@@ -180,7 +180,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "negative budget": ([*SEARCH, "--budget", "-3m"], "--budget: input should be greater than 0; got -180.0"),
     "no trials": ([*SEARCH, "--trials", "0"], "--trials: input should be greater than or equal to 1; got 0"),
     "sizes": ([*SEARCH, "--capture-sizes", "8,many"], "'8,many' is not a list of sizes; write for example 4,8,16,32,64"),
-    "size": ([*SEARCH, "--capture-sizes", "8,900"], "buckets are numbers of tokens from 1 to 160; got 900"),
+    "size": ([*SEARCH, "--capture-sizes", "8,900"], "capture sizes are numbers of tokens from 1 to 160; got 900"),
     "too small": ([*SEARCH, "--capture-sizes", "2,4"], "space quick: steps are priced up to 4 tokens; .*narrow the space"),
     "unknown gpu": ([*SEARCH, "--gpu", "h1000"], "--gpu h1000: neither a device .*did you mean 'h100'"),
     "unknown device": (

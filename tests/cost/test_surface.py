@@ -71,12 +71,12 @@ def test_beyond_what_was_measured_it_refuses(tokens: float, kv_length: float) ->
     with pytest.raises(UserError) as refused:
         latency(typed_in(), tokens, kv_length)
     assert "measured up to 8 tokens and a KV length of 300" in str(refused.value)
-    assert f"{tokens:.0f} tokens at {kv_length:.0f} are asked for; profile a larger grid" in str(refused.value)
+    assert f"got {tokens:.0f} tokens at {kv_length:.0f}; profile a larger grid" in str(refused.value)
 
 
 def test_a_grid_with_holes_is_refused() -> None:
     holed = Surface(points=typed_in().points[:-1])
-    with pytest.raises(UserError, match=r"full grid; 5 points do not fill 3 x 2; profile again"):
+    with pytest.raises(UserError, match=r"full grid; got 5 points for 3 x 2; profile again"):
         latency(holed, 1, 100)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill
+from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill, shipped_tables
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
@@ -188,11 +189,11 @@ def test_samples_of_steps_are_counted() -> None:
 
 def test_a_table_of_this_target_device_and_precision_is_accepted() -> None:
     """Under whatever name the target lies here."""
-    cost_table().check_speaks_of(TARGET, DEVICE, "float32", source="x")
+    cost_table().check_is_of(TARGET, DEVICE, "float32", source="x")
     moved = ModelReference(id="elsewhere", sha256=TARGET.sha256)
-    cost_table().check_speaks_of(moved, DEVICE, "float32", source="x")
+    cost_table().check_is_of(moved, DEVICE, "float32", source="x")
     unhashed = ModelReference(id="hub/model", sha256="")
-    cost_table(target=unhashed).check_speaks_of(unhashed, DEVICE, "float32", source="x")
+    cost_table(target=unhashed).check_is_of(unhashed, DEVICE, "float32", source="x")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_table_of_this_target_device_and_precision_is_accepted() -> None:
             ModelReference(id="tests/other", sha256="e" * 64),
             DEVICE,
             "float32",
-            r"prices the model that it was measured with; this one speaks of 'tests/target' \(aaaaaaaa\), not of "
+            r"valid for the model that it was measured with; this one is of 'tests/target' \(aaaaaaaa\), not of "
             r"'tests/other' \(eeeeeeee\)",
         ),
         (
@@ -215,9 +216,14 @@ def test_a_table_of_this_target_device_and_precision_is_accepted() -> None:
             TARGET,
             DEVICE.model_copy(update={"num_cores": 8}),
             "float32",
-            r"prices the device that it was measured on; this one speaks of 'cpu/An abacus/1', not of 'cpu/An abacus/8'",
+            r"valid for the device that it was measured with; this one is of 'cpu/An abacus/1', not of 'cpu/An abacus/8'",
         ),
-        (TARGET, DEVICE, "bfloat16", r"prices one precision; this one speaks of float32, not of bfloat16"),
+        (
+            TARGET,
+            DEVICE,
+            "bfloat16",
+            r"valid for the precision that it was measured with; this one is of float32, not of bfloat16",
+        ),
     ],
 )
 def test_a_table_of_something_else_is_refused(
@@ -225,13 +231,30 @@ def test_a_table_of_something_else_is_refused(
 ) -> None:
     """In one line that names the file, the rule, both values and what to do."""
     with pytest.raises(UserError, match=message) as refused:
-        cost_table().check_speaks_of(target, device, precision, source="some/file.cost.json")
-    said = str(refused.value)
-    assert said.startswith("some/file.cost.json: a cost table prices") and "\n" not in said
-    assert said.endswith("; delete that table, or run autotune profile for what is here")
+        cost_table().check_is_of(target, device, precision, source="some/file.cost.json")
+    text = str(refused.value)
+    assert text.startswith("some/file.cost.json: a cost table is valid for") and "\n" not in text
+    assert re.search(r"; delete it, or run autotune profile for this (model|device|precision)$", text)
 
 
-# -------------------------------------------------------------------------------------------------------------- on disk
+# ------------------------------------------------------------------------------------------------------ other forms
+
+
+def test_dataframe_has_a_row_for_every_measured_point() -> None:
+    (costs,) = cost_table().drafts
+    tested = surface(lambda n, m: 1.0 + n, held_out=[(5, 100)])
+    table = cost_table(verify=tested, drafts=[costs.model_copy(update={"heads": 0.5})])
+    frame = table.to_dataframe()
+    assert list(frame.columns) == ["part", "tokens", "kv_length", "ms"]
+    assert list(frame.part.unique()) == [
+        "decode",
+        "verify",
+        "tests/draft heads-0.5: draft_first",
+        "tests/draft heads-0.5: draft_level",
+    ]
+    (row,) = frame[(frame.part == "verify") & (frame.tokens == 5)].itertuples()
+    assert (row.kv_length, row.ms) == (100, 6.0)
+    assert len(frame) == len(table.decode.points) + len(tested.points) + 1 + 2 * len(costs.draft_first.points)
 
 
 def test_a_table_survives_the_disk(tmp_path: Path) -> None:
@@ -250,3 +273,14 @@ def test_a_table_of_a_schema_without_migration_names_the_command(tmp_path: Path)
     path.write_text(cost_table().dump().replace("cost-table/5", "cost-table/1"))
     with pytest.raises(UserError, match=r"cost-table/1' is older .*; make the file again with autotune profile"):
         CostTable.load(path)
+
+
+def test_shipped_tables_are_found_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.cost.table.data_root", lambda: tmp_path)
+    assert shipped_tables() == {}
+    for name in ("h100/a.cost.json", "h100/b.cost.json", "cpu/a.cost.json", "cpu/a.decode.json", "devices/h100.yaml"):
+        path = tmp_path / "profiles" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    names = {device: [path.name for path in paths] for device, paths in shipped_tables().items()}
+    assert names == {"cpu": ["a.cost.json"], "h100": ["a.cost.json", "b.cost.json"]}

@@ -78,7 +78,7 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(("fields", "label"), [
     ({}, "any request"),
     ({"temperature": {"max": 0}, "workload": "read"}, "temperature up to 0, workload read"),
-    ({"prompt_tokens": {"min": 100, "max": 200}}, "tokens of prompt from 100 up to 200"),
+    ({"prompt_tokens": {"min": 100, "max": 200}}, "prompt tokens from 100 up to 200"),
     ({"temperature": {"min": 0.5, "max": 0.5}}, "temperature 0.5"),
 ])  # fmt: skip
 def test_a_label_is_for_people(fields: dict[str, Any], label: str) -> None:

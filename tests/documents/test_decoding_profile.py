@@ -203,7 +203,7 @@ def test_a_mistake_is_one_line_that_names_it(
 
 
 @pytest.mark.parametrize(("whens", "message"), [
-    ([{}, {}], "point 1 is never reached: point 0 comes first and matches every request that it does; put it behind"),
+    ([{}, {}], "point 1 is never reached: point 0 precedes it and matches every request that it matches; swap them"),
     ([{}, {"workload": "read"}, {}], "point 1 is never reached: point 0"),
     ([{"workload": "read"}, {}, {"temperature": {"max": 0}}, {}], "point 2 is never reached: point 1"),
     ([{"workload": "read"}, {"workload": "read"}, {}], "point 1 is never reached: point 0"),

@@ -129,7 +129,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         workload=workload.name,
         tune_sha256=workload.sha256,
         space=space.name,
-        cost_table=table.content,
+        cost_table=table.content_hash,
         records=ledger.used_keys,
         sampled=found.sampled,
         finalists=[finalist, finalist.model_copy(update={"is_standing": False, "speedup": 1.4, "ci95": (1.2, 1.6)})],

@@ -27,7 +27,7 @@ def copied(made: MadeStudy, tmp_path: Path) -> MadeStudy:
 def test_profile_finds_the_study_beside_it(made: MadeStudy, sources: Sources) -> None:
     found = sources
     assert found.folder == made.folder and found.study == made.study and found.profile == made.profile
-    assert found.table is not None and found.table.content == made.study.cost_table
+    assert found.table is not None and found.table.content_hash == made.study.cost_table
     assert sorted(found.screened, key=repr) == sorted(made.screened, key=repr)
     assert len(found.traces) == 2 and found.notes == []
     speeds = [one.ms_per_token for one in found.candidates]

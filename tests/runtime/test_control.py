@@ -110,7 +110,7 @@ def test_forwards_have_prepared_sizes(pair: Pair, prompts: dict[str, Inputs], mo
 
 @pytest.mark.parametrize("size", [0, 999])
 def test_a_size_out_of_range(pair: Pair, size: int) -> None:
-    with pytest.raises(UserError, match=f"buckets are numbers of tokens from 1 to 160; got {size}"):
+    with pytest.raises(UserError, match=f"capture sizes are numbers of tokens from 1 to 160; got {size}"):
         Decoder(pair.target, capture_sizes=(8, size))
 
 

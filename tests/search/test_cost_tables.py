@@ -63,9 +63,9 @@ def test_a_table_is_measured_once(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target": ModelReference(id="tests/other", sha256="e" * 64)}, "speaks of 'tests/other'"),
-        ({"device": cost_table().device}, "speaks of 'cpu/An abacus/1'"),
-        ({"precision": "bfloat16"}, "speaks of bfloat16, not of float32"),
+        ({"target": ModelReference(id="tests/other", sha256="e" * 64)}, "this one is of 'tests/other'"),
+        ({"device": cost_table().device}, "this one is of 'cpu/An abacus/1'"),
+        ({"precision": "bfloat16"}, "this one is of bfloat16, not of float32"),
     ],
     ids=["model", "device", "precision"],
 )

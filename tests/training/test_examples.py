@@ -232,7 +232,7 @@ def test_the_cache_key_covers_the_content_of_the_lines(recorder: Recorder, proce
         ),
         ([{"promt": "x"}], {}, r"examples\.jsonl:1: unknown key 'promt'; did you mean 'prompt'"),
         ([*numbered(2), {"prompt": "x", "anwser": "y"}], {}, r":3: unknown key 'anwser'; did you mean 'answer'"),
-        ([*numbered(2), {"prompt": "x", "answer": 4}], {}, r":3: answer: .*valid string; got 4; mend that value"),
+        ([*numbered(2), {"prompt": "x", "answer": 4}], {}, r":3: answer: .*valid string; got 4; fix that value"),
     ],
 )
 def test_a_file_that_cannot_be_trained_on(

@@ -188,7 +188,7 @@ def test_a_policy_is_frozen(name: str) -> None:
         ({"policy": "chain", "w_max": 8}, "tree: unknown key 'w_max'; known: depth, policy"),
         (
             {"policy": "chain", "depth": 99},
-            "tree: depth: input should be less than or equal to 24; got 99; mend that value",
+            "tree: depth: input should be less than or equal to 24; got 99; fix that value",
         ),
     ],
 )
