@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,16 @@ from autotune.acceptance.rounds import count_acceptance, rounds
 from autotune.acceptance.trace import Trace
 from autotune.errors import UserError
 from autotune.trees.fallback import RoundPrice
-from autotune.trees.policy import parse_policy
-from tests.sample_documents import DRAFT, cost_table, random_trace
+from autotune.trees.policy import POLICIES, parse_policy
+from tests.acceptance.configurations import (
+    HASH_DEPTH,
+    HASH_PROPOSALS,
+    Sizes,
+    hash_trace,
+    random_price,
+    random_tree_policy,
+)
+from tests.sample_documents import free_prices, random_trace
 
 TREES: list[dict[str, Any]] = [
     {"policy": "chain", "depth": 3},
@@ -26,22 +36,46 @@ DEAR = RoundPrice(round_steps=2.5, level_steps=0.5, node_steps=0.1)  # falls bac
 
 
 def replayed(trace: Trace, tree: dict[str, Any], fallback: RoundPrice | None) -> Replay:
-    prices = cost_table().prices(DRAFT, max_tokens=65, max_kv_length=64)
-    return replay(trace, parse_policy(tree), prices, fallback)
+    return replay(trace, parse_policy(tree), free_prices(), fallback)
 
 
-@pytest.mark.parametrize("fallback", [None, DEAR], ids=["always", "with fallback"])
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree["policy"])
-def test_the_rounds_are_those_of_replay(tree: dict[str, Any], fallback: RoundPrice | None) -> None:
-    trace = random_trace(3, num_tokens=40)
+def assert_same_rounds(trace: Trace, tree: dict[str, Any], fallback: RoundPrice | None) -> Replay:
     counted = replayed(trace, tree, fallback)
     for prompt in range(trace.num_prompts):
-        found = list(rounds(trace, prompt, parse_policy(tree), fallback))
-        assert [len(one.path) for one in found] == counted.accepted_lengths[prompt].tolist()
-        assert sum(one.num_nodes for one in found) == counted.verified_nodes[prompt]
-        assert sum(one.num_missing for one in found) == counted.missing[prompt]
-        assert sum(one.tree is None for one in found) == counted.plain_steps[prompt]
-    assert (counted.plain_steps.sum() > 0) == (fallback is not None)
+        shown = list(rounds(trace, prompt, parse_policy(tree), fallback))
+        assert [len(one.path) for one in shown] == counted.accepted_lengths[prompt].tolist()
+        assert sum(one.num_levels for one in shown) == counted.draft_forwards[prompt]
+        assert sum(one.num_nodes for one in shown) == counted.verified_nodes[prompt]
+        assert sum(one.num_missing for one in shown) == counted.missing[prompt]
+        assert sum(one.tree is None for one in shown) == counted.plain_steps[prompt]
+    return counted
+
+
+def test_rounds_are_those_of_replay() -> None:
+    trace = random_trace(3, num_tokens=40)
+    for tree in TREES:
+        for fallback in (None, DEAR):
+            counted = assert_same_rounds(trace, tree, fallback)
+            assert (counted.plain_steps.sum() > 0) == (fallback is not None)
+
+
+def test_replay_of_random_configurations_equals_their_rounds() -> None:
+    """200 of every policy on a trace that holds any tree, so that nothing is missing. Every third may fall back."""
+    trace, rng = hash_trace(0, num_prompts=2, num_tokens=60), random.Random(0)
+    sizes = Sizes(depth=HASH_DEPTH, beam_depth=10, k=10, width=32, top_k=HASH_PROPOSALS, top_p=1.0)
+    nodes_per_round, accepted, num_rounds, fell_back = [], set(), set(), []
+    for number, name in itertools.product(range(200), POLICIES):
+        fallback = random_price(rng) if number % 3 == 1 else None
+        counted = assert_same_rounds(trace, random_tree_policy(name, rng, sizes), fallback)
+        assert counted.missing.sum() == 0
+        nodes_per_round.append(counted.verified_nodes.sum() / counted.rounds.sum())
+        accepted |= set(np.concatenate(counted.accepted_lengths).tolist())
+        num_rounds.add(int(counted.rounds.sum()))
+        if fallback is not None:
+            fell_back.append(counted.plain_steps.sum() > 0)
+    # Else the comparison would prove little.
+    assert np.mean(np.array(nodes_per_round) > 4) > 0.4 and max(nodes_per_round) > 12
+    assert accepted >= set(range(6)) and len(num_rounds) > 10 and np.mean(fell_back) > 0.5
 
 
 def test_an_accepted_path_is_the_answer() -> None:
