@@ -101,7 +101,7 @@ def noises(*, fixed_order: bool = False) -> dict[str, Noise]:
     for name, launches in recorded().items():
         later = [np.array([math.log(second / first) for first, second, _ in launch]) for launch in launches]
         if fixed_order:  # the sides cannot be named the other way round
-            found[f"recorded, {name}"] = replayed(later, either_sign=False)
+            found[f"recorded, {name}"] = replayed(later, random_sign=False)
         else:
             signs = [np.array([-1.0 if head_first else 1.0 for *_, head_first in launch]) for launch in launches]
             found[f"recorded, {name}"] = replayed([x * sign for x, sign in zip(later, signs, strict=True)])
@@ -109,8 +109,8 @@ def noises(*, fixed_order: bool = False) -> dict[str, Noise]:
 
 
 # What the design rules out, each with what it would be replaced by.
-BY_PAIR = Design(looks=(20, 40, 80, 160, 240), by_launch=False)
-EVERY_LOOK = Design(looks=tuple(range(DESIGN.looks[0], 241, PAIRS_PER_LAUNCH)), spends=False)
+BY_PAIR = Design(analyses=(20, 40, 80, 160, 240), by_launch=False)
+EVERY_LOOK = Design(analyses=tuple(range(DESIGN.analyses[0], 241, PAIRS_PER_LAUNCH)), spends=False)
 
 
 def variants() -> dict[str, tuple[Design, Callable[[str], Noise]]]:
@@ -126,7 +126,7 @@ def variants() -> dict[str, tuple[Design, Callable[[str], Noise]]]:
 
 def spread(noise: Noise) -> float:
     """Interquartile range of log-ratios, which `autotune check --aa` prints of a machine."""
-    low, high = np.quantile(noise(np.random.default_rng(0), 100, DESIGN.cap), [0.25, 0.75])
+    low, high = np.quantile(noise(np.random.default_rng(0), 100, DESIGN.max_pairs), [0.25, 0.75])
     return float(high - low)
 
 

@@ -1,9 +1,8 @@
-"""Sessions of other days: what a profile took whenever it was checked. They judge by time only where that means
-something.
+"""Earlier sessions: results of checks on other days, as a baseline.
 
-A stored time is of another process on another day, and a stored ratio to plain decoding is no better: the machine's
-speed cancels, its state does not. How far unchanged programs differ from day to day is therefore taken from the
-sessions themselves, and what that leaves of power is said. Counts have no such trouble: those of the latest session are
+A stored time is from another process on another day. A stored ratio to plain decoding is no better: the machine's speed
+cancels, its state does not. The day-to-day spread of unchanged programs is therefore estimated from the sessions
+themselves, and times gate only if the resulting power is high enough. Counts have no noise: those of the latest session are
 compared exactly.
 """
 
@@ -51,7 +50,7 @@ class Baseline(Document, kind="check-baseline", made_by="autotune check --baseli
 
 
 def load_baseline(path: Path) -> Baseline:
-    """The document, or an empty one where there is none yet.
+    """The document in ``path``, or an empty one if the file does not exist.
 
     Raises:
         UserError: it cannot be read.
@@ -62,74 +61,73 @@ def load_baseline(path: Path) -> Baseline:
 
 
 def add_sessions(path: Path, sessions: list[Session]) -> None:
-    """They join those of the document."""
-    known = load_baseline(path).sessions
-    Baseline(sessions=[*known, *sessions]).save(path)
+    """Append sessions to the document in ``path``."""
+    earlier = load_baseline(path).sessions
+    Baseline(sessions=[*earlier, *sessions]).save(path)
 
 
-def comparable_sessions(baseline: Baseline, now: Session, source: Path) -> list[Session]:
-    """Sessions of the same model, workload and device.
+def comparable_sessions(baseline: Baseline, current: Session, source: Path) -> list[Session]:
+    """Sessions with the model, workload and device of the current one.
 
     Raises:
-        NotComparable: there are sessions of this workload, all of another model, or of other prompts.
+        NotComparable: the workload's sessions all have another model, or other prompts.
     """
-    named = [one for one in baseline.sessions if one.workload == now.workload]
-    same_prompts = [one for one in named if one.workload_sha256 == now.workload_sha256]
-    if named and not same_prompts:
+    same_name = [session for session in baseline.sessions if session.workload == current.workload]
+    same_prompts = [session for session in same_name if session.workload_sha256 == current.workload_sha256]
+    if same_name and not same_prompts:
         raise NotComparable(
-            f"{source}: {now.workload} had other prompts in all of its {len(named)} sessions; check the same prompts, or begin another baseline"
+            f"{source}: all {len(same_name)} sessions of {current.workload} have other prompts; check the same prompts, or "
+            "start another baseline"
         )
-    same_target = [
-        one for one in same_prompts if (one.target.sha256, one.precision) == (now.target.sha256, now.precision)
-    ]
-    if same_prompts and not same_target:
+    model = (current.target.sha256, current.precision)
+    same_model = [session for session in same_prompts if (session.target.sha256, session.precision) == model]
+    if same_prompts and not same_model:
         raise NotComparable(
-            f"{source}: all sessions of {now.workload} decoded {same_prompts[-1].target.id} of other weights or precision; begin another baseline"
+            f"{source}: all sessions of {current.workload} decoded {same_prompts[-1].target.id} with other weights or "
+            "precision; start another baseline"
         )
-    return [one for one in same_target if one.hardware.key == now.hardware.key]
+    return [session for session in same_model if session.hardware.key == current.hardware.key]
 
 
-def judge_times(sessions: list[Session], now: Session, design: Design) -> Gate:
-    """Whether this session is slower than the others by more than they differ. Without enough of them, or where they
-    differ too much, it is only said.
-    """
-    verdict, summary = _verdict(sessions, now, design)
-    return Gate(name=SESSIONS, workload=now.workload, verdict=verdict, summary=summary)
+def sessions_gate(sessions: list[Session], current: Session, design: Design) -> Gate:
+    """The gate on the time of the current session compared with earlier ones. Skipped if they are too few or too different."""
+    verdict, summary = _verdict(sessions, current, design)
+    return Gate(name=SESSIONS, workload=current.workload, verdict=verdict, summary=summary)
 
 
-def _verdict(sessions: list[Session], now: Session, design: Design) -> tuple[GateVerdict, str]:
-    few = f"{MIN_SESSIONS} are needed to judge by"
+def _verdict(sessions: list[Session], current: Session, design: Design) -> tuple[GateVerdict, str]:
+    required = f"{MIN_SESSIONS} are required"
     if len(sessions) < 2:
-        return "skipped", f"{len(sessions)} sessions on this device before this one; {few}"
-    log_times = np.log([one.decode_ms for one in sessions])
-    spread = float(log_times.std(ddof=1))
-    change = math.log(now.decode_ms) - float(log_times.mean())
-    seen = f"{100 * math.expm1(change):+.1f} % decoding time against {len(sessions)} sessions, which differ by {100 * spread:.1f} % (standard deviation)"
+        return "skipped", f"{len(sessions)} earlier sessions on this device; {required}"
+    log_times = np.log([session.decode_ms for session in sessions])
+    deviation = float(log_times.std(ddof=1))
+    change = math.log(current.decode_ms) - float(log_times.mean())
+    summary = (
+        f"{100 * math.expm1(change):+.1f} % decoding time compared with {len(sessions)} sessions, which differ by "
+        f"{100 * deviation:.1f} % (standard deviation)"
+    )
     if len(sessions) < MIN_SESSIONS:
-        return "skipped", f"{seen}; {few}"
-    power = predicted_power(spread, len(sessions), design)
+        return "skipped", f"{summary}; {required}"
+    power = predicted_power(deviation, len(sessions), design)
     if power < MIN_POWER:
         return "skipped", (
-            f"{seen}: a slowdown of {100 * design.limit:g} % would be found in {100 * power:.0f} % of checks, too few to judge by; use --against"
+            f"{summary}: a slowdown of {100 * design.limit:g} % would be detected in only {100 * power:.0f} % of checks; "
+            "use --against"
         )
-    distance = (change - math.log1p(design.tolerance)) / _spread_of_next(spread, len(sessions))
+    distance = (change - math.log1p(design.tolerance)) / _prediction_deviation(deviation, len(sessions))
     p_within_tolerance = float(t.sf(distance, len(sessions) - 1))
-    failed = p_within_tolerance <= design.fail_risk / design.num_workloads
-    return "failed" if failed else "passed", f"{seen}; p = {p_within_tolerance:.2g}"
+    has_failed = p_within_tolerance <= design.fail_risk / design.num_workloads
+    return "failed" if has_failed else "passed", f"{summary}; p = {p_within_tolerance:.2g}"
 
 
-def predicted_power(spread: float, num_sessions: int, design: Design) -> float:
-    """The chance that one more session finds a slowdown of the limit, by how far these differ: Student's t of one new
-    value.
-    """
+def predicted_power(deviation: float, num_sessions: int, design: Design) -> float:
+    """Probability that another session detects a slowdown of the limit: Student's t of one new value."""
     degrees = num_sessions - 1
     shift = math.log1p(design.limit) - math.log1p(design.tolerance)
     critical = t.isf(design.fail_risk / design.num_workloads, degrees)
-    return float(nct.sf(critical, degrees, shift / _spread_of_next(spread, num_sessions)))
+    return float(nct.sf(critical, degrees, shift / _prediction_deviation(deviation, num_sessions)))
 
 
-def _spread_of_next(spread: float, num_sessions: int) -> float:
-    """Of the difference between one more session and the mean of these; equal ones differ by what a clock
-    tells apart.
-    """
-    return max(spread, 1e-6) * math.sqrt(1 + 1 / num_sessions)
+def _prediction_deviation(deviation: float, num_sessions: int) -> float:
+    """Standard deviation of the difference between a new session and the mean of these; at least a clock's resolution."""
+    return max(deviation, 1e-6) * math.sqrt(1 + 1 / num_sessions)

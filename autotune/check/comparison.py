@@ -1,4 +1,4 @@
-"""The base of a comparison, a git revision or another profile: its side, its counts, and its time beside the head's."""
+"""Base and head: the two sides of a comparison, their counts and their times."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from autotune.check.exact import Counts, compare, judge
-from autotune.check.launch import Launch, Request, Side, WorkerProcess
-from autotune.check.local_run import LocalRun, not_repeated, skipped
+from autotune.check.counts import Counts, compare_counts, counts_gate
+from autotune.check.local_run import LocalRun
 from autotune.check.pairs import PairRunner
 from autotune.check.result import BASE_COUNTS, TIME, Gate, Timing
 from autotune.check.revision import checked_out
 from autotune.check.sequential import Design
-from autotune.check.timed import judge_machine, judge_time, run_looks, timing_of
+from autotune.check.timing import machine_gate, run_pairs, time_gate, timing_of
+from autotune.check.worker_process import Launch, Request, Side, WorkerProcess
 from autotune.console import Console
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import NotComparable
 from autotune.files import WORKSPACE, content_key, read_json, sha256_of, write_bytes
 
 CHECKS = WORKSPACE / "checks"
+# Files that a side decodes with: the package, and the bundled models beside it or, if installed, inside it.
+CODE = ("autotune/**/*.py", "drafts/**/*.safetensors", "drafts/**/*.json", "autotune/_data/drafts/**/*.safetensors")
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Base and head, and what they decode by."""
+    """Base and head with their profiles."""
 
     base: Side
     head: Side
@@ -39,191 +41,180 @@ class Sides:
     is_aa: bool
 
     @property
-    def decode_alike(self) -> bool:
-        """Whether both profiles choose the same drafts and trees: else counts are others by design, and time
-        decides.
-        """
-        mine, others = (
+    def profiles(self) -> tuple[DecodingProfile, DecodingProfile]:
+        return self.base_profile, self.head_profile
+
+    @property
+    def have_same_trees(self) -> bool:
+        """Whether both profiles choose the same drafts and trees; otherwise their counts differ by design."""
+        base, head = (
             [point.model_dump(exclude={"predicted", "measured", "fallback"}) for point in profile.points]
-            for profile in (self.base_profile, self.head_profile)
+            for profile in self.profiles
         )
-        return mine == others
+        return base == head
 
     @property
     def are_equal(self) -> bool:
-        """Whether the same code decodes by the same choices in the same environment."""
-        base, head = self.base_profile, self.head_profile
-        return (
-            self.decode_alike
-            and (base.mode, base.capture_sizes, base.threads) == (head.mode, head.capture_sizes, head.threads)
-            and [point.fallback for point in base.points] == [point.fallback for point in head.points]
-            and self.base.python == self.head.python
-            and code_hash(self.base) == code_hash(self.head)
+        """Whether code, environment and everything that profiles choose are the same."""
+        base, head = (
+            (profile.mode, profile.capture_sizes, profile.threads, [point.fallback for point in profile.points])
+            for profile in self.profiles
         )
+        same_program = self.base.python == self.head.python and code_hash(self.base) == code_hash(self.head)
+        return self.have_same_trees and base == head and same_program
 
     @property
     def are_lossless(self) -> bool:
-        return all(point.lossless for profile in (self.base_profile, self.head_profile) for point in profile.points)
+        return all(point.lossless for profile in self.profiles for point in profile.points)
 
-    def key(self, here: LocalRun, seed: int, device: str) -> str:
-        """Names the pairs of a comparison: the same command goes on with them."""
-        profiles = [
-            profile.model_dump(mode="json", exclude={"evidence"}) for profile in (self.base_profile, self.head_profile)
-        ]
-        codes = [code_hash(self.base), code_hash(self.head), self.base.what, self.is_aa]
-        return content_key([*codes, *profiles, here.workload.sha256, seed, device])
-
-
-# What a side decodes with, below its folder: the package, and the models beside it or, where it is installed, inside.
-CODE = ("autotune/**/*.py", "drafts/**/*.safetensors", "drafts/**/*.json", "autotune/_data/drafts/**/*.safetensors")
+    def key(self, run: LocalRun, seed: int, device: str) -> str:
+        """Key of the comparison's pairs: the same command continues with them."""
+        profiles = [profile.model_dump(mode="json", exclude={"evidence"}) for profile in self.profiles]
+        codes = [code_hash(self.base), code_hash(self.head), self.base.label, self.is_aa]
+        return content_key([*codes, *profiles, run.workload.sha256, seed, device])
 
 
 def code_hash(side: Side) -> str:
-    """Of everything that a side decodes with."""
+    """Hash of the files that a side decodes with."""
     return sha256_of(*sorted(path for pattern in CODE for path in side.code.glob(pattern)))
 
 
 @contextmanager
 def open_sides(against: str | None, profile: Path, folder: Path) -> Iterator[Sides]:
-    """The base, which is a profile where a file of that name exists and a git revision otherwise, or the head again for
-    None.
+    """Base and head. The base is the profile ``against`` if that is a file, a git revision if not, or the head if None.
 
     Raises:
-        UserError: it is neither, or cannot be read or built.
-        NotComparable: it decodes another target, in another precision, or for another device.
-
+        UserError: the base cannot be read or built.
+        NotComparable: the base has another target, precision or device.
     """
     head_profile = DecodingProfile.load(profile)
-    head = Side(name="head", what="as it is here", profile=_lean(profile, folder / "head.json"))
+    head = Side(name="head", label="the current version", profile=_without_evidence(profile, folder / "head.json"))
     if against is None:
         yield Sides(replace(head, name="base"), head, head_profile, head_profile, is_aa=True)
     elif Path(against).is_file():
         base_profile = DecodingProfile.load(Path(against))
-        base = replace(head, name="base", what=against, profile=_lean(Path(against), folder / "base.json"))
-        head = replace(head, what=str(profile))
+        base = replace(head, name="base", label=against, profile=_without_evidence(Path(against), folder / "base.json"))
+        head = replace(head, label=str(profile))
         yield _comparable(Sides(base, head, base_profile, head_profile, is_aa=False), against, profile)
     else:
         with checked_out(against, profile, head, folder) as base:
             base_profile = DecodingProfile.load(base.profile)
-            base = replace(base, profile=_lean(base.profile, folder / "base.json"))
+            base = replace(base, profile=_without_evidence(base.profile, folder / "base.json"))
             yield _comparable(Sides(base, head, base_profile, head_profile, is_aa=False), against, profile)
 
 
-def _lean(source: Path, path: Path) -> Path:
-    """Copy a profile in the schema version that it has, which the code beside it reads, without its evidence."""
-    write_bytes(path, json.dumps({**read_json(source), "evidence": {}}).encode())
-    return path
+def _without_evidence(profile: Path, copy: Path) -> Path:
+    """Copy a profile in the schema version that it has, which the base may need, without evidence, which it may not know."""
+    write_bytes(copy, json.dumps({**read_json(profile), "evidence": {}}).encode())
+    return copy
 
 
 def _comparable(sides: Sides, against: str, profile: Path) -> Sides:
-    base, head = sides.base_profile, sides.head_profile
-    for what, of_base, of_head, is_same in (
+    base, head = sides.profiles
+    for aspect, of_base, of_head, is_same in (
         ("target", base.target.id, head.target.id, base.target.sha256 == head.target.sha256),
         ("precision", base.precision, head.precision, base.precision == head.precision),
         ("device", base.hardware.key, head.hardware.key, base.hardware.key == head.hardware.key),
     ):
         if not is_same:
-            other = " of other weights" if of_base == of_head else ""
+            weights = " with other weights" if of_base == of_head else ""
             raise NotComparable(
-                f"--against {against}: its {what} is {of_base}{other}, that of {profile} is {of_head}; compare profiles of the same {what}"
+                f"--against {against}: its {aspect} is {of_base}{weights}, that of {profile} is {of_head}; compare profiles "
+                f"with the same {aspect}"
             )
     return sides
 
 
-def write_requests(here: LocalRun, processor: Any, folder: Path) -> list[Request]:
-    """The workload's prompts as workers take them, processed once for both sides."""
+def write_requests(run: LocalRun, processor: Any, folder: Path) -> list[Request]:
+    """Process the workload's prompts once and write them for the workers of both sides."""
     folder.mkdir(parents=True, exist_ok=True)
     requests = []
-    for number, (prompt, run) in enumerate(zip(here.workload.prompts, here.runs, strict=True)):
+    for number, (prompt, decoded) in enumerate(zip(run.workload.prompts, run.runs, strict=True)):
         path = folder / f"{number}.safetensors"
         save_file({name: value.contiguous() for name, value in prompt.inputs(processor).items()}, path)
-        requests.append(
-            Request(prompt.name, prompt.sha256, path, prompt.settings.generation, prompt.settings.task, run.point)
-        )
+        settings = prompt.settings
+        requests.append(Request(prompt.name, prompt.sha256, path, settings.generation, settings.task, decoded.point))
     return requests
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both sides with all that it takes to compare them, workload by workload."""
+    """Compares base and head, workload by workload."""
 
     sides: Sides
     launch: Launch
     design: Design
     seed: int
     device: str
-    """The key of its fingerprint."""
+    """The key of the device's fingerprint."""
     console: Console
 
-    def judge_counts(self, here: LocalRun, requests: list[Request]) -> Gate:
-        """The base decodes every prompt once, and the head's counts are compared: on the same device, minutes apart. A
-        regression is believed when the base counts the same once more.
+    def counts_gate(self, run: LocalRun, requests: list[Request]) -> Gate:
+        """The gate on the head's counts compared with the base's, measured now on the same device.
+
+        The base decodes every prompt once, and again if that shows a regression, which counts only if the base repeats.
         """
-        base = self.sides.base
-        if not self.sides.decode_alike:
-            return skipped(
-                here, BASE_COUNTS, "the profiles choose other drafts or trees, and so other counts: time decides"
+        if not self.sides.have_same_trees:
+            return run.skipped_gate(
+                BASE_COUNTS, "the profiles choose other drafts or trees, so counts differ: time decides"
             )
-        if here.not_repeated:
-            return not_repeated(here, BASE_COUNTS)
-        then = self._count(base, requests)
-        gate = judge(
-            compare(here.counts, then, here.prices),
-            gate=BASE_COUNTS,
-            workload=here.workload.name,
-            than=f"with {base.what}",
+        if run.not_repeated:
+            return run.not_repeated_gate(BASE_COUNTS)
+        base = self._base_counts(requests)
+        gate = counts_gate(
+            compare_counts(run.counts, base, run.prices),
+            BASE_COUNTS,
+            run.workload.name,
+            source=self.sides.base.label,
             tolerance=self.design.tolerance,
-            answers_may_differ=None if here.is_exact else f"near ties of {here.precision}",
+            different_answer_reason=None if run.is_exact else f"near ties in {run.precision}",
         )
-        if gate.verdict == "failed" and self._count(base, requests) != then:
-            return skipped(here, BASE_COUNTS, f"counts cannot gate here: those of {base.what} are others every time")
+        if gate.verdict == "failed" and self._base_counts(requests) != base:
+            return run.skipped_gate(BASE_COUNTS, f"the counts of {self.sides.base.label} are not reproducible")
         return gate
 
-    def _count(self, side: Side, requests: list[Request]) -> list[Counts]:
-        worker = self.launch(side)
+    def _base_counts(self, requests: list[Request]) -> list[Counts]:
+        worker = self.launch(self.sides.base)
         try:
             return [Counts.of_decoded(request.name, worker.decode(request, plain=False)) for request in requests]
         finally:
             worker.close()
 
-    def judge_time(self, here: LocalRun, requests: list[Request], *, budget_s: float) -> tuple[Gate, Timing | None]:
-        """Pairs of base and head until a look decides; A/A until the cap or the budget, for its noise is what is asked
-        for.
-        """
-        sides, name = self.sides, here.workload.name
+    def time_gate(self, run: LocalRun, requests: list[Request], *, budget_s: float) -> tuple[Gate, Timing | None]:
+        """The gate on the head's time compared with the base's. An A/A run never stops early: it measures the noise."""
+        sides, workload = self.sides, run.workload.name
         if sides.are_equal and not sides.is_aa:
-            same = f"{sides.base.what} has the same code, models, packages and choices: nothing to time"
-            return Gate(name=TIME, workload=name, verdict="passed", summary=same), None
-        ledger = CHECKS / f"{sides.key(here, self.seed, self.device)}.jsonl"
-        decoded = [request for request, run in zip(requests, here.runs, strict=True) if run.new_tokens > 1]
+            same = f"{sides.base.label} has the same code, models, packages and choices: nothing to time"
+            return Gate(name=TIME, workload=workload, verdict="passed", summary=same), None
+        ledger = CHECKS / f"{sides.key(run, self.seed, self.device)}.jsonl"
         runner = PairRunner(
             sides.base,
             sides.head,
             self.launch,
-            decoded,
+            [request for request, decoded in zip(requests, run.runs, strict=True) if decoded.new_tokens > 1],
             seed=self.seed,
             ledger=ledger,
-            must_agree=here.is_exact and sides.are_lossless,
+            must_agree=run.is_exact and sides.are_lossless,
         )
         if runner.pairs:
-            self.console.say(f"going on behind the {len(runner.pairs)} pairs of an earlier run in {ledger}")
-        with self.console.stage(f"pairs of {name}") as update, runner:
-            outcome = run_looks(
+            self.console.say(f"continuing after the {len(runner.pairs)} pairs of an earlier run in {ledger}")
+        with self.console.stage(f"pairs of {workload}") as update, runner:
+            outcome = run_pairs(
                 runner,
                 self.design,
                 budget_s=budget_s,
                 stops_early=not sides.is_aa,
-                report=lambda done: update(done, self.design.cap, ""),
+                report=lambda done: update(done, self.design.max_pairs, ""),
             )
         timing = timing_of(runner, outcome, self.design)
-        if not outcome.out_of_time:  # decided: the next check measures anew
+        if not outcome.out_of_time:  # the next check must measure again
             ledger.rename(ledger.with_name(f"{ledger.stem}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))
         if sides.is_aa:
-            return judge_machine(timing, outcome, name, self.design), timing
-        return judge_time(timing, outcome, name), timing
+            return machine_gate(timing, outcome, workload, self.design), timing
+        return time_gate(timing, outcome, workload), timing
 
 
 def launcher(device: str) -> Launch:
-    """Launches sides as processes, whose words go to a log for each side."""
+    """Starts workers as processes, with a log file per side."""
     CHECKS.mkdir(parents=True, exist_ok=True)
     return lambda side: WorkerProcess(side, device=device, log=CHECKS / f"{side.name}.log")

@@ -1,11 +1,11 @@
-"""What a profile does here and now: counts, answers and speedup beside plain decoding, and whether they repeat."""
+"""A profile decoded in this process: its counts, its answers, and its speedup over plain decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.check.exact import Counts, compare, judge
+from autotune.check.counts import Counts, compare_counts, counts_gate
 from autotune.check.result import LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, PromptEvidence
@@ -24,7 +24,7 @@ from autotune.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class LocalRun:
-    """One workload, decoded twice by the profile and once plainly."""
+    """One workload, decoded twice with the profile and once plainly."""
 
     workload: Workload
     profile: DecodingProfile
@@ -32,12 +32,12 @@ class LocalRun:
     prompts: list[PromptEvidence]
     summary: Summary
     divergences: dict[str, Divergence]
-    """Where answers part from plain decoding's though they are promised not to, by prompt."""
+    """By prompt: where an answer that must be lossless first differs from plain decoding."""
     not_repeated: list[str]
-    """Prompts that counted otherwise the second time."""
+    """Prompts whose counts differed the second time."""
     precision: str
     device: str
-    """The key of its fingerprint."""
+    """The key of the device's fingerprint."""
 
     @property
     def counts(self) -> list[Counts]:
@@ -45,16 +45,15 @@ class LocalRun:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the same computation has the same answer, however it is batched."""
+        """Whether batching cannot change a token."""
         return self.precision == "float32"
 
     @property
     def prices(self) -> list[RoundPrice | None]:
-        """Of the point that decodes each prompt."""
+        """By prompt, from the operating point that decodes it."""
         return [self.profile.points[run.point].fallback for run in self.runs]
 
     def result(self, timing: Timing | None) -> WorkloadResult:
-        """What a check's document keeps of it."""
         return WorkloadResult(
             name=self.workload.name,
             sha256=self.workload.sha256,
@@ -68,15 +67,93 @@ class LocalRun:
             timing=timing,
         )
 
+    # ------------------------------------------------------------------------------------------------------------ gates
 
-def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Callable[[int, int], None]) -> LocalRun:
-    """Side by side with plain decoding, prompt by prompt in random order; and once more, for counts must repeat."""
+    def skipped_gate(self, name: str, reason: str) -> Gate:
+        return Gate(name=name, workload=self.workload.name, verdict="skipped", summary=reason)
+
+    def lossless_gate(self) -> Gate:
+        """Fails if an answer of a lossless point differs from plain decoding, other than by a near tie in reduced precision."""
+        summary = self.summary
+        verdict: GateVerdict = "passed"
+        if self.divergences:
+            is_rounding = not self.is_exact and all(found.is_near_tie for found in self.divergences.values())
+            verdict = "warned" if is_rounding else "failed"
+        text = {
+            "passed": f"{summary.identical_outputs}/{summary.num_prompts} outputs equal those of plain decoding",
+            "warned": f"{len(self.divergences)} outputs differ from plain decoding after near ties in {self.precision}",
+            "failed": "the output differs from plain decoding",
+        }[verdict]
+        if not all(point.lossless for point in self.profile.points):
+            text += ", LOSSY profile"
+        details = [f"{name}: output differs at {divergence}" for name, divergence in self.divergences.items()]
+        return Gate(name=LOSSLESS, workload=self.workload.name, verdict=verdict, summary=text, details=details)
+
+    def speedup_gate(self, min_speedup: float) -> Gate:
+        """Fails only if the whole confidence interval is below the minimum, so that noise alone does not fail."""
+        low, high = self.summary.ci95
+        has_failed = high < min_speedup
+        return Gate(
+            name=SPEEDUP,
+            workload=self.workload.name,
+            verdict="failed" if has_failed else "passed",
+            summary=f"the speedup {'is below' if has_failed else 'may be'} {min_speedup:g}: {self.summary.speedup:.2f}x "
+            f"({low:.2f}-{high:.2f})",
+        )
+
+    def counts_gate(
+        self,
+        baseline: list[PromptEvidence],
+        name: str,
+        *,
+        source: str,
+        provenance: Provenance,
+        device: str,
+        tolerance: float,
+    ) -> Gate:
+        """The gate on the counts compared with those of a document about the first prompts, which was made on ``device``."""
+        if self.not_repeated:
+            return self.not_repeated_gate(name)
+        here = stamp()
+        reason = None
+        if not self.is_exact:
+            reason = f"near ties in {self.precision}"
+        elif (provenance.torch, provenance.transformers) != (here.torch, here.transformers):
+            reason = f"made with torch {provenance.torch}, transformers {provenance.transformers}"
+        num = len(baseline)
+        return counts_gate(
+            compare_counts(
+                self.counts[:num], [Counts.of_evidence(evidence) for evidence in baseline], self.prices[:num]
+            ),
+            name,
+            self.workload.name,
+            source=source,
+            tolerance=tolerance,
+            advisory_reason=None if self.device == device else f"{source} was made on {device}",
+            different_answer_reason=reason,
+        )
+
+    def not_repeated_gate(self, name: str) -> Gate:
+        """The skipped gate on counts that are not reproducible."""
+        shown = ", ".join(self.not_repeated[:3])
+        return self.skipped_gate(
+            name,
+            f"counts are not reproducible: {len(self.not_repeated)} of {len(self.prompts)} prompts have other counts when "
+            f"decoded again ({shown})",
+        )
+
+
+def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: Callable[[int, int], None]) -> LocalRun:
+    """Decode prompt by prompt in random order, side by side with plain decoding; then again, to see if counts repeat."""
     runner = ArmRunner(decoder, decoder.processor)
     tuned = runner.plain if decoder.draft is None else DecoderArm(TUNED, decoder)
-    of = len(workload.prompts)
-    runs = runner.compare([runner.plain, tuned], workload, seed=seed, report=lambda done, _: report(done, 2 * of))
-    again = runner.compare([tuned], workload, seed=seed, report=lambda done, _: report(of + done, 2 * of))
+    num_steps = 2 * len(workload.prompts)
+    runs = runner.compare([runner.plain, tuned], workload, seed=seed, report=lambda done, _: report(done, num_steps))
+    again = runner.compare(
+        [tuned], workload, seed=seed, report=lambda done, _: report(num_steps // 2 + done, num_steps)
+    )
     prompts = [prompt_evidence(run, plain) for run, plain in zip(runs[tuned.name], runs[AR], strict=True)]
+    first = [Counts.of_evidence(evidence) for evidence in prompts]
     second = [Counts.of_evidence(prompt_evidence(run, run)) for run in again[tuned.name]]
     return LocalRun(
         workload=workload,
@@ -85,142 +162,58 @@ def decode_here(decoder: Decoder, workload: Workload, *, seed: int, report: Call
         prompts=prompts,
         summary=summarize(tuned.name, runs[tuned.name], runs[AR], seed=seed),
         divergences=_divergences(runner, tuned, workload, runs),
-        not_repeated=[
-            then.prompt
-            for then, now in zip(map(Counts.of_evidence, prompts), second, strict=True)
-            if not now.agrees_with(then)
-        ],
+        not_repeated=[a.prompt for a, b in zip(first, second, strict=True) if not a.agrees_with(b)],
         precision=str(decoder.target.dtype).removeprefix("torch."),
         device=fingerprint(str(decoder.target.device)).key,
     )
 
 
-def _divergences(runner: ArmRunner, arm: Arm, prompts: Workload, runs: dict[str, list[Run]]) -> dict[str, Divergence]:
-    """Where an arm's outputs part from plain decoding's though the prompt's point is lossless, by prompt; decoding is
-    repeated, as runs keep no tokens.
-    """
-    found = {}
+def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str, list[Run]]) -> dict[str, Divergence]:
+    """First divergences from plain decoding by prompt, of lossless points. Runs keep no tokens, so these are decoded again."""
+    divergences = {}
     points = runner.decoder.profile.points
-    for prompt, run, plain_run in zip(prompts.prompts, runs[arm.name], runs[AR], strict=False):
+    for prompt, run, plain_run in zip(workload.prompts, runs[arm.name], runs[AR], strict=False):
         if run.tokens_sha256 == plain_run.tokens_sha256 or not points[run.point].lossless:
             continue
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)
-        plain, other = (one.decode(inputs, settings)[0] for one in (runner.plain, arm))
-        rule = TokenSampler(
+        plain, other = (each.decode(inputs, settings)[0] for each in (runner.plain, arm))
+        sampler = TokenSampler(
             temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, device=target.device
         )
-        divergence = first_divergence(target, inputs, plain, other, rule)
+        divergence = first_divergence(target, inputs, plain, other, sampler)
         if divergence is not None:
-            found[prompt.name] = divergence
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------------- gates
-
-
-def judge_lossless(here: LocalRun) -> Gate:
-    """An answer other than plain decoding's fails, unless the prompt's point is lossy, or it begins at a near tie in a
-    precision below float32.
-    """
-    summary = here.summary
-    verdict: GateVerdict = "passed"
-    if here.divergences:
-        is_rounding = not here.is_exact and all(one.is_near_tie for one in here.divergences.values())
-        verdict = "warned" if is_rounding else "failed"
-    said = {
-        "passed": f"{summary.identical_outputs}/{summary.num_prompts} outputs are those of plain decoding",
-        "warned": f"{len(here.divergences)} outputs part from plain decoding at near ties of {here.precision}",
-        "failed": "the output is not that of plain decoding",
-    }[verdict]
-    lossy = "" if all(point.lossless for point in here.profile.points) else ", LOSSY profile"
-    details = [f"{name}: output differs at {divergence}" for name, divergence in here.divergences.items()]
-    return Gate(name=LOSSLESS, workload=here.workload.name, verdict=verdict, summary=said + lossy, details=details)
-
-
-def judge_speedup(here: LocalRun, min_speedup: float) -> Gate:
-    """Fails only if the whole interval lies below the minimum: noise alone fails nothing."""
-    low, high = here.summary.ci95
-    failed = high < min_speedup
-    return Gate(
-        name=SPEEDUP,
-        workload=here.workload.name,
-        verdict="failed" if failed else "passed",
-        summary=f"the speedup {'lies below' if failed else 'may be'} {min_speedup:g}: {here.summary.speedup:.2f}x ({low:.2f}-{high:.2f})",
-    )
-
-
-def judge_counts(
-    here: LocalRun,
-    then: list[PromptEvidence],
-    gate: str,
-    *,
-    source: str,
-    made: Provenance,
-    device: str,
-    tolerance: float,
-) -> Gate:
-    """Counts beside those that a document holds of the first prompts; ``device`` is where it was made."""
-    if here.not_repeated:
-        return not_repeated(here, gate)
-    now = stamp()
-    other_answers = None
-    if not here.is_exact:
-        other_answers = f"near ties of {here.precision}"
-    elif (made.torch, made.transformers) != (now.torch, now.transformers):
-        other_answers = f"made with torch {made.torch}, transformers {made.transformers}"
-    num = len(then)
-    return judge(
-        compare(here.counts[:num], [Counts.of_evidence(prompt) for prompt in then], here.prices[:num]),
-        gate=gate,
-        workload=here.workload.name,
-        than=f"in {source}",
-        tolerance=tolerance,
-        advises_only=None if here.device == device else f"{source} was made on {device}",
-        answers_may_differ=other_answers,
-    )
-
-
-def skipped(here: LocalRun, gate: str, why: str) -> Gate:
-    """A gate that has nothing to judge by."""
-    return Gate(name=gate, workload=here.workload.name, verdict="skipped", summary=why)
-
-
-def not_repeated(here: LocalRun, gate: str) -> Gate:
-    """Nothing can be said of counts that are others every time."""
-    shown = ", ".join(here.not_repeated[:3])
-    return skipped(
-        here,
-        gate,
-        f"counts cannot gate here: {len(here.not_repeated)} of {len(here.prompts)} prompts count otherwise when decoded again ({shown})",
-    )
+            divergences[prompt.name] = divergence
+    return divergences
 
 
 def evidence_for(
-    profile: DecodingProfile, workload: Workload, *, is_needed: bool, source: object
+    profile: DecodingProfile, workload: Workload, *, is_required: bool, source: object
 ) -> list[PromptEvidence] | str:
-    """What the profile's evidence says of the workload's first prompts, or why it says nothing.
+    """The profile's evidence about the workload's first prompts, or why there is none.
 
     Raises:
-        NotComparable: the profile was judged on prompts of this name that were others; or on another workload, and
-            nothing else was asked for.
+        NotComparable: the evidence is about other prompts of this workload; or about another workload, and
+            ``is_required``.
     """
     evidence = profile.evidence.prompts[: len(workload.prompts)]
     if not evidence:
-        return f"{source} has no evidence to compare counts with: it was not measured; run autotune search on this device, or give --against"
+        return (
+            f"{source} has no evidence to compare counts with: it was not measured; run autotune search on this device, or "
+            "give --against"
+        )
     changed = [
-        prompt.name for prompt, then in zip(workload.prompts, evidence, strict=False) if prompt.sha256 != then.sha256
+        prompt.name for prompt, proof in zip(workload.prompts, evidence, strict=False) if prompt.sha256 != proof.sha256
     ]
     if not changed:
         return evidence
-    is_same = workload.name == profile.workload.name
-    what = (
-        f"{len(changed)} of its first {len(evidence)} prompts are others"
-        if is_same
-        else f"judged on {profile.workload.name}"
+    searched = profile.workload.name
+    if workload.name != searched and not is_required:
+        return f"the profile's evidence is about {searched}, not about this workload"
+    difference = f"its evidence is about {searched}"
+    if workload.name == searched:
+        difference = f"{len(changed)} of the first {len(evidence)} prompts have changed"
+    raise NotComparable(
+        f"{source} has no evidence about these prompts of {workload.name}: {difference} (first: {changed[0]}); check the "
+        "workload of the search, or search again"
     )
-    if is_same or is_needed:
-        raise NotComparable(
-            f"{source} does not speak of these prompts of {workload.name}: {what} (the first is {changed[0]}); check the workload that it was searched with, or search again"
-        )
-    return f"the profile was judged on {profile.workload.name}, not on this workload"

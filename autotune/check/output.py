@@ -1,4 +1,4 @@
-"""A check's result for machines that show it to people: JUnit XML, Markdown, GitHub's annotations."""
+"""A check's result for other programs: JUnit XML, Markdown, and annotations on GitHub Actions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
-from autotune.check.result import CheckResult, Gate, Timing
+from autotune.check.result import CheckResult, Timing
 from autotune.files import write_bytes
 
 MARKS = {"passed": "✅", "warned": "⚠️", "failed": "❌", "inconclusive": "❔", "skipped": "➖"}  # noqa: RUF001
+LEVELS = {"failed": "error", "inconclusive": "warning", "warned": "warning"}  # of GitHub's annotations
 SUMMARY_FILE = "GITHUB_STEP_SUMMARY"
 
 
 def junit(result: CheckResult) -> bytes:
-    """One test case for each gate and workload; what stayed open is skipped, not passed."""
+    """JUnit XML with a test case per gate and workload; inconclusive gates are reported as skipped."""
     suite = ElementTree.Element(
         "testsuite",
         name="autotune check",
@@ -29,10 +30,10 @@ def junit(result: CheckResult) -> bytes:
         case = ElementTree.SubElement(suite, "testcase", classname=f"autotune.check.{gate.workload}", name=gate.name)
         if gate.verdict == "failed":
             ElementTree.SubElement(case, "failure", message=gate.summary).text = "\n".join(gate.details)
-        elif gate.verdict in ("inconclusive", "skipped"):
+            continue
+        if gate.verdict in ("inconclusive", "skipped"):
             ElementTree.SubElement(case, "skipped", message=f"{gate.verdict}: {gate.summary}")
-        if gate.verdict != "failed":
-            ElementTree.SubElement(case, "system-out").text = "\n".join([str(gate), *gate.details])
+        ElementTree.SubElement(case, "system-out").text = "\n".join([str(gate), *gate.details])
     root = ElementTree.Element("testsuites")
     root.append(suite)
     ElementTree.indent(root)
@@ -49,41 +50,38 @@ def markdown(result: CheckResult) -> str:
         "",
         "| | gate | workload | |",
         "|---|---|---|---|",
-        *(
-            f"| {MARKS[gate.verdict]} {gate.verdict} | {gate.name} | {_cell(gate.workload)} | {_cell(gate.summary)} |"
-            for gate in result.gates
-        ),
     ]
+    for gate in result.gates:
+        cells = (f"{MARKS[gate.verdict]} {gate.verdict}", gate.name, gate.workload, gate.summary)
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
     for workload in result.workloads:
+        low, high = workload.ci95
         lines += [
             "",
-            f"{workload.name}: {workload.speedup:.2f}x over plain decoding ({workload.ci95[0]:.2f}-{workload.ci95[1]:.2f}), "
+            f"{workload.name}: {workload.speedup:.2f}x over plain decoding ({low:.2f}-{high:.2f}), "
             f"{workload.identical_outputs}/{workload.num_prompts} outputs identical, {workload.precision}",
         ]
         if workload.timing is not None:
-            lines += ["", *_timing(workload.timing)]
+            lines += ["", *_timing_table(workload.timing)]
     for gate in result.gates:
         if gate.details:
-            lines += [
-                "",
-                f"<details><summary>{gate.name}, {_cell(gate.workload)}</summary>",
-                "",
-                *(f"- {_cell(one)}" for one in gate.details),
-                "",
-                "</details>",
-            ]
+            lines += ["", f"<details><summary>{gate.name}, {_cell(gate.workload)}</summary>", ""]
+            lines += [*(f"- {_cell(detail)}" for detail in gate.details), "", "</details>"]
     return "\n".join(lines) + "\n"
 
 
-def _timing(timing: Timing) -> list[str]:
+def _timing_table(timing: Timing) -> list[str]:
     low, high = timing.ci95
-    return [
-        "| base | head | pairs | slowdown | 95 % interval | p (at most "
-        f"{100 * timing.tolerance:g} %) | p (at least {100 * timing.limit:g} %) |",
-        "|---|---|---|---|---|---|---|",
-        f"| {_cell(timing.base)} | {_cell(timing.head)} | {len(timing.pairs)} | {100 * timing.slowdown:+.1f} % | {100 * low:+.1f} to {100 * high:+.1f} % "
-        f"| {timing.p_within_tolerance:.2g} | {timing.p_beyond_limit:.2g} |",
-    ]
+    columns = {
+        "base": _cell(timing.base),
+        "head": _cell(timing.head),
+        "pairs": str(len(timing.pairs)),
+        "slowdown": f"{100 * timing.slowdown:+.1f} %",
+        "95 % interval": f"{100 * low:+.1f} to {100 * high:+.1f} %",
+        f"p (at most {100 * timing.tolerance:g} %)": f"{timing.p_within_tolerance:.2g}",
+        f"p (at least {100 * timing.limit:g} %)": f"{timing.p_beyond_limit:.2g}",
+    }
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", f"| {' | '.join(columns.values())} |"]
 
 
 def _cell(text: str) -> str:
@@ -91,21 +89,14 @@ def _cell(text: str) -> str:
 
 
 def github_annotations(result: CheckResult) -> list[str]:
-    """Workflow commands that GitHub shows beside a run: one for each gate that needs an eye."""
-    levels = {"failed": "error", "inconclusive": "warning", "warned": "warning"}
-    return [
-        f"::{levels[gate.verdict]} title={_property(f'autotune check: {gate.name}')}::{_message(gate)}"
-        for gate in result.gates
-        if gate.verdict in levels
-    ]
-
-
-def _message(gate: Gate) -> str:
-    return _escaped("\n".join([f"{gate.workload}: {gate.summary}", *gate.details[:10]]))
-
-
-def _property(text: str) -> str:
-    return _escaped(text).replace(":", "%3A").replace(",", "%2C")
+    """GitHub workflow commands, one per gate that failed, warned or is inconclusive."""
+    lines = []
+    for gate in result.gates:
+        if gate.verdict in LEVELS:
+            title = _escaped(f"autotune check: {gate.name}").replace(":", "%3A").replace(",", "%2C")
+            message = _escaped("\n".join([f"{gate.workload}: {gate.summary}", *gate.details[:10]]))
+            lines.append(f"::{LEVELS[gate.verdict]} title={title}::{message}")
+    return lines
 
 
 def _escaped(text: str) -> str:
@@ -113,14 +104,13 @@ def _escaped(text: str) -> str:
 
 
 def add_to_step_summary(result: CheckResult, environment: Mapping[str, str] = os.environ) -> None:
-    """The page on GitHub's own summary of the run, where there is one."""
+    """Append the page to the summary of the step, on GitHub Actions."""
     if environment.get(SUMMARY_FILE):
         with Path(environment[SUMMARY_FILE]).open("a", encoding="utf-8") as file:
             file.write(markdown(result))
 
 
 def write_outputs(result: CheckResult, *, junit_path: Path | None, markdown_path: Path | None) -> None:
-    """The files that were asked for."""
     if junit_path is not None:
         write_bytes(junit_path, junit(result))
     if markdown_path is not None:

@@ -1,4 +1,4 @@
-"""What a check found: one gate for each question and workload, and the raw figures behind it."""
+"""The result of a check: one gate per question and workload, and the measurements they are based on."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ SPEEDUP, SESSIONS, TIME = "minimum speedup", "time of other sessions", "time aga
 
 
 class Gate(Document):
-    """One question, asked of one workload."""
+    """The verdict on one question about one workload."""
 
     name: str
     workload: str
     verdict: GateVerdict
     summary: str
-    """Why, in one line."""
+    """The reason, in one line."""
     details: list[str] = Field(default_factory=list)
-    """By prompt, where there is more to say."""
+    """More about single prompts."""
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.name} ({self.workload}): {self.summary}"
 
 
 class Timing(Document):
-    """Base against head, pair by pair. Slowdowns are of the head's time over the base's, minus 1."""
+    """Base and head timed in pairs. A slowdown is the head's time over the base's, minus 1."""
 
     base: str
     head: str
@@ -42,29 +42,30 @@ class Timing(Document):
     limit: float
     tolerance: float
     looks: tuple[int, ...]
+    """Numbers of pairs at the interim analyses."""
     slowdown: float
-    """Hodges and Lehmann's estimate."""
+    """Hodges-Lehmann estimate."""
     ci95: tuple[float, float]
     p_within_tolerance: float
-    """How probable such slow pairs, or slower ones, were if the head were slower by the tolerance at most."""
+    """p-value under the hypothesis that the head is slower by at most the tolerance."""
     p_beyond_limit: float
-    """How probable such fast pairs, or faster ones, were if it were slower by the limit at least."""
+    """p-value under the hypothesis that the head is slower by at least the limit."""
     plain_slowdown: float | None
-    """Of plain decoding, which decides nothing: far from 0 it says that more than the draft's part has changed."""
+    """Slowdown of plain decoding, a control: far from 0, more than the draft's part has changed."""
     speedup: float | None
     """Of the head over its own plain decoding, in the pairs that measured both."""
     pairs: list[Pair]
 
 
 class WorkloadResult(Document):
-    """Everything measured on one workload."""
+    """All measurements on one workload."""
 
     name: str
     sha256: str
     num_prompts: int
     identical_outputs: int
     divergences: list[str]
-    """Where outputs in reduced precision first differ from plain decoding, with the target's margin there."""
+    """Where lossless outputs first differ from plain decoding, with the target's logit margin there."""
     speedup: float
     ci95: tuple[float, float]
     precision: str
@@ -73,14 +74,14 @@ class WorkloadResult(Document):
 
 
 class CheckResult(Document, kind="check-result", made_by="autotune check"):
-    """What the check found. ``exit_code`` is 0 passed, 1 regressed, 3 inconclusive."""
+    """The result of a check. ``exit_code`` is 0 for passed, 1 for regressed, 3 for inconclusive."""
 
     provenance: Provenance
     profile: str
     hardware: Fingerprint
     target: ModelReference
     lossless: bool
-    """What the profile promises, of all of its points."""
+    """Whether all points of the profile are lossless."""
     against: str | None
     workloads: list[WorkloadResult]
     gates: list[Gate]
@@ -89,9 +90,9 @@ class CheckResult(Document, kind="check-result", made_by="autotune check"):
 
 
 def verdict_of(gates: list[Gate], *, inconclusive_fails: bool) -> tuple[str, int]:
-    """Of all gates together, in words and as an exit code: what failed comes before what stayed open."""
+    """The overall verdict and exit code: failures first, then inconclusive gates."""
     for verdict, code in (("failed", 1), ("inconclusive", 3 if inconclusive_fails else 0)):
-        found = [gate.summary for gate in gates if gate.verdict == verdict]
-        if found:
-            return f"{verdict}: {'; '.join(found)}", code
+        reasons = [gate.summary for gate in gates if gate.verdict == verdict]
+        if reasons:
+            return f"{verdict}: {'; '.join(reasons)}", code
     return "passed", 0

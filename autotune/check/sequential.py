@@ -1,13 +1,14 @@
-"""Has the program become slower? A sequential test on pairs of times, decided at few looks fixed beforehand.
+"""A group-sequential test: is the head slower than the base? Analysed at a few numbers of pairs that are fixed beforehand.
 
-A pair's x = ln(t_head / t_base), of the same prompt, in an order drawn at random. The test is Wilcoxon's exact signed
-ranks, against two nulls: "slower by the tolerance at most" must fall for a failure, "slower by the limit at least" for
-a pass. What may be mistaken is spent over the looks, more at later ones, so that looking often costs nothing.
+Each pair gives x = ln(t_head / t_base) for one prompt, decoded in random order. The test is the exact Wilcoxon signed-rank
+test of two null hypotheses: a failure must reject "slower by at most the tolerance", a pass must reject "slower by at least
+the limit". The error probabilities are spent over the interim analyses, more at later ones, so repeated analyses do not
+inflate them.
 
-Pairs of one launch are not independent: two processes of one program may differ by several per cent for as long as
-they live, which five pairs in a row see with the same sign. The signed ranks of the pairs are therefore summed by
-launch, and the sums are what is tested (after Rosner, Glynn and Lee 2006, but exactly). Taken pair by pair, the same
-test would call an unchanged program slower several times as often as it says (``benchmarks/check_power.py``).
+Pairs of one launch are not independent: two processes of the same program can differ by several per cent for as long as they
+live, and five consecutive pairs then have the same sign. Signed ranks are therefore summed by launch, and the sums are
+tested (after Rosner, Glynn and Lee 2006, but exactly). Tested pair by pair, an unchanged program would be called slower
+several times as often as stated (``benchmarks/check_power.py``).
 """
 
 from __future__ import annotations
@@ -28,46 +29,46 @@ PAIRS_PER_LAUNCH = 5
 class Verdict(Enum):
     FAIL = "slower"
     PASS = "not slower"
-    GO_ON = "open"
+    CONTINUE = "open"
 
 
 @dataclass(frozen=True)
 class Design:
-    """What is asked, how surely, and when."""
+    """Hypotheses, error probabilities and interim analyses of the test."""
 
     tolerance: float = 0.01
-    """A slowdown up to here is none."""
+    """Slowdown that is acceptable."""
     limit: float = 0.05
-    """A slowdown from here on must be found."""
+    """Slowdown that must be detected."""
     fail_risk: float = 0.01
-    """That a slowdown of ``tolerance`` or less fails."""
+    """Probability that a slowdown of at most ``tolerance`` fails."""
     pass_risk: float = 0.05
-    """That a slowdown of ``limit`` or more passes."""
-    looks: tuple[int, ...] = (55, 80, 160, 240)
-    """Numbers of pairs. Of fewer than 55, eleven launches, the smallest probability that signs can have, 1/2048, is more
-    than the first look may spend on a failure, if two workloads share it: nothing could fail.
+    """Probability that a slowdown of at least ``limit`` passes."""
+    analyses: tuple[int, ...] = (55, 80, 160, 240)
+    """Numbers of pairs. With fewer than 55 pairs (11 launches), the smallest possible p-value of the signs, 1/2048, exceeds
+    what the first analysis may spend on a failure if two workloads share it: nothing could fail.
     """
     num_workloads: int = 1
-    """Which share the risks."""
+    """They share the error probabilities."""
     by_launch: bool = True
-    """Whether pairs of a launch stand together; False takes them for independent."""
+    """Sum signed ranks by launch; False treats pairs as independent."""
     spends: bool = True
-    """Whether looks share the risks; False tests at each as if it were the only one."""
+    """Share the error probabilities among analyses; False tests at each as if it were the only one."""
 
     def share(self, number: int) -> float:
-        """Of the risks, at a look, from 0."""
-        looks = len(self.looks)
-        spent = (number + 1) / (looks * (looks + 1) / 2) if self.spends else 1.0
+        """Share of the error probabilities for the analysis ``number``, from 0."""
+        count = len(self.analyses)
+        spent = (number + 1) / (count * (count + 1) / 2) if self.spends else 1.0
         return spent / self.num_workloads
 
     @property
-    def cap(self) -> int:
-        return self.looks[-1]
+    def max_pairs(self) -> int:
+        return self.analyses[-1]
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one look saw: how probable it was, or anything beyond it, under each null."""
+class InterimAnalysis:
+    """p-values under both null hypotheses, and verdicts, of one or many checks."""
 
     num_pairs: int
     p_within_tolerance: Floats
@@ -76,84 +77,80 @@ class Look:
 
     @property
     def verdict(self) -> Verdict:
-        """Of a single check."""
-        found: Verdict = self.verdicts.item()
-        return found
+        """The verdict of a single check."""
+        verdict: Verdict = self.verdicts.item()
+        return verdict
 
 
-def look(x: Floats, launches: Floats | NDArray[np.int64], number: int, design: Design) -> Look:
-    """The look ``number`` at log-ratios [..., pairs], each of a launch [pairs]."""
+def interim_analysis(x: Floats, launches: Floats | NDArray[np.int64], number: int, design: Design) -> InterimAnalysis:
+    """Analysis ``number`` of log-ratios x[..., pairs] with the launch of each pair, launches[pairs]."""
     p_slower = p_value(x - math.log1p(design.tolerance), launches if design.by_launch else None)
     p_faster = p_value(math.log1p(design.limit) - x, launches if design.by_launch else None)
     share = design.share(number)
-    verdict = np.full(np.shape(p_slower), Verdict.GO_ON, dtype=object)
-    verdict[p_faster <= design.pass_risk * share] = Verdict.PASS
-    verdict[p_slower <= design.fail_risk * share] = Verdict.FAIL
-    return Look(x.shape[-1], p_slower, p_faster, verdict)
+    verdicts = np.full(np.shape(p_slower), Verdict.CONTINUE, dtype=object)
+    verdicts[p_faster <= design.pass_risk * share] = Verdict.PASS
+    verdicts[p_slower <= design.fail_risk * share] = Verdict.FAIL
+    return InterimAnalysis(x.shape[-1], p_slower, p_faster, verdicts)
 
 
 def p_value(x: Floats, launches: NDArray[Any] | None) -> Floats:
-    """How probable such positive values, or more positive ones, are if every launch's might as well have had the other
-    sign: [...].
-    """
+    """One-sided p-values [...] of x[..., pairs] being positive, if each launch could have had either sign."""
     if launches is not None:
         signed = np.sign(x) * rankdata(np.abs(x), axis=-1)
-        # Whole numbers tie; the launch's own sum breaks the ties, and changes its sign with it.
+        # Sums of ranks are integers and may tie; adding the launch's own values breaks ties and keeps the symmetry.
         starts = np.flatnonzero(np.diff(launches, prepend=launches[0] - 1))
         x = np.add.reduceat(signed + 1e-3 * x, starts, axis=-1)
     return np.asarray(wilcoxon(x, alternative="greater", method="exact", axis=-1).pvalue)
 
 
 def decide(x: Floats, design: Design) -> tuple[NDArray[np.object_], NDArray[np.int64]]:
-    """Whole checks, [checks, pairs] of whole launches: the verdicts, open where the cap decided nothing, and the pairs
-    that each took.
-    """
-    verdicts = np.full(len(x), Verdict.GO_ON, dtype=object)
-    taken = np.full(len(x), design.cap)
-    for number, num_pairs in enumerate(design.looks):
-        waiting = np.flatnonzero(verdicts == Verdict.GO_ON)
-        if not len(waiting):
+    """Verdicts [checks] and numbers of pairs used [checks] of complete checks x[checks, pairs] with complete launches."""
+    verdicts = np.full(len(x), Verdict.CONTINUE, dtype=object)
+    used = np.full(len(x), design.max_pairs)
+    for number, num_pairs in enumerate(design.analyses):
+        open_checks = np.flatnonzero(verdicts == Verdict.CONTINUE)
+        if not len(open_checks):
             break
-        verdicts[waiting] = look(x[waiting, :num_pairs], launches_of(num_pairs), number, design).verdicts
-        taken[waiting] = num_pairs
-    return verdicts, taken
+        analysis = interim_analysis(x[open_checks, :num_pairs], launches_of(num_pairs), number, design)
+        verdicts[open_checks] = analysis.verdicts
+        used[open_checks] = num_pairs
+    return verdicts, used
 
 
 def launches_of(num_pairs: int) -> NDArray[np.int64]:
-    """The launch of each pair where none was cut short."""
+    """The launch of each pair if every launch is complete."""
     return np.arange(num_pairs) // PAIRS_PER_LAUNCH
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """By how much the head is slower; 0.05 is five per cent."""
+    """Slowdown of the head; 0.05 is 5 %."""
 
     slowdown: float
     ci95: tuple[float, float]
 
 
 def estimate(x: Floats, launches: NDArray[np.int64]) -> Estimate:
-    """Hodges and Lehmann's estimate of the slowdown, and what its test cannot tell from it: all values whose null it
-    keeps.
-    """
+    """The Hodges-Lehmann estimate, and the confidence interval of all values that the test does not reject."""
     centre = hodges_lehmann(x)
-    return Estimate(math.expm1(centre), (math.expm1(_edge(x, launches, -1)), math.expm1(_edge(x, launches, 1))))
+    low, high = (_confidence_limit(x, launches, sign) for sign in (-1, 1))
+    return Estimate(math.expm1(centre), (math.expm1(low), math.expm1(high)))
 
 
 def hodges_lehmann(x: Floats) -> float:
-    """The median of the means of all pairs of values, each with itself included."""
+    """Median of the means of all pairs of values, each value paired with itself too."""
     rows, columns = np.triu_indices(len(x))
     return float(np.median((x[rows] + x[columns]) / 2))
 
 
-def _edge(x: Floats, launches: NDArray[np.int64], side: int) -> float:
-    """Where the one-sided probability falls through 2.5 %, found by ever finer steps outwards from the estimate. Of too
-    few launches to exclude anything it is the outermost value itself.
+def _confidence_limit(x: Floats, launches: NDArray[np.int64], sign: int) -> float:
+    """Where the one-sided p-value falls below 2.5 %, by a search on ever finer grids from the estimate to the outermost
+    value. With too few launches to reject anything it is the outermost value.
     """
-    inside, outside = hodges_lehmann(x), side * float(np.max(side * x))
+    inside, outside = hodges_lehmann(x), sign * float(np.max(sign * x))
     for _ in range(4):
-        steps = np.linspace(inside, outside, 17)
-        is_kept = p_value(side * (steps[:, None] - x), launches) > 0.025
+        grid = np.linspace(inside, outside, 17)
+        is_kept = p_value(sign * (grid[:, None] - x), launches) > 0.025
         last = int(np.flatnonzero(is_kept)[-1]) if is_kept.any() else 0
-        inside, outside = float(steps[last]), float(steps[min(last + 1, 16)])
+        inside, outside = float(grid[last]), float(grid[min(last + 1, 16)])
     return inside

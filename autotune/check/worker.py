@@ -1,8 +1,7 @@
-"""One side of a timed comparison: decodes the prompts that it is told to, and says how long that took.
+"""One side of a timed comparison: decodes the requested prompts and reports times and counts.
 
-Runs as a script, by the code under test, which may be older than this file: of autotune it knows the public interface
-alone. Requests come as lines of JSON on standard input, answers go as lines of JSON to standard output; it ends when
-the requests do.
+Runs as a script with the code under test, which may be older than this file, so it uses only autotune's public interface.
+Requests are lines of JSON on standard input, answers lines of JSON on standard output. It ends when its input is closed.
 
     python -P worker.py '{"profile": FILE, "device": "cpu"}'
 """
@@ -19,11 +18,15 @@ import time
 import traceback
 from typing import Any, TextIO
 
+# Versions before the renaming of these keys read schema 1 only.
+FORMER_KEYS = {"mode": "runner", "capture_sizes": "buckets"}
+FORMER_MODES = {"cuda-graph": "graph"}
+
 
 class Stopwatch:
-    """A streamer, as ``generate`` takes it: notes when the first token came and when the last one had.
+    """A streamer for ``generate`` that notes when the first and the last token came.
 
-    Its own clock and not that of the code under test, which a change may have changed.
+    It has its own clock, because the clock of the code under test may be what a change has changed.
     """
 
     def __init__(self) -> None:
@@ -48,40 +51,36 @@ class Stopwatch:
 
     @property
     def _first_s(self) -> float:
-        return self.put_s[1]  # the prompt was put before it
+        return self.put_s[1]  # the first call passes the prompt
 
 
-class Side:
-    """A profile's decoder, and plain decoding by the same model."""
+class SideDecoder:
+    """A profile's decoder, and plain decoding with the same model."""
 
     def __init__(self, profile: str, device: str) -> None:
         import autotune
 
-        self.where = os.path.dirname(os.path.abspath(autotune.__file__))
-        self.tuned = autotune.load(profile, device=device)
-        # Steps as the profile runs them (earlier versions: runner, buckets): a slower baseline would flatter the draft.
-        steps = {
-            name: getattr(self.tuned, name)
-            for name in ("threads", "mode", "capture_sizes", "runner", "buckets")
-            if hasattr(self.tuned, name)
-        }
+        self.package = os.path.dirname(os.path.abspath(autotune.__file__))
+        self.tuned = _load(profile, device)
+        # Plain decoding runs its steps as the profile does: a slower baseline would flatter the draft.
+        names = ("threads", *FORMER_KEYS, *FORMER_KEYS.values())
+        steps = {name: getattr(self.tuned, name) for name in names if hasattr(self.tuned, name)}
         self.plain = autotune.Decoder(
-            target=self.tuned.target_model, draft=None, **_as_far_as_taken(steps, autotune.Decoder.__init__)
+            target=self.tuned.target_model, draft=None, **_accepted(steps, autotune.Decoder.__init__)
         )
 
     def decode(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One prompt, by the profile or plainly: times, counts, and a hash of the tokens."""
+        """Times, counts and a hash of the tokens of one prompt, decoded with the profile or plainly."""
         from safetensors.torch import load_file
 
         decoder = self.plain if request["plain"] else self.tuned
         inputs = load_file(request["inputs"], device=str(self.tuned.target_model.device))
-        extra = _as_far_as_taken({"workload": request["task"]}, decoder.generate)
-        gc.collect()  # or one side would pay for the garbage of another prompt
+        extra = _accepted({"workload": request["task"]}, decoder.generate)
+        gc.collect()  # else one prompt would pay for the garbage of another
         watch = Stopwatch()
         output = decoder.generate(**inputs, **request["settings"], **extra, streamer=watch)
         stats = output.stats
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        accepted = list(stats.accepted_lengths)
         return {
             "first_token_ms": watch.first_token_ms,
             "decode_ms": watch.decode_ms,
@@ -91,29 +90,52 @@ class Side:
             "draft_forwards": stats.draft_forwards,
             "plain_steps": stats.plain_steps,
             "verified_nodes": sum(stats.verified_nodes),
-            "accepted_lengths": accepted,
+            "accepted_lengths": list(stats.accepted_lengths),
         }
 
 
-def _as_far_as_taken(options: dict[str, Any], function: Any) -> dict[str, Any]:
-    """Those of the options that the function has: an older one lacks some."""
+def _load(profile: str, device: str) -> Any:
+    """The profile's decoder. An earlier version that refuses the profile is given it with its former keys."""
+    import autotune
+
+    try:
+        return autotune.load(profile, device=device)
+    except Exception as error:
+        if not isinstance(error, getattr(autotune, "UserError", ())):
+            raise
+        try:
+            with open(profile, encoding="utf-8") as file:
+                content = {FORMER_KEYS.get(key, key): value for key, value in json.load(file).items()}
+            content["schema"] = "autotune.decoding-profile/1"
+            content["runner"] = FORMER_MODES.get(content.get("runner", "eager"), content.get("runner", "eager"))
+            former = f"{profile}.former.json"
+            with open(former, "w", encoding="utf-8") as file:
+                json.dump(content, file)
+            return autotune.load(former, device=device)
+        except Exception:  # the first error is the one that counts
+            pass
+        raise
+
+
+def _accepted(options: dict[str, Any], function: Any) -> dict[str, Any]:
+    """The options that a function has parameters for; earlier versions lack some."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in known}
 
 
 def serve(requests: TextIO, answers: TextIO, settings: dict[str, Any]) -> None:
-    """Load, say so, and answer every request. What goes wrong is an answer as well, and the end."""
+    """Load, report that, and answer every request. An error is an answer too, and the last one."""
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
     try:
-        side = Side(settings["profile"], settings["device"])
-        answer(ready=side.where)
+        side = SideDecoder(settings["profile"], settings["device"])
+        answer(ready=side.package)
         for line in requests:
             answer(**side.decode(json.loads(line)))
-    except BrokenPipeError:  # nobody listens any more
+    except BrokenPipeError:  # the parent has ended
         pass
     except Exception as error:
         traceback.print_exc()
@@ -121,7 +143,7 @@ def serve(requests: TextIO, answers: TextIO, settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # What libraries print must not come between the answers.
+    # The answers have a channel of their own: what libraries print to standard output goes to the log.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(sys.stdin, channel, json.loads(sys.argv[1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError, nearest
 from autotune.files import read_json
 
@@ -32,6 +31,8 @@ def require_profile(path: Path) -> None:
         UserError: no such file, no JSON, an unknown key or a value out of range.
     """
     read_json(path)
+    from autotune.documents.decoding_profile import DecodingProfile
+
     DecodingProfile.load(path)
 
 

@@ -13,9 +13,9 @@ from autotune.check.baseline import (
     Session,
     add_sessions,
     comparable_sessions,
-    judge_times,
     load_baseline,
     predicted_power,
+    sessions_gate,
 )
 from autotune.check.sequential import Design
 from autotune.documents.fingerprint import Fingerprint
@@ -49,25 +49,25 @@ def sessions(count: int, spread: float) -> list[Session]:
 
 def test_alike_sessions_judge() -> None:
     known = sessions(12, 0.003)
-    assert judge_times(known, session(100.5), Design()).verdict == "passed"
-    slower = judge_times(known, session(105.0), Design())
+    assert sessions_gate(known, session(100.5), Design()).verdict == "passed"
+    slower = sessions_gate(known, session(105.0), Design())
     assert (
         slower.verdict == "failed"
-        and "+5.0 % decoding time against 12 sessions, which differ by 0.3 %" in slower.summary
+        and "+5.0 % decoding time compared with 12 sessions, which differ by 0.3 %" in slower.summary
     )
-    assert judge_times(known, session(80.0), Design()).verdict == "passed"
+    assert sessions_gate(known, session(80.0), Design()).verdict == "passed"
 
 
 def test_few_sessions_inform() -> None:
-    gate = judge_times(sessions(9, 0.003), session(200.0), Design())
-    assert gate.verdict == "skipped" and gate.summary.endswith("10 are needed to judge by")
-    assert judge_times([], session(), Design()).summary.startswith("0 sessions on this device")
+    gate = sessions_gate(sessions(9, 0.003), session(200.0), Design())
+    assert gate.verdict == "skipped" and gate.summary.endswith("10 are required")
+    assert sessions_gate([], session(), Design()).summary.startswith("0 earlier sessions on this device")
 
 
 def test_sessions_that_differ_inform_and_say_what_they_would_find() -> None:
-    gate = judge_times(sessions(20, 0.05), session(200.0), Design())
+    gate = sessions_gate(sessions(20, 0.05), session(200.0), Design())
     assert gate.verdict == "skipped"
-    assert "a slowdown of 5 % would be found in 5 % of checks, too few to judge by; use --against" in gate.summary
+    assert "a slowdown of 5 % would be detected in only 5 % of checks; use --against" in gate.summary
 
 
 @pytest.mark.parametrize("spread", [0.006, 0.02])
@@ -79,7 +79,7 @@ def test_the_predicted_power_is_the_power(spread: float, monkeypatch: pytest.Mon
     for _ in range(400):
         known = [session(float(np.exp(value))) for value in rng.normal(0.0, spread, 10)]
         now = session(1.05 * float(np.exp(rng.normal(0.0, spread))))
-        found += judge_times(known, now, design).verdict == "failed"
+        found += sessions_gate(known, now, design).verdict == "failed"
     assert found / 400 == pytest.approx(predicted_power(spread, 10, design), abs=0.07)
 
 
@@ -91,11 +91,11 @@ def test_only_sessions_of_the_same_work_are_compared(tmp_path: Path) -> None:
     assert len(known.sessions) == 4
     assert [one.decode_ms for one in comparable_sessions(known, session(), path)] == [100.0, 50.0]
     assert comparable_sessions(known, session(workload="new.jsonl"), path) == []
-    with pytest.raises(NotComparable, match="digits had other prompts in all of its 3 sessions"):
+    with pytest.raises(NotComparable, match="all 3 sessions of digits have other prompts"):
         comparable_sessions(known, session(workload_sha256="d" * 64), path)
     other = ModelReference(id="tests/target", sha256="f" * 64)
     with pytest.raises(
-        NotComparable, match="all sessions of digits decoded tests/target of other weights or precision"
+        NotComparable, match="all sessions of digits decoded tests/target with other weights or precision"
     ):
         comparable_sessions(known, session(target=other), path)
 

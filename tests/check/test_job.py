@@ -9,11 +9,11 @@ import pytest
 
 from autotune.check import comparison
 from autotune.check.job import run_check
-from autotune.check.launch import Decoded, Request, Side
 from autotune.check.pairs import Pair as TimedPair
 from autotune.check.result import CheckResult, Gate
 from autotune.check.settings import CheckSettings
-from autotune.check.worker import Side as WorkerSide
+from autotune.check.worker import SideDecoder
+from autotune.check.worker_process import Decoded, Request, Side
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
@@ -79,7 +79,7 @@ def test_another_output_fails_a_profile_that_promises_the_target_s(
 
     monkeypatch.setattr(DecoderArm, "decode", wrong)
     found = check("lossless.json")
-    assert found.exit_code == 1 and found.verdict == "failed: the output is not that of plain decoding"
+    assert found.exit_code == 1 and found.verdict == "failed: the output differs from plain decoding"
 
 
 def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
@@ -117,7 +117,7 @@ def test_a_lossy_profile_promises_no_output(world: Path, capsys: pytest.CaptureF
 
 def test_a_speedup_that_cannot_be_reached_fails(world: Path) -> None:
     found = check("lossless.json", min_speedup=1000.0)
-    assert found.exit_code == 1 and found.verdict.startswith("failed: the speedup lies below 1000: ")
+    assert found.exit_code == 1 and found.verdict.startswith("failed: the speedup is below 1000: ")
     assert check("lossless.json", min_speedup=0.001).exit_code == 0
 
 
@@ -228,7 +228,7 @@ def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: 
         found = check("proven.json", **asked)
         assert found.exit_code == 1
         assert verdicts(found) == {"lossless": "passed", "counts": "failed", "time against the base": "skipped"}
-    assert "count worse" in found.verdict and "accepted tokens" in gate(found, "counts").details[0]
+    assert "worse counts" in found.verdict and "accepted tokens" in gate(found, "counts").details[0]
 
 
 def test_on_another_device_counts_advise(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_on_another_device_counts_advise(world: Path, monkeypatch: pytest.Monkey
     with pytest.warns(UserWarning, match="tuned on cpu/An abacus/1"):
         found = check("proven.json")
     assert (found.exit_code, gate(found, "counts").verdict) == (0, "warned")
-    assert "advice only, for the profile's evidence was made on cpu/An abacus/1" in gate(found, "counts").summary
+    assert "advisory only: the profile's evidence was made on cpu/An abacus/1" in gate(found, "counts").summary
 
 
 def test_counts_that_do_not_repeat_cannot_gate(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_counts_that_do_not_repeat_cannot_gate(world: Path, monkeypatch: pytest.
     )
     found = check("proven.json")
     assert found.exit_code == 0 and gate(found, "counts").verdict == "skipped"
-    assert "counts cannot gate here" in gate(found, "counts").summary
+    assert "counts are not reproducible" in gate(found, "counts").summary
 
 
 def test_a_profile_without_evidence_says_so_in_one_line(world: Path) -> None:
@@ -265,7 +265,7 @@ def test_prompts_that_changed_are_not_comparable(world: Path) -> None:
     write_workload(world, [{"prompt": "Go on, please.", "split": "evaluate", "max_new_tokens": 20}] * 2)
     with pytest.raises(
         NotComparable,
-        match=r"proven.json does not speak of these prompts of workload.jsonl: 2 of its first 2 prompts are others",
+        match=r"proven.json has no evidence about these prompts of workload.jsonl: 2 of the first 2 prompts have changed",
     ):
         check("proven.json", min_speedup=0.1)
 
@@ -274,7 +274,7 @@ def test_another_workload_is_not_comparable_unless_more_is_asked(world: Path) ->
     write_evidence(world)
     prompts = [{"prompt": "Something else.", "split": "evaluate", "max_new_tokens": 20}]
     write_workload(world, prompts, name="other.jsonl")
-    with pytest.raises(NotComparable, match=r"judged on workload.jsonl"):
+    with pytest.raises(NotComparable, match=r"its evidence is about workload.jsonl"):
         check("proven.json", workloads=("other.jsonl",))
     both = check("proven.json", workloads=("workload.jsonl", "other.jsonl"), min_speedup=0.001)
     assert [one.verdict for one in both.gates if one.name == "counts"] == ["passed", "skipped"]
@@ -322,7 +322,7 @@ class InProcess:
     def decode(self, request: Request, *, plain: bool) -> Decoded:
         key = (side_key(self.side), str(request.name), plain)
         if key not in self.decoded:
-            self._side = self._side or WorkerSide(str(self.side.profile), "cpu")
+            self._side = self._side or SideDecoder(str(self.side.profile), "cpu")
             fields = {"inputs": str(request.inputs), "settings": request.settings, "task": request.task}
             self.decoded[key] = Decoded.model_validate(self._side.decode({**fields, "plain": plain}))
         jitter = 0.001 * (len(self.launched) % 7)
@@ -402,9 +402,7 @@ def test_a_head_that_accepts_less_than_its_base_fails_without_timing(world: Path
     assert workers.launched == ["base", "base"]
     numbers = iter(range(1000))
     workers.edit = lambda side, found: found.model_copy(update={"target_forwards": 1 + next(numbers) % 3})
-    assert (
-        "are others every time" in gate(check("lossless.json", against="lossless.json"), "counts of the base").summary
-    )
+    assert "are not reproducible" in gate(check("lossless.json", against="lossless.json"), "counts of the base").summary
 
 
 def test_the_machine_is_tested_by_the_profile_against_itself(world: Path, workers: type[InProcess]) -> None:
@@ -429,7 +427,7 @@ def test_a_base_of_another_kind_is_not_comparable(what: str, world: Path, monkey
     changed(world, "base.json", **fields)
     monkeypatch.setattr(loading, "load_model", None)
     with pytest.raises(
-        NotComparable, match=rf"--against base.json: its {what} is .*; compare profiles of the same {what}"
+        NotComparable, match=rf"--against base.json: its {what} is .*; compare profiles with the same {what}"
     ):
         check("lossless.json", against="base.json")
 
@@ -442,7 +440,7 @@ def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: 
     workers.edit = lambda side, found: found.model_copy(update={"tokens_sha256": side.name})
     found = check("lossless.json", against="base.json")
     assert (found.exit_code, verdicts(found)["counts of the base"]) == (1, "failed")
-    assert "another answer" in gate(found, "counts of the base").details[0]
+    assert "different answer" in gate(found, "counts of the base").details[0]
     deeper = decoding_profile(
         tree={"policy": "chain", "depth": 2}
     ).point.tree  # no counts to compare, so that times are
@@ -465,7 +463,7 @@ def test_real_processes_decode_in_pairs(world: Path) -> None:
     point = DecodingProfile.load(world / "lossless.json").point
     deeper = decoding_profile(tree={"policy": "chain", "depth": 2}).point.tree
     changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])
-    with pytest.raises(UserError, match=r"--budget 1s: the first look, at 55 pairs, takes about \d+ s here"):
+    with pytest.raises(UserError, match=r"--budget 1s: the first analysis, at 55 pairs, takes about \d+ s here"):
         check("lossless.json", against="base.json", budget_s=1.0)
     (ledger,) = (world / ".autotune" / "checks").glob("*.jsonl")
     pairs = [TimedPair.model_validate(record) for record in read_lines(ledger)]

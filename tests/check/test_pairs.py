@@ -12,7 +12,7 @@ import pytest
 from autotune.check.pairs import Pair, PairRunner
 from autotune.errors import NotComparable
 from autotune.files import read_lines
-from tests.check.workers import BASE, HEAD, World, requests
+from tests.check.fake_workers import BASE, HEAD, World, requests
 
 
 def runner(world: World, folder: Path, **options: Any) -> PairRunner:

@@ -58,7 +58,7 @@ def test_recorded_noise_is_replayed_launch_by_launch() -> None:
     found = {tuple(launch) for launch in np.abs(drawn.reshape(-1, 5))}
     assert found == {tuple(launch) for launch in launches[:2]}, "the launch that was cut short is left out"
     assert (drawn < 0).any() and (np.sign(drawn.reshape(-1, 5)).std(axis=1) == 0).all()
-    assert (replayed(launches, either_sign=False)(np.random.default_rng(0), 30, 40) > 0).all()
+    assert (replayed(launches, random_sign=False)(np.random.default_rng(0), 30, 40) > 0).all()
 
 
 @pytest.mark.parametrize("name", recorded())

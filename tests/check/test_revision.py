@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.check.launch import Side
-from autotune.check.revision import checked_out, packages
+from autotune.check.revision import checked_out, requirements
+from autotune.check.worker_process import Side
 from autotune.errors import UserError
 
 PYPROJECT = '[project]\nname = "thing"\nversion = "1"\ndependencies = ["numpy>=2"]\n'
@@ -45,13 +45,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def head(folder: Path) -> Side:
-    return Side(name="head", what="as it is here", profile=folder / "profile.json")
+    return Side(name="head", label="as it is here", profile=folder / "profile.json")
 
 
 def test_the_base_decodes_with_the_profile_of_its_revision(repository: Path, tmp_path: Path) -> None:
     with checked_out("HEAD~1", Path("profile.json"), head(repository), tmp_path) as base:
         assert base.profile.read_text() == "old"
-        assert base.what == f"HEAD~1 ({git(repository, 'rev-parse', 'HEAD~1')[:10]})"
+        assert base.label == f"HEAD~1 ({git(repository, 'rev-parse', 'HEAD~1')[:10]})"
         assert base.python == sys.executable, "the linter is no package that is installed"
         assert base.code == head(repository).code, "the project holds no autotune: the installed one runs on both sides"
     assert git(repository, "worktree", "list").count("\n") == 0, "nothing is left behind"
@@ -70,13 +70,11 @@ def test_code_of_this_project_is_the_revisions_own(repository: Path, tmp_path: P
     (repository / "autotune" / "__init__.py").write_text("")
     git(repository, "add", "-A")
     git(repository, "commit", "-q", "-m", "a package")
-    side = Side(name="head", what="as it is here", profile=repository / "profile.json", code=repository)
+    side = Side(name="head", label="as it is here", profile=repository / "profile.json", code=repository)
     with checked_out("HEAD", Path("profile.json"), side, tmp_path) as base:
         assert base.code == tmp_path / "base"
     with (
-        pytest.raises(
-            UserError, match=r"this repository holds autotune, and the one that runs is that in .*PYTHONPATH="
-        ),
+        pytest.raises(UserError, match=r"this repository contains autotune, but the one that runs is in .*PYTHONPATH="),
         checked_out("HEAD", Path("profile.json"), head(repository), tmp_path),
     ):
         pass
@@ -136,14 +134,18 @@ def test_what_is_no_revision_is_refused(repository: Path, tmp_path: Path, monkey
     with pytest.raises(UserError, match="--against mian: neither a file nor a git revision; fetch it first"):
         opened("mian")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--against main: no such file, and this folder is in no git repository"):
+    with pytest.raises(UserError, match="--against main: no such file, and this folder is not in a git repository"):
         opened("main")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match="--against a revision needs git, which is not here"):
+    with pytest.raises(UserError, match="--against a revision needs git, which was not found"):
         opened("main")
 
 
 def test_only_what_is_installed_counts(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     (tmp_path / "requirements.txt").write_text("torch\n")
-    assert packages(tmp_path) == {"requirements.txt": b"torch\n", "dependencies": ["numpy>=2"], "requires-python": None}
+    assert requirements(tmp_path) == {
+        "requirements.txt": b"torch\n",
+        "dependencies": ["numpy>=2"],
+        "requires-python": None,
+    }

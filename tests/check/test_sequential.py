@@ -15,12 +15,12 @@ from autotune.check.sequential import (
     decide,
     estimate,
     hodges_lehmann,
+    interim_analysis,
     launches_of,
-    look,
     p_value,
 )
 
-BY_PAIR = Design(looks=(20, 40, 80, 160, 240), by_launch=False)
+BY_PAIR = Design(analyses=(20, 40, 80, 160, 240), by_launch=False)
 
 
 def test_pairs_on_their_own_are_wilcoxons_test() -> None:
@@ -56,22 +56,22 @@ def test_launches_that_were_cut_short_count_as_they_are() -> None:
 
 def test_the_looks_share_what_may_be_mistaken() -> None:
     design = Design()
-    assert sum(design.share(number) for number in range(len(design.looks))) == pytest.approx(1.0)
+    assert sum(design.share(number) for number in range(len(design.analyses))) == pytest.approx(1.0)
     assert sum(BY_PAIR.share(number) for number in range(5)) == pytest.approx(1.0)
     assert [BY_PAIR.share(number) * 15 for number in range(5)] == pytest.approx([1, 2, 3, 4, 5])
     shared = Design(num_workloads=3)
-    assert sum(shared.share(number) for number in range(len(shared.looks))) == pytest.approx(1 / 3)
+    assert sum(shared.share(number) for number in range(len(shared.analyses))) == pytest.approx(1 / 3)
 
 
 def test_no_look_is_without_a_chance() -> None:
-    """The least probability that signs of so many launches can have is small enough to pass and to fail at the first look,
+    """The least probability that signs of so many launches can have is small enough to pass and to fail at the first interim_analysis,
     of two workloads too; a launch less would not do, and at 20 pairs nothing would be decided.
     """
     design = Design(num_workloads=2)
-    for number, num_pairs in enumerate(design.looks):
+    for number, num_pairs in enumerate(design.analyses):
         least = 0.5 ** (num_pairs // 5)
         assert least <= min(design.pass_risk, design.fail_risk) * design.share(number)
-    assert design.fail_risk * design.share(0) < 0.5 ** (design.looks[0] // 5 - 1)
+    assert design.fail_risk * design.share(0) < 0.5 ** (design.analyses[0] // 5 - 1)
     assert BY_PAIR.pass_risk * BY_PAIR.share(0) < 0.5 ** (20 // 5)
 
 
@@ -88,15 +88,15 @@ def test_what_is_clear_is_decided_at_the_first_look_that_can(slowdown: float, ve
 def test_what_lies_between_tolerance_and_limit_stays_open() -> None:
     x = np.random.default_rng(3).normal(math.log1p(0.03), 0.3, (1, 240))
     verdicts, taken = decide(x, Design())
-    assert (verdicts[0], taken[0]) == (Verdict.GO_ON, 240)
+    assert (verdicts[0], taken[0]) == (Verdict.CONTINUE, 240)
 
 
 def test_a_look_at_one_check_is_the_look_at_many() -> None:
     x = np.random.default_rng(4).normal(0.03, 0.05, (6, 80))
     launches = launches_of(80)
-    together = look(x, launches, 1, Design())
+    together = interim_analysis(x, launches, 1, Design())
     for number, row in enumerate(x):
-        alone = look(row, launches, 1, Design())
+        alone = interim_analysis(row, launches, 1, Design())
         assert alone.verdict is together.verdicts[number]
         assert float(alone.p_within_tolerance) == pytest.approx(together.p_within_tolerance[number])
 
@@ -105,7 +105,7 @@ def test_the_two_sides_are_mirrored() -> None:
     """Slower by so much is as probable as faster by so much."""
     x = np.random.default_rng(5).normal(0.0, 0.05, 80)
     swapped = Design(tolerance=0.0, limit=1e-12)
-    one, other = (look(values, launches_of(80), 1, swapped) for values in (x, -x))
+    one, other = (interim_analysis(values, launches_of(80), 1, swapped) for values in (x, -x))
     assert float(one.p_within_tolerance) == pytest.approx(float(other.p_beyond_limit), abs=1e-9)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import autotune
 from autotune.check import worker
-from autotune.check.launch import WORKER, Decoded, Request, Side, WorkerProcess
+from autotune.check.worker_process import WORKER, Decoded, Request, Side, WorkerProcess
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
@@ -64,7 +64,7 @@ def test_plain_decoding_steps_as_the_profile_does(profile: Path) -> None:
     """By its runner, sizes and threads: an eager baseline would flatter a compiled draft."""
     steps = {"mode": "fixed", "capture_sizes": (1, 8, 64), "threads": 1}
     DecodingProfile.load(profile).model_copy(update=steps).save(profile)
-    side = worker.Side(str(profile), "cpu")
+    side = worker.SideDecoder(str(profile), "cpu")
     assert (
         {name: getattr(side.plain, name) for name in steps}
         == {name: getattr(side.tuned, name) for name in steps}
@@ -105,7 +105,7 @@ def test_it_knows_the_public_interface_alone() -> None:
 def test_an_older_program_is_asked_for_nothing_that_it_lacks() -> None:
     def old(input_ids: Any, streamer: Any = None) -> None: ...
 
-    assert worker._as_far_as_taken({"workload": "sort", "streamer": 1}, old) == {"streamer": 1}
+    assert worker._accepted({"workload": "sort", "streamer": 1}, old) == {"streamer": 1}
 
 
 # ---------------------------------------------------------------------------------------------- processes of their own
@@ -130,7 +130,7 @@ def load(profile, device):
 
 
 def process(code: Path, folder: Path) -> WorkerProcess:
-    side = Side(name="base", what="main (0123456789)", profile=folder / "profile.json", code=code)
+    side = Side(name="base", label="main (0123456789)", profile=folder / "profile.json", code=code)
     return WorkerProcess(side, device="cpu", log=folder / "base.log")
 
 
@@ -140,9 +140,9 @@ def test_a_process_runs_the_code_that_was_meant(tmp_path: Path) -> None:
     made.close()
     assert made._process.returncode == 0
     assert "a library that prints" in (tmp_path / "base.log").read_text(), "not among its answers"
-    side = Side(name="base", what="x", profile=tmp_path / "p.json", code=tmp_path)
+    side = Side(name="base", label="x", profile=tmp_path / "p.json", code=tmp_path)
     other = WorkerProcess(side, device="cpu", log=tmp_path / "base.log")
-    other.side = Side(name="base", what="x", profile=tmp_path / "p.json", code=tmp_path / "elsewhere")
+    other.side = Side(name="base", label="x", profile=tmp_path / "p.json", code=tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"the base, x, imports autotune from .*, not from .*elsewhere"):
         other.wait()
     other.close()
@@ -161,5 +161,5 @@ def test_a_base_that_cannot_load_is_one_line(load: str, message: str, tmp_path: 
         made.wait()
     made.close()
     assert str(caught.value) == (
-        f"the base, main (0123456789), cannot decode with the profile: {message}; its log is {tmp_path / 'base.log'}"
+        f"the base, main (0123456789), cannot decode with the profile: {message}; see its log {tmp_path / 'base.log'}"
     )

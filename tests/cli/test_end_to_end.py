@@ -91,7 +91,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert check["workloads"][0]["identical_outputs"] == 3
     failed = run_command("check", "tree.json", *workload, "--min-speedup", "1000", "--json", folder=tmp_path)
     assert failed.returncode == 1
-    assert json.loads(failed.stdout)["verdict"].startswith("failed: the speedup lies below 1000")
+    assert json.loads(failed.stdout)["verdict"].startswith("failed: the speedup is below 1000")
 
 
 def assert_complete(path: Path) -> None:

@@ -236,7 +236,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "no such base": (
         ["check", "profile.json", "--workload", "workload.jsonl", "--against", "nowhere"],
-        "--against nowhere: (no such file, and this folder is in no git repository|neither a file nor a git revision)",
+        "--against nowhere: (no such file, and this folder is not in a git repository|neither a file nor a git revision)",
     ),
     "base that is no profile": (
         ["check", "profile.json", "--workload", "workload.jsonl", "--against", "workload.jsonl"],
@@ -248,7 +248,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "missing profile, export": (["export", "nowhere.json", "--to", "vllm"], r"nowhere\.json: no such file; check the path"),
     "no engine": (["export", "profile.json"], "Missing option '--to'. Choose from: vllm, sglang, tensorrt-llm, transformers"),
-    "export without a study": (["export", "profile.json", "--to", "vllm"], "name the study's folder with --study, or run autotune search"),
+    "export without a study": (["export", "profile.json", "--to", "vllm"], "give the study's folder with --study, or run autotune search"),
     "export below a file": (["export", "profile.json", "--to", "vllm", "-o", "file"], r"file/export\.json: cannot be written"),
     "missing recipe": (["train", "gone.yaml"], r"gone\.yaml: no such file"),
     "no probability": (["run", "profile.json", "--prompt", "x", "--top-p", "0"], "top.p"),

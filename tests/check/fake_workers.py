@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autotune.check.launch import Decoded, Request, Side
+from autotune.check.worker_process import Decoded, Request, Side
 from autotune.workloads.workload import WARM_UP_TOKENS
 
-BASE, HEAD = (Side(name=name, what=f"the {name}", profile=Path("profile.json")) for name in ("base", "head"))
+BASE, HEAD = (Side(name=name, label=f"the {name}", profile=Path("profile.json")) for name in ("base", "head"))
 
 
 def requests(count: int = 3) -> list[Request]:

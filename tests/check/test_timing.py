@@ -11,9 +11,9 @@ import pytest
 from autotune.check.pairs import PairRunner
 from autotune.check.result import Gate
 from autotune.check.sequential import Design
-from autotune.check.timed import Outcome, judge_machine, judge_time, run_looks, timing_of
+from autotune.check.timing import Outcome, machine_gate, run_pairs, time_gate, timing_of
 from autotune.errors import UserError
-from tests.check.workers import BASE, HEAD, World, requests
+from tests.check.fake_workers import BASE, HEAD, World, requests
 
 DESIGN = Design()
 UNLIMITED = 1e9
@@ -28,12 +28,12 @@ def noisy(slowdown: float, jitter: float, *, seed: int = 0) -> World:
 def looked(world: World, folder: Path, budget_s: float = UNLIMITED, **options: Any) -> tuple[PairRunner, Outcome]:
     ledger = folder / "pairs.jsonl"
     with PairRunner(BASE, HEAD, world.launch, requests(), seed=0, ledger=ledger, clock=world.clock) as runner:
-        return runner, run_looks(runner, DESIGN, budget_s=budget_s, **options)
+        return runner, run_pairs(runner, DESIGN, budget_s=budget_s, **options)
 
 
 def judged(world: World, folder: Path, budget_s: float = UNLIMITED) -> Gate:
     runner, outcome = looked(world, folder, budget_s)
-    return judge_time(timing_of(runner, outcome, DESIGN), outcome, "digits")
+    return time_gate(timing_of(runner, outcome, DESIGN), outcome, "digits")
 
 
 def test_a_slowdown_fails(tmp_path: Path) -> None:
@@ -54,14 +54,16 @@ def test_a_faster_head_passes(tmp_path: Path) -> None:
 
 def test_too_much_noise_stays_open(tmp_path: Path) -> None:
     gate = judged(noisy(0.03, 0.3), tmp_path)
-    assert gate.verdict == "inconclusive" and "after 240 pairs: undecided at the last look" in gate.summary
+    assert gate.verdict == "inconclusive" and "after 240 pairs: undecided at the last analysis" in gate.summary
 
 
 def test_the_budget_ends_it_at_a_look(tmp_path: Path) -> None:
     """55 pairs take 11 launches of about 11 s, and less than half a second each: 80 would not fit 180 s."""
     world = noisy(0.03, 0.1)
     gate = judged(world, tmp_path, budget_s=180.0)
-    assert gate.verdict == "inconclusive" and "after 55 pairs: the budget ended before the next look" in gate.summary
+    assert (
+        gate.verdict == "inconclusive" and "after 55 pairs: the budget ended before the next analysis" in gate.summary
+    )
     assert 120 < world.now_s < 180
 
 
@@ -69,14 +71,14 @@ def test_a_larger_budget_goes_on_with_the_pairs_so_far(tmp_path: Path) -> None:
     judged(noisy(0.03, 0.1), tmp_path, budget_s=180.0)
     world = noisy(0.08, 0.02, seed=1)
     runner, outcome = looked(world, tmp_path)
-    assert outcome.look.num_pairs == 80 and len(runner.pairs) == 80
+    assert outcome.analysis.num_pairs == 80 and len(runner.pairs) == 80
     assert sum(entry == ("launch", "head") for entry in world.log) == 5
 
 
 def test_a_budget_too_small_for_the_first_look_is_refused_with_the_estimate(tmp_path: Path) -> None:
     world = noisy(0.0, 0.01)
     with pytest.raises(
-        UserError, match=r"--budget 30s: the first look, at 55 pairs, takes about 1\d\d s here; give --budget 3m"
+        UserError, match=r"--budget 30s: the first analysis, at 55 pairs, takes about 1\d\d s here; give --budget 3m"
     ):
         judged(world, tmp_path, budget_s=30.0)
     assert world.now_s < 30.0, "five pairs tell"
@@ -87,15 +89,19 @@ def test_a_budget_too_small_for_the_first_look_is_refused_with_the_estimate(tmp_
 def test_equal_sides_say_what_the_machine_can_find(tmp_path: Path) -> None:
     runner, outcome = looked(noisy(0.0, 0.01), tmp_path, stops_early=False)
     assert len(runner.pairs) == 240
-    gate = judge_machine(timing_of(runner, outcome, DESIGN), outcome, "digits", DESIGN)
-    assert gate.verdict == "passed" and gate.summary.endswith("after 240 pairs: fit to find a slowdown of 5 %")
-    assert gate.details[1].startswith("replayed, a change of 0 % fails 0.0 % of checks, passes 100.0 %, after 55 pairs")
-    assert gate.details[2].startswith("replayed, a change of 5 % fails ")
+    gate = machine_gate(timing_of(runner, outcome, DESIGN), outcome, "digits", DESIGN)
+    assert gate.verdict == "passed" and gate.summary.endswith(
+        "after 240 pairs: suitable for detecting a slowdown of 5 %"
+    )
+    assert gate.details[1].startswith(
+        "simulated with this noise, a change of 0 % fails 0.0 % of checks, passes 100.0 %, after 55 pairs"
+    )
+    assert gate.details[2].startswith("simulated with this noise, a change of 5 % fails ")
 
 
 @pytest.mark.parametrize("world", [noisy(0.0, 0.3), noisy(0.05, 0.01)], ids=["noisy", "unequal"])
 def test_a_machine_that_cannot_tell_says_so(world: World, tmp_path: Path) -> None:
     """Too noisy for the limit; or equal sides that differ, so that something is wrong with it or with the check."""
     runner, outcome = looked(world, tmp_path, stops_early=False)
-    gate = judge_machine(timing_of(runner, outcome, DESIGN), outcome, "digits", DESIGN)
-    assert gate.verdict == "inconclusive" and "not fit to find a slowdown of 5 %" in gate.summary
+    gate = machine_gate(timing_of(runner, outcome, DESIGN), outcome, "digits", DESIGN)
+    assert gate.verdict == "inconclusive" and "not suitable for detecting a slowdown of 5 %" in gate.summary

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from autotune.check.exact import Counts, compare, judge, plain_steps
-from autotune.check.launch import Decoded
+from autotune.check.counts import Counts, compare_counts, cost_in_steps, counts_gate
 from autotune.check.result import COUNTS, Gate
+from autotune.check.worker_process import Decoded
 from autotune.trees.fallback import RoundPrice
 from tests.check.sample_documents import prompt_evidence
 
@@ -20,17 +20,17 @@ def counts(name: str = "count", **fields: Any) -> Counts:
 
 
 def judged(now: list[Counts], then: list[Counts], **options: Any) -> Gate:
-    found = compare(now, then, [PRICE] * len(now))
-    return judge(found, COUNTS, "digits", than="in the profile's evidence", tolerance=0.01, **options)
+    comparison = compare_counts(now, then, [PRICE] * len(now))
+    return counts_gate(comparison, COUNTS, "digits", source="the profile's evidence", tolerance=0.01, **options)
 
 
 def test_counts_are_priced_in_plain_steps() -> None:
     then = counts()
-    assert plain_steps(then, PRICE, like=then) == pytest.approx(10 * 1.2 + 40 * 0.1 + 40 * 0.02)
+    assert cost_in_steps(then, PRICE, other=then) == pytest.approx(10 * 1.2 + 40 * 0.1 + 40 * 0.02)
     resting = counts(plain_steps=4)
-    assert plain_steps(resting, PRICE, like=then) == pytest.approx(4 + 6 * 1.2 + 40 * 0.1 + 40 * 0.02)
-    assert plain_steps(resting, PRICE, like=counts(plain_steps=None)) == pytest.approx(
-        plain_steps(then, PRICE, like=then)
+    assert cost_in_steps(resting, PRICE, other=then) == pytest.approx(4 + 6 * 1.2 + 40 * 0.1 + 40 * 0.02)
+    assert cost_in_steps(resting, PRICE, other=counts(plain_steps=None)) == pytest.approx(
+        cost_in_steps(then, PRICE, other=then)
     )
 
 
@@ -38,13 +38,13 @@ def test_what_one_side_did_not_count_is_left_out_of_both() -> None:
     """Evidence of an earlier version knows no nodes."""
     old = counts(verified_nodes=None, plain_steps=None, target_forwards=None, accepted_lengths=None)
     assert counts().agrees_with(old) and old.agrees_with(counts())
-    assert plain_steps(counts(), PRICE, like=old) == plain_steps(old, PRICE, like=counts()) == pytest.approx(16.0)
+    assert cost_in_steps(counts(), PRICE, other=old) == cost_in_steps(old, PRICE, other=counts()) == pytest.approx(16.0)
 
 
 def test_equal_counts_pass() -> None:
     gate = judged([counts("a"), counts("b")], [counts("a"), counts("b")])
     assert (gate.verdict, gate.details) == ("passed", [])
-    assert gate.summary == "2 of 2 prompts count as in the profile's evidence"
+    assert gate.summary == "2 of 2 prompts have the same counts as the profile's evidence"
 
 
 def test_a_lower_accepted_length_is_a_regression_without_timing() -> None:
@@ -61,13 +61,13 @@ def test_a_small_loss_is_a_warning() -> None:
     """A tenth of a step of 168."""
     now = [counts("a", draft_forwards=41)] + [counts(str(n)) for n in range(9)]
     gate = judged(now, [counts("a")] + [counts(str(n)) for n in range(9)])
-    assert gate.verdict == "warned" and "1 count worse, 0 otherwise: predicted +0.1 % time" in gate.summary
+    assert gate.verdict == "warned" and "1 have worse counts, 0 other counts: predicted +0.1 % time" in gate.summary
 
 
 def test_what_one_prompt_loses_another_may_gain() -> None:
     now = [counts("a", draft_forwards=50), counts("b", draft_forwards=29)]
     gate = judged(now, [counts("a"), counts("b")])
-    assert gate.verdict == "warned" and "1 count worse, 1 otherwise: predicted -0.3 % time" in gate.summary
+    assert gate.verdict == "warned" and "1 have worse counts, 1 other counts: predicted -0.3 % time" in gate.summary
 
 
 def test_better_counts_pass() -> None:
@@ -77,24 +77,22 @@ def test_better_counts_pass() -> None:
 
 def test_elsewhere_counts_advise() -> None:
     worse = counts("a", rounds=20, draft_forwards=80)
-    gate = judged([worse], [counts("a")], advises_only="the profile was made on cpu/An abacus/1")
-    assert gate.verdict == "warned" and gate.summary.endswith(
-        "advice only, for the profile was made on cpu/An abacus/1"
-    )
+    gate = judged([worse], [counts("a")], advisory_reason="the profile was made on cpu/An abacus/1")
+    assert gate.verdict == "warned" and gate.summary.endswith("advisory only: the profile was made on cpu/An abacus/1")
 
 
 def test_another_answer_fails_unless_there_is_a_reason_for_it() -> None:
     now, then = [counts("a", tokens_sha256="new", rounds=1), counts("b")], [counts("a"), counts("b")]
     gate = judged(now, then)
-    assert gate.verdict == "failed" and gate.details == ["a: another answer"]
-    excused = judged(now, then, answers_may_differ="near ties of bfloat16")
-    assert excused.verdict == "warned" and "1 have another answer (near ties of bfloat16)" in excused.summary
-    assert compare(now, then, [PRICE, PRICE]).slowdown == 0.0, "its counts are those of other work"
+    assert gate.verdict == "failed" and gate.details == ["a: different answer"]
+    excused = judged(now, then, different_answer_reason="near ties in bfloat16")
+    assert excused.verdict == "warned" and "1 have a different answer (near ties in bfloat16)" in excused.summary
+    assert compare_counts(now, then, [PRICE, PRICE]).slowdown == 0.0, "its counts are those of other work"
 
 
 def test_without_prices_target_forwards_are_what_counts() -> None:
     worse = counts("a", rounds=11, draft_forwards=400)
-    assert compare([worse], [counts("a")], [None]).slowdown == pytest.approx(0.1)
+    assert compare_counts([worse], [counts("a")], [None]).slowdown == pytest.approx(0.1)
 
 
 def test_a_worker_counts_as_a_profile_does() -> None:

@@ -1,4 +1,4 @@
-"""Worker processes: ``worker.py`` run by the code and environment of one side of a comparison."""
+"""Worker processes: ``worker.py`` run with the code and environment of one side of a comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 class Decoded(Document):
-    """What a worker says of one prompt."""
+    """A worker's answer for one prompt."""
 
     first_token_ms: float
     decode_ms: float
@@ -36,7 +36,7 @@ class Decoded(Document):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as workers take it: processed once, by one processor, for both sides."""
+    """A prompt for workers, processed once for both sides."""
 
     name: str
     sha256: str
@@ -45,45 +45,43 @@ class Request:
     settings: dict[str, Any]
     task: str
     point: int
-    """Of the profile: which of its points decodes it."""
+    """Index of the operating point that decodes it."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: which code decodes by which profile, in which environment."""
+    """One side of a comparison: its code, its profile and its environment."""
 
     name: str
     """``base`` or ``head``."""
-    what: str
-    """For people: a commit, a profile."""
+    label: str
+    """For people: a commit, or a profile's path."""
     profile: Path
     code: Path = Path(__file__).parents[2]
-    """The folder that holds the package."""
+    """The folder that contains the package."""
     python: str = sys.executable
 
 
 class Worker(Protocol):
-    """One side at work."""
+    """Decodes for one side."""
 
     def decode(self, request: Request, *, plain: bool) -> Decoded:
-        """One prompt, by the side's profile or plainly."""
+        """Decode one prompt with the side's profile, or plainly."""
         ...
 
-    def close(self) -> None:
-        """Ends it."""
-        ...
+    def close(self) -> None: ...
 
 
 Launch = Callable[[Side], Worker]
 
 
 class WorkerProcess:
-    """A side in a process of its own. Made, it loads; the first ``decode`` or ``wait`` waits for that."""
+    """A worker in a separate process. The constructor starts it; the first ``decode`` or ``wait`` waits until it has loaded."""
 
     def __init__(self, side: Side, *, device: str, log: Path) -> None:
         self.side, self.log = side, log
         settings = json.dumps({"profile": str(side.profile), "device": device})
-        # A session of its own: Ctrl-C is ours to answer, and workers end when their requests do.
+        # In a new session Ctrl-C reaches the parent only; workers end when their input is closed.
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 [side.python, "-P", str(WORKER), settings],
@@ -97,38 +95,35 @@ class WorkerProcess:
         self._is_ready = False
 
     def wait(self) -> None:
-        """Until the models are loaded.
+        """Wait until the models are loaded.
 
         Raises:
-            UserError: the side's code cannot load the profile, or is not the code that was meant.
+            UserError: the side's code cannot load the profile, or another copy of autotune was imported.
         """
         if not self._is_ready:
-            where = Path(str(self._read().get("ready")))
-            if where.parent.resolve() != self.side.code.resolve():
+            package = Path(str(self._read().get("ready")))
+            if package.parent.resolve() != self.side.code.resolve():
                 raise UserError(
-                    f"the {self.side.name}, {self.side.what}, imports autotune from {where}, not from {self.side.code}; "
+                    f"the {self.side.name}, {self.side.label}, imports autotune from {package}, not from {self.side.code}; "
                     "uninstall the copy that comes first, or run check in a clean environment"
                 )
             self._is_ready = True
 
     def decode(self, request: Request, *, plain: bool) -> Decoded:
-        """One prompt, by the side's profile or plainly."""
+        """Decode one prompt.
+
+        Raises:
+            UserError: the side cannot decode; its message says why.
+        """
         self.wait()
-        fields = {
-            "inputs": str(request.inputs),
-            "settings": request.settings,
-            "task": request.task,
-            "plain": plain,
-        }
-        self._write(fields)
+        self._write({"inputs": str(request.inputs), "settings": request.settings, "task": request.task, "plain": plain})
         answer = self._read()
         try:
             return Decoded.model_validate(answer)
         except ValidationError:
-            raise AssertionError(f"a worker's answer is not what its own file says: {answer}") from None
+            raise AssertionError(f"a worker's answer does not match its own format: {answer}") from None
 
     def close(self) -> None:
-        """Ends it."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -139,11 +134,10 @@ class WorkerProcess:
             self._process.wait()
 
     def _write(self, fields: dict[str, Any]) -> None:
-        pipe: IO[str] | None = self._process.stdin
-        assert pipe is not None
+        assert self._process.stdin is not None
         try:
-            pipe.write(json.dumps(fields) + "\n")
-            pipe.flush()
+            self._process.stdin.write(json.dumps(fields) + "\n")
+            self._process.stdin.flush()
         except BrokenPipeError:
             self._fail(self._last_line())
 
@@ -159,10 +153,10 @@ class WorkerProcess:
 
     def _fail(self, reason: str) -> None:
         raise UserError(
-            f"the {self.side.name}, {self.side.what}, cannot decode with the profile: {reason}; its log is {self.log}"
+            f"the {self.side.name}, {self.side.label}, cannot decode with the profile: {reason}; see its log {self.log}"
         )
 
     def _last_line(self) -> str:
-        """Of what a worker that died has printed."""
+        """The last line in the log of a worker that has died."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it ended with code {self._process.wait()}"
