@@ -10,8 +10,8 @@ import numpy as np
 from pydantic import Field
 
 from autotune.cost.surface import Surface
-from autotune.documents.decoding_profile import rename_execution
 from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.migrations import rename_execution
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError

@@ -9,9 +9,10 @@ from pydantic import Field, field_validator, model_validator
 
 from autotune.documents.condition import Condition, first_match
 from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.migrations import rename_execution
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
-from autotune.files import Document, rename_keys
+from autotune.files import Document
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreePolicy, parse_policy
 from autotune.trees.verification import LosslessVerification, Verification
@@ -134,13 +135,6 @@ class WorkloadReference(Document):
     evaluate_sha256: str
     num_tune_prompts: int
     num_evaluate_prompts: int
-
-
-def rename_execution(content: dict[str, Any]) -> None:
-    """Migrate how forwards run from its names in profiles of version 1 and cost tables of version 4."""
-    rename_keys(content, {"runner": "mode", "buckets": "capture_sizes"})
-    if content.get("mode") == "graph":
-        content["mode"] = "cuda-graph"
 
 
 class DecodingProfile(
