@@ -25,7 +25,9 @@ def main(target_name: str, draft_name: str, prompt: str) -> None:
 
     assert output.sequences.tolist() == expected.sequences.tolist(), "speculative decoding changes no token"
     print(tokenizer.decode(output.sequences[0], skip_special_tokens=True))
-    print(f"{expected.stats.target_forwards} target forward passes without a draft, {output.stats.target_forwards} with it")
+    print(
+        f"{expected.stats.target_forwards} target forward passes without a draft, {output.stats.target_forwards} with it"
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ PAGES = {page.name: page.read_text() for page in [*ROOT.glob("*.md"), *(ROOT / "
 
 def blocks(text: str, language: str) -> list[str]:
     """The fenced code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
+    parts = re.split(r"^```(.*)\n", text, flags=re.M)[
+        1:
+    ]  # fences come in pairs: language, block, "", text between blocks
+    return [block for opening, block in zip(parts[::4], parts[1::4], strict=True) if opening == language]
 
 
 def commands(text: str) -> list[str]:
@@ -72,7 +75,7 @@ def test_every_command_in_the_documentation_parses() -> None:
                 assert verb is not None, f"{page}: {command}"
                 verb.make_context(words[1], words[2:], resilient_parsing=False)
                 found += 1
-    assert found >= 30
+    assert found >= 25
 
 
 def test_inputs_in_the_documentation_are_valid() -> None:
@@ -112,9 +115,7 @@ def test_summaries_are_phrases_that_a_reader_knows() -> None:
                 assert not re.match(r"(Of|What|That|Those|Who)\b", node.value.value), f"{module}:{node.lineno}"
 
 
-def test_every_command_of_the_quick_start_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_pair: Pair
-) -> None:
+def test_every_command_of_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``autotune run`` and the Python block of the README, with the shipped profile of the bundled pair."""
     from PIL import Image
 
@@ -130,13 +131,17 @@ def test_every_command_of_the_quick_start_runs(
     exec(compile(block.replace("max_new_tokens=64", "max_new_tokens=8"), "README.md", "exec"), {})
 
 
-def test_examples_run(tmp_path: Path, text_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(tmp_path: Path, text_pair: Pair, processor: Any) -> None:
+    """The shipped profile, and a pair without a profile."""
     from PIL import Image
 
     image = tmp_path / "grid.png"
     Image.fromarray(make_example("held-out", "read", 500_000).image).save(image)
     runpy.run_path(str(ROOT / "examples/decode_with_profile.py"))["main"](SHIPPED, image)
     runpy.run_path(str(ROOT / "examples/transformers_generate.py"))["main"](SHIPPED, "USER: Count to ten. ASSISTANT:")
+    processor.tokenizer.save_pretrained(text_pair.target_folder)
+    arguments = str(text_pair.target_folder), str(text_pair.draft_folder), "Count to ten."
+    runpy.run_path(str(ROOT / "examples/decode_without_profile.py"))["main"](*arguments)
 
 
 @pytest.mark.nightly
