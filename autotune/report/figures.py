@@ -1,4 +1,4 @@
-"""Chart types of the report. Each draws the numbers that it is given; ``plots.py`` collects them."""
+"""Chart types of the report. Each draws the numbers that ``plots.py`` collects, in Matplotlib's style at the time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from autotune.report.svg import DASHES, INK, MARKERS, MUTED, SERIES, STYLE
+from autotune.report.svg import DASHES, INK, MARKERS, MUTED, SERIES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,12 +36,10 @@ class Line(NamedTuple):
 
 
 def _new_figure(height: float) -> tuple[Figure, Axes]:
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        return figure, figure.subplots()
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 def _rows(axes: Axes, labels: Sequence[str], xlabel: str) -> None:
@@ -59,7 +57,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
     shown = [label if len(label) <= MAX_LABEL else f"{label[:half]}…{label[1 - half :]}" for label in labels]
     longest = max(map(len, shown))
     columns = 1 if longest > 24 else 2 if longest > 12 else 3
-    figure.legend(handles, shown, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
+    figure.legend(handles, shown, loc="outside lower center", ncols=columns)
     figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(shown) // columns))
 
 
@@ -150,7 +148,7 @@ def bars(values: pd.DataFrame, xlabel: str, *, start: float = 0.0, value_format:
         drawn = axes.barh(
             rows, values[column] - start, thickness, start, label=column, color=fill, edgecolor=colour, linewidth=1.1
         )
-        axes.bar_label(drawn, fmt=value_format, padding=5, fontsize=8.5)
+        axes.bar_label(drawn, [value_format.format(value) for value in values[column]], padding=5, fontsize=8.5)
     _rows(axes, [str(label) for label in values.index], xlabel)
     axes.margins(x=0.16 if value_format else 0.05)
     if len(values.columns) > 1:

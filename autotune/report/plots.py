@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autotune.report import figures
 from autotune.report.content import Content
 from autotune.report.figures import Bar, Line
-from autotune.report.svg import to_svg
+from autotune.report.svg import STYLE, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,9 +19,12 @@ Plots = Iterator[tuple[str, str, "Figure"]]
 
 def all_plots(content: Content) -> dict[str, str]:
     """Every plot for which there are numbers, as SVG by name."""
+    import matplotlib as mpl
+
     sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
     found = (plot for section in sections for plot in section(content))
-    return {name: to_svg(figure, name, description) for name, description, figure in found}
+    with mpl.rc_context(STYLE):  # colours are taken when an element is created
+        return {name: to_svg(figure, name, description) for name, description, figure in found}
 
 
 def _evaluation(content: Content) -> Plots:
@@ -85,13 +88,13 @@ def _ablation(content: Content) -> Plots:
         speedups = pd.Series({step.label: step.best.speedup for step in content.cumulative})
         described = "; ".join(f"{label} {speedup:.2f}" for label, speedup in speedups.items())
         figure = figures.bars(
-            speedups.to_frame(), "predicted speedup of the best chain", start=1.0, value_format="%.2fx"
+            speedups.to_frame(), "predicted speedup of the best chain", start=1.0, value_format="{:.2f}x"
         )
         yield "cumulative-ablation", f"Speedup as the dimensions are freed one by one: {described}.", figure
     gains = pd.Series({a.dimension: 100 * a.gain for a in content.ablations if a.gain is not None})
     if len(gains):
         described = "; ".join(f"{dimension} {gain:.1f} %" for dimension, gain in gains.items())
-        figure = figures.bars(gains.to_frame(), "predicted decoding time saved, %", value_format="%.1f %%")
+        figure = figures.bars(gains.to_frame(), "predicted decoding time saved, %", value_format="{:.1f} %")
         yield "ablation", f"Decoding time saved by searching each dimension: {described}.", figure
 
 

@@ -33,6 +33,8 @@ STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
     "grid.color": GRID,
     "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,

@@ -139,12 +139,15 @@ def test_plots_use_the_colours_of_the_page(text: str) -> None:
     for svg in re.findall(r'<svg[^>]*class="plot".*?</svg>', text, re.S):
         assert not re.search(r"#0101\w\w", svg) and "var(--ink)" in svg
         assert not re.search(r"(?:fill|stroke): #[0-9a-f]{6}", svg), "a fixed colour would be invisible in dark mode"
+        assert all("var(--" in element for element in re.findall(r"<text[^>]*>", svg)), (
+            "text would be black in dark mode"
+        )
     for _, name, value in Page(text).attributes:
         if name == "aria-label":
             assert value.strip()
 
 
-def test_numbers_are_those_of_the_documents(page: Page, made: MadeStudy) -> None:
+def test_numbers_are_those_of_the_documents(text: str, page: Page, made: MadeStudy) -> None:
     rows = {row[0].split(":")[0]: row for row in page.table("arm")[1:]}
     for arm in made.profile.evidence.compared:
         predicted = "-" if arm.predicted_speedup is None else f"{arm.predicted_speedup:.2f}x"
@@ -183,6 +186,7 @@ def test_numbers_are_those_of_the_documents(page: Page, made: MadeStudy) -> None
     }
     assert grid[1][1:] == [f"{speedups[1.0, 3, keep].speedup:.2f}" for keep in (0.25, 0.5, 1.0)]
     assert grid[2][1:] == [f"{speedups[0.5, 3, keep].speedup:.2f}" for keep in (0.25, 0.5, 1.0)]
+    assert "1.71x" in text, "the full draft in the cumulative ablation"
     for sha256 in (made.profile.target.sha256, EVIL.sha256, made.profile.workload.tune_sha256):
         assert sha256 in page.text
 
