@@ -44,6 +44,8 @@ class Engine(ABC):
     methods: ClassVar[Mapping[str, str]]
     """The engine's speculation method for each draft kind that it serves."""
     settings_type: ClassVar[type[Document]]
+    settings_file: ClassVar[str] = "{variant}.json"
+    """Name of the settings file; the variant is ``chain`` or ``tree``."""
     has_schedule: ClassVar[bool] = False
     """Whether the chain length may depend on the batch size."""
     lossless: ClassVar[str]
@@ -58,10 +60,6 @@ class Engine(ABC):
     @abstractmethod
     def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> Document:
         """The settings of a tree; ``schedule`` is for chains of engines that have one."""
-
-    def file_name(self, variant: str) -> str:
-        """Name of the settings file; ``variant`` is ``chain`` or ``tree``."""
-        return f"{variant}.json"
 
     @abstractmethod
     def command(self, pair: Pair, settings: Document, path: Path) -> str:

@@ -80,7 +80,8 @@ def export_profile(
             f"--point {number}: no tuning prompt meets its condition, {selected.when.label}; leave --point out"
         )
     tuned = documents.predict(selected, trace, prompts)
-    pair = Pair(_served_name(profile.target.id), _served_name(name), kind)
+    folders = bundled_models()  # engines do not know bundled names
+    pair = Pair(str(folders.get(profile.target.id, profile.target.id)), str(folders.get(name, name)), kind)
     replay = EngineReplay(trace, documents.table, prompts=prompts)
     trees = (tree for tree in replay.trees() if engine.supports_tree(pair, tree))
     fastest = {"chain": replay.fastest(replay.chains()), "tree": replay.fastest(trees)}
@@ -135,18 +136,13 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: s
     return kinds[draft]
 
 
-def _served_name(model: str) -> str:
-    """The profile's name of a model, or the folder of a bundled one: engines do not know bundled names."""
-    return str(bundled_models().get(model, model))
-
-
 def _variant(
     engine: Engine, pair: Pair, replay: EngineReplay, priced: PricedTree, name: str, tuned: Predicted, folder: Path
 ) -> Variant:
     tree = priced.tree
     schedule = replay.schedule(tree) if engine.has_schedule and isinstance(tree, ChainPolicy) else []
     settings = engine.settings(pair, tree, schedule)
-    path = folder / engine.file_name(name)
+    path = folder / engine.settings_file.format(variant=name)
     return Variant(
         name=name,
         tree=tree,

@@ -18,7 +18,6 @@ from autotune.errors import UserError
 from autotune.files import WORKSPACE
 from autotune.search.evaluator import Evaluator
 from autotune.study.folder import points_of_prompts, studies_beside, study_of
-from autotune.trees.tree import Floats
 
 EAGLE3 = "eagle3"
 INDEPENDENT = "independent"
@@ -52,57 +51,53 @@ class SearchDocuments:
 
     def predict(self, point: OperatingPoint, trace: Trace, prompts: NDArray[np.bool_] | None = None) -> Predicted:
         """Predict a point on the selected ``prompts`` [prompts], or on all; without the point's own trace, return the
-        profile's prediction. ``trace`` is any trace of the same prompts; plain decoding is priced along it.
+        profile's prediction. ``trace`` is any trace of the same prompts, along which plain decoding is priced.
 
         Raises:
             UserError: neither the study nor the profile has a prediction of the point.
         """
         selected = np.ones(trace.num_prompts, bool) if prompts is None else prompts
-        plain_ms = float(self._plain_ms(trace)[selected].sum())
         estimated = self.table.estimated
         if point.draft is None:
-            tokens = int((np.diff(trace.answer_start) - 1)[selected].sum())
+            plain_ms = float(Evaluator([trace], self.table).ar_ms[selected].sum())
+            tokens = float((np.diff(trace.answer_start) - 1)[selected].sum())
             return Predicted(speedup=1.0, ms_per_token=plain_ms / tokens, tokens_per_round=None, estimated=estimated)
-        if (own := self._replay(point)) is None:
+        if (found := self._replay(point)) is None:
             if point.predicted is None:
                 raise UserError(
                     f"{self.folder} has no trace of {point.draft.id} {point.draft.subnet.label}, and the profile has no "
                     "prediction of its point; run autotune search again"
                 )
             return point.predicted
-        _, result = own
-        ms, tokens = float(result.decode_ms[selected].sum()), int(result.tokens[selected].sum())
+        evaluator, result = found
+        per_prompt = (evaluator.ar_ms, result.decode_ms, result.tokens, result.rounds)
+        plain_ms, ms, tokens, rounds = (float(values[selected].sum()) for values in per_prompt)
         return Predicted(
-            speedup=plain_ms / ms,
-            ms_per_token=ms / tokens,
-            tokens_per_round=tokens / int(result.rounds[selected].sum()),
-            estimated=estimated,
+            speedup=plain_ms / ms, ms_per_token=ms / tokens, tokens_per_round=tokens / rounds, estimated=estimated
         )
 
     def reproduces(self, point: OperatingPoint) -> bool | None:
         """Whether replay repeats the profile's prediction of a point, as it does with the documents of the profile's own
         search; None if one of the two predictions is missing.
         """
-        own = self._replay(point)
-        if own is None or (profile := point.predicted) is None:
+        if point.predicted is None or (found := self._replay(point)) is None:
             return None
-        found = self.predict(point, own[0])
-        return bool(
-            np.allclose([found.ms_per_token, found.speedup], [profile.ms_per_token, profile.speedup], rtol=1e-9)
-        )
+        evaluator, result = found
+        times = [result.ms_per_token, evaluator.ar_ms_per_token / result.ms_per_token]
+        return bool(np.allclose(times, [point.predicted.ms_per_token, point.predicted.speedup], rtol=1e-9))
 
     def combined_speedup(self, profile: DecodingProfile, trace: Trace) -> float | None:
         """Predicted speedup of all points, each on the prompts that it decodes; None if one of them was not recorded."""
         point_numbers = points_of_prompts(profile, trace)
-        plain_ms = self._plain_ms(trace)
+        plain_ms = Evaluator([trace], self.table).ar_ms
         ms = plain_ms.copy()
         for number in np.unique(point_numbers):
             point, prompts = profile.points[number], point_numbers == number
             if point.draft is None:
                 continue
-            if (own := self._replay(point)) is None:
+            if (found := self._replay(point)) is None:
                 return None
-            ms[prompts] = own[1].decode_ms[prompts]
+            ms[prompts] = found[1].decode_ms[prompts]
         return float(plain_ms.sum() / ms.sum())
 
     def _evaluator(self, path: Path) -> Evaluator:
@@ -111,20 +106,15 @@ class SearchDocuments:
             self._evaluators[path] = Evaluator([load_trace(path)], self.table)
         return self._evaluators[path]
 
-    def _plain_ms(self, trace: Trace) -> Floats:
-        """Predicted time of plain decoding, [prompts]."""
-        return Evaluator([trace], self.table).ar_ms
-
-    def _replay(self, point: OperatingPoint) -> tuple[Trace, Replay] | None:
-        """The trace of a point's draft and subnet, and the replay along it; None for plain decoding and without a trace."""
+    def _replay(self, point: OperatingPoint) -> tuple[Evaluator, Replay] | None:
+        """The replay of a point along its own trace, with the evaluator; None for plain decoding and without a trace."""
         configuration = configuration_of(point)
         if configuration is None or point.draft is None:
             return None
         draft = ModelReference(id=point.draft.id, sha256=point.draft.sha256)
         for path, header in self.headers.items():
             if header.draft.is_same(draft) and header.subnet == point.draft.subnet:
-                (trace,) = self._evaluator(path).traces.values()
-                return trace, self._evaluator(path).replay(configuration)
+                return self._evaluator(path), self._evaluator(path).replay(configuration)
         return None
 
 

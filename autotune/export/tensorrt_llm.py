@@ -73,6 +73,7 @@ class TensorRtLlm(Engine):
 
     methods: ClassVar = {"independent": "Draft_Target", "eagle3": DYNAMIC_TREES}
     settings_type = TensorRtLlmSettings
+    settings_file = "{variant}.yaml"
     has_schedule = True
     lossless = (
         "a draft token is accepted if it equals the token that the target samples, which preserves the target's distribution at "
@@ -99,9 +100,6 @@ class TensorRtLlm(Engine):
             "draft_len_schedule": lengths or None,
         }
         return TensorRtLlmSettings.model_validate({"speculative_config": decoding})
-
-    def file_name(self, variant: str) -> str:
-        return f"{variant}.yaml"
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
         return shlex.join(["trtllm-serve", pair.target, "--config", str(path)])

@@ -31,6 +31,7 @@ class Transformers(Engine):
 
     methods: ClassVar = {"independent": "assistant_model"}
     settings_type = TransformersSettings
+    settings_file = "generation_config.json"
     lossless = f"assisted generation preserves the target's distribution at any temperature; {SAMPLING}"
     notes = (
         "generate has more overhead per round than predicted: autotune bench PROFILE --against ar,hf,hf-assisted measures the "
@@ -40,9 +41,6 @@ class Transformers(Engine):
 
     def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> TransformersSettings:
         return TransformersSettings(num_assistant_tokens=tree.max_depth)
-
-    def file_name(self, variant: str) -> str:
-        return "generation_config.json"
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
         return (

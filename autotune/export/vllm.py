@@ -55,6 +55,7 @@ class Vllm(Engine):
 
     methods: ClassVar = {"independent": "draft_model", "eagle3": "eagle3"}
     settings_type = VllmSettings
+    settings_file = "speculative-config.json"
     has_schedule = True
     lossless = (
         "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, "
@@ -76,9 +77,6 @@ class Vllm(Engine):
                 "num_speculative_tokens_per_batch_size": ranges or None,
             }
         )
-
-    def file_name(self, variant: str) -> str:
-        return "speculative-config.json"
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
         config = json.dumps(settings.model_dump(exclude_none=True))

@@ -13,7 +13,7 @@ from autotune.report.acceptance import acceptance
 from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, limits_of, middle_kv_length
 from autotune.report.examples import examples
-from autotune.report.points import evaluation_arms, summarize_points
+from autotune.report.points import EvaluationArms, PointSummary
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources
 
@@ -35,8 +35,8 @@ class Content:
         self.hardware = document.hardware if document else table.device if table else None
         predicted = [point.predicted for point in sources.points if point.predicted]
         self.is_estimated = table.estimated if table else any(prediction.estimated for prediction in predicted)
-        self.points = summarize_points(sources)
-        self.arms = evaluation_arms(profile) if profile and profile.evidence.compared else None
+        self.points = [PointSummary(sources, number) for number in range(len(sources.points))]
+        self.arms = EvaluationArms(profile) if profile and profile.evidence.compared else None
         self.front = pareto_front(sources.candidates)
         self.by_size = fastest_by_size(sources.candidates)
         self.variants = fastest_by_variant(sources)

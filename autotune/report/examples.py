@@ -34,33 +34,6 @@ class AnswerPart:
     is_drawn: bool
 
 
-@dataclass(frozen=True)
-class Example:
-    """One prompt decoded by one operating point."""
-
-    number: int
-    """Of the point."""
-    condition: str
-    policy: str
-    prompt: str
-    """The prompt's name."""
-    question: str | None
-    """The prompt's text; None if the workload was not found."""
-    images: list[str]
-    """As data URIs."""
-    first_text: str
-    """The token that the prefill emitted."""
-    answer: list[AnswerPart]
-    drawn: int
-    """Number of the drawn round, from 1."""
-    num_rounds: int
-    shown: Round
-    """The drawn round."""
-    tokens_per_round: float
-    svg: str
-    """The drawn tree; empty for a plain step."""
-
-
 def answer_parts(found: Sequence[Round], texts: Sequence[str], drawn: int) -> list[AnswerPart]:
     """The answer by rounds. ``texts`` are those of its tokens, the first of which the prefill emitted."""
     parts = []
@@ -84,46 +57,37 @@ def round_to_draw(found: Sequence[Round]) -> int:
     return max(range(len(found)), key=merit)
 
 
-def examples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts) -> list[Example]:
-    """An example for each point whose draft was recorded: its first prompt with an image, or its first prompt."""
-    found: list[Example] = []
-    for number, point in enumerate(sources.points):
-        trace = sources.trace_of(point)
-        if trace is None:
-            continue
-        able = [p for p in sources.prompts_of(number) if trace.answer_start[p + 1] - trace.answer_start[p] > 1]
-        if able:
-            prompt = next((p for p in able if trace.num_visual_tokens[p] > 0), able[0])
-            found.append(_example(sources, number, trace, prompt, prompts, tokens))
-    return found
+class Example:
+    """One prompt decoded by one operating point."""
 
-
-def _example(
-    sources: Sources, number: int, trace: Trace, prompt: int, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts
-) -> Example:
-    point, name = sources.points[number], trace.header.prompts[prompt]
-    assert point.tree is not None
-    decoded = list(rounds(trace, prompt, point.tree, point.fallback))
-    drawn = round_to_draw(decoded)
-    answer = trace.forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]].tolist()
-    texts = [tokens.text(answer[:position], token) for position, token in enumerate(answer)]
-    found = prompts.get(name)
-    shown = decoded[drawn]
-    return Example(
-        number=number,
-        condition=condition_label(sources.points, number),
-        policy=point.tree.policy,
-        prompt=name,
-        question=None if found is None else found.settings.text,
-        images=[] if found is None else [data_uri(image) for image in found.pixels[:MAX_IMAGES]],
-        first_text=texts[0],
-        answer=answer_parts(decoded, texts, drawn),
-        drawn=drawn + 1,
-        num_rounds=len(decoded),
-        shown=shown,
-        tokens_per_round=(len(answer) - 1) / len(decoded),
-        svg="" if shown.tree is None else _svg(shown, answer, texts, tokens),
-    )
+    def __init__(
+        self,
+        sources: Sources,
+        number: int,
+        trace: Trace,
+        prompt: int,
+        prompts: dict[str, WorkloadPrompt],
+        tokens: TokenTexts,
+    ) -> None:
+        """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are those of the workload, if found."""
+        point = sources.points[number]
+        assert point.tree is not None
+        decoded = list(rounds(trace, prompt, point.tree, point.fallback))
+        drawn = round_to_draw(decoded)
+        answer = trace.forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]].tolist()
+        texts = [tokens.text(answer[:position], token) for position, token in enumerate(answer)]
+        self.number, self.policy = number, point.tree.policy
+        self.condition = condition_label(sources.points, number)
+        self.prompt = trace.header.prompts[prompt]
+        found = prompts.get(self.prompt)
+        self.question = None if found is None else found.settings.text
+        self.images = [] if found is None else [data_uri(image) for image in found.pixels[:MAX_IMAGES]]
+        self.first_text = texts[0]  # emitted by the prefill
+        self.answer = answer_parts(decoded, texts, drawn)
+        self.num_rounds = len(decoded)
+        self.tokens_per_round = (len(answer) - 1) / len(decoded)
+        self.drawn, self.shown = drawn + 1, decoded[drawn]
+        self.svg = "" if self.shown.tree is None else _svg(self.shown, answer, texts, tokens)
 
 
 def _svg(shown: Round, answer: list[int], texts: list[str], tokens: TokenTexts) -> str:
@@ -140,6 +104,20 @@ def _svg(shown: Round, answer: list[int], texts: list[str], tokens: TokenTexts) 
     accepted = ", ".join(repr(node_texts[node]) for node in shown.path) or "none"
     label = f"Tree of {shown.num_nodes} drafted tokens; accepted: {accepted}"
     return draw_tree(tree, shown.path.tolist(), node_texts, texts[end] if end < len(texts) else None, label)
+
+
+def examples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: TokenTexts) -> list[Example]:
+    """An example for each point whose draft was recorded: its first prompt with an image, or its first prompt."""
+    found: list[Example] = []
+    for number, point in enumerate(sources.points):
+        trace = sources.trace_of(point)
+        if trace is None:
+            continue
+        able = [p for p in sources.prompts_of(number) if trace.answer_start[p + 1] - trace.answer_start[p] > 1]
+        if able:
+            prompt = next((p for p in able if trace.num_visual_tokens[p] > 0), able[0])
+            found.append(Example(sources, number, trace, prompt, prompts, tokens))
+    return found
 
 
 def data_uri(image: Image) -> str:

@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from autotune.acceptance.replay import plain_decode_ms
-from autotune.documents.configuration import Configuration, configuration_of
-from autotune.documents.decoding_profile import AR, TUNED, ComparedArm, DecodingProfile, OperatingPoint
+from autotune.documents.configuration import configuration_of
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, OperatingPoint
 from autotune.documents.subnet import Subnet
 from autotune.report.sources import Sources
 from autotune.trees.static import StaticPolicy
 
 
-@dataclass(frozen=True)
 class PointSummary:
     """An operating point as the page shows it."""
 
-    number: int
-    condition: str
-    point: OperatingPoint
-    configuration: Configuration | None
-    """None for plain decoding."""
-    hyperparameters: list[tuple[str, str, str]]
-    """Name, value, the paper's default."""
-    num_own: int
-    """Recorded prompts that the point decodes."""
-    own_speedup: float | None
-    """Predicted on these prompts only; the profile's prediction is on all."""
-
-
-def summarize_points(sources: Sources) -> list[PointSummary]:
-    """All points, in the order in which requests try them."""
-    return [
-        PointSummary(
-            number=number,
-            condition=condition_label(sources.points, number),
-            point=point,
-            configuration=configuration_of(point),
-            hyperparameters=hyperparameters(point),
-            num_own=len(sources.prompts_of(number)),
-            own_speedup=own_speedup(sources, number),
-        )
-        for number, point in enumerate(sources.points)
-    ]
+    def __init__(self, sources: Sources, number: int) -> None:
+        self.number = number
+        self.point = sources.points[number]
+        self.condition = condition_label(sources.points, number)
+        self.configuration = configuration_of(self.point)
+        self.hyperparameters = hyperparameters(self.point)
+        self.num_own = len(sources.prompts_of(number))  # recorded prompts that the point decodes
+        self.own_speedup = own_speedup(sources, number)
 
 
 def own_speedup(sources: Sources, number: int) -> float | None:
@@ -86,28 +65,13 @@ def hyperparameters(point: OperatingPoint) -> list[tuple[str, str, str]]:
     return [(name, text(value), text(getattr(defaults, name))) for name, value in values.items()]
 
 
-@dataclass(frozen=True)
 class EvaluationArms:
-    """The arms of the profile's evaluation on held-out prompts."""
+    """The arms of a profile's evaluation on held-out prompts, by role."""
 
-    plain: ComparedArm | None
-    defaults: list[ComparedArm]
-    tuned: ComparedArm | None
-    profile: ComparedArm | None
-    """The arm that the profile decodes with: the tuned one, or plain decoding if no draft was faster."""
-
-    @property
-    def best_default(self) -> ComparedArm | None:
-        """The fastest published default."""
-        return max(self.defaults, key=lambda arm: arm.speedup, default=None)
-
-
-def evaluation_arms(profile: DecodingProfile) -> EvaluationArms:
-    """The arms of the profile's evidence, by role."""
-    arms = {arm.name: arm for arm in profile.evidence.compared}
-    return EvaluationArms(
-        plain=arms.get(AR),
-        defaults=[arm for name, arm in arms.items() if name not in (AR, TUNED)],
-        tuned=arms.get(TUNED),
-        profile=arms.get(AR if profile.point.tree is None else TUNED),
-    )
+    def __init__(self, profile: DecodingProfile) -> None:
+        arms = {arm.name: arm for arm in profile.evidence.compared}
+        self.plain, self.tuned = arms.get(AR), arms.get(TUNED)
+        self.defaults = [arm for name, arm in arms.items() if name not in (AR, TUNED)]
+        self.best_default = max(self.defaults, key=lambda arm: arm.speedup, default=None)
+        self.profile = self.plain if profile.point.tree is None else self.tuned
+        """The arm that the profile decodes with: the tuned one, or plain decoding if no draft was faster."""

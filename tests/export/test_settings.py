@@ -52,7 +52,7 @@ def test_settings_are_read_back_as_written(tmp_path: Path) -> None:
                         continue
                     trees.add((name, kind))
                 settings = engine.settings(pair, tree, SCHEDULE if engine.has_schedule and tree is CHAIN else [])
-                path = tmp_path / engine.file_name("chain")
+                path = tmp_path / engine.settings_file.format(variant="chain")
                 write_settings(path, settings)
                 assert read_settings(engine.settings_type, path) == settings, (name, kind, tree)
                 text = path.read_text()

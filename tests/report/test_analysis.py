@@ -12,7 +12,7 @@ from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_abl
 from autotune.report.acceptance import acceptance, evidence_runs
 from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, middle_kv_length
-from autotune.report.points import heads_label, summarize_points
+from autotune.report.points import PointSummary, heads_label
 from autotune.report.sources import Sources
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.study.records import ScreenedSubnet
@@ -183,7 +183,7 @@ def test_runs_of_other_arms_and_times_are_not_evidence(sources: Sources) -> None
 def test_own_speedup_is_on_the_points_own_prompts(sources: Sources) -> None:
     evaluator = sources.evaluator
     assert evaluator is not None and sources.profile is not None
-    first, last = summarize_points(sources)
+    first, last = (PointSummary(sources, number) for number in (0, 1))
     assert (first.num_own, last.num_own) == (2, 2)
     configuration = configuration_of(last.point)
     assert configuration is not None
@@ -194,7 +194,7 @@ def test_own_speedup_is_on_the_points_own_prompts(sources: Sources) -> None:
     assert last.own_speedup == pytest.approx((plain_ms[1] + plain_ms[3]) / (found.decode_ms[1] + found.decode_ms[3]))
     assert last.own_speedup != pytest.approx(evaluator.evaluate(configuration).speedup)
     alone = Sources(profile=sources.profile)
-    assert [one.own_speedup for one in summarize_points(alone)] == [None, None]
+    assert [one.own_speedup for one in (PointSummary(alone, number) for number in (0, 1))] == [None, None]
 
 
 # --------------------------------------------------------------------------------------------------------------- cost curves
