@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from autotune.console import Console
 from autotune.modeling.loading import BUNDLED_TARGET, load_model
 from autotune.modeling.prompt import Prompt
+from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 
 SIZES: dict[str, Any] = {
@@ -73,15 +74,15 @@ def measure(model: Any, prefix: int, repeats: int) -> list[list[str]]:
     target, rows = Target(model), []
     ids = torch.arange(prefix) % 300
     target.reserve(prefix + 200)
-    target.read(Prompt(ids, torch.zeros_like(ids, dtype=torch.bool)))
+    target.prefill_prompt(Prompt(ids, torch.zeros_like(ids, dtype=torch.bool)))
     for count in (8, 33, 65):
         tokens, variants = np.arange(count) % 300, np.minimum(np.arange(count), 1)
-        block = star_block(count, target.closed)
+        block = star_block(count, target.mask_value)
         mask = target._masks.write(block, prefix, variants, variants)
         inputs = torch.from_numpy(tokens)[None], torch.from_numpy(variants + prefix)[None]
 
         def whole(tokens: Any = tokens, variants: Any = variants, block: Any = block) -> Any:
-            return target.forward(tokens, variants, block)
+            return target.forward(Step(tokens, variants, block))
 
         def alone(inputs: Any = inputs, mask: Any = mask) -> Any:
             out = target.text.module(

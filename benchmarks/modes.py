@@ -64,8 +64,10 @@ def main(profile: Path, runners: tuple[str, ...], prompts: int, device: str) -> 
         loaded.target,
         *{id(point.draft): point.draft for point in loaded.points if point.draft is not None}.values(),
     ):
-        for mode, prepared in model._prepared_by.items():
-            click.echo(f"{prepared.what}, {mode}: {len(prepared)} forwards, {prepared.memory_bytes / 2**20:.1f} MiB")
+        for mode, prepared in model._graph_runners.items():
+            click.echo(
+                f"{prepared.description}, {mode}: {len(prepared)} forwards, {prepared.memory_bytes / 2**20:.1f} MiB"
+            )
 
 
 if __name__ == "__main__":

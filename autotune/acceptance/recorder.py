@@ -20,12 +20,13 @@ from torch import Tensor
 
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
+from autotune.drafters.cached_draft import FeatureSource
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
 from autotune.modeling.prompt import Prompt
+from autotune.modeling.step import Step
 from autotune.modeling.target import Target
-from autotune.modeling.tree_model import causal_tree_mask
 from autotune.runtime.decoder import Decoder
 from autotune.trees.limits import MAX_STEP, Floats, Ints
 from autotune.workloads.workload import Workload, WorkloadPrompt
@@ -202,7 +203,7 @@ def read_target(target: Target, inputs: dict[str, Any], answer: Answer, layers: 
     answer_hidden = [{layer: states[-1:] for layer, states in prompt_hidden.items()}]
     for first in range(0, len(tokens), MAX_STEP):
         part = tokens[first : first + MAX_STEP]
-        target.forward(part, np.arange(len(part)), causal_tree_mask(len(part), target.mask_value))
+        target.forward(Step.causal(part, target.mask_value))
         target.cache.advance(len(part))
         answer_hidden.append(target.hidden)
     return Reading(
@@ -269,16 +270,16 @@ class _ForestGrower:
         self._read_answer()
 
     def _evaluate(
-        self, tokens: Ints, offsets: Ints, tree_mask: NDArray[np.float32], uncommitted: int, parents: Ints | None = None
+        self, tokens: Ints, offsets: Ints, tree_mask: NDArray[np.float32], parents: Ints | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Add a forest node for each token. ``parents`` are offsets; None for the answer's own tokens."""
-        hidden = None
-        if parents is None and self.answer_hidden:
+        source: FeatureSource
+        if parents is None:
             rows = torch.from_numpy(offsets).to(self.draft.device)
-            hidden = {layer: self.answer_hidden[layer][rows] for layer in self.draft.aux_layers}
-        logits = self.draft.forward(
-            tokens, offsets, tree_mask, num_uncommitted=uncommitted, parents=parents, hidden=hidden
-        )
+            source = {layer: self.answer_hidden[layer][rows] for layer in self.draft.aux_layers}
+        else:
+            source = parents
+        logits = self.draft.forward(Step(tokens, offsets, tree_mask), source)
         child_token, child_logprob = self.draft.best(logits, self.bounds.num_proposals)
         self._child_token.append(child_token.astype(np.int64))
         self._child_logprob.append(child_logprob)
@@ -290,7 +291,7 @@ class _ForestGrower:
         for first in range(0, self.num_roots, MAX_STEP):
             rows = np.arange(first, min(first + MAX_STEP, self.num_roots))
             tree_mask = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.draft.mask_value, 0.0)
-            self._evaluate(self.tokens[rows], rows, tree_mask.astype(np.float32), first)
+            self._evaluate(self.tokens[rows], rows, tree_mask.astype(np.float32))
         self._root_token, self._root_logprob = np.concatenate(self._child_token), np.concatenate(self._child_logprob)
 
     def grow(self, first: int, end: int) -> int:
@@ -336,10 +337,9 @@ class _ForestGrower:
                 written += len(offsets)
                 tree_mask = np.full((len(offsets), num_roots + written), self.draft.mask_value, np.float32)
                 open_columns(tree_mask, root[part], ancestors[part, 1 : level + 1], num_roots)
-                uncommitted = num_roots + written - len(offsets)
                 # The parent of a root's child is the answer's token of that index.
                 parents = root[part] if level == 1 else num_roots + ancestors[part, level - 1]
-                children.append(self._evaluate(chosen[part], root[part] + level, tree_mask, uncommitted, parents))
+                children.append(self._evaluate(chosen[part], root[part] + level, tree_mask, parents))
             tokens, logprobs = (np.concatenate(arrays) for arrays in zip(*children, strict=True))
         return written
 

@@ -1,7 +1,7 @@
-"""The blocks that trained drafts are made of: attention and MLP side by side, so that a step is few kernels.
+"""Blocks of trained drafts, with attention and MLP in parallel.
 
-A small draft's latency is the number of its kernels, not its arithmetic. A block is one norm, one matrix product that
-makes queries, keys, values and the MLP's input, and one that brings attention and MLP back to the residual stream.
+The latency of a small draft depends on its number of kernels, not on its arithmetic. A block therefore has one norm, one
+matrix product for queries, keys, values and the MLP's input, and one back to the residual stream.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.modeling.graph_runner import Slots
+from autotune.modeling.graph_runner import KVSlots
 
 
 def rotation(positions: Tensor, head_size: int, theta: float) -> Tensor:
     """Rotary factors of tokens at ``positions`` [..., n] for their (query, key, value): complex, [..., n, 3, 1, head size / 2].
-    Values are not turned.
+    The factors of values are 1.
     """
     frequencies = theta ** (-torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
     angles = positions.unsqueeze(-1).float() * frequencies
@@ -24,27 +24,25 @@ def rotation(positions: Tensor, head_size: int, theta: float) -> Tensor:
 
 
 def rotate(states: Tensor, factors: Tensor) -> Tensor:
-    """Turn the pairs of neighbours in the last dimension of ``states`` [..., 3, heads, head size] by ``factors``."""
+    """Rotate pairs of adjacent elements in the last dimension of ``states`` [..., 3, heads, head size] by ``factors``."""
     pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * factors).flatten(-2).to(states.dtype)
 
 
 class BlockCache:
-    """Keys and values of one block, [heads, 2, capacity, head size]. A forward writes behind ``begin`` tokens; nothing is
-    committed but by whoever counts.
-    """
+    """Keys and values of one block, [heads, 2, capacity, head size]. The caller keeps count of the committed tokens."""
 
     def __init__(
         self, num_heads: int, head_size: int, capacity: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.slab = torch.zeros(num_heads, 2, capacity, head_size, dtype=dtype, device=device)
 
-    def write(self, keys_values: Tensor, begin: int | Slots) -> tuple[Tensor, Tensor]:
-        """Put ``keys_values`` [heads, 2, n, head size] at ``begin``, or at the columns of a prepared forward; returns keys and
-        values up to their end, or as far as that forward looks, each [1, heads, that many, head size].
+    def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
+        """Write ``keys_values`` [heads, 2, n, head size] from index ``begin``, or at KV slots; returns the cached keys and
+        values that the new tokens attend to, [1, heads, KV length, head size] each.
         """
-        if isinstance(begin, Slots):
-            self.slab.index_copy_(2, begin.columns, keys_values)
+        if isinstance(begin, KVSlots):
+            self.slab.index_copy_(2, begin.slots, keys_values)
             end = begin.padded_kv_length
         else:
             end = begin + keys_values.shape[2]
@@ -54,14 +52,12 @@ class BlockCache:
 
 
 class DraftBlock(nn.Module):
-    """Attention beside an MLP. ``crosses``: keys and values come from features of the target instead of the stream.
+    """Attention and a gated MLP in parallel.
 
     Args:
-        hidden_size: of the residual stream, the target's.
-        num_heads: of the attention.
+        hidden_size: width of the residual stream, the target's hidden size.
         head_size: even, for rotary positions.
-        mlp_size: of the gated MLP.
-        crosses: whether keys and values are projected from features.
+        crosses: project keys and values from features of the target instead of the stream.
     """
 
     def __init__(
@@ -86,43 +82,43 @@ class DraftBlock(nn.Module):
         *,
         mask: Tensor | None = None,
         cache: BlockCache | None = None,
-        begin: int | Slots = 0,
+        begin: int | KVSlots = 0,
         head_mask: Tensor | None = None,
     ) -> Tensor:
-        """The stream [batch, n, hidden] behind this block.
+        """The stream [batch, n, hidden] after this block.
 
         Args:
-            features: normed target features [batch, n, hidden] of a block that crosses.
-            factors: rotary factors as ``rotation`` gives them, [batch or 1, n, 3, 1, head size / 2].
-            mask: additive [batch or 1, 1, n, keys]; None: each token sees those before it and itself.
-            cache: keys and values of earlier tokens, a batch of one; the new ones go to ``begin``.
-            head_mask: 0 silences a head, [heads].
+            features: normalized target features [batch, n, hidden], for a block that crosses.
+            factors: rotary factors from ``rotation``, [batch or 1, n, 3, 1, head size / 2].
+            mask: additive [batch or 1, 1, n, keys]; None: causal.
+            cache: keys and values of earlier tokens, for a batch of one; new ones are written at ``begin``.
+            head_mask: 0 masks a head, [heads].
         """
-        # Calls of functions and plain views: a module's call costs as much as a small kernel.
+        # Functions instead of modules, because calling a module costs as much as a small kernel.
         heads, size, mlp = self.num_heads, self.head_size, self.mlp_size
         normed = functional.layer_norm(stream, self.norm.normalized_shape, self.norm.weight)
-        made = functional.linear(normed, self.from_stream.weight)
-        attended, gate, up = made.split((made.shape[-1] - 2 * mlp, mlp, mlp), -1)
+        projected = functional.linear(normed, self.from_stream.weight)
+        attended, gate, up = projected.split((projected.shape[-1] - 2 * mlp, mlp, mlp), -1)
         if self.from_features is not None:
             assert features is not None
             attended = torch.cat([attended, functional.linear(features, self.from_features.weight)], -1)
-        turned = rotate(attended.unflatten(-1, (3, heads, size)), factors).transpose(1, 3)
+        rotated = rotate(attended.unflatten(-1, (3, heads, size)), factors).transpose(1, 3)
         # [batch, heads, (query, key, value), n, head size]
         if cache is None:
-            query, key, value = turned.unbind(2)
+            query, key, value = rotated.unbind(2)
         else:
-            query = turned[:, :, 0]
-            key, value = cache.write(turned[0, :, 1:], begin)
-        found = functional.scaled_dot_product_attention(
+            query = rotated[:, :, 0]
+            key, value = cache.write(rotated[0, :, 1:], begin)
+        output = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None and begin == 0 and stream.shape[1] > 1
         ).transpose(1, 2)
         if head_mask is not None:
-            found = found * head_mask[:, None]
-        both = torch.cat([found.flatten(2), functional.silu(gate) * up], -1)
+            output = output * head_mask[:, None]
+        both = torch.cat([output.flatten(2), functional.silu(gate) * up], -1)
         return stream + functional.linear(both, self.to_stream.weight)
 
     def head_importance(self) -> Tensor:
-        """|gradient x weight| summed over the queries, keys and values of each head, [heads] (STAR, eq. 1)."""
+        """Sum of |gradient x weight| over the queries, keys and values of each head, [heads] (STAR, eq. 1)."""
         width = self.num_heads * self.head_size
         total = torch.zeros(self.num_heads, device=self.norm.weight.device)
         for linear, number in ((self.from_stream, 1 if self.crosses else 3), (self.from_features, 2)):
@@ -132,11 +128,11 @@ class DraftBlock(nn.Module):
         return total
 
     def sliced(self, heads: Tensor) -> DraftBlock:
-        """The block with only some heads, as smaller matrices of their own."""
+        """A copy with only some heads, in smaller matrices."""
         size, width = self.head_size, self.num_heads * self.head_size
         rows = (heads[:, None] * size + torch.arange(size, device=heads.device)).flatten()
 
-        def cut(linear: nn.Linear, number: int) -> Tensor:
+        def select(linear: nn.Linear, number: int) -> Tensor:
             groups = torch.cat([rows + group * width for group in range(number)])
             others = torch.arange(number * width, linear.out_features, device=rows.device)
             return linear.weight.detach()[torch.cat([groups, others])].clone()
@@ -145,9 +141,9 @@ class DraftBlock(nn.Module):
         block = DraftBlock(hidden, len(heads), size, self.mlp_size, crosses=self.crosses).to(self.norm.weight)
         with torch.no_grad():
             block.norm.weight.copy_(self.norm.weight)
-            block.from_stream.weight.copy_(cut(self.from_stream, 1 if self.crosses else 3))
+            block.from_stream.weight.copy_(select(self.from_stream, 1 if self.crosses else 3))
             if self.from_features is not None and block.from_features is not None:
-                block.from_features.weight.copy_(cut(self.from_features, 2))
+                block.from_features.weight.copy_(select(self.from_features, 2))
             columns = torch.cat([rows, torch.arange(width, self.to_stream.in_features, device=rows.device)])
             block.to_stream.weight.copy_(self.to_stream.weight[:, columns])
         return block

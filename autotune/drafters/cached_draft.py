@@ -1,4 +1,4 @@
-"""Drafts with a KV cache: rounds of ``propose``, level by level, over the committed prefix and the nodes behind it."""
+"""Drafts with a KV cache."""
 
 from __future__ import annotations
 
@@ -7,128 +7,108 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Proposals, top_proposals
 from autotune.execution import round_up
-from autotune.modeling.graph_runner import DeviceStep
 from autotune.modeling.kv_cache import CachedModel
-from autotune.modeling.masks import TreeMask
+from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import rows_to_host, to_device
-from autotune.modeling.tree_model import causal_tree_mask
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
+
+FeatureSource = Ints | Tensor | Mapping[int, Tensor]
+"""Where a draft that reads features takes those of a step's tokens from. Tree nodes: KV slots of their parents among the
+uncommitted tokens, [n]; -1 is the last token of the prefix. Committed tokens: outputs of each of ``aux_layers`` for the
+token before, [n, hidden].
+"""
 
 
 class CachedDraft(CachedModel):
-    """The cache holds the committed prefix, then the nodes evaluated this round in order of evaluation: a node's *slot*.
+    """A draft whose cache holds the committed prefix, then the nodes evaluated in this round, in order of evaluation: the
+    order that ``tree.kv_slot`` counts.
 
-    Committed tokens that have not been read yet are ``pending``: the new root, and before it the accepted tokens whose
-    nodes were not read, or not with all that is known of them now. They are read together, when the root's proposals
-    are asked for.
+    Committed tokens that are not in the cache yet are *pending*: the new root, and before it accepted tokens whose nodes
+    were not evaluated, or were evaluated without the target's features. The round's first forward pass evaluates them.
     """
 
     visual_keep: float = 1.0
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
-    """Sizes that forwards are rounded up to; none: every size as it is."""
     token_ids: Tensor | None = None
-    """The target's name of each token of a smaller vocabulary."""
+    """The target's id of each token of a smaller vocabulary; None: the same ids."""
 
     def __init__(self) -> None:
         self._pending: list[int] = []
         self._num_evaluated = 0
 
     @abstractmethod
-    def forward(
-        self,
-        tokens: NDArray[np.int64],
-        offsets: Ints,
-        tree_mask: TreeMask,
-        *,
-        num_uncommitted: int = 0,
-        parents: Ints | None = None,
-        hidden: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
-        """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` tokens read since.
-
-        Args:
-            places: of the tokens behind the prefix.
-            block: additive mask [n, num_uncommitted + n] behind the prefix.
-            parents: of nodes: which of the uncommitted tokens each follows; -1: the last of the prefix. None for tokens
-                that the target has said.
-            hidden: of tokens that the target has said: what each of the layers in ``aux_layers`` had made of the token before
-                them, [n, hidden].
-        """
+    def forward(self, step: Step, source: FeatureSource) -> Tensor:
+        """Logits [n, vocabulary] of n tokens after the prefix and the uncommitted tokens."""
 
     @abstractmethod
-    def _pending_hidden(self) -> Mapping[int, Tensor] | None:
-        """``hidden`` of the pending tokens."""
+    def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
+        """``forward`` inside a larger captured function."""
 
     @abstractmethod
-    def _pending_committed(self, count: int) -> None:
-        """The pending tokens, read just now, belong to the prefix."""
+    def _pending_hidden(self) -> Mapping[int, Tensor]:
+        """The feature source of the pending tokens."""
 
     @abstractmethod
-    def read_on_device(
-        self, step: DeviceStep, *, parents: Tensor | None = None, hidden: Mapping[int, Tensor] | None = None
-    ) -> Tensor:
-        """``forward`` as a part of prepared work."""
+    def _commit_pending(self, count: int) -> None:
+        """Commit the pending tokens, which were just evaluated."""
+
+    def _commit_pending_on_device(self, count: Tensor) -> None:
+        """The device's part of ``_commit_pending`` of ``count`` [1] tokens."""
 
     @abstractmethod
     def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
-        """What is left of ``commit`` when the device has done its part: ``hidden`` are the layers in ``aux_layers`` of the root and
-        the accepted nodes.
+        """The host's part of ``commit`` after a round on the device.
+
+        Args:
+            hidden: outputs of each of ``aux_layers`` for the root and the accepted nodes.
         """
 
     def compact_on_device(self, prefix_state: Tensor, slots: Tensor) -> None:
-        """The device's part of ``commit``: the columns ``slots`` behind ``prefix_state`` are those of the accepted nodes."""
-
-    def _pending_committed_on_device(self, count: Tensor) -> None:
-        """``_pending_committed`` of ``count`` [1] tokens, but for counting them."""
+        """The device's part of ``commit``: move the accepted nodes at ``slots`` to the end of the prefix."""
 
     @property
     def subnet(self) -> Subnet:
-        """Which part of the draft this is."""
+        """The part of a supernet that this draft is."""
         return Subnet(visual_keep=self.visual_keep)
 
     @property
     @abstractmethod
     def num_parameters(self) -> int:
-        """Of its own: what it shares with the target is left out."""
+        """Parameters, without those shared with the target."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What a token takes in the cache, once something has been read."""
+        """Bytes of a token's keys and values in all layers, once the cache is allocated."""
         return int(self.cache.memory_bytes // self.cache.capacity)
 
     @property
     def num_pending(self) -> int:
-        """Tokens that asking for the root's proposals will read."""
         return len(self._pending)
 
     def reserve(self, num_tokens: int) -> None:
-        """Empty the cache and make sure that it holds that many tokens."""
         super().reserve(num_tokens)
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Forget the nodes read in the round before."""
+        """Drop the nodes evaluated in the round before."""
         self._num_evaluated = 0
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
-        """The most probable children of the frontier's nodes, all of one level. The root's come first in every round."""
+        """See ``Draft``."""
         if frontier[0] == ROOT:
             count = len(self._pending)
             size = round_up(count, self.capture_sizes)
-            tokens = np.zeros(size, np.int64)
-            tokens[:count] = self._pending
-            offsets = np.minimum(np.arange(size), count - 1)
-            tree_mask, hidden = causal_tree_mask(size, self.mask_value), self._pending_hidden()
-            logits = self.forward(tokens, offsets, tree_mask, hidden=hidden)[count - 1 : count]
-            self._pending_committed(count)
+            step = Step.causal(np.array(self._pending + [0] * (size - count), np.int64), self.mask_value)
+            step = step._replace(offsets=np.minimum(step.offsets, count - 1))
+            logits = self.forward(step, self._pending_hidden())[count - 1 : count]
+            self._commit_pending(count)
             self._pending = []
             self.begin_round()
         else:
@@ -139,37 +119,33 @@ class CachedDraft(CachedModel):
             write_frontier_mask(tree, frontier, tree_mask, begin + size, self.mask_value)
             tokens = np.zeros(size, np.int64)
             tokens[:count] = np.maximum(tree.token[frontier], 0)
-            # The prefix ends with the root, so a child of the root stands right behind it. All are of one depth.
+            # All nodes have one depth. The root ends the prefix, so its children have offset 0.
             offsets = np.full(size, tree.depth[frontier[0]] - 1)
-            parents = tree.kv_slot[tree.parent[frontier]]  # the root has no slot: -1
-            logits = self.forward(tokens, offsets, tree_mask, num_uncommitted=begin, parents=parents)[:count]
+            parents = tree.kv_slot[tree.parent[frontier]]  # -1 for the root
+            logits = self.forward(Step(tokens, offsets, tree_mask), parents)[:count]
             self._num_evaluated = begin + count
         return self.best(logits, num_proposals)
 
     def pending_inputs(self) -> dict[str, Tensor]:
-        """What ``propose_on_device`` reads of the pending tokens: their number, then they, filled up to a prepared size."""
+        """Inputs of ``propose_on_device``: the number of pending tokens and the tokens, padded to a capture size, and
+        their features.
+        """
         count = len(self._pending)
         size = round_up(count, self.capture_sizes)
-        numbers = np.zeros(1 + size, np.int64)
-        numbers[0], numbers[1 : 1 + count] = count, self._pending
-        hidden = self._pending_hidden() or {}
         return {
-            "pending": to_device(numbers, self.device),
-            **{f"hidden.{layer}": pad(states, (0, 0, 0, size - count)) for layer, states in hidden.items()},
+            "pending": to_device(np.array([count, *self._pending] + [0] * (size - count), np.int64), self.device),
+            **{f"hidden.{layer}": pad_rows(states, size) for layer, states in self._pending_hidden().items()},
         }
 
     def propose_on_device(self, prefix_state: Tensor, inputs: Mapping[str, Tensor], *, padded_kv_length: int) -> Tensor:
-        """Read the pending tokens; returns the logits after the last of them, the root, [1, vocabulary]."""
+        """Evaluate the pending tokens; returns the logits after the last of them, the root, [1, vocabulary]."""
         count, tokens = inputs["pending"][:1], inputs["pending"][1:]
-        offsets = torch.minimum(torch.arange(len(tokens), device=tokens.device), count - 1)
-        tree_mask = torch.full(
-            (len(tokens), len(tokens)), self.mask_value, dtype=self.dtype, device=tokens.device
-        ).triu(1)
-        hidden = {layer: inputs[f"hidden.{layer}"] for layer in self.aux_layers}
-        logits = self.read_on_device(
-            DeviceStep(prefix_state, tokens, offsets, tree_mask, offsets, padded_kv_length), hidden=hidden
-        )
-        self._pending_committed_on_device(count)
+        size, device = len(tokens), tokens.device
+        offsets = torch.minimum(torch.arange(size, device=device), count - 1)
+        tree_mask = torch.full((size, size), self.mask_value, dtype=self.dtype, device=device).triu(1)
+        step = DeviceStep(prefix_state, tokens, offsets, tree_mask, offsets, padded_kv_length)
+        logits = self.forward_on_device(step, {layer: inputs[f"hidden.{layer}"] for layer in self.aux_layers})
+        self._commit_pending_on_device(count)
         return logits[count - 1]
 
     def best_on_device(self, logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:
@@ -178,5 +154,10 @@ class CachedDraft(CachedModel):
         return tokens if self.token_ids is None else self.token_ids[tokens], logprobs
 
     def best(self, logits: Tensor, num_proposals: int) -> Proposals:
-        """The best tokens of each row, as the target calls them, and their log-probabilities in float32."""
+        """The best tokens of each row, as the target's ids."""
         return rows_to_host(*self.best_on_device(logits, num_proposals))
+
+
+def pad_rows(states: Tensor, num_rows: int) -> Tensor:
+    """Add rows of zeros up to ``num_rows``."""
+    return states if len(states) == num_rows else pad(states, (0, 0, 0, num_rows - len(states)))

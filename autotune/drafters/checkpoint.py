@@ -1,4 +1,4 @@
-"""Trained drafts on disk: a folder with ``config.json`` and weights, for one target."""
+"""Loads and saves trained drafts. A draft is a folder with ``config.json`` and weights, made for one target."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ NETWORKS: dict[str, Callable[[Any], BlocksNetwork]] = {
 }
 
 LoadedDraft = IndependentDraft | FeatureDraft
-"""Drafts that ``load_draft`` gives: those with a model of their own."""
+"""Result of ``load_draft``."""
 
 
 def new_network(kind: str, sizes: dict[str, Any], target: Target, *, source: str) -> BlocksNetwork:
-    """A network for a target, with random weights.
+    """Make a network with random weights for a target.
 
     Raises:
-        UserError: unknown or impossible sizes.
+        UserError: unknown or invalid sizes.
     """
     text = target.text.config
     of_target = {"hidden_size": text.hidden_size, "num_target_layers": text.num_hidden_layers}
@@ -48,7 +48,7 @@ def new_network(kind: str, sizes: dict[str, Any], target: Target, *, source: str
 
 
 def save_draft(network: BlocksNetwork, folder: Path) -> None:
-    """Weights in bfloat16, half the bytes; they load and run in the target's precision."""
+    """Save a network with weights in bfloat16. They are loaded in the target's precision."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()}
     save_file(tensors, folder / WEIGHTS)
@@ -56,27 +56,26 @@ def save_draft(network: BlocksNetwork, folder: Path) -> None:
 
 
 def draft_folder(name: str) -> Path | None:
-    """The folder of a draft that reads features, ours or an EAGLE-3 head; None: a Hugging Face model, which drafts
-    independently.
+    """The folder of a draft that reads features; None for a Hugging Face model, which drafts independently.
 
     Raises:
         UserError: no such model.
     """
     folder = Path(resolve(name))
-    if not folder.is_dir():  # an id: only a head's config tells it from a model
+    if not folder.is_dir():  # an id: its config tells whether it is an EAGLE-3 head
         try:
             folder = Path(cached_file(name, CONFIG)).parent
-        except OSError:  # for whoever loads models to complain about
+        except OSError:  # load_model reports the error
             return None
         if is_eagle3(read_json(folder / CONFIG)):
             cached_file(name, WEIGHTS)
     content = read_json(folder / CONFIG)
-    is_ours = str(content.get("schema", "")).startswith("autotune.draft/")
-    return folder if is_ours or is_eagle3(content) else None
+    is_autotune_draft = str(content.get("schema", "")).startswith("autotune.draft/")
+    return folder if is_autotune_draft or is_eagle3(content) else None
 
 
 def load_network(folder: Path) -> BlocksNetwork:
-    """The network of a draft of ours.
+    """Load the network of a draft that ``save_draft`` saved.
 
     Raises:
         UserError: a draft of an unknown kind.
@@ -90,11 +89,14 @@ def load_network(folder: Path) -> BlocksNetwork:
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> LoadedDraft:
-    """A draft by name: a folder of ours, an EAGLE-3 head, or any Hugging Face model, which then drafts independently. Of ``subnet`` the heads
-    and the injection layer are taken; visual tokens are chosen prompt by prompt.
+    """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, or any Hugging Face model, which drafts
+    independently.
+
+    Args:
+        subnet: heads and injection layer to use. Its share of visual tokens applies later, prompt by prompt.
 
     Raises:
-        UserError: no such draft, one for another target, or a subnet that it does not have.
+        UserError: an unknown draft, a draft for another target, or a subnet that it does not have.
     """
     subnet = subnet or Subnet()
     folder = draft_folder(name)

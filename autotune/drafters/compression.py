@@ -1,8 +1,8 @@
-"""The elastic compressor of visual tokens: few rows in place of many, by native operators (SpecVLM, section 3.4).
+"""The elastic compressor, which replaces the rows of visual tokens by fewer ones (SpecVLM, section 3.4).
 
-Operators differ in what they keep: ``prune`` some tokens as they are, ``pool`` the mean of neighbours, ``convolve`` a
-learned mix of neighbours, ``resample`` what learned queries find by one cross-attention, ``text_only`` nothing. A gate
-that reads the question weighs operators of one ratio, or selects one of different ratios; or all are concatenated.
+Its operators are ``prune`` (keep some tokens), ``pool`` (mean of neighbours), ``convolve`` (learned mix of neighbours),
+``resample`` (cross-attention of learned queries) and ``text_only`` (keep no visual token). A gate that reads the question
+selects one of them or weighs those with one ratio; or their outputs are concatenated.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ SELECTED = (*CONCATENATED, "text_only")
 
 
 class CompressionConfig(Document):
-    """The paper's ratios (section 3.4)."""
+    """Settings of the compressor. Defaults are the paper's (section 3.4)."""
 
     gate: GateMode = "select"
-    """``none``: visual tokens stay as they are (the paper's EagleVLM)."""
+    """``none`` leaves visual tokens unchanged (the paper's EagleVLM)."""
     prune_ratio: int = Field(default=20, ge=1)
     pool_ratio: int = Field(default=20, ge=1)
     convolve_ratio: int = Field(default=3, ge=1)
     num_queries: int = Field(default=2, ge=1)
     weigh_ratio: int = Field(default=3, ge=1)
-    """Of all operators, where they are weighed: their rows must fit together."""
+    """Ratio of all operators with ``gate: weigh``, which adds their rows."""
     temperature: float = Field(default=1.0, gt=0)
-    """Of the Gumbel-softmax in training."""
+    """Temperature of the Gumbel-softmax in training."""
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Those that the gate has to do with."""
+        """Operators that the gate combines."""
         return {"select": SELECTED, "weigh": WEIGHED, "concatenate": CONCATENATED, "none": ()}[self.gate]
 
 
 class Compressor(nn.Module):
-    """Condenses the rows of one prompt's visual tokens."""
+    """Compresses the rows of one prompt's visual tokens."""
 
     def __init__(self, config: CompressionConfig, hidden_size: int) -> None:
         super().__init__()
@@ -61,21 +61,21 @@ class Compressor(nn.Module):
     def forward(
         self, rows: Tensor, positions: Tensor, question: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Condensed rows [m, hidden] of ``rows`` [n, hidden] and the places where they stand, ascending.
+        """Compress ``rows`` [n, hidden] to [m, hidden]; returns them with their positions, ascending.
 
         Args:
-            question: normed feature of the prompt's last token, [hidden].
-            generator: of the Gumbel noise and of the tokens pruned, in training. None: the gate's best operator, and
-                tokens at even distances.
+            question: normalized features of the prompt's last token, [hidden].
+            generator: source of Gumbel noise and pruned tokens in training. None: the gate's best operator and evenly
+                spaced tokens.
         """
         config = self.config
         if config.gate == "none":
             return rows, positions
         if self.gate is None:
             parts = [self.operate(name, rows, positions, generator) for name in config.operators]
-            stream, at = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-            order = at.argsort(stable=True)
-            return stream[order], at[order]
+            stream, kept = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            order = kept.argsort(stable=True)
+            return stream[order], kept[order]
         scores = self.gate(question).float()
         if config.gate == "weigh":
             parts = [self.operate(name, rows, positions, generator) for name in config.operators]
@@ -85,23 +85,23 @@ class Compressor(nn.Module):
             noise = -torch.empty(scores.shape).exponential_(generator=generator).log().to(scores.device)
             shares = ((scores + noise) / config.temperature).softmax(-1)
             chosen = int(shares.argmax())
-            stream, at = self.operate(config.operators[chosen], rows, positions, generator)
-            # Straight through: one in the forward pass, the share's gradient in the backward pass.
-            return stream * (1 + shares[chosen] - shares[chosen].detach()).to(stream.dtype), at
+            stream, kept = self.operate(config.operators[chosen], rows, positions, generator)
+            # Straight-through estimator: the factor is 1 in the forward pass and has the share's gradient.
+            return stream * (1 + shares[chosen] - shares[chosen].detach()).to(stream.dtype), kept
         return self.operate(config.operators[int(scores.argmax())], rows, positions, None)
 
     def operate(
         self, name: str, rows: Tensor, positions: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """What one operator makes of all rows; a group's row stands where the group's last token stood."""
+        """The output of one operator. The row of a group has the position of the group's last token."""
         count = len(rows)
         if name == "text_only":
             return rows[:0], positions[:0]
         if name == "resample":
             assert self.queries is not None and self.keys_values is not None
             keys, values = self.keys_values(rows).chunk(2, -1)
-            found = functional.scaled_dot_product_attention(self.queries[None], keys[None], values[None])[0]
-            return found, positions[-1:].expand(len(found))
+            rows = functional.scaled_dot_product_attention(self.queries[None], keys[None], values[None])[0]
+            return rows, positions[-1:].expand(len(rows))
         ratio = min(self.ratios[name], count)
         groups = -(-count // ratio)
         last = (torch.arange(1, groups + 1, device=rows.device) * ratio - 1).clamp(max=count - 1)
@@ -111,7 +111,7 @@ class Compressor(nn.Module):
             else:
                 chosen = torch.randperm(count, generator=generator)[:groups].sort().values.to(rows.device)
             return rows[chosen], positions[chosen]
-        filled = torch.cat([rows, rows[-1:].expand(groups * ratio - count, -1)])  # the last group by its last token
+        filled = torch.cat([rows, rows[-1:].expand(groups * ratio - count, -1)])  # repeat the last token
         if name == "pool":
             return filled.unflatten(0, (groups, ratio)).mean(1), positions[last]
         assert self.convolution is not None

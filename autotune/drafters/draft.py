@@ -1,4 +1,4 @@
-"""What the decoding loop asks of a draft, whatever it is made of."""
+"""The interface of a draft, and helpers that drafts share."""
 
 from __future__ import annotations
 
@@ -21,63 +21,70 @@ Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
 
 
 class Draft(Protocol):
-    """A draft of one request at a time: ``prompts`` of its inputs, ``prefill`` of one of them, ``append`` the first token, then
-    rounds of ``propose``, level by level, and ``commit``.
+    """Drafts for one request at a time.
+
+    The calls of a request: ``prompts`` of a batch, ``prefill`` of one of them, ``append`` of the first token, then rounds
+    of ``propose`` (once per level) and ``commit``.
     """
 
     kind: str
     vocab_size: int
     visual_keep: float
-    """Share of visual tokens that it sees."""
+    """Share of visual tokens that the draft sees."""
     aux_layers: tuple[int, ...]
-    """Layers of the target whose outputs it needs of every forward, as ``TreeModel.output_layers``."""
+    """Layers of the target whose outputs the draft reads (``TreeModel.output_layers``)."""
     capture_sizes: tuple[int, ...]
-    """Sizes that its forwards are rounded up to; none: every size as it is."""
+    """Token counts that forward passes are padded to; empty: no padding."""
 
     @property
     def mode(self) -> str:
-        """How its forward passes run (``autotune.execution.MODES``)."""
+        """How forward passes run (``autotune.execution.MODES``)."""
 
     def attach(self, target: Target) -> None:
-        """Learn for which target it drafts, before the first prompt.
+        """Set the target, before the first prompt.
 
         Raises:
-            UserError: a draft of another vocabulary.
+            UserError: a target with another vocabulary.
         """
 
     def use_mode(self, name: str) -> None:
-        """How its forwards run from now on (``graphs.MODES``)."""
+        """Set ``mode``."""
 
-    def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt]) -> Sequence[Any]:
-        """What it reads of each row of a batch, made as the target's processor made it, padding left out. ``read`` is what
-        the target reads of them.
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt]) -> Sequence[Any]:
+        """The draft's prompt for each row of a batch, without padding.
+
+        Args:
+            inputs: outputs of the target's processor.
+            target_prompts: the target's prompts for the same rows.
         """
 
     def prefill(self, prompt: Any, visual_scores: Tensor | None, *, capacity: int) -> None:
-        """Read one of ``prompts``. ``visual_scores`` [visual tokens] ranks them; None where all are kept.
+        """Evaluate one of ``prompts``.
 
-        ``capacity`` counts the tokens that the request can reach, trees included.
+        Args:
+            visual_scores: ranks the visual tokens, [visual tokens]; may be None if all are kept.
+            capacity: KV length that the request can reach, trees included.
         """
 
     def append(self, token: int) -> None:
-        """Tell the draft a committed token; it is read with the next root."""
+        """Add a committed token, which is evaluated with the next root."""
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
-        """The most probable children of the frontier's nodes, all of one level. The root's come first in every round.
+        """The most probable children of the frontier's nodes, which have one depth. Each round begins with the root.
 
-        Where it reads nodes it notes their places in ``tree.kv_slot``.
+        Drafts with a KV cache set ``tree.kv_slot`` of the nodes.
         """
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
-        """End the round: the accepted nodes and the target's own token after them are committed."""
+        """End the round: commit the accepted nodes and the target's own token after them."""
 
 
 def check_vocabulary(target: Target, vocab_size: int, tokenizer: Any = None) -> None:
-    """Refuse a draft of another vocabulary. Models pad theirs to different sizes, and those that see add tokens to it:
-    where both tokenizers are known, one may have tokens more than the other.
+    """Check that target and draft have one vocabulary. If both tokenizers are known, one may have more tokens than the
+    other, because models pad their vocabularies and VLMs add tokens.
 
     Raises:
-        UserError: a token that means something else to the other, or other sizes of models of which no more is known.
+        UserError: tokenizers that contradict each other, or different sizes if a tokenizer is unknown.
     """
     if tokenizer is not None and target.tokenizer is not None:
         smaller, larger = sorted((tokenizer.get_vocab(), target.tokenizer.get_vocab()), key=len)
@@ -93,15 +100,18 @@ def check_vocabulary(target: Target, vocab_size: int, tokenizer: Any = None) -> 
 
 
 def num_kept(visual_keep: float, num_visual_tokens: int) -> int:
-    """Visual tokens that enter a draft's cache: at least one of any."""
+    """Number of visual tokens that enter a draft's cache: at least 1 if there are any."""
     return max(1, round(visual_keep * num_visual_tokens)) if num_visual_tokens else 0
 
 
 def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: float) -> Tensor | None:
-    """Which tokens of a prompt a draft reads, in order: all text, and the best of those that ``is_visual`` [n] says are
-    visual, by ``visual_scores`` [visual tokens]; None: all of them.
+    """Indices of the prompt tokens that enter a draft's cache, ascending; None: all tokens.
+
+    Args:
+        is_visual: whether each token is visual, bool [n]. All text tokens are kept.
+        visual_scores: [visual tokens]; the highest are kept.
     """
-    if visual_scores is None or not is_visual.any():  # an image that a draft without sight is not shown
+    if visual_scores is None or not is_visual.any():  # a draft that does not see the image
         return None
     if (number := num_kept(visual_keep, len(visual_scores))) == len(visual_scores):
         return None
@@ -112,6 +122,6 @@ def kept_tokens(is_visual: Tensor, visual_scores: Tensor | None, visual_keep: fl
 
 
 def top_proposals(logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:
-    """The best tokens of each row and their log-probabilities in float32, left where the logits are."""
+    """The best tokens of each row and their log-probabilities in float32, on the device of the logits."""
     top = logits.float().log_softmax(-1).topk(num_proposals)
     return top.indices, top.values

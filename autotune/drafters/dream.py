@@ -1,7 +1,7 @@
-"""``dream``: an initial block, a cross-attention block over features of the target, a final block (DREAM, section 3.1).
+"""``dream``: an initial block, a cross-attention block over the target's features, a final block (DREAM, section 3.1).
 
-The draft reads the target's embeddings and answers through the target's head, so it has only its blocks. They are not
-the paper's sequential decoder layers, but attention and MLP side by side (``blocks.py``).
+Embedding and head are the target's. Unlike the paper's sequential decoder layers, attention and MLP of a block run in
+parallel (``blocks.py``).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from autotune.drafters.network import BlocksConfig, BlocksNetwork
 
 
 class DreamConfig(BlocksConfig):
-    """The sizes of a draft."""
+    """Sizes of a DREAM draft."""
 
     kind: str = "dream"
     crosses: bool = True
-    """Without it the middle block is left out: an ablation (DREAM, figure 5)."""
+    """False leaves the middle block out, for an ablation (DREAM, figure 5)."""
     visual_keep: float = Field(default=0.75, gt=0, le=1)
 
 
 class DreamNetwork(BlocksNetwork):
-    """Three blocks, the middle one of which reads the features."""
+    """Three blocks; the middle one reads the features."""
 
     config: DreamConfig
 
@@ -34,5 +34,4 @@ class DreamNetwork(BlocksNetwork):
 
     @property
     def blocks(self) -> list[DraftBlock]:
-        """In the order in which they run."""
         return [block for block in (self.initial, self.crossing, self.final) if block is not None]

@@ -1,8 +1,8 @@
-"""``eagle3``: public EAGLE-3 heads, as their authors publish them and in the format of ``speculators``.
+"""``eagle3``: public EAGLE-3 heads, in the authors' format and in that of ``speculators``.
 
-One decoder layer whose attention reads embedding and feature side by side. The feature of a true token is made of three
-layers of the target by ``fc``; that of a drafted token is the layer's own output. The vocabulary is a part of the
-target's: token i of it is the target's token ``i + d2t[i]``.
+A head is one decoder layer whose attention reads the concatenation of embedding and features. Features of committed tokens
+are computed by ``fc`` from three layers of the target; those of drafted tokens are the layer's own output. The vocabulary
+is a subset of the target's: its token i is the target's token ``i + d2t[i]``.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ from transformers.models.llama.modeling_llama import (
 from autotune.drafters.blocks import BlockCache
 from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.errors import UserError
-from autotune.modeling.graph_runner import Slots
+from autotune.modeling.graph_runner import KVSlots
 
 WEIGHTS = "model.safetensors"
-LAYER_PREFIXES = ("midlayer.", "layers.0.")  # EAGLE's name of the layer, and that of speculators
+LAYER_PREFIXES = ("midlayer.", "layers.0.")  # of the layer, in EAGLE's and in speculators' format
 
 
 class Eagle3Config(NetworkConfig):
-    """What an EAGLE-3 checkpoint's config says beside its layer's own sizes."""
+    """Sizes of an EAGLE-3 head, besides those of its layer."""
 
     kind: str = "eagle3"
     state_size: int = Field(ge=1)
     layers: tuple[int, ...]
-    """Of the target, read together; layer i is what enters the target's layer i, counted from 0."""
+    """Layers of the target, read together; layer i is the input of the target's layer i, counted from 0."""
     draft_vocabulary_size: int = Field(ge=1)
     norm_before_residual: bool = False
-    """Whether the residual stream starts from the normed feature, as some speculators heads want."""
+    """Whether the residual stream starts from the normalized features, as in some speculators heads."""
 
     @property
     def width(self) -> int:
-        """Of its states."""
         return self.state_size
 
 
 class Eagle3Network(DraftNetwork):
-    """The head, under the names of its checkpoint, with ``layer`` for the one layer."""
+    """The head, with the parameter names of its checkpoint except ``layer``."""
 
     config: Eagle3Config
 
@@ -70,16 +69,15 @@ class Eagle3Network(DraftNetwork):
 
     @property
     def embedding(self) -> nn.Embedding | None:  # type: ignore[override]
-        """Its own where the checkpoint has one."""
+        """The checkpoint's embedding, if it has one."""
         return self.embed_tokens
 
     @property
     def token_ids(self) -> Tensor:  # type: ignore[override]
-        """The target's name of each token."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
-        """All its layers together (see ``DraftNetwork``)."""
+        """See ``DraftNetwork``."""
         if injection_layer is not None:
             raise UserError(
                 f"an eagle3 head reads the layers {', '.join(map(str, self.config.layers))} together; "
@@ -88,20 +86,18 @@ class Eagle3Network(DraftNetwork):
         return self.config.layers
 
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
-        """Room for the keys and values of that many tokens."""
         attention = self.layer.self_attn
         return [BlockCache(attention.num_kv_heads, attention.head_size, capacity, dtype=dtype, device=device)]
 
     def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """The three layers brought to the head's width."""
+        """The concatenated layers, projected to the head's width."""
         return self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1))  # type: ignore[no-any-return]
 
     def own_features(self, states: Tensor) -> Tensor:
-        """States as they are."""
         return states
 
     def factors(self, positions: Tensor) -> Tensor:
-        """Cosines and sines, [..., n, 2, head size]. The angles are float32 in every precision, so no buffer holds them."""
+        """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision."""
         rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
         cos, sin = rotary(self.norm.weight, positions.reshape(1, -1))
         return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
@@ -114,20 +110,20 @@ class Eagle3Network(DraftNetwork):
         *,
         mask: Tensor | None = None,
         caches: Sequence[BlockCache] | None = None,
-        begin: int | Slots = 0,
+        begin: int | KVSlots = 0,
     ) -> Tensor:
-        """The layer's output [batch, n, state size] for embeddings ``stream`` beside ``features``."""
+        """The layer's output [batch, n, state size] for embeddings ``stream`` and ``features``."""
         return self.layer(  # type: ignore[no-any-return]
             stream, features, factors, mask=mask, cache=None if caches is None else caches[0], begin=begin
         )
 
     def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Over its own vocabulary, through its own head."""
+        """Logits over the head's own vocabulary."""
         return self.lm_head(self.norm(states))  # type: ignore[no-any-return]
 
 
 class Eagle3Layer(nn.Module):
-    """A Llama layer whose attention reads embedding and feature side by side, each normed."""
+    """A Llama layer whose attention reads the concatenation of embedding and features, each normalized."""
 
     def __init__(self, config: LlamaConfig, *, norm_before_residual: bool) -> None:
         super().__init__()
@@ -146,17 +142,17 @@ class Eagle3Layer(nn.Module):
         *,
         mask: Tensor | None,
         cache: BlockCache | None,
-        begin: int | Slots,
+        begin: int | KVSlots,
     ) -> Tensor:
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
-        side_by_side = torch.cat([self.input_layernorm(embeddings), normed], -1)
-        stream = residual + self.self_attn(side_by_side, factors, mask=mask, cache=cache, begin=begin)
+        rows = torch.cat([self.input_layernorm(embeddings), normed], -1)
+        stream = residual + self.self_attn(rows, factors, mask=mask, cache=cache, begin=begin)
         return stream + self.mlp(self.post_attention_layernorm(stream))  # type: ignore[no-any-return]
 
 
 class Eagle3Attention(nn.Module):
-    """Grouped-query attention over rows of twice the width."""
+    """Grouped-query attention over rows of twice the hidden size."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -173,7 +169,7 @@ class Eagle3Attention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
 
     def forward(
-        self, rows: Tensor, factors: Tensor, *, mask: Tensor | None, cache: BlockCache | None, begin: int | Slots
+        self, rows: Tensor, factors: Tensor, *, mask: Tensor | None, cache: BlockCache | None, begin: int | KVSlots
     ) -> Tensor:
         query, key, value = (
             project(rows).unflatten(-1, (-1, self.head_size)) for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -182,7 +178,7 @@ class Eagle3Attention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.write(torch.stack([key[0], value[0]], 1), begin)
-        found = functional.scaled_dot_product_attention(
+        output = functional.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -190,21 +186,21 @@ class Eagle3Attention(nn.Module):
             is_causal=mask is None and begin == 0 and rows.shape[1] > 1,
             enable_gqa=True,
         )
-        return self.o_proj(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o_proj(output.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is of an EAGLE-3 head, in either format."""
+    """Whether a ``config.json`` describes an EAGLE-3 head, in either format."""
     if "speculators_model_type" in config:
         return config["speculators_model_type"] == "eagle3"
     return "draft_vocab_size" in config
 
 
 def load_eagle3(folder: Path, content: Mapping[str, Any], *, hidden_size: int, num_layers: int) -> Eagle3Network:
-    """The head in a folder, for a target of this width and number of layers.
+    """Load the head in a folder, for a target with this hidden size and number of layers.
 
     Raises:
-        UserError: no safetensors file, or tensors that are not those of an EAGLE-3 head.
+        UserError: no safetensors file, tensors of another kind of model, or a head for another target.
     """
     if not (folder / WEIGHTS).exists():
         pickled = " (pytorch_model.bin is a pickle, which is never opened)" if any(folder.glob("*.bin")) else ""
@@ -239,7 +235,7 @@ def load_eagle3(folder: Path, content: Mapping[str, Any], *, hidden_size: int, n
         has_embedding="embed_tokens.weight" in tensors,
         fc_bias="fc.bias" in tensors,
     )
-    if "d2t" not in tensors:  # the whole vocabulary
+    if "d2t" not in tensors:  # the target's whole vocabulary
         tensors["d2t"] = network.d2t
     try:
         network.load_state_dict(tensors)

@@ -1,4 +1,4 @@
-"""Drafts that read the target's features, at work: their cache, and what a round needs of the target."""
+"""Runs a draft network that reads the target's features."""
 
 from __future__ import annotations
 
@@ -7,26 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.documents.subnet import Subnet
-from autotune.drafters.cached_draft import CachedDraft
+from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.modeling.graph_runner import (
-    DeviceStep,
-    GraphKey,
-    GraphRunner,
-    Outputs,
-    Slots,
-    padded_length,
-    padded_masks,
-)
+from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, Outputs, padded_length
 from autotune.modeling.kv_cache import CachedModel
-from autotune.modeling.masks import MaskBuffer, TreeMask
+from autotune.modeling.masks import MaskBuffer, padded_masks
 from autotune.modeling.prompt import Prompt
+from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
@@ -36,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class FeatureCache:
-    """Keys and values of all blocks. Only committed tokens count as ``length``: nodes behind them were read with the draft's
-    own features, and are read anew with the target's once they are accepted.
+    """Keys and values of all blocks. ``length`` counts committed tokens only: nodes are evaluated with the draft's own
+    features, and evaluated again with the target's once they are accepted.
     """
 
     def __init__(self, network: DraftNetwork, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -50,20 +42,20 @@ class FeatureCache:
         return sum(block.slab.numel() * block.slab.element_size() for block in self.blocks)
 
     def clear(self) -> None:
-        """Forget everything; the memory is kept for the next request."""
+        """Drop all tokens; the memory is kept for the next request."""
         self.length = 0
 
 
 class FeatureDraft(CachedDraft, CachedModel):
-    """Drafts with a network that reads layers of the target (see ``Draft``).
+    """Drafts with a network that reads outputs of the target's layers (see ``Draft``).
 
-    Each pending token waits beside the target's features of the token before: after a round these are the accepted
-    nodes and the new root.
+    A pending token is stored with the target's features of the token before it. After a round, the accepted nodes and the
+    new root are pending.
 
     Args:
-        network: whole, or a slice of a supernet.
-        heads: share of heads that a slice has kept, in all blocks or in each.
-        injection_layer: of the target, to read; None: the network's own choice.
+        network: a draft network, or a subnet sliced from a supernet.
+        heads: share of heads that the subnet keeps, in all blocks or in each.
+        injection_layer: layer of the target to read; None: the network's default.
     """
 
     def __init__(
@@ -80,27 +72,25 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.aux_layers = network.layers_read(injection_layer)
         self.visual_keep = network.config.visual_keep
         self.token_ids = network.token_ids
-        self.vocab_size = 0  # the target's, once there is one
+        self.vocab_size = 0  # the target's, after ``attach``
         self._pending_features: list[dict[int, Tensor]] = []
         self._target: Any = None
-        self._num_condensed = 0  # tokens of the prompt that never entered the cache
+        self._num_condensed = 0  # tokens of the prompt that are not in the cache
 
     @property
     def subnet(self) -> Subnet:
-        """Which part of the draft this is."""
         layer = self.aux_layers[0] if len(self.aux_layers) == 1 else None
         return Subnet(heads=self.heads, visual_keep=self.visual_keep, injection_layer=layer)
 
     @property
     def num_parameters(self) -> int:
-        """Of its own: embedding and head are the target's."""
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def attach(self, target: Target) -> None:
-        """Take the target's embedding and head; a second time it changes nothing.
+        """See ``Draft``. The draft uses the target's embedding and head.
 
         Raises:
-            UserError: a target of another size or vocabulary.
+            UserError: a target with another size or vocabulary.
         """
         if self._target is target:
             return
@@ -125,10 +115,10 @@ class FeatureDraft(CachedDraft, CachedModel):
         self._target = target
         self.network.to(target.device, target.dtype)
         self.device, self.dtype = target.device, target.dtype
-        self.token_ids = self.network.token_ids  # where the network is now
+        self.token_ids = self.network.token_ids  # on the network's new device
         self.vocab_size = target.vocab_size
         self._embed = embedding or text.module.get_input_embeddings()
-        # Of the root and the tokens read since: what their children read in place of the target's features.
+        # States of the root and the tokens evaluated since, from which their children take features.
         self._own = torch.zeros(0, config.width, dtype=self.dtype, device=self.device)
         self._allocate(DEFAULT_CAPACITY)
 
@@ -139,16 +129,15 @@ class FeatureDraft(CachedDraft, CachedModel):
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
     @property
-    def what(self) -> str:
-        """For messages."""
+    def description(self) -> str:
         return f"a {self.kind} draft"
 
-    def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt]) -> Sequence[Prompt]:
-        """What the target reads."""
-        return read
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """The target's prompts."""
+        return target_prompts
 
     def prefill(self, prompt: Prompt, visual_scores: Tensor | None, *, capacity: int) -> None:
-        """Read the prompt, beside the features that the target has just made of it."""
+        """See ``Draft``. The target must have prefilled the same prompt just before."""
         self.reserve(max(capacity, len(prompt) + MAX_STEP))
         self._pending, self._pending_features = [], []
         network = self.network
@@ -170,7 +159,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self._num_condensed = len(prompt) - len(positions)
 
     def _embeddings(self, prompt: Prompt) -> Tensor:
-        """What the target reads, [n, hidden], its text in the draft's own words where it has any."""
+        """The target's embeddings [n, hidden], with the draft's own embeddings for text if it has any."""
         if prompt.embeddings is None:
             return self._embed(prompt.tokens)  # type: ignore[no-any-return]
         if self.network.embedding is None:
@@ -179,66 +168,51 @@ class FeatureDraft(CachedDraft, CachedModel):
         return torch.where(prompt.is_visual[:, None], prompt.embeddings[0], text)
 
     def append(self, token: int) -> None:
-        """Tell the draft a committed token; it is read with the next root."""
+        """See ``Draft``."""
         self._pending.append(token)
         self._pending_features.append({layer: self._target.hidden[layer][-1:] for layer in self.aux_layers})
 
-    def forward(
-        self,
-        tokens: NDArray[np.int64],
-        offsets: Ints,
-        block: TreeMask,
-        *,
-        num_uncommitted: int = 0,
-        parents: Ints | None = None,
-        hidden: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
-        """See ``CachedDraft``."""
-        network = self.network
-        if parents is not None:
-            features = network.own_features(_rows(self._own, parents + 1))
-        else:
-            assert hidden is not None
-            features = network.target_features(hidden)
-        if len(features) < len(tokens):  # a prepared size is larger
-            features = torch.nn.functional.pad(features, (0, 0, 0, len(tokens) - len(features)))
-        begin = self.cache.length + num_uncommitted
-        rotations = offsets + (self.cache.length + self._num_condensed)
-        if self.graph_runner is not None:
-            states, logits = self._run_prepared(self.graph_runner, tokens, features, rotations, block, begin)
-        else:
-            mask: Any = None
-            if len(tokens) > 1 or block.any():  # a chain's node sees all before it
-                mask = self._masks.write(block, self.cache.length, offsets, np.zeros(block.shape[1], np.int64))
-            ids = torch.from_numpy(tokens).to(self.device)
-            states, logits = self._states(ids, features, _rows(self._factors, rotations), mask, begin)
-        self._own[1 + num_uncommitted : 1 + num_uncommitted + len(tokens)] = states
-        return logits
-
     @property
     def prefix_state(self) -> Ints:
-        """The tokens in the cache, and those of the prompt that never entered it."""
+        """Number of cached tokens, and number of prompt tokens that are not in the cache."""
         return np.array([self.cache.length, self._num_condensed])
 
-    def read_on_device(
-        self, step: DeviceStep, *, parents: Tensor | None = None, hidden: Mapping[int, Tensor] | None = None
-    ) -> Tensor:
-        """See ``CachedDraft``."""
-        network, count = self.network, len(step.tokens)
-        begin = len(step.column_offsets) - count
-        if parents is not None:
-            features = network.own_features(self._own[parents + 1])
+    def forward(self, step: Step, source: FeatureSource) -> Tensor:
+        count, first = len(step.tokens), step.num_uncommitted
+        features = pad_rows(self._features(source), count)
+        begin = self.cache.length + first
+        positions = step.offsets + (self.cache.length + self._num_condensed)
+        if self.graph_runner is not None:
+            states, logits = self._forward_captured(self.graph_runner, step, features, positions, begin)
         else:
-            assert hidden is not None
-            features = network.target_features(hidden)
-        numbers = torch.stack([step.tokens, step.columns, step.prefix_state[0] + step.prefix_state[1] + step.offsets])
-        values = {"numbers": numbers, "features": features, **step.masks({"mask": None}, mask_value=self.mask_value)}
-        states, logits = self.run_within(GraphKey(count, step.padded_kv_length), values)
-        self._own[1 + begin : 1 + begin + count] = states
+            mask: Any = None
+            if count > 1 or step.tree_mask.any():  # a node of a chain sees all tokens before it
+                column_offsets = np.zeros(step.tree_mask.shape[1], np.int64)
+                mask = self._masks.write(step.tree_mask, self.cache.length, step.offsets, column_offsets)
+            ids = torch.from_numpy(step.tokens).to(self.device)
+            states, logits = self._states(ids, features, _rows(self._factors, positions), mask, begin)
+        self._own[1 + first : 1 + first + count] = states
         return logits
 
+    def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
+        count, first = len(step.tokens), len(step.column_offsets) - len(step.tokens)
+        positions = step.prefix_state[0] + step.prefix_state[1] + step.offsets
+        values = {
+            "integers": torch.stack([step.tokens, step.kv_slots, positions]),
+            "features": self._features(source),
+            **step.masks({"mask": None}, mask_value=self.mask_value),
+        }
+        states, logits = self.run_within(GraphKey(count, step.padded_kv_length), values)
+        self._own[1 + first : 1 + first + count] = states
+        return logits
+
+    def _features(self, source: FeatureSource) -> Tensor:
+        if isinstance(source, Mapping):
+            return self.network.target_features(source)
+        return self.network.own_features(_rows(self._own, source + 1))
+
     def _states(
-        self, ids: Tensor, features: Tensor, factors: Tensor, mask: Tensor | None, begin: int | Slots
+        self, ids: Tensor, features: Tensor, factors: Tensor, mask: Tensor | None, begin: int | KVSlots
     ) -> tuple[Tensor, Tensor]:
         """States and logits of n tokens."""
         stream = self.network.fuse(self._embed(ids), features)
@@ -247,50 +221,42 @@ class FeatureDraft(CachedDraft, CachedModel):
         )
         return states, self.network.logits(states, self._target.text.logits)
 
-    def _run_prepared(
-        self,
-        graph_runner: GraphRunner,
-        tokens: NDArray[np.int64],
-        features: Tensor,
-        rotations: Ints,
-        block: TreeMask,
-        begin: int,
+    def _forward_captured(
+        self, runner: GraphRunner, step: Step, features: Tensor, positions: Ints, begin: int
     ) -> Outputs:
-        columns = np.arange(begin, begin + len(tokens))
-        size = GraphKey(len(tokens), padded_length(begin + len(tokens)))
-        offsets = np.zeros(block.shape[1], np.int64)
+        end = begin + len(step.tokens)
+        key = GraphKey(len(step.tokens), padded_length(end))
         masks = padded_masks(
             {"mask": None},
-            block,
+            step.tree_mask,
             self.cache.length,
-            offsets,
-            offsets,
-            padded_kv_length=size.padded_kv_length,
+            step.offsets,
+            step.offsets,
+            padded_kv_length=key.padded_kv_length,
             mask_value=self.mask_value,
         )
-        numbers = np.stack([tokens, columns, rotations])
-        outputs = graph_runner.run(size, {"numbers": numbers, "features": features, **masks}, self.dtype)
-        return tuple(out.clone() for out in outputs)  # those of the buffers are valid until the next forward
+        integers = np.stack([step.tokens, np.arange(begin, end), positions])
+        outputs = runner.run(key, {"integers": integers, "features": features, **masks}, self.dtype)
+        return tuple(out.clone() for out in outputs)  # the buffers are valid only until the next forward pass
 
-    def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """See ``CachedModel``. ``numbers`` [3, n] are tokens, columns of the cache, and rows of the rotary factors."""
-        ids, columns, rotations = inputs["numbers"]
-        slots = Slots(columns, inputs["mask"].shape[-1])
-        return self._states(ids, inputs["features"], self._factors[rotations], inputs["mask"], slots)
+    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """See ``CachedModel``. ``integers`` [3, n] are tokens, KV slots, and positions."""
+        ids, slots, positions = inputs["integers"]
+        fixed = KVSlots(slots, inputs["mask"].shape[-1])
+        return self._states(ids, inputs["features"], self._factors[positions], inputs["mask"], fixed)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
-        return {layer: torch.cat([one[layer] for one in self._pending_features]) for layer in self.aux_layers}
+        return {layer: torch.cat([hidden[layer] for hidden in self._pending_features]) for layer in self.aux_layers}
 
-    def _pending_committed(self, count: int) -> None:
+    def _commit_pending(self, count: int) -> None:
         self._own[0] = self._own[count]
         self.cache.length += count
         self._pending_features = []
 
-    def _pending_committed_on_device(self, count: Tensor) -> None:
+    def _commit_pending_on_device(self, count: Tensor) -> None:
         self._own[:1] = self._own[count]
 
     def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
-        """See ``CachedDraft``."""
         self.cache.length += len(self._pending)
         self._pending = [*tree.token[path].tolist(), next_token]
         self._pending_features = [
@@ -298,16 +264,16 @@ class FeatureDraft(CachedDraft, CachedModel):
         ]
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
-        """End the round: the accepted nodes and the target's own token after them will be read with the features that the
-        target has made of the tokens before them while it verified the tree.
-        """
+        """See ``Draft``. The features of the new pending tokens come from the verification of the tree."""
         rows = to_device(np.array([ROOT, *path]), self.device)
         self._pending = [*(int(token) for token in tree.token[path]), next_token]
         self._pending_features = [{layer: self._target.hidden[layer][rows] for layer in self.aux_layers}]
 
 
-def _rows(table: Tensor, numbers: Ints) -> Tensor:
-    """Rows of a table; a single one, as in a chain, without asking the device to gather."""
-    if len(numbers) == 1:
-        return table.narrow(0, int(numbers[0]), 1)
-    return table[to_device(numbers, table.device)]
+def _rows(table: Tensor, indices: Ints | Tensor) -> Tensor:
+    """Rows of a table; a single one, as in a chain, without a gather on the device."""
+    if isinstance(indices, Tensor):
+        return table[indices]
+    if len(indices) == 1:
+        return table.narrow(0, int(indices[0]), 1)
+    return table[to_device(indices, table.device)]

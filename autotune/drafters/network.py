@@ -1,6 +1,7 @@
-"""What drafts that read the target's features have in common: row i of their input is token i beside what the target had
-made of token i - 1, which is what is known when token i + 1 is drafted. Behind unverified tokens the draft's own last
-state stands in for that feature.
+"""Networks of drafts that read the target's features.
+
+Row i of their input is token i with the target's features of token i - 1, the last ones known when token i + 1 is drafted.
+After unverified tokens, the draft's own last state takes the place of these features.
 """
 
 from __future__ import annotations
@@ -16,58 +17,58 @@ from torch import Tensor, nn
 from autotune.drafters.blocks import BlockCache, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.modeling.graph_runner import Slots
+from autotune.modeling.graph_runner import KVSlots
 
 
 class NetworkConfig(Document, kind="draft", made_by="autotune train"):
-    """The sizes of a draft; ``hidden_size`` and ``num_target_layers`` are its target's."""
+    """Sizes of a draft network."""
 
     kind: str
     hidden_size: int = Field(ge=1)
     num_target_layers: int = Field(ge=1)
     visual_keep: float = Field(default=1.0, gt=0, le=1)
-    """Share of visual tokens that it was made for."""
+    """Share of visual tokens that the network was trained for."""
 
     @property
     def width(self) -> int:
-        """Of its states."""
+        """Size of the network's states."""
         return self.hidden_size
 
     @property
     def injection_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose outputs it can read: of 12 layers, 12 is the last one's, behind the final norm."""
+        """Layers of the target whose outputs the network can read; the number of layers is the final norm."""
         return (self.num_target_layers,)
 
 
 class PromptRows(NamedTuple):
-    """What a draft reads of one prompt."""
+    """The network's input for one prompt."""
 
     stream: Tensor
-    """As ``fuse`` gave it, [n, hidden]."""
+    """Output of ``fuse``, [n, hidden]."""
     features: Tensor
     """[n, features]"""
     positions: Tensor
-    """Of each row in the prompt, ascending, [n]."""
+    """Index of each row in the prompt, ascending, [n]."""
     is_visual: Tensor
     """[n]"""
 
 
 class DraftNetwork(nn.Module, ABC):
-    """A network that drafts (see ``FeatureDraft``, which runs it)."""
+    """A draft network, which ``FeatureDraft`` runs."""
 
     config: NetworkConfig
     embedding: nn.Embedding | None
-    """Of tokens; None: the target's."""
+    """Token embedding; None: the target's."""
     first_feature: Tensor | None
-    """Stands before the first token, [features]; None: the first token is not read."""
+    """Features before the first token, [features]; None: the first token is left out."""
     token_ids: Tensor | None
-    """The target's name of each token of a smaller vocabulary; None: the target's vocabulary."""
+    """The target's id of each token of a smaller vocabulary; None: the same ids."""
 
     def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
-        """Layers of the target that it reads: the one that was chosen, or its last.
+        """Layers of the target that the network reads: the injection layer, or by default the last one.
 
         Raises:
-            UserError: a layer that it cannot read.
+            UserError: a layer that the network cannot read.
         """
         layers = self.config.injection_layers
         layer = layers[-1] if injection_layer is None else injection_layer
@@ -80,30 +81,30 @@ class DraftNetwork(nn.Module, ABC):
 
     @abstractmethod
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
-        """Room for the keys and values of that many tokens in every block."""
+        """A cache for ``capacity`` tokens for each block."""
 
     @abstractmethod
     def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """What it reads of the outputs of the layers read, [..., hidden] each: [..., features]."""
+        """Features [..., features] from outputs of the target's layers, [..., hidden] each."""
 
     @abstractmethod
     def own_features(self, states: Tensor) -> Tensor:
-        """What it reads of states of its own, [..., hidden]: [..., features]."""
+        """Features [..., features] from the network's own states [..., hidden]."""
 
     @abstractmethod
     def factors(self, positions: Tensor) -> Tensor:
-        """What its blocks need to know of ``positions`` [..., n]."""
+        """Rotary factors of ``positions`` [..., n]."""
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """The stream that enters the first block, [..., hidden]."""
         return embeddings
 
     def condense(self, rows: PromptRows, question: Tensor, generator: torch.Generator | None = None) -> PromptRows:
-        """Fewer rows in place of those of a prompt's visual tokens; all of them where nothing else is said.
+        """Compress the rows of a prompt's visual tokens; by default unchanged.
 
         Args:
-            question: the target's last feature of the prompt, [hidden].
-            generator: of the noise in training; None chooses without.
+            question: the target's output for the prompt's last token, [hidden].
+            generator: source of noise in training; None: deterministic.
         """
         return rows
 
@@ -116,17 +117,17 @@ class DraftNetwork(nn.Module, ABC):
         *,
         mask: Tensor | None = None,
         caches: Sequence[BlockCache] | None = None,
-        begin: int | Slots = 0,
+        begin: int | KVSlots = 0,
     ) -> Tensor:
-        """States [batch, n, hidden]; masks and caches as in ``DraftBlock``."""
+        """States [batch, n, hidden]. Masks and caches are as in ``DraftBlock``."""
 
     def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of states, through the target's head; [..., vocabulary]."""
+        """Logits [..., vocabulary] of states through the target's head."""
         return head(states)
 
 
 class BlocksConfig(NetworkConfig):
-    """The sizes of a draft of ours."""
+    """Sizes of a network of ``DraftBlock``s."""
 
     num_heads: int = Field(ge=1)
     head_size: int = Field(ge=2, multiple_of=2)
@@ -135,9 +136,7 @@ class BlocksConfig(NetworkConfig):
 
 
 class BlocksNetwork(DraftNetwork):
-    """A stream of the target's width through blocks; its states stand in for the target's last features, whose head
-    they share.
-    """
+    """A residual stream of the target's width through ``DraftBlock``s, followed by the target's head."""
 
     config: BlocksConfig
     first_feature: nn.Parameter
@@ -145,7 +144,7 @@ class BlocksNetwork(DraftNetwork):
     def __init__(self, config: BlocksConfig) -> None:
         super().__init__()
         self.config = config
-        # Of features by the layer that they come from, and last of the draft's own states.
+        # Norm weights of the features of each injection layer, then of the draft's own states.
         self.feature_norms = nn.Parameter(torch.ones(len(config.injection_layers) + 1, config.hidden_size))
         self.first_feature = nn.Parameter(torch.zeros(config.hidden_size))
         self.norm = nn.LayerNorm(config.hidden_size, bias=False)
@@ -154,7 +153,7 @@ class BlocksNetwork(DraftNetwork):
     @property
     @abstractmethod
     def blocks(self) -> list[DraftBlock]:
-        """In the order in which they run."""
+        """Blocks in execution order."""
 
     def new_block(self, *, crosses: bool = False) -> DraftBlock:
         """A block with random weights."""
@@ -166,22 +165,21 @@ class BlocksNetwork(DraftNetwork):
         return block
 
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
-        """Room for the keys and values of that many tokens in every block."""
+        """See ``DraftNetwork``."""
         size = self.config.head_size
         return [BlockCache(block.num_heads, size, capacity, dtype=dtype, device=device) for block in self.blocks]
 
     def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """The normed output of the one layer read."""
+        """The normalized output of the injection layer."""
         ((layer, states),) = hidden.items()
         number = self.config.injection_layers.index(layer)
         return nn.functional.layer_norm(states, states.shape[-1:], self.feature_norms[number])
 
     def own_features(self, states: Tensor) -> Tensor:
-        """Normed states."""
+        """Normalized states."""
         return nn.functional.layer_norm(states, states.shape[-1:], self.feature_norms[-1])
 
     def factors(self, positions: Tensor) -> Tensor:
-        """Rotary factors of tokens at ``positions`` [..., n]."""
         return rotation(positions, self.config.head_size, self.config.rope_theta)
 
     def forward(
@@ -192,17 +190,17 @@ class BlocksNetwork(DraftNetwork):
         *,
         mask: Tensor | None = None,
         caches: Sequence[BlockCache] | None = None,
-        begin: int | Slots = 0,
+        begin: int | KVSlots = 0,
         head_masks: Sequence[Tensor] | None = None,
         early: list[Tensor] | None = None,
     ) -> Tensor:
-        """States [batch, n, hidden], ready for the target's head.
+        """States [batch, n, hidden], inputs of the target's head.
 
         Args:
-            stream: as ``fuse`` gave it.
-            features: as ``target_features`` or ``own_features`` gave them.
-            head_masks: for each block, 0 for heads that are not there.
-            early: gets the stream behind the first block, which intermediate distillation aligns.
+            stream: output of ``fuse``.
+            features: output of ``target_features`` or ``own_features``.
+            head_masks: 0 for masked heads, for each block.
+            early: receives the stream after the first block, which intermediate distillation aligns.
         """
         for number, block in enumerate(self.blocks):
             stream = block(

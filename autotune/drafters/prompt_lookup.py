@@ -1,5 +1,5 @@
-"""``prompt_lookup``: what followed earlier occurrences of the last tokens, in prompt and output. No model: the free
-baseline.
+"""``prompt_lookup``: proposes tokens that followed earlier occurrences of the last tokens in prompt and output. Needs no
+model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class PromptLookupDraft:
-    """Proposes the followers of the longest n-gram that ends the context and has occurred before in what is committed.
+    """Proposes the followers of the longest n-gram that ends the context and occurs earlier in the committed tokens.
 
-    A follower's probability is its share of that n-gram's occurrences; of equal ones the most recent comes first. Rows
-    with fewer followers than asked for are filled with other tokens of probability 0.
+    A follower's probability is its share of that n-gram's occurrences; ties go to the most recent one. Rows with too few
+    followers are filled with other tokens of probability 0.
     """
 
     kind = "prompt_lookup"
@@ -31,29 +31,25 @@ class PromptLookupDraft:
     def __init__(self, vocab_size: int, *, max_ngram: int = 3, placeholders: frozenset[int] = frozenset()) -> None:
         self.vocab_size = vocab_size
         self.max_ngram = max_ngram
-        self._placeholders = placeholders  # fill the prompt where an image stands, and are never said
-        self.visual_keep = 1.0  # taken from whoever sets it, and of no effect: no pixel is looked at
+        self._placeholders = placeholders  # image placeholders, never proposed
+        self.visual_keep = 1.0  # no effect
         self.aux_layers: tuple[int, ...] = ()
         self.mode = EAGER
-        self.capture_sizes: tuple[int, ...] = ()  # the same: there is no forward to round up
+        self.capture_sizes: tuple[int, ...] = ()  # no effect
         self._committed: list[int] = []
-        # n-gram -> {follower: occurrences}, the follower seen last at the end. Grows by max_ngram entries with every
-        # committed token, so that no round scans the text again.
+        # n-gram -> {follower: occurrences}, ordered by last occurrence. Updated with every committed token, so that no
+        # round scans the text again.
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
 
     def attach(self, target: Target) -> None:
-        """Learn which tokens stand for images.
-
-        Raises:
-            UserError: a vocabulary of another size.
-        """
+        """See ``Draft``."""
         check_vocabulary(target, self.vocab_size)
         self._placeholders = placeholders_of(target.model.config)
 
     def use_mode(self, name: str) -> None:
-        """No forward, no runner."""
+        """No effect: there are no forward passes."""
 
-    def prompts(self, inputs: dict[str, Any], read: Sequence[Prompt] = ()) -> list[list[int]]:
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt] = ()) -> list[list[int]]:
         """The tokens of each row."""
         return [row.tolist() for row in rows_of(inputs)]
 
@@ -65,11 +61,11 @@ class PromptLookupDraft:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Index a committed token as the follower of what stands before it."""
+        """Index a committed token as the follower of the tokens before it."""
         if token not in self._placeholders:
             for length in range(1, min(self.max_ngram, len(self._committed)) + 1):
                 counts = self._followers.setdefault(tuple(self._committed[-length:]), {})
-                counts[token] = counts.pop(token, 0) + 1  # put in anew: last
+                counts[token] = counts.pop(token, 0) + 1  # reinserted at the end
         self._committed.append(token)
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
@@ -79,7 +75,7 @@ class PromptLookupDraft:
         for row, node in enumerate(frontier):
             followers = self._followers_of(self._last_tokens(tree, int(node)))
             total = sum(followers.values())
-            # Sorting keeps the order of equals, which is that of recency.
+            # The sort is stable, so ties stay ordered by recency.
             best = sorted(reversed(followers.items()), key=lambda item: -item[1])[:num_proposals]
             logprobs[row, : len(best)] = [np.log(count / total) for _, count in best]
             tokens[row] = self._filled([token for token, _ in best], num_proposals)
@@ -101,7 +97,7 @@ class PromptLookupDraft:
         return (*self._committed[start:], *reversed(path))
 
     def _followers_of(self, context: tuple[int, ...]) -> dict[int, int]:
-        """Those of the longest end of the context that has any."""
+        """Followers of the longest suffix of the context that has any."""
         for start in range(len(context)):
             followers = self._followers.get(context[start:])
             if followers:
@@ -109,7 +105,7 @@ class PromptLookupDraft:
         return {}
 
     def _filled(self, proposed: list[int], num_proposals: int) -> list[int]:
-        """The proposals, and then the first other tokens: a row must not hold a token twice, nor one that is none."""
+        """The proposals, then the first other tokens, because the tokens of a row must be valid and distinct."""
         taken = {*proposed, *self._placeholders}
         others = (token for token in range(self.vocab_size) if token not in taken)
         return proposed + [next(others) for _ in range(num_proposals - len(proposed))]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autotune.execution import EAGER
+from autotune.modeling.step import Step
 from autotune.modeling.target import Target
-from autotune.modeling.tree_model import causal_tree_mask
 from autotune.runtime.session import close_session
 from autotune.trees.tree import MAX_STEP
 
@@ -27,7 +27,7 @@ def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> 
     logits = [target.prefill(prompt).logits[None]]
     for begin in range(0, len(tokens) - 1, MAX_STEP):
         part = np.array(tokens[begin : min(begin + MAX_STEP, len(tokens) - 1)])
-        logits.append(target.forward(part, np.arange(len(part)), causal_tree_mask(len(part), target.mask_value)))
+        logits.append(target.forward(Step.causal(part, target.mask_value)))
         target.cache.advance(len(part))
     return torch.cat(logits)
 

@@ -1,4 +1,4 @@
-"""Clocks that wait for the device."""
+"""Clocks for work on a device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 def now_ms(device: torch.device) -> float:
-    """Wall clock, after the device has done what it was told."""
+    """Wall-clock time after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() * 1e3
 
 
 class DeviceTimer:
-    """Times between marks, by the device's own clock: a mark waits for nothing."""
+    """Measures the time between marks on the device's own clock, without synchronization."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,7 +25,6 @@ class DeviceTimer:
         self.mark()
 
     def mark(self) -> None:
-        """Of when the device will have done what it was told so far."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -35,7 +34,7 @@ class DeviceTimer:
 
     @property
     def ms(self) -> list[float]:
-        """Between neighbouring marks, once the device is known to have passed the last of them."""
+        """Time between consecutive marks. The device must have passed the last one."""
         pairs = pairwise(self._marks)
         if self._device.type == "cuda":
             return [before.elapsed_time(after) for before, after in pairs]

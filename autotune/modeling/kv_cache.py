@@ -1,4 +1,4 @@
-"""A preallocated KV cache that transformers models write into, and from which rejected tree nodes are dropped in place."""
+"""A preallocated KV cache that transformers models write to, and from which rejected tree nodes are dropped in place."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from autotune.device import check_room
 from autotune.errors import UserError
 from autotune.execution import EAGER
-from autotune.modeling.graph_runner import KV_LENGTH_STEP, GraphKey, GraphRunner, Outputs, Slots
+from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, Outputs, padded_length
 from autotune.modeling.masks import MaskBuffer, first_visible
 from autotune.modeling.transfer import to_device
-from autotune.trees.tree import Ints
+from autotune.trees.limits import Ints
 
 
 class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's view of the slab: appends behind the committed tokens, and shows everything up to there that its
-    window reaches.
-    """
+    """One layer's view of the slab. It shows attention all tokens up to the last one that its window reaches."""
 
     is_croppable = False
 
@@ -47,10 +45,10 @@ class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.keys is None:
             self.keys, self.values = self.cache.allocate(self.index, key_states, value_states)
         assert self.keys is not None and self.values is not None
-        if (slots := self.cache.slots) is not None:
-            self.keys.index_copy_(2, slots.columns, key_states)
-            self.values.index_copy_(2, slots.columns, value_states)
-            return self.keys[:, :, : slots.padded_kv_length], self.values[:, :, : slots.padded_kv_length]
+        if (fixed := self.cache.fixed_slots) is not None:
+            self.keys.index_copy_(2, fixed.slots, key_states)
+            self.values.index_copy_(2, fixed.slots, value_states)
+            return self.keys[:, :, : fixed.padded_kv_length], self.values[:, :, : fixed.padded_kv_length]
         begin = self.get_seq_length()
         end = begin + key_states.shape[2]
         self.keys[:, :, begin:end] = key_states
@@ -74,34 +72,34 @@ class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
 
 class SlabCache(Cache):  # type: ignore[misc]
     """Keys and values of all layers of a device in two slabs [layers, batch, kv heads, capacity, head dim], allocated at
-    the first forward.
+    the first forward pass and kept between requests.
 
-    A forward of n tokens writes behind ``length`` committed and ``num_uncommitted`` other tokens, and changes neither:
-    the caller then commits all (``advance``) or some (``keep``) of them. A request starts with ``clear``; the slabs
-    stay.
+    A forward pass of n tokens writes after ``length`` committed and ``num_uncommitted`` other tokens and changes neither.
+    The caller then commits all (``advance``) or some (``keep``) of the tokens.
 
     Args:
-        windows: of each layer; None sees everything.
-        devices: of each layer.
+        windows: attention window of each layer; None sees everything.
+        devices: device of each layer.
         capacity: in tokens.
     """
 
     def __init__(self, windows: Sequence[int | None], devices: Sequence[torch.device], capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
+        """Committed tokens."""
         self.num_uncommitted = 0
-        """Tokens written earlier this round, behind the committed ones, that the next forward may see."""
-        self.slots: Slots | None = None
-        """Of a prepared forward, while it runs (``graphs.py``)."""
+        """Tokens of earlier steps of this round that the next forward pass may see."""
+        self.fixed_slots: KVSlots | None = None
+        """Set during a forward pass over fixed buffers (see ``graph_runner.py``)."""
         self._devices = list(devices)
         self._slabs: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(layers=[_SlabLayer(self, index, window) for index, window in enumerate(windows)])
 
     def allocate(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The views of one layer, called by it at its first update.
+        """One layer's views of the slabs. The layer calls this at its first update.
 
         Raises:
-            UserError: layers of different head counts or sizes.
+            UserError: layers with different head counts or sizes.
         """
         device = self._devices[layer]
         if device not in self._slabs:
@@ -129,38 +127,36 @@ class SlabCache(Cache):  # type: ignore[misc]
         return sum(slab.numel() * slab.element_size() for pair in self._slabs.values() for slab in pair)
 
     def clear(self) -> None:
-        """Forget everything; the memory is kept for the next request."""
+        """Drop all tokens; the memory is kept for the next request."""
         self.length = 0
         self.num_uncommitted = 0
 
     def advance(self, num_tokens: int) -> None:
-        """Commit the tokens of the last forward, in order."""
+        """Commit the tokens of the last forward pass, in order."""
         self.length += num_tokens
 
-    def keep(self, offsets: list[int]) -> None:
-        """Commit some of the tokens written behind ``length``, from which ``offsets`` count, in ascending order. The
-        others are forgotten.
-        """
-        if offsets and offsets != list(range(len(offsets))):
+    def keep(self, slots: list[int]) -> None:
+        """Commit some of the tokens after ``length``, from which ``slots`` count in ascending order; drop the others."""
+        if slots and slots != list(range(len(slots))):
             for slabs in self._slabs.values():
-                source = to_device(np.array(offsets), slabs[0].device) + self.length
+                source = to_device(np.array(slots), slabs[0].device) + self.length
                 for slab in slabs:
-                    slab[:, :, :, self.length : self.length + len(offsets)] = slab.index_select(3, source)
-        self.length += len(offsets)
+                    slab[:, :, :, self.length : self.length + len(slots)] = slab.index_select(3, source)
+        self.length += len(slots)
 
-    def compact(self, length: Tensor, offsets: Tensor) -> None:
-        """The device's part of ``keep``: as many columns as there are ``offsets`` are brought together behind ``length``,
-        whether they are then committed or not.
+    def compact(self, length: Tensor, slots: Tensor) -> None:
+        """The device's part of ``keep``: move the tokens at ``slots`` directly after ``length``. How many of them are
+        then committed does not matter.
         """
-        goal = length + torch.arange(len(offsets), device=offsets.device)
+        destination = length + torch.arange(len(slots), device=slots.device)
         for device, slabs in self._slabs.items():
             for slab in slabs:
-                found = slab.index_select(3, (length + offsets).to(device))
-                slab.index_copy_(3, goal.to(device), found)
+                moved = slab.index_select(3, (length + slots).to(device))
+                slab.index_copy_(3, destination.to(device), moved)
 
 
 class CachedModel(ABC):
-    """A model that keeps a cache and the masks over it; both grow when a request needs more room."""
+    """A model with a KV cache and the masks over it. Both are reallocated when a request needs more capacity."""
 
     cache: Any
     device: torch.device
@@ -169,41 +165,41 @@ class CachedModel(ABC):
     """Runs forward passes after the prefill; None in mode ``eager``."""
     _masks: MaskBuffer
 
+    @cached_property
+    def _graph_runners(self) -> dict[str, GraphRunner]:
+        return {}
+
     @abstractmethod
     def _allocate(self, capacity: int) -> None:
-        """Make a cache and masks for that many tokens."""
+        """Allocate a cache and masks for ``capacity`` tokens."""
 
     @property
     @abstractmethod
-    def what(self) -> str:
-        """For messages."""
+    def description(self) -> str:
+        """The model, for messages."""
 
     @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
-        """What a token takes in the cache."""
+        """Bytes of a token's keys and values in all layers."""
 
     @abstractmethod
-    def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """A forward over prepared buffers."""
+    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """The function that ``GraphRunner`` compiles or captures."""
 
     @property
     @abstractmethod
     def prefix_state(self) -> Ints:
-        """Where the committed tokens end: their number comes first."""
+        """Numbers that locate the end of the prefix; the first one is the number of committed tokens."""
 
-    def run_within(self, size: GraphKey, values: Mapping[str, Tensor]) -> Outputs:
-        """A prepared forward as a part of work that is prepared as a whole: a graph takes it in as it is, a compiled one
-        stays compiled.
+    def run_within(self, key: GraphKey, values: Mapping[str, Tensor]) -> Outputs:
+        """A forward pass inside a larger function that is captured as a whole. A CUDA graph of that function includes the
+        forward pass; a compiled forward pass stays compiled by itself.
         """
         assert self.graph_runner is not None
         if self.graph_runner.mode == "cuda-graph":
-            return self._prepared_forward(values)
-        return self.graph_runner.run(size, values, self.dtype)
-
-    @cached_property
-    def _prepared_by(self) -> dict[str, GraphRunner]:
-        return {}
+            return self._forward_over_buffers(values)
+        return self.graph_runner.run(key, values, self.dtype)
 
     @property
     def mode(self) -> str:
@@ -211,17 +207,19 @@ class CachedModel(ABC):
         return EAGER if self.graph_runner is None else self.graph_runner.mode
 
     def use_mode(self, name: str) -> None:
-        """How forwards behind the prefill run from now on (``graphs.MODES``); what was prepared before is kept.
+        """Set ``mode``. Captures of other modes are kept.
 
         Raises:
-            UserError: a runner that does not run here.
+            UserError: a mode that is unknown or not available on this device.
         """
         if name == EAGER:
             self.graph_runner = None
             return
-        if name not in self._prepared_by:
-            self._prepared_by[name] = GraphRunner(name, self._prepared_forward, self.device, what=self.what)
-        self.graph_runner = self._prepared_by[name]
+        if name not in self._graph_runners:
+            self._graph_runners[name] = GraphRunner(
+                name, self._forward_over_buffers, self.device, description=self.description
+            )
+        self.graph_runner = self._graph_runners[name]
 
     @property
     def length(self) -> int:
@@ -230,14 +228,14 @@ class CachedModel(ABC):
 
     @property
     def mask_value(self) -> float:
-        """What a mask adds where a token must not look."""
+        """The mask's value for hidden tokens."""
         return self._masks.mask_value
 
     def reserve(self, num_tokens: int) -> None:
-        """Empty the cache and make sure that it holds that many tokens.
+        """Empty the cache and give it room for ``num_tokens`` tokens.
 
         Raises:
-            UserError: more than there is memory for.
+            UserError: not enough memory.
         """
         if num_tokens > self.cache.capacity:
             check_room(
@@ -247,7 +245,7 @@ class CachedModel(ABC):
                 advice="shorten the prompt, or lower max_new_tokens",
                 freed=self.cache.memory_bytes,
             )
-            self._allocate(-(-num_tokens // KV_LENGTH_STEP) * KV_LENGTH_STEP)
-            for prepared in self._prepared_by.values():
-                prepared.forget()
+            self._allocate(padded_length(num_tokens))
+            for runner in self._graph_runners.values():
+                runner.reset()
         self.cache.clear()

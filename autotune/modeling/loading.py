@@ -1,4 +1,4 @@
-"""From a name to a loaded model: bundled names, local paths and Hugging Face ids."""
+"""Loads models by bundled name, local path or Hugging Face id."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def bundled_models() -> dict[str, Path]:
 
 
 def resolve(name: str) -> str:
-    """A path or Hugging Face id that ``from_pretrained`` takes.
+    """Return the path or Hugging Face id for ``from_pretrained``.
 
     Raises:
-        UserError: a bundled pair's name with an unknown model, or a path without a model.
+        UserError: an unknown model of a bundled pair, or a path without a model.
     """
     bundled = bundled_models()
     if name in bundled:
@@ -50,9 +50,7 @@ def resolve(name: str) -> str:
 
 
 def reference(name: str) -> ModelReference:
-    """The model's name, and the hash of its weights and config; a model that is not on disk yet is named by its id
-    alone.
-    """
+    """The model's name and the hash of its weights and config; without a hash if the model is not on disk."""
     path = Path(resolve(name))
     if not path.is_dir():
         return ModelReference(id=name, sha256="")
@@ -60,23 +58,23 @@ def reference(name: str) -> ModelReference:
 
 
 def load_model(name: str, *, device: str = "cpu") -> Any:
-    """The model on a device, for inference, in the precision that its config declares.
+    """Load a model for inference, in the precision that its config declares.
 
     Raises:
-        UserError: nothing there that transformers can load, or more than fits the device.
+        UserError: transformers cannot load it, or it does not fit on the device.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     from transformers.utils import logging
 
     source = resolve(name)
-    weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # of an id nothing is known yet
+    weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
     check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
     try:
         config = AutoConfig.from_pretrained(source)
-        sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        is_vlm = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         logging.disable_progress_bar()
-        model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(source)
+        model = (AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM).from_pretrained(source)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{name}: transformers cannot load it ({str(error).strip().splitlines()[0]}); check the name or path"
@@ -85,7 +83,7 @@ def load_model(name: str, *, device: str = "cpu") -> Any:
 
 
 def load_tokenizer(name: str) -> Any | None:
-    """The tokenizer beside a model; None where a draft comes without one of its own."""
+    """The tokenizer in a model's folder; None if there is none."""
     try:
         processor = load_processor(name)
     except UserError:
@@ -99,9 +97,9 @@ def load_processor(name: str) -> Any:
 
     try:
         return AutoProcessor.from_pretrained(resolve(name))
-    except ImportError as error:  # many a processor wants torchvision
+    except ImportError as error:  # several processors need torchvision
         raise UserError(
-            f"{name}: its processor needs a package that is not here ({' '.join(str(error).split())[:200]}); install it"
+            f"{name}: its processor needs a package that is not installed ({' '.join(str(error).split())[:200]}); install it"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(

@@ -1,4 +1,8 @@
-"""Additive attention masks over a long, visible prefix, without writing the prefix anew every step."""
+"""Additive attention masks for trees after a long, visible prefix, without rewriting the prefix at every step.
+
+A sliding window is measured in positions, not in cache slots, because siblings of a tree have the same position. Tokens
+are located by their *offset*, the position relative to the end of the prefix; offsets in the prefix are negative.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +13,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.trees.tree import MAX_STEP, Ints
+from autotune.trees.limits import MAX_STEP, Ints
 
 TreeMask = NDArray[np.float32]
 
 
 class _Slab:
-    """Zeros in which few columns are ever written: [1, 1, rows, columns]. What the last write closed is opened again."""
+    """A zero mask [1, 1, rows, columns] of which few columns are ever written. Each write clears the one before."""
 
     def __init__(self, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._zeros = torch.zeros(1, 1, MAX_STEP, num_columns, dtype=dtype, device=device)
+        self._mask = torch.zeros(1, 1, MAX_STEP, num_columns, dtype=dtype, device=device)
         self._written: list[tuple[int, int, int]] = []  # rows, first column, end column
 
-    @property
-    def num_columns(self) -> int:
-        return self._zeros.shape[3]
-
     def write(self, num_columns: int, *blocks: tuple[int, TreeMask]) -> Tensor:
-        """A view of that many columns, with each block at its first column. Valid until the next call."""
+        """The first ``num_columns`` columns, with each block written from its first column. Valid until the next call."""
+        if self._mask.shape[3] < num_columns:
+            self._mask, self._written = self._mask.new_zeros(1, 1, MAX_STEP, num_columns), []
         for rows, begin, end in self._written:
-            self._zeros[:, :, :rows, begin:end] = 0.0
+            self._mask[:, :, :rows, begin:end] = 0.0
         self._written = []
-        for begin, tree_mask in blocks:
-            rows, end = len(tree_mask), begin + tree_mask.shape[1]
-            self._zeros[0, 0, :rows, begin:end] = torch.from_numpy(tree_mask)
+        for begin, block in blocks:
+            rows, end = len(block), begin + block.shape[1]
+            self._mask[0, 0, :rows, begin:end] = torch.from_numpy(block)
             self._written.append((rows, begin, end))
-        return self._zeros[:, :, : len(blocks[0][1]), :num_columns]
+        return self._mask[:, :, : len(blocks[0][1]), :num_columns]
 
 
 class MaskBuffer:
-    """The masks of one model's layers. ``windows`` names the types of its layers: how many tokens up to itself a token
-    of each sees, or None for all.
+    """The masks of one model's layers.
 
-    A token's *place* counts from the end of the prefix; the prefix has the places below 0. A window is measured in
-    places, not in columns: siblings of a tree stand at one place.
+    Args:
+        windows: attention window by layer type, in tokens up to and including the query; None sees everything.
+        capacity: of the KV cache, in tokens.
     """
 
     def __init__(
@@ -53,51 +55,75 @@ class MaskBuffer:
         self._windows = dict(windows)
         self._full = _Slab(capacity + MAX_STEP, dtype=dtype, device=device)
         self._sliding = {
-            kind: _Slab(min(window, capacity) + MAX_STEP, dtype=dtype, device=device)
-            for kind, window in windows.items()
+            layer_type: _Slab(min(window, capacity) + MAX_STEP, dtype=dtype, device=device)
+            for layer_type, window in windows.items()
             if window is not None
         }
 
     def write(
         self, tree_mask: TreeMask, prefix: int, row_offsets: Ints, column_offsets: Ints
     ) -> Tensor | dict[str, Tensor]:
-        """Additive masks [1, 1, rows, visible prefix + columns] for ``tree_mask`` [rows, columns] behind ``prefix`` tokens.
+        """Masks [1, 1, rows, visible prefix + columns] for ``tree_mask`` [rows, columns] after ``prefix`` tokens.
 
-        A tensor for models with layers of one type, a dict by type for others, as transformers wants them. Valid until
-        the next call.
+        As transformers expects them, a tensor for models with one layer type, a dict by layer type for others. Valid
+        until the next call.
         """
         deepest = prefix + int(row_offsets.max())
-        is_narrow = {kind: window is not None and deepest >= window for kind, window in self._windows.items()}
+        is_limited = {name: window is not None and deepest >= window for name, window in self._windows.items()}
         full = (
-            self._full.write(prefix + tree_mask.shape[1], (prefix, tree_mask)) if not all(is_narrow.values()) else None
+            self._full.write(prefix + tree_mask.shape[1], (prefix, tree_mask)) if not all(is_limited.values()) else None
         )
         masks = {
-            kind: self._write_window(kind, prefix, tree_mask, row_offsets, column_offsets) if narrow else full
-            for kind, narrow in is_narrow.items()
+            name: self._write_window(name, prefix, tree_mask, row_offsets, column_offsets) if limited else full
+            for name, limited in is_limited.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))  # type: ignore[return-value]
 
     def _write_window(
-        self, kind: str, prefix: int, tree_mask: TreeMask, row_offsets: Ints, column_offsets: Ints
+        self, layer_type: str, prefix: int, tree_mask: TreeMask, row_offsets: Ints, column_offsets: Ints
     ) -> Tensor:
-        """The same, from the first token on that a token at place 0 sees."""
-        window = self._windows[kind]
+        """The mask of a sliding layer, from the first token that a token at offset 0 sees."""
+        window = self._windows[layer_type]
         assert window is not None
         first = first_visible(prefix, window)
-        out_of_sight = (row_offsets - window)[:, None]
-        ahead = (
-            np.arange(first, min(prefix, first + int(row_offsets.max()) + 1)) - prefix
-        )  # places some rows do not see
-        head = np.where(ahead <= out_of_sight, self.mask_value, 0.0).astype(np.float32)
-        if int(row_offsets.max()) >= window:
-            tree_mask = np.where(column_offsets <= out_of_sight, np.float32(self.mask_value), tree_mask)
+        last_hidden = (row_offsets - window)[:, None]
+        deepest = int(row_offsets.max())
+        # Offsets in the prefix that deeper rows no longer see.
+        leaving = np.arange(first, min(prefix, first + deepest + 1)) - prefix
+        head = np.where(leaving <= last_hidden, self.mask_value, 0.0).astype(np.float32)
+        if deepest >= window:
+            tree_mask = np.where(column_offsets <= last_hidden, np.float32(self.mask_value), tree_mask)
         num_columns = prefix - first + tree_mask.shape[1]
-        slab = self._sliding[kind]
-        if slab.num_columns < num_columns:
-            slab = self._sliding[kind] = _Slab(num_columns, dtype=slab._zeros.dtype, device=slab._zeros.device)
-        return slab.write(num_columns, (prefix - first, tree_mask), (0, head))
+        return self._sliding[layer_type].write(num_columns, (prefix - first, tree_mask), (0, head))
+
+
+def padded_masks(
+    windows: Mapping[str, int | None],
+    tree_mask: TreeMask,
+    prefix: int,
+    row_offsets: Ints,
+    column_offsets: Ints,
+    *,
+    padded_kv_length: int,
+    mask_value: float,
+) -> dict[str, NDArray[np.float32]]:
+    """Masks [1, 1, rows, padded KV length] by layer type: the prefix as far as the window reaches, ``tree_mask``
+    [rows, columns], and hidden padding.
+    """
+    rows, columns = tree_mask.shape
+    full = np.full((1, 1, rows, padded_kv_length), mask_value, np.float32)
+    full[..., :prefix] = 0.0
+    full[..., prefix : prefix + columns] = tree_mask
+    masks = {}
+    for layer_type, window in windows.items():
+        masks[layer_type] = full
+        if window is not None and prefix + int(row_offsets.max()) >= window:
+            offsets = np.arange(-prefix, padded_kv_length - prefix)
+            offsets[prefix : prefix + columns] = column_offsets
+            masks[layer_type] = np.where(offsets <= (row_offsets - window)[:, None], np.float32(mask_value), full)
+    return masks
 
 
 def first_visible(length: int, window: int | None) -> int:
-    """The first cached token that the token behind ``length`` others sees."""
+    """The first cached token that a token after ``length`` others sees."""
     return 0 if window is None else max(0, length - window + 1)

@@ -1,5 +1,5 @@
-"""The decoder stack of any Hugging Face model, and what the decoding loop must know of it: all derived from its config
-and modules, so that no family needs code of its own.
+"""The decoder stack of any Hugging Face model and its properties, derived from config and modules, so that no model family
+needs code of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autotune.errors import UserError
 
-# Decoded token by token like ``generate`` by tests/runtime/test_families.py.
+# tests/runtime/test_families.py shows that these decode the same tokens as ``generate``.
 KNOWN_TEXT_TYPES = (
     "llama",
     "mistral",
@@ -38,16 +38,15 @@ KNOWN_VISION_TYPES = (
     "gemma3",
 )
 _WINDOW_OF_LAYER_TYPE = {"full_attention": None, "sliding_attention": "sliding_window"}
-# Kernels that take an additive mask. The others read lengths only and would ignore a tree's mask.
+# Kernels that take an additive mask. Others take sequence lengths only and would ignore a tree mask.
 _ATTENTION = ("sdpa", "eager")
-# Rotary frequencies that change with the length of the sequence: a tree, whose tokens stand at several lengths, would
-# get those of its deepest one.
+# Rotary frequencies that depend on the sequence length: all nodes of a tree would get those of its deepest node.
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model's decoder stack and output head. Nothing of the model is changed."""
+    """A model's decoder stack and output head. The model is not changed."""
 
     module: Any
     head: Any
@@ -55,20 +54,20 @@ class TextModel:
     layers: tuple[nn.Module, ...]
     layer_types: tuple[str, ...]
     windows: dict[str, int | None]
-    """Attention window by type of layer, in tokens; None sees everything."""
+    """Attention window by layer type, in tokens; None sees everything."""
     max_context: int
-    """Tokens that a sequence may have."""
-    is_alone: bool
-    """Whether the model is nothing else."""
+    """Maximum sequence length, in tokens."""
+    is_text_only: bool
+    """Whether this is the whole model, not a part of a VLM."""
     logit_scale: float
     logit_cap: float | None
     device: torch.device
-    """Where embeddings are looked up, so where inputs go."""
+    """Device of the embedding, where inputs go."""
 
     @property
     def layer_windows(self) -> list[int | None]:
-        """Of each layer."""
-        return [self.windows[kind] for kind in self.layer_types]
+        """Attention window of each layer."""
+        return [self.windows[layer_type] for layer_type in self.layer_types]
 
     @property
     def vocab_size(self) -> int:
@@ -79,19 +78,19 @@ class TextModel:
         return self.module.dtype  # type: ignore[no-any-return]
 
     @property
-    def is_known(self) -> bool:
+    def is_tested(self) -> bool:
         return self.config.model_type in KNOWN_TEXT_TYPES
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of keys and values in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         config = self.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(2 * len(self.layers) * heads * head_size * self.dtype.itemsize)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped as the config says."""
+        """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped according to the config."""
         logits = self.head(hidden)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
@@ -101,17 +100,17 @@ class TextModel:
 
 
 def text_model_of(model: Any) -> TextModel:
-    """The text model inside a text model or VLM.
+    """Find the text model of a text model or VLM.
 
     Raises:
-        UserError: a VLM that is not known, or a text model with layers or kernels that trees cannot pass through.
+        UserError: an unsupported VLM, or a text model with layers or attention kernels that do not support trees.
     """
     config = model.config.get_text_config()
-    is_alone = config is model.config
-    if not is_alone and model.config.model_type not in KNOWN_VISION_TYPES:
+    is_text_only = config is model.config
+    if not is_text_only and model.config.model_type not in KNOWN_VISION_TYPES:
         raise UserError(
             f"models of type {model.config.model_type!r} cannot be decoded with trees yet; known: "
-            f"{', '.join(KNOWN_VISION_TYPES)}; text alone: {', '.join(KNOWN_TEXT_TYPES[:5])}; use one of these"
+            f"{', '.join(KNOWN_VISION_TYPES)}; text only: {', '.join(KNOWN_TEXT_TYPES[:5])}; use one of these"
         )
     if config._attn_implementation not in _ATTENTION:
         raise UserError(
@@ -129,52 +128,52 @@ def text_model_of(model: Any) -> TextModel:
         config=config,
         layers=layers,
         layer_types=layer_types,
-        windows={kind: _window(config, kind) for kind in sorted(set(layer_types))},
+        windows={layer_type: _window(config, layer_type) for layer_type in sorted(set(layer_types))},
         max_context=_max_context(config),
-        is_alone=is_alone,
-        # The head of a VLM's class neither scales nor caps, whatever its text config says.
-        logit_scale=_logit_scale(config) if is_alone else 1.0,
-        logit_cap=getattr(config, "final_logit_softcapping", None) if is_alone else None,  # Gemma
+        is_text_only=is_text_only,
+        # The head of a VLM class neither scales nor caps, even if its text config says so.
+        logit_scale=_logit_scale(config) if is_text_only else 1.0,
+        logit_cap=getattr(config, "final_logit_softcapping", None) if is_text_only else None,  # Gemma
         device=device_of(module.get_input_embeddings()),
     )
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: where its hook brings its inputs, if accelerate placed it, or where its weights are."""
+    """Device on which a module computes: its accelerate hook's execution device, or else the device of its weights."""
     for part in module.modules():
-        placed = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
-        if placed is not None:
-            return torch.device(placed)
+        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
     return next(module.parameters()).device
 
 
 def _layers(module: nn.Module, number: int) -> tuple[nn.Module, ...] | None:
-    found = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == number]
-    return tuple(found[0]) if len(found) == 1 else None
+    lists = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == number]
+    return tuple(lists[0]) if len(lists) == 1 else None
 
 
 def _layer_types(config: Any) -> tuple[str, ...]:
-    """By transformers' rule: a list in the config, or else one type for all."""
+    """Layer types by transformers' rule: a list in the config, or else one type for all layers."""
     types = getattr(config, "layer_types", None)
     if types is None:
-        kind = "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
-        kind = "chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else kind
-        types = [kind] * config.num_hidden_layers
-    for kind in types:
-        if kind not in _WINDOW_OF_LAYER_TYPE:
-            raise _refusal(config, f"it has layers of type {kind!r}, whose cache cannot drop rejected tokens")
+        layer_type = "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
+        layer_type = "chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else layer_type
+        types = [layer_type] * config.num_hidden_layers
+    for layer_type in types:
+        if layer_type not in _WINDOW_OF_LAYER_TYPE:
+            raise _refusal(config, f"it has layers of type {layer_type!r}, whose cache cannot drop rejected tokens")
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
-        raise _refusal(config, "its tokens see those after them")
+        raise _refusal(config, "its tokens see later tokens")
     return tuple(types)
 
 
-def _window(config: Any, kind: str) -> int | None:
-    name = _WINDOW_OF_LAYER_TYPE[kind]
+def _window(config: Any, layer_type: str) -> int | None:
+    name = _WINDOW_OF_LAYER_TYPE[layer_type]
     return None if name is None else int(getattr(config, name))
 
 
 def _logit_scale(config: Any) -> float:
-    """Cohere's multiplies, Granite's divides."""
+    """Factor of the logits: Cohere's config multiplies, Granite's divides."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 

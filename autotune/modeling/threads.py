@@ -1,4 +1,4 @@
-"""How many CPU threads a step uses: a forward of a few tokens is over before a second thread has woken up."""
+"""Limits the CPU threads of a step: a forward pass of a few tokens ends before a second thread has started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def limited_threads(number: int | None) -> Iterator[None]:
-    """Inside, torch uses that many threads; None leaves them as they are."""
+    """Limit torch to ``number`` threads inside the context; None changes nothing."""
     before = torch.get_num_threads()
     if number is None or number == before:
         yield

@@ -1,5 +1,5 @@
-"""A text model at work: its cache and masks, a prefill, and forwards of a few tokens behind what is cached. Target and
-independent draft run through it alike.
+"""Runs a Hugging Face text model over a KV cache that it owns: a prefill, then forward passes of a few tokens after the
+prefix. The target and independent drafts are such models.
 """
 
 from __future__ import annotations
@@ -9,36 +9,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from autotune.modeling.graph_runner import (
-    DeviceStep,
-    GraphKey,
-    GraphRunner,
-    Outputs,
-    Slots,
-    padded_length,
-    padded_masks,
-)
+from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, Outputs, padded_length
 from autotune.modeling.kv_cache import CachedModel, SlabCache
-from autotune.modeling.masks import MaskBuffer, TreeMask
+from autotune.modeling.masks import MaskBuffer, padded_masks
 from autotune.modeling.prompt import Encoded, Prompt, encode
+from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.text_model import device_of, text_model_of
-from autotune.trees.tree import Ints
+from autotune.trees.limits import Ints
 
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
 
 
 class TreeModel(CachedModel):
-    """Runs a Hugging Face model's text model behind its own forward, whose code merges images and text. The model's
-    weights, config and classes are untouched.
-
-    The cache holds the committed prefix, then ``num_uncommitted`` tokens of this round. A token's *place* counts from
-    the end of the prefix.
+    """A Hugging Face model that can run a tree. The model's weights, config and classes are not changed.
 
     Raises:
-        UserError: a model that trees cannot decode: see ``text_model_of``.
+        UserError: a model that trees cannot decode (see ``text_model_of``).
     """
 
     def __init__(self, model: Any) -> None:
@@ -48,80 +36,79 @@ class TreeModel(CachedModel):
         self.dtype: torch.dtype = self.text.dtype
         self.vocab_size: int = self.text.vocab_size
         self.output_layers: tuple[int, ...] = ()
-        """Layers whose output is kept in ``hidden``: 0 is the embedding, the number of layers the final norm's."""
+        """Layers whose outputs are kept in ``hidden``: 0 is the embedding, the number of layers the final norm."""
         self.hidden: dict[int, Tensor] = {}
-        """Of the last forward or prefill, [n, hidden size] of each watched layer."""
+        """Outputs of ``output_layers`` in the last forward pass, [n, hidden size] each."""
         self._num_pruned = 0  # tokens of the prompt that were dropped before the first layer
-        self._shift = np.zeros(1, np.int64)  # of positions against places in the sequence, behind an image (M-RoPE)
+        self._rope_delta = np.zeros(1, np.int64)  # position minus index in the sequence, after an image (M-RoPE)
         self._allocate(DEFAULT_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
         text = self.text
         self.cache = SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity)
         self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
-        self._columns = np.zeros(capacity, np.int64)  # places of the uncommitted tokens
+        self._column_offsets = np.zeros(capacity, np.int64)  # of the uncommitted tokens
 
     @property
-    def what(self) -> str:
-        """For messages."""
+    def description(self) -> str:
         return f"a model of type {self.text.config.model_type}"
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What a token takes in the cache."""
         return self.text.kv_bytes_per_token
 
+    @property
+    def prefix_state(self) -> Ints:
+        """Number of cached tokens, number of pruned tokens, and the RoPE delta on each axis."""
+        return np.concatenate([[self.cache.length, self._num_pruned], self._rope_delta])
+
     def reserve(self, num_tokens: int) -> None:
-        """Empty the cache and make sure that it holds that many tokens."""
         super().reserve(num_tokens)
-        self._num_pruned, self._shift = 0, np.zeros(1, np.int64)
+        self._num_pruned, self._rope_delta = 0, np.zeros(1, np.int64)
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:
-        """The rows of a batch, as the processor made it, through embedding and vision tower.
+        """Run a batch from the processor through embedding and vision tower.
 
         Raises:
             UserError: images without image tokens or the reverse.
         """
         return encode(self.model, self.text, inputs)
 
-    def read(self, prompt: Prompt, *, whole: Prompt | None = None) -> Tensor:
+    def prefill_prompt(self, prompt: Prompt, *, full_prompt: Prompt | None = None) -> Tensor:
         """Run a prompt through all layers into the empty cache; returns the logits after its last token, [vocabulary].
 
-        ``whole`` is the prompt from which tokens were dropped: what follows stands behind it.
+        Args:
+            full_prompt: the prompt before tokens were pruned. Later tokens take the positions after it.
         """
-        whole = whole or prompt
-        given = (
+        full_prompt = full_prompt or prompt
+        tokens = (
             {"input_ids": prompt.tokens[None]} if prompt.embeddings is None else {"inputs_embeds": prompt.embeddings}
         )
-        hidden = self._run(**given, position_ids=prompt.positions, attention_mask=prompt.mask, **prompt.extra)
+        hidden = self._run(**tokens, position_ids=prompt.positions, attention_mask=prompt.mask, **prompt.extra)
         self.cache.advance(len(prompt))
-        self._num_pruned = len(whole) - len(prompt)
-        self._shift = whole.shift
+        self._num_pruned = len(full_prompt) - len(prompt)
+        self._rope_delta = full_prompt.rope_delta
         return self.text.logits(hidden[-1:])[0]
 
-    def forward(
-        self, tokens: NDArray[np.int64], offsets: Ints, tree_mask: TreeMask, *, num_uncommitted: int = 0
-    ) -> Tensor:
-        """Logits [n, vocabulary] of n tokens behind the prefix and ``num_uncommitted`` tokens written earlier this
-        round.
-
-        ``tree_mask`` [n, num_uncommitted + n] is the additive mask behind the prefix, which all may see as far as their
-        window reaches. Nothing is committed.
-        """
-        columns = self._columns[: num_uncommitted + len(tokens)]
-        columns[num_uncommitted:] = offsets
-        # Nodes behind the end of the context are never emitted. They must not stretch rotary embeddings that depend on
-        # the largest position, nor look learned ones up that do not exist.
-        before = self.cache.length + self._num_pruned
-        positions = before + np.minimum(offsets, self.text.max_context - 1 - before) + self._shift[:, None]
+    def forward(self, step: Step) -> Tensor:
+        """Logits [n, vocabulary] of n tokens after the prefix and the uncommitted tokens. Nothing is committed."""
+        num_columns = step.tree_mask.shape[1]
+        column_offsets = self._column_offsets[:num_columns]
+        column_offsets[step.num_uncommitted :] = step.offsets
+        # Nodes past the maximum context are never emitted. Their positions are clamped, because they must not stretch
+        # rotary embeddings that depend on the largest position, nor index learned ones that do not exist.
+        prefix = self.cache.length + self._num_pruned
+        positions = prefix + np.minimum(step.offsets, self.text.max_context - 1 - prefix) + self._rope_delta[:, None]
         if self.graph_runner is not None:
-            return self._run_prepared(self.graph_runner, tokens, positions, offsets, tree_mask, columns)
-        # A single token right behind the prefix needs none.
-        mask = self._masks.write(tree_mask, self.cache.length, offsets, columns) if len(columns) > 1 else None
-        self.cache.num_uncommitted = num_uncommitted
+            return self._forward_captured(self.graph_runner, step, positions, column_offsets)
+        # A single token directly after the prefix needs no mask.
+        mask = None
+        if num_columns > 1:
+            mask = self._masks.write(step.tree_mask, self.cache.length, step.offsets, column_offsets)
+        self.cache.num_uncommitted = step.num_uncommitted
         try:
             hidden = self._run(
-                input_ids=torch.from_numpy(tokens)[None].to(self.device),
+                input_ids=torch.from_numpy(step.tokens)[None].to(self.device),
                 position_ids=torch.from_numpy(positions if len(positions) == 1 else positions[:, None]).to(self.device),
                 attention_mask=mask,
             )
@@ -129,65 +116,52 @@ class TreeModel(CachedModel):
             self.cache.num_uncommitted = 0
         return self.text.logits(hidden)
 
-    def _run_prepared(
-        self,
-        graph_runner: GraphRunner,
-        tokens: NDArray[np.int64],
-        positions: Ints,
-        offsets: Ints,
-        tree_mask: TreeMask,
-        columns: Ints,
-    ) -> Tensor:
-        end = self.cache.length + len(columns)
-        size = GraphKey(len(tokens), padded_length(end), self.output_layers)
+    def _forward_captured(self, runner: GraphRunner, step: Step, positions: Ints, column_offsets: Ints) -> Tensor:
+        end = self.cache.length + len(column_offsets)
+        key = GraphKey(len(step.tokens), padded_length(end), self.output_layers)
         masks = padded_masks(
             self.text.windows,
-            tree_mask,
+            step.tree_mask,
             self.cache.length,
-            offsets,
-            columns,
-            padded_kv_length=size.padded_kv_length,
+            step.offsets,
+            column_offsets,
+            padded_kv_length=key.padded_kv_length,
             mask_value=self.mask_value,
         )
-        numbers = np.concatenate([tokens[None], np.arange(end - len(tokens), end)[None], positions])
-        # Whoever keeps logits or features keeps them for longer than the buffers do.
-        logits, *hidden = (out.clone() for out in graph_runner.run(size, {"numbers": numbers, **masks}, self.dtype))
+        integers = np.concatenate([step.tokens[None], np.arange(end - len(step.tokens), end)[None], positions])
+        # Callers keep logits and features for longer than the buffers are valid.
+        logits, *hidden = (out.clone() for out in runner.run(key, {"integers": integers, **masks}, self.dtype))
         self.hidden = dict(zip(self.output_layers, hidden, strict=True))
         return logits
-
-    @property
-    def prefix_state(self) -> Ints:
-        """The tokens in the cache, those dropped before it, and the shift of positions on each axis."""
-        return np.concatenate([[self.cache.length, self._num_pruned], self._shift])
 
     def forward_on_device(self, step: DeviceStep) -> Tensor:
-        """``forward`` as a part of prepared work."""
-        before = step.prefix_state[0] + step.prefix_state[1]
+        """``forward`` inside a larger captured function."""
+        prefix = step.prefix_state[0] + step.prefix_state[1]
         positions = (
-            before + torch.minimum(step.offsets, self.text.max_context - 1 - before) + step.prefix_state[2:, None]
+            prefix + torch.minimum(step.offsets, self.text.max_context - 1 - prefix) + step.prefix_state[2:, None]
         )
-        numbers = torch.cat([torch.stack([step.tokens, step.columns]), positions])
+        integers = torch.cat([torch.stack([step.tokens, step.kv_slots]), positions])
         masks = step.masks(self.text.windows, mask_value=self.mask_value)
-        size = GraphKey(len(step.tokens), step.padded_kv_length, self.output_layers)
-        logits, *hidden = self.run_within(size, {"numbers": numbers, **masks})
+        key = GraphKey(len(step.tokens), step.padded_kv_length, self.output_layers)
+        logits, *hidden = self.run_within(key, {"integers": integers, **masks})
         self.hidden = dict(zip(self.output_layers, hidden, strict=True))
         return logits
 
-    def _prepared_forward(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """See ``CachedModel``. ``numbers`` [2 + axes, n] are tokens, columns of the cache, and positions."""
-        numbers = inputs["numbers"]
-        masks = {kind: inputs[kind] for kind in self.text.windows}
+    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        """See ``CachedModel``. ``integers`` [2 + axes, n] are tokens, KV slots, and positions on each axis."""
+        integers = inputs["integers"]
+        masks = {layer_type: inputs[layer_type] for layer_type in self.text.windows}
         mask = next(iter(masks.values()))
-        positions = numbers[2:]
-        self.cache.slots = Slots(numbers[1], mask.shape[-1])
+        positions = integers[2:]
+        self.cache.fixed_slots = KVSlots(integers[1], mask.shape[-1])
         try:
             hidden = self._run(
-                input_ids=numbers[:1],
+                input_ids=integers[:1],
                 position_ids=positions if len(positions) == 1 else positions[:, None],
                 attention_mask=masks if len(masks) > 1 else mask,
             )
         finally:
-            self.cache.slots = None
+            self.cache.fixed_slots = None
         return self.text.logits(hidden), *(self.hidden[layer] for layer in self.output_layers)
 
     def _run(self, **inputs: Any) -> Tensor:
@@ -198,8 +172,3 @@ class TreeModel(CachedModel):
         if self.output_layers:
             self.hidden = {layer: out.hidden_states[layer][0] for layer in self.output_layers}
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
-
-
-def causal_tree_mask(count: int, mask_value: float) -> TreeMask:
-    """Each of ``count`` tokens in a row sees those before it and itself."""
-    return np.triu(np.full((count, count), mask_value, np.float32), 1)

@@ -1,4 +1,4 @@
-"""How long a model's eyes take: its vision tower and the projector behind it."""
+"""Times the vision tower and the projector of a model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from autotune.modeling.clock import now_ms
 
-# Names of transformers' model classes. The first found counts: Qwen's ``visual`` has its projector inside.
+# Attribute names in transformers' model classes; the first one found counts. Qwen's ``visual`` includes its projector.
 _TOWERS = ("vision_tower", "visual", "vision_model")
 _PROJECTORS = ("multi_modal_projector", "connector")
 
 
 @dataclass
 class VisionClock:
-    """Filled inside ``timed_vision``."""
+    """Times measured inside ``timed_vision``."""
 
     ms: float = 0.0
     num_forwards: int = 0
@@ -24,7 +24,7 @@ class VisionClock:
 
 
 def vision_parts(model: Any) -> list[Any]:
-    """Tower and projector; nothing of a model that reads text alone."""
+    """Vision tower and projector; empty for text models."""
     parts = (
         next((getattr(model.model, name) for name in names if getattr(model.model, name, None) is not None), None)
         for names in (_TOWERS, _PROJECTORS)
@@ -34,9 +34,7 @@ def vision_parts(model: Any) -> list[Any]:
 
 @contextmanager
 def timed_vision(model: Any) -> Iterator[VisionClock]:
-    """Inside, the wall clock of every forward of tower and projector is added up, the device synchronised before and
-    after.
-    """
+    """Add up the wall-clock time of the forward passes of tower and projector, each synchronized before and after."""
     clock = VisionClock()
 
     def begin(*_: Any) -> None:

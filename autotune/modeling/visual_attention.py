@@ -1,12 +1,13 @@
-"""What the target attends to, without making the model eager.
+"""Observes attention weights during a forward pass without switching the model to eager attention.
 
-transformers dispatches attention by a name in the text config. For the length of one forward that name is ours: every
-layer still runs the kernel it had, and whoever watches is shown queries and keys. Only the rows of attention that are
-asked for are computed, never the full matrix.
+transformers dispatches attention by a name in the text config. For one forward pass the config names a function of this
+module, which passes each layer's queries and keys to a callback and then runs the layer's own kernel. The callback
+computes the rows of attention that it needs, never the full matrix.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,14 +21,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autotune.modeling.text_model import TextModel
 
-_NAME = "autotune_watched_attention"
+_NAME = "autotune_observed_attention"
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """A layer about to attend in a forward of whole prompts behind an empty cache. query [batch, heads, n, d], key
-    [batch, kv heads, n, d].
-    """
+    """One layer's attention in the prefill of whole prompts: query [batch, heads, n, d], key [batch, kv heads, n, d]."""
 
     layer: int
     query: Tensor
@@ -37,9 +36,7 @@ class LayerAttention:
     window: int | None
 
     def weights(self, row: int, queries: Tensor) -> Tensor:
-        """Attention of some tokens of a batch row to those up to them, [heads, queries, n]. What is behind a token's
-        window gets nothing of it.
-        """
+        """Attention weights of some tokens of a batch row, [heads, queries, n]. Weights outside the causal window are 0."""
         key = self.key[row].repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=0)
         logits = (self.query[row, :, queries] @ key.transpose(1, 2)).float() * self.scaling
         if self.softcap is not None:
@@ -52,8 +49,8 @@ class LayerAttention:
 
 
 @contextmanager
-def watched_attention(text: TextModel, watch: Callable[[LayerAttention], None]) -> Iterator[None]:
-    """Inside, ``watch`` is called in every layer of a forward of the text model."""
+def observed_attention(text: TextModel, callback: Callable[[LayerAttention], None]) -> Iterator[None]:
+    """Call ``callback`` for every layer of forward passes of the text model inside the context."""
     text_config = text.config
     numbers = {layer.self_attn: number for number, layer in enumerate(text.layers)}
     inner_name = text_config._attn_implementation
@@ -66,8 +63,8 @@ def watched_attention(text: TextModel, watch: Callable[[LayerAttention], None]) 
             layer = numbers[module]
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             window = text.windows[text.layer_types[layer]]
-            watch(LayerAttention(layer, query, key, scaling, kwargs.get("softcap"), window))
-        if inner is None:  # "eager" is a function of the model's own file, not in the table
+            callback(LayerAttention(layer, query, key, scaling, kwargs.get("softcap"), window))
+        if inner is None:  # eager attention is a function in the model's module, not in the table
             return _eager_of(module)(module, query, key, value, mask, **kwargs)
         return inner(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
 
@@ -81,29 +78,27 @@ def watched_attention(text: TextModel, watch: Callable[[LayerAttention], None]) 
 
 
 def _eager_of(module: nn.Module) -> Any:
-    import sys
-
     return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
 
 
 def visual_scores(attention: LayerAttention, row: int, is_visual: Tensor, num_tokens: int) -> Tensor:
     """Mean over heads and text queries of the attention to each visual token, [visual tokens] (STAR, eq. 2).
 
-    Queries before the last visual token see only some of them, so those after it are asked, up to the prompt's end.
+    The queries are the tokens after the last visual token, because earlier ones do not see all visual tokens.
 
     Args:
-        is_visual: of the prompt's tokens, bool [at least num_tokens].
-        num_tokens: of the prompt.
+        is_visual: whether each token of the prompt is visual, bool [at least num_tokens].
+        num_tokens: length of the prompt.
     """
-    offsets = is_visual[:num_tokens].nonzero().squeeze(1)
-    first = min(int(offsets[-1]) + 1, num_tokens - 1)  # an image that ends the prompt: ask its last token
+    visual = is_visual[:num_tokens].nonzero().squeeze(1)
+    first = min(int(visual[-1]) + 1, num_tokens - 1)  # if an image ends the prompt, its last token is the query
     queries = torch.arange(first, num_tokens, device=attention.query.device)
-    return attention.weights(row, queries).mean((0, 1))[offsets.to(attention.query.device)]
+    return attention.weights(row, queries).mean((0, 1))[visual.to(attention.query.device)]
 
 
 def attention_entropy(attention: LayerAttention, row: int, queries: Tensor) -> Tensor:
-    """Mean entropy of the attention of some tokens, in nats, over heads: AE of a layer (DREAM, section 3.2; STAR, section
-    3.2), a scalar.
+    """Attention entropy (AE) of a layer in nats, averaged over heads and some queries, a scalar (DREAM, section 3.2; STAR,
+    section 3.2).
     """
     weights = attention.weights(row, queries)
     return torch.special.entr(weights).sum(-1).mean()

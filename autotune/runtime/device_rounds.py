@@ -19,8 +19,9 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.execution import EAGER, round_up
 from autotune.modeling import transfer
 from autotune.modeling.clock import DeviceTimer
-from autotune.modeling.graph_runner import DeviceStep, Function, GraphRunner, Outputs, padded_length
+from autotune.modeling.graph_runner import Function, GraphRunner, Outputs, padded_length
 from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.step import DeviceStep
 from autotune.modeling.target import Target
 from autotune.runtime.device_trees import DeviceGrower, DeviceTree, ancestors, device_grower, is_accepted
 from autotune.runtime.generate_args import Request
@@ -51,7 +52,7 @@ class DeviceRound:
         mode = mode if mode == "cuda-graph" else "fixed"
 
         def runner(function: Function, step: str) -> GraphRunner:
-            return GraphRunner(mode, function, target.device, what=f"the {step} of {policy.policy} trees")
+            return GraphRunner(mode, function, target.device, description=f"the {step} of {policy.policy} trees")
 
         self._drafting = runner(self._grow_tree, "drafting")
         self._verifying = runner(self._verify, "verification")
@@ -114,7 +115,7 @@ class DeviceRound:
         if self._caches != (self.target.cache, self.draft.cache):
             self._caches = self.target.cache, self.draft.cache
             for runner in (self._drafting, self._verifying, self._greedy):
-                runner.forget()
+                runner.reset()
 
     # ------------------------------------- captured: these may use host values only if all rounds of a key share them
 
@@ -141,7 +142,7 @@ class DeviceRound:
                 torch.cat([offsets, level_offsets]),
                 padded_kv_length,
             )
-            logits = draft.read_on_device(step, parents=pad(frontier.row + first_parent, (0, padding)))
+            logits = draft.forward_on_device(step, pad(frontier.row + first_parent, (0, padding)))
             frontier = grower.grow(*draft.best_on_device(logits[:width], num_proposals))
             offsets, first_parent = torch.cat([offsets, level_offsets[:width]]), first_slot
         root = inputs["pending"][inputs["pending"][:1]]  # "pending" is a count n followed by n tokens

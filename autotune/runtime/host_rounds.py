@@ -12,6 +12,7 @@ from torch import Tensor
 from autotune.drafters.draft import Draft
 from autotune.execution import round_up
 from autotune.modeling.clock import now_ms
+from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.generate_args import Request
 from autotune.runtime.points import LoadedPoint
@@ -83,7 +84,7 @@ class HostRound:
         nodes, offsets = np.zeros(size, np.int64), np.zeros(size, np.int64)
         nodes[:count] = np.maximum(tree.token[:count], 0)
         offsets[:count] = tree.depth[:count]
-        logits = self.target.forward(nodes, offsets, tree_mask)[:count]
+        logits = self.target.forward(Step(nodes, offsets, tree_mask))[:count]
         if sampler.needs_prefix:
             path, token = self._accept_with_prefix(logits, request, tree)
         else:

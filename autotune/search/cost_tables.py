@@ -132,7 +132,7 @@ def measure_table(
         )
     for model in (model_pool.target, *(model_pool.draft(draft, subnet) for draft, subnet in priced)):
         if (prepared := model.graph_runner) is not None:
-            console.say(f"{len(prepared)} forwards of {prepared.what} prepared, {gib(prepared.memory_bytes)}")
+            console.say(f"{len(prepared)} forwards of {prepared.description} prepared, {gib(prepared.memory_bytes)}")
     return table
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
-from autotune.modeling.visual_attention import LayerAttention, attention_entropy, visual_scores, watched_attention
+from autotune.modeling.visual_attention import LayerAttention, attention_entropy, visual_scores, observed_attention
 
 ENTROPY_QUERIES = 64  # tokens of one example of a batch whose attention entropy is measured
 
@@ -156,7 +156,7 @@ class Teacher:
         can_batch = len(axes) == 1 and all(prompt.mask is None and not prompt.extra for prompt in prompts)
         groups = [range(len(prompts))] if can_batch else [range(row, row + 1) for row in range(len(prompts))]
         outputs: list[tuple[Tensor, ...]] = []
-        with watched_attention(self.target.text, watch):
+        with observed_attention(self.target.text, watch):
             for rows in groups:
                 outputs.append(self._hidden([prompts[row] for row in rows], [embeddings[row] for row in rows]))
         batch = TeacherBatch(

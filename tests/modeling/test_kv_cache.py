@@ -10,6 +10,7 @@ import torch
 
 from autotune.errors import UserError
 from autotune.modeling.kv_cache import SlabCache
+from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.trees.tree import ROOT, write_tree_mask
 from tests.obvious import ancestors_of, assert_same_logits, leaves_of, logits_after, random_tree, tokens_to
@@ -133,7 +134,7 @@ def test_a_tree_in_one_forward_equals_each_branch_alone(pair: Pair, prompts: dic
     """
     rng, inputs = np.random.default_rng(3), prompts[prompt]
     target = Target(pair.target)
-    target.read(target.encode(inputs).prompts[0])
+    target.prefill_prompt(target.encode(inputs).prompts[0])
     committed: list[int] = []
     for num_nodes in (30, 12, 0):
         tree = random_tree(
@@ -142,7 +143,7 @@ def test_a_tree_in_one_forward_equals_each_branch_alone(pair: Pair, prompts: dic
         size = num_nodes + 1
         block = np.empty((size, size), np.float32)
         write_tree_mask(tree, block, target.mask_value)
-        logits = target.forward(tree.token[:size], tree.depth[:size], block)
+        logits = target.forward(Step(tree.token[:size], tree.depth[:size], block))
         for leaf in leaves_of(tree):
             branch = ancestors_of(tree, leaf)
             alone = logits_after(pair.target, inputs, committed + tokens_to(tree, leaf))[-len(branch) :]

@@ -88,7 +88,7 @@ def test_an_unlisted_text_model_that_passes_the_self_check_is_decoded(build: Any
     for weight in model.parameters():
         if weight.dim() >= 2:
             weight.data.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5)
-    with pytest.warns(SelfCheckNotice, match=rf"'{model.config.model_type}' are not among .* passed the self-check"):
+    with pytest.warns(SelfCheckNotice, match=rf"'{model.config.model_type}'; this one passed the self-check"):
         decoder = Decoder(model, model, tree=TREE)
     if dtype is torch.float32:
         inputs = {"input_ids": torch.arange(20, 40)[None]}
@@ -115,7 +115,7 @@ def test_a_text_model_that_fails_the_self_check_is_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(UserError) as caught:
         Decoder(mpt())
-    assert "'mpt'" in str(caught.value) and "a tree's logits differ from step-by-step ones by" in str(caught.value)
+    assert "'mpt'" in str(caught.value) and "a tree's logits differ from token-by-token ones by" in str(caught.value)
     assert known in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from autotune.modeling.target import Prefilled, Target
-from autotune.modeling.visual_attention import watched_attention
+from autotune.modeling.visual_attention import observed_attention
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 
@@ -92,7 +92,7 @@ def test_the_config_is_restored(pair: Pair, prompts: dict[str, Inputs]) -> None:
         prefill(pair.target, prompts["image"])
     assert pair.target.config.to_dict() == before
     config = target.text.config
-    with pytest.raises(ZeroDivisionError), watched_attention(target.text, lambda attention: None):
+    with pytest.raises(ZeroDivisionError), observed_attention(target.text, lambda attention: None):
         assert config._attn_implementation != "sdpa"
         raise ZeroDivisionError
     assert config._attn_implementation == "sdpa"

@@ -24,6 +24,7 @@ from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
+from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
@@ -155,7 +156,7 @@ class TestEveryFamily:
             inputs = member.inputs(rng, sight)
             (prompt,) = target.encode(inputs).prompts
             target.reserve(len(prompt) + 100)
-            target.read(prompt)
+            target.prefill_prompt(prompt)
             committed: list[int] = []
             for num_nodes in (20, 9, 0):
                 size = num_nodes + 1
@@ -163,7 +164,7 @@ class TestEveryFamily:
                 tree.token[:size] += NUM_SPECIAL_TOKENS  # which the stock forward would look pixels up for
                 tree_mask = np.empty((size, size), np.float32)
                 write_tree_mask(tree, tree_mask, target.mask_value)
-                logits = target.forward(tree.token[:size], tree.depth[:size], tree_mask)
+                logits = target.forward(Step(tree.token[:size], tree.depth[:size], tree_mask))
                 hidden = {layer: states.clone() for layer, states in target.hidden.items()}
                 for leaf in leaves_of(tree):
                     branch = ancestors_of(tree, leaf)
@@ -276,7 +277,7 @@ class TestEveryFamily:
         draft = IndependentDraft(llava_draft)
         out = Decoder(member.target, draft, tree=TREES[2]).generate(**inputs, max_new_tokens=NEW_TOKENS)
         assert torch.equal(out.sequences, greedy(member.target, inputs))
-        assert draft.sees == (
+        assert draft.sees_images == (
             member.target.config.model_type == "llava" and "<image>" in member.family.placeholders.values()
         )
 
