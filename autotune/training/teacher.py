@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
-from autotune.modeling.visual_attention import LayerAttention, attention_entropy, visual_scores, observed_attention
+from autotune.modeling.visual_attention import LayerAttention, attention_entropy, observed_attention, visual_scores
 
 ENTROPY_QUERIES = 64  # tokens of one example of a batch whose attention entropy is measured
 

@@ -347,7 +347,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
         made.append(tape)
         return tape.replay
 
-    monkeypatch.setattr(GraphRunner, "_captured", capture)
+    monkeypatch.setattr(GraphRunner, "_capture_graph", capture)
     for module in (graph_runner, decoder_module):
         monkeypatch.setattr(module, "check_mode", lambda name, device: name)
     return made
