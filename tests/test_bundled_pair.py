@@ -91,7 +91,7 @@ def test_target_reads_held_out_scans(pair, num_images):
 def test_draft_is_neither_perfect_nor_useless(pair, tmp_path):
     """If every token were predictable, a chain would win every search; if none were, plain decoding would."""
     processor, target, draft = pair
-    prompts = load_workload("digits", "tune", num_prompts=2 * len(TASKS))
+    prompts = load_workload("digits", "tune", num_prompts=len(TASKS))
     recorder = Recorder(target, reference(BUNDLED_TARGET), processor, tmp_path)
     bounds = ForestBounds(depth=2, num_proposals=4)
     trace = recorder.trace(draft, reference(BUNDLED_DRAFT), prompts, visual_keep=1.0, bounds=bounds)
