@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from autotune.cost.sampling import ProfileSettings, Sampler, plain_steps_ms, standard_error
+from autotune.cost.adaptive_grid import standard_error
+from autotune.cost.sampling import Sampler, plain_steps_ms
+from autotune.cost.settings import ProfileSettings
 from autotune.cost.table import CostTable, DraftCosts, ModelShape, Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp

@@ -11,7 +11,7 @@ from autotune.acceptance.trace import Trace
 from autotune.console import Console
 from autotune.cost.profiler import kv_lengths_for, profile, shape_of
 from autotune.cost.roofline import datasheets, estimate_table
-from autotune.cost.sampling import ProfileSettings
+from autotune.cost.settings import ProfileSettings
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.device import gib
 from autotune.documents.configuration import DraftVariant

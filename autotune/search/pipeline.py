@@ -10,7 +10,7 @@ import time
 from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.console import Console
 from autotune.cost.profiler import shape_of
-from autotune.cost.sampling import ProfileSettings
+from autotune.cost.settings import ProfileSettings
 from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp

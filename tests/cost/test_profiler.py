@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autotune.cost.profiler import kv_lengths_for, overhead_runs, profile
-from autotune.cost.sampling import ProfileSettings
+from autotune.cost.settings import ProfileSettings
 from autotune.cost.surface import Surface
 from autotune.cost.table import TOKENS, CostTable
 from autotune.device import fingerprint

@@ -11,15 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.cost.sampling import (
-    COARSE_TOKENS,
-    HELD_OUT_TOKENS,
-    Grid,
-    ProfileSettings,
-    Sampler,
-    Size,
-    standard_error,
-)
+from autotune.cost.adaptive_grid import AdaptiveGrid, standard_error
+from autotune.cost.sampling import Sampler
+from autotune.cost.settings import COARSE_TOKENS, HELD_OUT_TOKENS, ProfileSettings, Size
 from autotune.cost.surface import Surface
 from autotune.cost.table import TOKENS
 
@@ -138,9 +132,9 @@ def test_what_noise_explains_is_not_refined() -> None:
     def off(n: int, m: int) -> float:
         return straight(n, m) * (1.04 if n == 65 else 1.0)
 
-    grid = Grid(TOKENS, COARSE_TOKENS, SETTINGS.kv_lengths, [], SETTINGS)
+    grid = AdaptiveGrid(TOKENS, COARSE_TOKENS, SETTINGS.kv_lengths, [], SETTINGS)
     for spread, expected in ((0.0, True), (0.1, False)):
-        grid = Grid(TOKENS, COARSE_TOKENS, SETTINGS.kv_lengths, [], SETTINGS)
+        grid = AdaptiveGrid(TOKENS, COARSE_TOKENS, SETTINGS.kv_lengths, [], SETTINGS)
         for _ in range(2):
             for n, m in grid.sizes:
                 grid.samples[n, m] = [off(n, m) * (1 + spread * (k - 3)) for k in range(7)]
@@ -148,7 +142,7 @@ def test_what_noise_explains_is_not_refined() -> None:
         assert (65 in tokens_of(_filled(grid, off))) == expected
 
 
-def _filled(grid: Grid, truth: Latency) -> Surface:
+def _filled(grid: AdaptiveGrid, truth: Latency) -> Surface:
     for n, m in grid.sizes:
         grid.samples.setdefault((n, m), [truth(n, m)])
     return grid.surface()
@@ -196,7 +190,7 @@ def test_rounds_to_spare_verify_what_scatters() -> None:
     rng = np.random.default_rng(0)
     scattered = measured(*(Bench(noise=lambda: 0.3 * float(rng.uniform())) for _ in range(7)))
     most, found = SETTINGS.max_samples, scattered.verify.samples.values()
-    assert all(len(samples) >= most or standard_error(samples) <= SETTINGS.settled for samples in found)
+    assert all(len(samples) >= most or standard_error(samples) <= SETTINGS.target_error for samples in found)
     assert np.mean([len(samples) for samples in found]) > 1.5 * most
     assert all(len(samples) <= most for grid in scattered.draft_firsts for samples in grid.samples.values())
 
@@ -253,7 +247,7 @@ def test_noisy_sizes_get_more_samples_up_to_a_limit() -> None:
     counts = [np.mean([len(samples) for samples in grid.samples.values()]) for grid in (still, noisy, wild)]
     assert counts[0] == SETTINGS.min_samples < counts[1] < counts[2] <= SETTINGS.max_samples
     for samples in noisy.samples.values():
-        assert len(samples) == SETTINGS.max_samples or standard_error(samples) <= SETTINGS.settled
+        assert len(samples) == SETTINGS.max_samples or standard_error(samples) <= SETTINGS.target_error
 
 
 def test_standard_errors_by_hand() -> None:
@@ -276,7 +270,7 @@ def test_a_time_limit_leaves_time_for_refining() -> None:
     """Noise that would fill any time does not keep the grid coarse."""
     rng = np.random.default_rng(0)
     bench = Bench(stepping, noise=lambda: 0.03 * rng.standard_normal())
-    surface = measured(bench, settled=0.0, max_samples=10**6, time_limit_s=100.0).verify.surface()
+    surface = measured(bench, target_error=0.0, max_samples=10**6, time_limit_s=100.0).verify.surface()
     assert {8, 9, 17} <= set(tokens_of(surface))
     assert bench.seconds < 130
 
@@ -309,7 +303,7 @@ def test_a_stage_out_of_time_still_measures_throttled_samples_again() -> None:
     """What is short is the time for more samples, not for right ones."""
     rng = np.random.default_rng(0)
     bench = Bench(speed=throttled(1.0, 2.0, 1.5), noise=lambda: 0.03 * rng.standard_normal())
-    sampler = measured(bench, settled=0.0, max_samples=10**6, time_limit_s=20.0)
+    sampler = measured(bench, target_error=0.0, max_samples=10**6, time_limit_s=20.0)
     assert sampler.remeasured_samples > 20
     for (n, m), samples in sampler.verify.samples.items():
         assert max(samples) < 1.3 * straight(n, m), (n, m)

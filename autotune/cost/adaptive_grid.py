@@ -1,0 +1,152 @@
+"""The sizes of a surface, refined where interpolation is wrong.
+
+A grid begins coarse. In every gap, the sizes are examined that interpolation is most likely to get wrong: the middle, and the
+first size after a block of a matrix kernel, where latency may jump. A size whose latency differs from the interpolation by
+more than tolerance and noise joins the grid, and the gaps beside it are examined in turn. Held-out sizes, chosen beforehand,
+test the surface and never change the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from autotune.cost.settings import ProfileSettings, Size
+from autotune.cost.surface import Point, Surface
+
+KERNEL_BLOCK = 8  # tokens; the latency of matrix kernels may jump after multiples of it
+MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean, for normal samples
+MAD_TO_SD = 1.4826  # standard deviation over median absolute deviation, for normal samples
+
+
+def robust_deviation(samples: Sequence[float]) -> float:
+    """Standard deviation estimated from the median absolute deviation, which interruptions do not affect."""
+    return MAD_TO_SD * float(np.median(np.abs(np.array(samples) - np.median(samples))))
+
+
+def standard_error(samples: Sequence[float]) -> float:
+    """Relative standard error of the median."""
+    median = float(np.median(samples))
+    return MEDIAN_ERROR * robust_deviation(samples) / median / len(samples) ** 0.5 if median > 0 else 0.0
+
+
+class AdaptiveGrid:
+    """The sizes and samples of one surface.
+
+    Args:
+        tokens: numbers of tokens of the finest grid.
+        coarse_tokens: those of the initial grid, including the first and last.
+        kv_lengths: KV lengths of the finest grid; the initial grid has the first and last.
+        held_out: test sizes.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        coarse_tokens: Sequence[int],
+        kv_lengths: Sequence[int],
+        held_out: Iterable[Size],
+        settings: ProfileSettings,
+    ) -> None:
+        self.settings = settings
+        self.samples: dict[Size, list[float]] = {}
+        self._all_tokens, self._all_lengths = sorted(tokens), sorted(kv_lengths)
+        self._coarse = sorted(coarse_tokens)
+        self._tokens = list(self._coarse)
+        self._lengths = sorted({self._all_lengths[0], self._all_lengths[-1]})
+        self._held_out = list(held_out)
+        self._examined: dict[Size, None] = {}  # in order of addition
+
+    @property
+    def sizes(self) -> list[Size]:
+        """All sizes to measure."""
+        grid = [(n, m) for n in self._tokens for m in self._lengths]
+        return list(dict.fromkeys([*grid, *self._held_out, *self._examined]))
+
+    def undersampled(self, *, minimum_only: bool) -> list[Size]:
+        """Sizes with fewer than the minimum number of samples, or too noisy for fewer than the maximum."""
+        counts = {size: len(self.samples.get(size, ())) for size in self.sizes}
+        return [
+            size
+            for size, count in counts.items()
+            if count < self.settings.min_samples
+            or (not minimum_only and count < self.settings.max_samples and self._is_noisy(size))
+        ]
+
+    def noisiest(self, count: int) -> list[Size]:
+        """``count`` of the sizes that are too noisy, noisiest first, repeated as needed; empty if there are none."""
+        noisy = [size for size in self.sizes if self.samples.get(size) and self._is_noisy(size)]
+        noisy.sort(key=lambda size: -standard_error(self.samples[size]))
+        return [noisy[number % len(noisy)] for number in range(count)] if noisy else []
+
+    def _is_noisy(self, size: Size) -> bool:
+        return standard_error(self.samples[size]) > self.settings.target_error
+
+    def refine(self) -> bool:
+        """Add the examined sizes where interpolation is wrong to the grid. Returns whether there are new sizes to measure."""
+        num_sizes = len(self.sizes)
+        row = self._lengths[0]  # one row suffices: kernels depend on the number of tokens at every KV length
+        self._tokens = [
+            n
+            for n, _ in self._refine_line(
+                [(n, row) for n in self._tokens], [(n, row) for n in self._all_tokens], axis=0
+            )
+        ]
+        for low, high in pairwise(self._tokens):
+            gap = [n for n in self._all_tokens if low < n < high]
+            after_block = [n for n in gap if n % KERNEL_BLOCK == 1]
+            self._examine((n, row) for n in sorted({*after_block, *_middle(gap)}))
+        lengths = set(self._lengths)
+        for n in self._coarse:
+            column = self._refine_line([(n, m) for m in self._lengths], [(n, m) for m in self._all_lengths], axis=1)
+            lengths.update(m for _, m in column)
+        self._lengths = sorted(lengths)
+        for low, high in pairwise(self._lengths):
+            between = _middle([m for m in self._all_lengths if low < m < high])
+            self._examine((n, m) for m in between for n in self._coarse)
+        return len(self.sizes) > num_sizes
+
+    def _examine(self, sizes: Iterable[Size]) -> None:
+        self._examined |= dict.fromkeys(sizes)
+
+    def _refine_line(self, chosen: list[Size], line: list[Size], axis: int) -> list[Size]:
+        """The chosen sizes of a row or column, and the examined ones that interpolation misses, added one by one."""
+        while True:
+            excess = {
+                size: self._interpolation_excess(size, chosen, axis)
+                for size in line
+                if size in self._examined and size not in chosen and self.samples.get(size)
+            }
+            worst = max(excess, key=lambda size: excess[size], default=None)
+            if worst is None or excess[worst] <= 0:
+                return chosen
+            chosen = sorted([*chosen, worst])
+
+    def _interpolation_excess(self, size: Size, chosen: list[Size], axis: int) -> float:
+        """Relative error of the interpolation at a size, minus what tolerance and noise explain."""
+        coordinates = [other[axis] for other in chosen]
+        above = int(np.searchsorted(coordinates, size[axis]))
+        neighbors = [self.samples[other] for other in chosen[above - 1 : above + 1]]
+        medians = [float(np.median(samples)) for samples in neighbors]
+        predicted = float(np.interp(size[axis], coordinates[above - 1 : above + 1], medians))
+        noise = np.hypot(standard_error(self.samples[size]), max(map(standard_error, neighbors)))
+        error = abs(predicted / float(np.median(self.samples[size])) - 1)
+        return error - max(self.settings.tolerance, 2 * float(noise))
+
+    def surface(self) -> Surface:
+        """The measured surface, with the better model."""
+
+        def points(sizes: Iterable[Size]) -> list[Point]:
+            return [Point(tokens=n, kv_length=m, samples_ms=self.samples[n, m]) for n, m in sorted(sizes)]
+
+        grid = {(n, m) for n in self._tokens for m in self._lengths}
+        examined = self._examined.keys() - grid
+        return Surface(
+            points=points(grid), examined=points(examined), held_out=points(self._held_out)
+        ).with_best_model()
+
+
+def _middle(values: list[int]) -> list[int]:
+    return values[len(values) // 2 : len(values) // 2 + 1]

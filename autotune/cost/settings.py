@@ -1,0 +1,61 @@
+"""What the profiler measures, and how precisely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.cost.table import TOKENS
+from autotune.execution import EAGER
+
+Size = tuple[int, int]
+"""Size of a forward pass: (tokens, KV length)."""
+
+COARSE_TOKENS = (1, 2, 4, 9, 33, 129)
+HELD_OUT_TOKENS = (1, 3, 6, 11, 20, 40, 100)
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    kv_lengths: tuple[int, ...] = (160, 256, 400)
+    """The first and last are always measured, the others where the surface is not linear."""
+    held_out_kv_length: int = 208
+    """Between the first two; its mirror image is held out too."""
+    capture_sizes: tuple[int, ...] = ()
+    """Numbers of tokens that inputs are padded to; if there are any, they are the sizes measured."""
+    mode: str = EAGER
+    """How forwards run (``autotune.execution.MODES``)."""
+    min_samples: int = 6
+    max_samples: int = 30
+    target_error: float = 0.015
+    """Relative standard error of a median at which sampling stops."""
+    tolerance: float = 0.02
+    """Relative interpolation error at which refinement stops."""
+    max_drift: float = 0.15
+    """Relative change of the reference step from which a block is measured again."""
+    retries: int = 2
+    """How often drifted blocks are measured again."""
+    time_limit_s: float = 90.0
+    """For all steps. After it no size is added, and sizes get the minimum number of samples."""
+    seed: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Numbers of tokens of the finest grid."""
+        return self.capture_sizes or TOKENS
+
+    @property
+    def coarse_tokens(self) -> tuple[int, ...]:
+        """Numbers of tokens of the initial grid: all capture sizes, because nothing is interpolated between them."""
+        return self.capture_sizes or COARSE_TOKENS
+
+    @property
+    def held_out_kv_lengths(self) -> tuple[int, int]:
+        return self.held_out_kv_length, self.kv_lengths[0] + self.kv_lengths[-1] - self.held_out_kv_length
+
+    @property
+    def held_out(self) -> tuple[Size, ...]:
+        """Held-out sizes, between those of the grid; capture sizes differ from the grid in KV length only."""
+        return tuple(
+            (tokens, self.held_out_kv_lengths[number % 2])
+            for number, tokens in enumerate(self.capture_sizes or HELD_OUT_TOKENS)
+        )
