@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("search",),
     ("training",),
     ("report", "export", "check"),
+    ("schemas",),
     ("cli",),
     ("__main__",),
 )

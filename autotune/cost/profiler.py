@@ -1,5 +1,5 @@
-"""Measures a cost table through the very code that decodes: ``Decoder`` steps and draft proposals, at the sizes that
-``Sampler`` asks for. The overhead outside the models is what real decoding showed beyond them.
+"""Measures cost tables with the code that decodes: steps of a ``Decoder`` at the sizes of a ``Sampler``, and real decoding for
+the overhead outside the models.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree
 from autotune.workloads.workload import Workload
 
 Report = Callable[[int, int], None]
+"""Called as report(done, total)."""
+DEFAULT_SETTINGS = ProfileSettings()
 
 WARM_UPS = 3
 THREAD_REPEATS = 15
 PREFILL_REPEATS = 3
-PREFILL_LIMIT_MS = 20e3  # no repeat begins past it; one is measured in any case
-PREFILLS = (6, 12)  # prompts, at least and at most: two of every task between them
+PREFILL_LIMIT_MS = 20e3  # no repeat begins after it, except the first
+MIN_PREFILL_PROMPTS, MAX_PREFILL_PROMPTS = 6, 12  # in between, two of every task
 
 
 def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
-    """Three KV lengths that span a workload, and one between them for testing."""
+    """Three KV lengths that span a workload, and a held-out one."""
     first = max(16, shortest)
     last = max(32, longest, first + 8)
     lengths = (first, (first + last) // 2, last)
@@ -56,54 +58,44 @@ def profile(
     processor: Any,
     workload: Workload,
     *,
-    settings: ProfileSettings | None = None,
-    report: Report | None = None,
+    settings: ProfileSettings = DEFAULT_SETTINGS,
+    report: Report = lambda done, total: None,
 ) -> CostTable:
-    """Measure target and drafts on the device where they are. ``workload`` gives prompts for prefills and the overhead.
+    """Measure a target and its drafts on their device, with prompts of a workload for prefills and overhead.
 
     Raises:
         UserError: no draft was given.
     """
     if not drafts:
         raise UserError("a cost table needs a draft; name one with --draft")
-    settings = settings or ProfileSettings()
-    references = [draft_reference for _, draft_reference in drafts]
     loaded = [draft for draft, _ in drafts]
-
-    def tell(done: float) -> None:
-        if report is not None:
-            report(round(done), 100)
-
     benches = [_Bench(target, draft, settings) for draft in loaded]
     threads = choose_threads(benches)
     sampler = Sampler(benches, settings)
     with limited_threads(threads), torch.inference_mode():
-        sampler.run(lambda share: tell(60 * share))
+        sampler.run(lambda share: report(round(60 * share), 100))
     prefill, draft_prefills = measure_prefills(target, loaded, processor, workload)
     overheads: dict[ModelReference, Overhead] = {}
     costs = []
-    for number, (draft, draft_reference, draft_prefill) in enumerate(
-        zip(loaded, references, draft_prefills, strict=True)
-    ):
-        tell(70 + 30 * number / len(loaded))
-        # How many heads a subnet has kept is nothing to what comes between its forwards.
-        if draft_reference not in overheads:
+    for number, (draft, reference) in enumerate(drafts):
+        report(round(70 + 30 * number / len(drafts)), 100)
+        if reference not in overheads:  # the number of heads does not change it
             runs = overhead_runs(target, draft, processor, workload, settings, threads=threads)
-            overheads[draft_reference] = fit_overhead(runs)
+            overheads[reference] = fit_overhead(runs)
         costs.append(
             DraftCosts(
-                draft=draft_reference,
+                draft=reference,
                 heads=draft.subnet.heads,
                 num_parameters=draft.num_parameters,
                 kv_bytes_per_token=draft.kv_bytes_per_token,
                 shape=shape_of(draft),
                 draft_first=sampler.draft_firsts[number].surface(),
                 draft_level=sampler.draft_levels[number].surface(),
-                prefill=draft_prefill,
-                overhead=overheads[draft_reference],
+                prefill=draft_prefills[number],
+                overhead=overheads[reference],
             )
         )
-    tell(100)
+    report(100, 100)
     return CostTable(
         provenance=stamp(),
         device=fingerprint(str(target.device)),
@@ -123,12 +115,12 @@ def profile(
 
 
 class _Bench:
-    """Times single steps of a decoder whose caches hold whatever numbers: latency does not depend on them."""
+    """Times single steps of a decoder. The contents of its KV caches are arbitrary, because latency does not depend on them."""
 
     def __init__(self, target: Target, draft: LoadedDraft, settings: ProfileSettings) -> None:
         capacity = max(settings.kv_lengths) + 2 * MAX_STEP
         self.kv_length, self.max_tokens = settings.kv_lengths[0], max(settings.tokens)
-        self.rule = TokenSampler(device=target.device)
+        self.token_sampler = TokenSampler(device=target.device)
         with torch.inference_mode():
             target.reserve(capacity)
             draft.reserve(capacity)
@@ -143,26 +135,24 @@ class _Bench:
                 self.round_ms()
 
     def _request(self) -> Request:
-        """Of nobody: the caches hold no prompt."""
         tokens = torch.zeros(1, dtype=torch.long)
-        return Request(self.rule, Prompt(tokens, tokens.bool()), tokens[None], 1, tokens=[1])
+        return Request(self.token_sampler, Prompt(tokens, tokens.bool()), tokens[None], 1, tokens=[1])
 
     def round_ms(self) -> float:
-        """Of two rounds of usual size, a chain and a small tree, as far as sizes are prepared."""
+        """Two rounds of typical sizes: a chain and a small tree."""
         m, largest = self.kv_length, self.max_tokens
         levels = sum(self.draft_level_ms(min(n, largest), m) for n in (1, 1, 1, 4, 4))
         return levels + self.verify_ms(min(6, largest), m) + self.verify_ms(min(12, largest), m)
 
     def decode_ms(self, kv_length: int) -> float:
-        """Of a plain step."""
-        self.decoder.target.output_layers = ()  # plain decoding needs nobody's features
+        self.decoder.target.output_layers = ()  # plain decoding needs no features
         self.decoder.target.cache.length = kv_length
         request = self._request()
         self.decoder.host_round.plain_step(request)
         return request.stats.verify_ms
 
     def verify_ms(self, tokens: int, kv_length: int) -> float:
-        """Of a verification of so many tokens, the root among them."""
+        """A verification of ``tokens`` tokens, including the root."""
         self.decoder.target.output_layers = self.draft.aux_layers
         self.decoder.target.cache.length = kv_length
         _plant_star(self.tree, tokens - 1)
@@ -171,11 +161,10 @@ class _Bench:
         return request.stats.verify_ms
 
     def draft_first_ms(self, tokens: int, kv_length: int) -> float:
-        """Of the draft's first forward of a round, which reads as many committed tokens: a level of that size."""
+        """The draft's first forward, which reads ``tokens`` committed tokens, costs as much as a level of that size."""
         return self.draft_level_ms(tokens, kv_length)
 
     def draft_level_ms(self, tokens: int, kv_length: int) -> float:
-        """Of a draft level."""
         draft, tree = self.draft, self.tree
         draft.cache.length = kv_length
         _plant_star(tree, tokens)
@@ -187,36 +176,37 @@ class _Bench:
 
 
 def choose_threads(benches: list[_Bench]) -> int | None:
-    """The number of CPU threads with which steps are fastest: of those whose plain step is not surely more than 3 % slower than
-    the fastest, so that the baseline of every speedup is at its best, the one with the fastest rounds. None where there
-    is no choice.
+    """The number of CPU threads for decoding; None on a GPU or a single core.
+
+    It has the fastest rounds of those whose plain steps are not significantly more than 3 % slower than the fastest: the
+    baseline of every speedup must not be slowed down.
     """
     available = torch.get_num_threads()
     if benches[0].decoder.target.device.type != "cpu" or available == 1:
         return None
     choices = sorted({1, max(1, available // 2), available})
     repeats = max(6, THREAD_REPEATS // len(benches))
-    plain: dict[int, list[float]] = {number: [] for number in choices}
-    rounds: dict[int, list[float]] = {number: [] for number in choices}
+    plain: dict[int, list[float]] = {threads: [] for threads in choices}
+    rounds: dict[int, list[float]] = {threads: [] for threads in choices}
     for _ in range(repeats):
-        for number in choices:
+        for threads in choices:
             for bench in benches:
-                with limited_threads(number), torch.inference_mode():
-                    plain[number] += plain_steps_ms(bench, bench.kv_length)
-                    rounds[number].append(bench.round_ms())
-    steps = {number: float(np.median(plain[number])) for number in choices}
-    errors = {number: standard_error(plain[number]) for number in choices}
-    fastest = min(choices, key=lambda number: steps[number])
-
-    def may_be_as_fast(number: int) -> bool:
-        return steps[number] / steps[fastest] <= 1.03 + 2 * float(np.hypot(errors[number], errors[fastest]))
-
-    fast = [number for number in choices if may_be_as_fast(number)]
-    return min(fast, key=lambda number: float(np.median(rounds[number])))
+                with limited_threads(threads), torch.inference_mode():
+                    plain[threads] += plain_steps_ms(bench, bench.kv_length)
+                    rounds[threads].append(bench.round_ms())
+    plain_ms = {threads: float(np.median(plain[threads])) for threads in choices}
+    errors = {threads: standard_error(plain[threads]) for threads in choices}
+    best = min(choices, key=lambda threads: plain_ms[threads])
+    eligible = [
+        threads
+        for threads in choices
+        if plain_ms[threads] / plain_ms[best] <= 1.03 + 2 * float(np.hypot(errors[threads], errors[best]))
+    ]
+    return min(eligible, key=lambda threads: float(np.median(rounds[threads])))
 
 
 def _plant_star(tree: Tree, num_children: int) -> None:
-    """A root with children: the shape of a tree does not matter to its latency, its size does."""
+    """Plant a root with children. Latency depends on the size of a tree, not on its shape."""
     plant(tree, 1, 0)
     proposals = np.zeros((1, max(1, num_children)), CHILD)
     for rank in range(num_children):
@@ -226,40 +216,38 @@ def _plant_star(tree: Tree, num_children: int) -> None:
 def measure_prefills(
     target: Target, drafts: Sequence[LoadedDraft], processor: Any, workload: Workload
 ) -> tuple[PrefillCost, list[PrefillCost]]:
-    """Prefill latencies of the target and of every draft over some of the workload's prompts and some visual keep ratios.
-    The target reads a prompt once for all drafts.
-    """
+    """Measure prefills of a target and its drafts over prompts of a workload, drafts also over shares of visual tokens."""
     clock = partial(now_ms, target.device)
-    of_target: list[tuple[int, int, float]] = []
-    of_drafts: list[list[tuple[int, int, float]]] = [[] for _ in drafts]
-    kept = [draft.visual_keep for draft in drafts]
+    target_samples: list[tuple[int, int, float]] = []
+    draft_samples: list[list[tuple[int, int, float]]] = [[] for _ in drafts]
+    visual_keeps = [draft.visual_keep for draft in drafts]
     target.output_layers = tuple(sorted({layer for draft in drafts for layer in draft.aux_layers}))
-    prompts = workload.prompts[: min(max(PREFILLS[0], 2 * len(workload.tasks)), PREFILLS[1])]
-    began = clock()
+    prompts = workload.prompts[: min(max(MIN_PREFILL_PROMPTS, 2 * len(workload.tasks)), MAX_PREFILL_PROMPTS)]
+    first_started = clock()
     with torch.inference_mode():
         for attempt in range(1 + PREFILL_REPEATS):
-            if attempt > 1 and clock() - began > PREFILL_LIMIT_MS:
+            if attempt > 1 and clock() - first_started > PREFILL_LIMIT_MS:
                 break
             for prompt in prompts:
                 inputs = prompt.inputs(processor, target.device)
                 length = inputs["input_ids"].shape[1]
                 target.reserve(length)
                 started = clock()
-                read = target.encode(inputs).prompts
-                scores = target.prefill(read[0], rank_visual_tokens=True).visual_scores
-                sees = read[0].num_visual_tokens > 0
-                took = [(of_target, length, clock() - started)]
-                for draft, of_draft in zip(drafts, of_drafts, strict=True):
-                    for draft.visual_keep in (1.0, 0.5, 0.1) if sees else (1.0,):
+                encoded = target.encode(inputs).prompts
+                scores = target.prefill(encoded[0], rank_visual_tokens=True).visual_scores
+                has_image = encoded[0].num_visual_tokens > 0
+                times = [(target_samples, length, clock() - started)]
+                for draft, samples in zip(drafts, draft_samples, strict=True):
+                    for draft.visual_keep in (1.0, 0.5, 0.1) if has_image else (1.0,):
                         started = clock()
-                        (read_by_draft,) = draft.prompts(inputs, read)
-                        draft.prefill(read_by_draft, scores, capacity=length + MAX_STEP)
-                        took.append((of_draft, draft.length, clock() - started))
-                for samples, num_tokens, ms in took if attempt > 0 else ():  # the first is a warm-up
-                    samples.append((num_tokens, int(sees), ms))
-    for draft, keep in zip(drafts, kept, strict=True):
-        draft.visual_keep = keep
-    return fit_prefill(of_target), [fit_prefill(samples) for samples in of_drafts]
+                        (draft_prompt,) = draft.prompts(inputs, encoded)
+                        draft.prefill(draft_prompt, scores, capacity=length + MAX_STEP)
+                        times.append((samples, draft.length, clock() - started))
+                for samples, num_tokens, ms in times if attempt > 0 else ():  # the first attempt is a warm-up
+                    samples.append((num_tokens, int(has_image), ms))
+    for draft, visual_keep in zip(drafts, visual_keeps, strict=True):
+        draft.visual_keep = visual_keep
+    return fit_prefill(target_samples), [fit_prefill(samples) for samples in draft_samples]
 
 
 def overhead_runs(
@@ -267,14 +255,13 @@ def overhead_runs(
     draft: LoadedDraft,
     processor: Any,
     workload: Workload,
-    settings: ProfileSettings | None = None,
+    settings: ProfileSettings = DEFAULT_SETTINGS,
     *,
     threads: int | None = None,
 ) -> list[tuple[int, int, int, float]]:
-    """Real decoding with shallow, deep and wide trees: (rounds, draft forwards, verified nodes, ms outside the models)."""
+    """Decode with shallow, deep and wide trees: (rounds, draft forwards, verified nodes, ms outside the models) per run."""
     runs = []
-    settings = settings or ProfileSettings()
-    # A chain has a node in each level: what a node costs shows beside trees that have many.
+    # Chains have one node per level. A wide tree tells the cost of a node from that of a level.
     trees: list[dict[str, Any]] = [
         {"policy": "chain", "depth": 1},
         {"policy": "chain", "depth": 8},
@@ -284,7 +271,7 @@ def overhead_runs(
         decoder = Decoder(
             target, draft, tree=tree, capture_sizes=settings.capture_sizes, mode=settings.mode, threads=threads
         )
-        for number, prompt in enumerate((*workload.prompts[:1], *workload.prompts[:4])):  # the first twice: warm-up
+        for number, prompt in enumerate((*workload.prompts[:1], *workload.prompts[:4])):  # the first run is a warm-up
             inputs = prompt.inputs(processor, target.device)
             stats = decoder.generate(**inputs, max_new_tokens=4 if number == 0 else 24).stats
             if number > 0 and stats.rounds > 0:
@@ -292,27 +279,26 @@ def overhead_runs(
     return runs
 
 
-def shape_of(mode: TreeModel | FeatureDraft) -> ModelShape:
-    """The shape of a loaded model, for the roofline. A draft that reads features shares its target's head."""
-    if isinstance(mode, FeatureDraft):
-        width, hidden = mode.dtype.itemsize, mode.network.config.hidden_size
+def shape_of(model: TreeModel | FeatureDraft) -> ModelShape:
+    """The shape of a loaded model, for roofline estimates. A draft that reads features shares its target's head."""
+    if isinstance(model, FeatureDraft):
+        hidden_size = model.network.config.hidden_size
         return ModelShape(
-            num_layers=len(mode.cache.blocks),
-            hidden_size=hidden,
-            text_parameters=mode.num_parameters + hidden * mode.vocab_size,
+            num_layers=len(model.cache.blocks),
+            hidden_size=hidden_size,
+            text_parameters=model.num_parameters + hidden_size * model.vocab_size,
             vision_parameters=0,
-            kv_bytes_per_token=mode.kv_bytes_per_token,
-            bytes_per_parameter=width,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            bytes_per_parameter=model.dtype.itemsize,
         )
-    config = mode.text.config
-    width = mode.dtype.itemsize
-    layers = sum(parameter.numel() for layer in mode.text.layers for parameter in layer.parameters())
-    vision = sum(p.numel() for part in vision_parts(mode.model) for p in part.parameters())
+    config = model.text.config
+    layers = sum(parameter.numel() for layer in model.text.layers for parameter in layer.parameters())
+    vision = sum(parameter.numel() for part in vision_parts(model.model) for parameter in part.parameters())
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         text_parameters=layers + config.hidden_size * config.vocab_size,
         vision_parameters=vision,
-        kv_bytes_per_token=mode.text.kv_bytes_per_token,
-        bytes_per_parameter=width,
+        kv_bytes_per_token=model.text.kv_bytes_per_token,
+        bytes_per_parameter=model.dtype.itemsize,
     )

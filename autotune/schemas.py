@@ -1,0 +1,37 @@
+"""JSON Schemas of all documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.acceptance.trace import TraceHeader
+from autotune.check.baseline import Baseline
+from autotune.check.result import CheckResult
+from autotune.cost.roofline import DeviceLimits
+from autotune.cost.table import CostTable
+from autotune.documents.decoding_profile import DecodingProfile
+from autotune.drafters.checkpoint import CONFIGS
+from autotune.export.document import Export
+from autotune.files import Document
+from autotune.search.space import SearchSpace
+from autotune.study.document import StudyDocument
+from autotune.training.recipe import Recipe
+
+DOCUMENTS: tuple[type[Document], ...] = (
+    DecodingProfile,
+    CostTable,
+    TraceHeader,
+    StudyDocument,
+    CheckResult,
+    Baseline,
+    Export,
+    SearchSpace,
+    Recipe,
+    DeviceLimits,
+)
+
+
+def json_schemas() -> dict[str, dict[str, Any]]:
+    """JSON Schema of every kind of document, by kind. Drafts have one per network: ``draft-star``."""
+    drafts = {f"draft-{name}": config.json_schema() for name, config in CONFIGS.items()}
+    return {document.schema_kind: document.json_schema() for document in DOCUMENTS} | drafts
