@@ -1,4 +1,4 @@
-"""The obvious ways to do what the compiled and cached code does quickly, and the random trees to compare them on."""
+"""Straightforward implementations to compare compiled and cached code with, and random trees to compare them on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from autotune.trees.tree import ROOT, Tree, new_tree, plant
 
 
 def random_tree(rng: Generator, num_nodes: int, *, num_tokens: int, root_token: int = 0) -> Tree:
-    """A tree of ``num_nodes`` draft nodes hung anywhere, level by level, in which siblings differ as top-k candidates
-    do.
-    """
+    """A tree of ``num_nodes`` draft nodes with random parents, level by level, whose siblings hold different tokens."""
     paths: list[tuple[int, ...]] = [()]
     while len(paths) <= num_nodes:
         path = (*paths[rng.integers(len(paths))], int(rng.integers(num_tokens)))
@@ -31,7 +29,7 @@ def random_tree(rng: Generator, num_nodes: int, *, num_tokens: int, root_token: 
 
 
 def add_node(tree: Tree, parent: int, token: int, path_logprob: float, rank: int, row: int) -> int:
-    """Append a node whose fields are typed in, where the compiled ``add_child`` takes them from proposals."""
+    """Append a node with these fields, which the compiled ``add_child`` takes from proposals."""
     node = int(tree.size[0])
     fields = {"token": token, "parent": parent, "depth": tree.depth[parent] + 1, "rank": rank, "row": row}
     fields |= {"path_logprob": path_logprob, "path_probability": np.exp(path_logprob), "kv_slot": -1}
@@ -46,12 +44,12 @@ def children_of(tree: Tree, node: int) -> list[int]:
 
 
 def ancestors_of(tree: Tree, node: int) -> list[int]:
-    """From the root down to the node itself."""
+    """The nodes from the root down to the node itself."""
     return [node] if node == ROOT else [*ancestors_of(tree, int(tree.parent[node])), node]
 
 
 def tokens_to(tree: Tree, node: int) -> list[int]:
-    """The tokens from the root, included, down to the node."""
+    """The tokens from the root down to the node, both included."""
     return [int(tree.token[ancestor]) for ancestor in ancestors_of(tree, node)]
 
 
@@ -60,8 +58,8 @@ def leaves_of(tree: Tree) -> list[int]:
 
 
 def logits_after(model: Any, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
-    """Logits after the prompt's last token and after each of ``tokens``, [1 + tokens, vocabulary]: one forward of
-    everything, no cache, no mask.
+    """Logits after the prompt's last token and after each of ``tokens``, [1 + tokens, vocabulary], by one forward pass
+    without cache or mask.
     """
     more = torch.tensor([tokens], dtype=torch.long)
     extra = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
@@ -71,17 +69,15 @@ def logits_after(model: Any, inputs: dict[str, Any], tokens: list[int]) -> Tenso
 
 
 def assert_same_logits(actual: Tensor, expected: Tensor) -> None:
-    """Equal to 1e-5 of the largest: what is left when one forward adds up in another order. A wrong mask or position
-    moves them by whole numbers.
+    """Assert that logits are equal to 1e-5 of the largest, the effect of another order of summation. A wrong mask or
+    position changes them by whole numbers.
     """
     scale = expected.abs().max()
     torch.testing.assert_close(actual / scale, expected / scale, atol=1e-5, rtol=0)
 
 
 def chi_square_p_value(observed: np.ndarray, probabilities: np.ndarray) -> float:
-    """How probable counts at least this far from ``probabilities`` are. Outcomes expected fewer than five times are
-    counted together.
-    """
+    """P-value of counts under ``probabilities``. Outcomes expected fewer than five times are pooled."""
     from scipy.stats import chisquare
 
     assert observed[probabilities == 0].sum() == 0, "an outcome of probability 0 occurred"

@@ -1,4 +1,4 @@
-"""Drafts that are tables of probabilities, and a policy that grows trees from them as the runtime drives it."""
+"""Drafts that are tables of probabilities, and a policy driven with them as the runtime drives it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
+from autotune.errors import UserError
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.tree import ROOT, Tree
 from tests.obvious import tokens_to
 
 Ranks = tuple[int, ...]
-"""A node by its tokens from the root's child on. Drafts here name a candidate by its rank, so a path also says which
-ranks were taken.
-"""
+"""A node, as its tokens from the root's child on. The token of a candidate is its rank in these drafts."""
 
 Draft = Callable[[Ranks], list[float]]
 """Probabilities of a node's candidates, most probable first."""
 
 
 class Session:
-    """Rounds of one request: a policy driven level by level, with a table of probabilities in place of a draft
-    network.
-    """
+    """Rounds of one request: a policy driven level by level with a table of probabilities as its draft."""
 
     def __init__(self, policy: str, **hyperparameters: Any) -> None:
         self.policy = parse_policy({"policy": policy, **hyperparameters})
         self.grower = TreeGrower(self.policy)
         self.grower.reset()
-        self.asked: list[list[Ranks]] = []
-        """Whose children were wanted in the last round, level by level."""
+        self.expanded: list[list[Ranks]] = []
+        """The nodes expanded in the last round, level by level."""
         self.grown: list[Ranks] = []
-        """The last tree before it was pruned."""
+        """The last tree before pruning."""
 
     @property
     def tree(self) -> Tree:
@@ -41,11 +39,11 @@ class Session:
 
     def grow(self, draft: Draft) -> list[Ranks]:
         """The tree of one round, in the order of its nodes."""
-        self.asked = []
+        self.expanded = []
         self.grower.plant(-1)
         while len(self.grower.frontier):
             frontier = [path_of(self.tree, int(node)) for node in self.grower.frontier]
-            self.asked.append(frontier)
+            self.expanded.append(frontier)
             k = self.policy.num_proposals
             logprobs = np.stack([logprobs_of(draft, path, k) for path in frontier])
             self.grower.grow(np.tile(np.arange(k, dtype=np.int32), (len(frontier), 1)), logprobs)
@@ -67,7 +65,7 @@ def path_of(tree: Tree, node: int) -> Ranks:
 
 
 def logprobs_of(draft: Draft, path: Ranks, k: int) -> np.ndarray:
-    """What the draft network gives: the ``k`` best in 32 bits; minus infinity where the table has no more."""
+    """Log-probabilities of the ``k`` best candidates, float32 as a draft returns them; -inf where the table has no more."""
     probabilities = np.zeros(k)
     known = draft(path)[:k]
     probabilities[: len(known)] = known
@@ -76,7 +74,7 @@ def logprobs_of(draft: Draft, path: Ranks, k: int) -> np.ndarray:
 
 
 def path_logprob(draft: Draft, path: Ranks) -> float:
-    """The sum along a path, added up from the root as a tree does: equal ones are equal to the last bit."""
+    """Cumulative log-probability, summed from the root as a tree does it, so that it is equal to the last bit."""
     total = 0.0
     for level, rank in enumerate(path):
         total += float(logprobs_of(draft, path[:level], rank + 1)[rank])
@@ -92,12 +90,12 @@ def root_and_below(root: list[float], below: list[float]) -> Draft:
 
 
 def by_table(table: dict[Ranks, list[float]]) -> Draft:
-    """Nodes that are not in the table have no candidates."""
+    """A draft without candidates for nodes that are not in the table."""
     return lambda path: table.get(path, [])
 
 
 def random_draft(seed: int, sharpness: float) -> Draft:
-    """Candidates of every node from a Dirichlet distribution, always the same for the same node."""
+    """A deterministic draft whose candidates are drawn from a Dirichlet distribution."""
 
     @functools.cache
     def draft(path: Ranks) -> list[float]:
@@ -108,8 +106,8 @@ def random_draft(seed: int, sharpness: float) -> Draft:
 
 
 def tied_draft(seed: int) -> Draft:
-    """Candidates of every node whose probabilities are 1, 1/2, 1/4 or 1/16: cumulative ones are often exactly equal,
-    to each other and to their parent's. Some nodes have no candidates.
+    """A deterministic draft of probabilities 1, 1/2, 1/4 and 1/16, so that cumulative probabilities are often exactly
+    equal, to each other and to their parent's. Some nodes have no candidates.
     """
     tables = [
         [1.0],
@@ -130,9 +128,17 @@ def tied_draft(seed: int) -> Draft:
     return draft
 
 
+def assert_refused(policy: str, *cases: tuple[dict[str, Any], str]) -> None:
+    """Assert that hyperparameters are refused in one line with a message."""
+    for mistake, message in cases:
+        with pytest.raises(UserError) as refused:
+            parse_policy({"policy": policy, **mistake})
+        assert message in str(refused.value) and "\n" not in str(refused.value), mistake
+
+
 def assert_is_tree(tree: Tree) -> None:
-    """A root, and nodes level by level below it, each behind its parent, with its level, and no child twice; never more
-    probable than the parent.
+    """Assert that nodes are level by level, each after its parent, a level deeper and not more probable, and that no child
+    is repeated.
     """
     size = int(tree.size[0])
     assert (tree.parent[ROOT], tree.depth[ROOT], tree.path_logprob[ROOT], tree.rank[ROOT]) == (-1, 0, 0.0, -1)

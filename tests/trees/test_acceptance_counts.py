@@ -1,4 +1,4 @@
-"""The counts of a draft's hits by depth and rank: by hand, and against an obvious count on random trees."""
+"""Acceptance counts by hand, and against a straightforward count on random trees."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.obvious import add_node, children_of, random_tree
 
 
 def small_tree() -> Tree:
-    """Nodes 1 and 2 below the root, 3 to 5 below node 1, 6 below node 2, 7 below node 4. Ranks leave gaps, as those of a
-    static or a pruned tree may.
+    """Nodes 1 and 2 below the root, 3 to 5 below node 1, 6 below node 2, 7 below node 4. Ranks have gaps, as in static and
+    pruned trees.
     """
     tree = new_tree(7)
     plant(tree, 0, -1)
@@ -33,7 +33,7 @@ NOTHING = {"by_depth": [], "by_rank": []}
 
 
 def test_a_round_in_which_nothing_is_accepted() -> None:
-    """Depth 1 was offered, by children of ranks 0 and 2; what stands below had no chance."""
+    """Depth 1 is offered, by children of ranks 0 and 2; deeper nodes are not."""
     assert observed(([], False)).to_json() == {
         "text": {"by_depth": [[1, 0]], "by_rank": [[1, 0], [0, 0], [1, 0]]},
         "near_image": NOTHING,
@@ -41,8 +41,8 @@ def test_a_round_in_which_nothing_is_accepted() -> None:
 
 
 def test_a_round_that_is_accepted_to_a_leaf() -> None:
-    """1, 4, 7: root offers ranks 0 and 2, node 1 ranks 0, 1 and 3, node 4 rank 0. Rank 0 was offered three times and
-    taken twice, rank 1 once and taken. Depth 4 was not offered.
+    """Path 1, 4, 7: the root offers ranks 0 and 2, node 1 ranks 0, 1 and 3, node 4 rank 0. Rank 0 is offered three times
+    and accepted twice, rank 1 is offered once and accepted. Depth 4 is not offered.
     """
     assert observed(([1, 4, 7], False)).to_json()["text"] == {
         "by_depth": [[1, 1], [1, 1], [1, 1]],
@@ -50,13 +50,13 @@ def test_a_round_that_is_accepted_to_a_leaf() -> None:
     }
 
 
-def test_a_round_that_ends_at_a_leaf_blames_no_deeper_level() -> None:
-    """Node 3 has no children; that there are nodes of depth 3 elsewhere is not its matter."""
+def test_a_round_that_ends_at_a_leaf_offers_no_deeper_level() -> None:
+    """Node 3 has no children; nodes of depth 3 elsewhere do not count."""
     assert observed(([1, 3], False)).to_json()["text"]["by_depth"] == [[1, 1], [1, 1]]
 
 
 def test_a_round_that_ends_above_a_leaf() -> None:
-    """2 is accepted, 6 is not."""
+    """Node 2 is accepted, node 6 is not."""
     assert observed(([2], False)).to_json()["text"] == {
         "by_depth": [[1, 1], [1, 0]],
         "by_rank": [[2, 0], [0, 0], [1, 1]],
@@ -80,21 +80,21 @@ def test_a_root_alone_offers_nothing() -> None:
 
 
 def test_counts_of_requests_are_added() -> None:
-    one, other = observed(([1, 4], True)), observed(([2], True), ([], False))
-    assert not one.is_empty and AcceptanceCounts().is_empty
-    one.add(other)
-    assert one.to_json() == observed(([1, 4], True), ([2], True), ([], False)).to_json()
+    first, second = observed(([1, 4], True)), observed(([2], True), ([], False))
+    assert not first.is_empty and AcceptanceCounts().is_empty
+    first.add(second)
+    assert first.to_json() == observed(([1, 4], True), ([2], True), ([], False)).to_json()
 
 
 def random_walk(rng: np.random.Generator, tree: Tree) -> list[int]:
-    """Down from the root; it often ends where it could go on."""
+    """A path from the root that often ends above a leaf."""
     path: list[int] = []
     while (children := children_of(tree, path[-1] if path else ROOT)) and rng.random() < 0.85:
         path.append(int(rng.choice(children)))
     return path
 
 
-def test_random_rounds_against_an_obvious_count() -> None:
+def test_random_rounds_against_a_straightforward_count() -> None:
     """Trees with at most 16 different tokens have ranks of 0 to 15."""
     rng, counts = np.random.default_rng(51), AcceptanceCounts()
     depths: Counter[tuple[bool, int, bool]] = Counter()
@@ -112,13 +112,13 @@ def test_random_rounds_against_an_obvious_count() -> None:
                 depths[is_near_image, int(tree.depth[node]) + 1, not accepted.isdisjoint(children)] += 1
     for hits, table in ((depths, counts.by_depth), (ranks, counts.by_rank)):
         expected = np.zeros_like(table)
-        for (place, row, is_accepted), count in hits.items():
-            expected[int(place), row] += (count, count * is_accepted)
+        for (region, row, is_accepted), count in hits.items():
+            expected[int(region), row] += (count, count * is_accepted)
         assert np.array_equal(table, expected)
     assert counts.by_depth[:, 6].min() > 0 and counts.by_rank[:, 5, 0].min() > 0, "the random trees are too small"
 
 
-def test_the_deepest_tree_and_the_last_rank_have_a_place() -> None:
+def test_the_deepest_tree_and_the_last_rank_fit() -> None:
     tree = new_tree(24)
     plant(tree, 0, -1)
     for parent in range(24):

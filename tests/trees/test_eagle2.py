@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.random import Generator
 
-from autotune.errors import UserError
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.policy import parse_policy
 from tests.trees.drafts import (
@@ -17,6 +16,7 @@ from tests.trees.drafts import (
     Ranks,
     Session,
     assert_is_tree,
+    assert_refused,
     by_table,
     logprobs_of,
     path_logprob,
@@ -67,7 +67,7 @@ def test_the_k_best_of_a_level_are_expanded_and_the_budget_keeps_the_best_of_all
     session = eagle2(depth=3, k=2, budget=100)
     everything = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
     assert session.grow(by_table(TWO_LEVELS)) == everything
-    assert session.asked == [[()], [(0,), (1,)], [(0, 0), (1, 0)]]
+    assert session.expanded == [[()], [(0,), (1,)], [(0, 0), (1, 0)]]
     # In order: 0.6, 0.33, 0.3, 0.27, 0.231, 0.216, 0.21, 0.099, 0.054, 0.03.
     ranking = [(0,), (0, 0), (1,), (1, 0), (0, 0, 0), (1, 0, 0), (0, 1), (0, 0, 1), (1, 0, 1), (1, 1)]
     for budget in range(1, 11):
@@ -81,7 +81,7 @@ def test_a_node_that_cannot_be_among_the_best_is_not_expanded() -> None:
     """
     session = eagle2(depth=7, k=2, budget=3)
     assert session.grow(by_table(TWO_LEVELS)) == [(0,), (1,), (0, 0)]
-    assert session.asked == [[()], [(0,), (1,)], [(0, 0)]]
+    assert session.expanded == [[()], [(0,), (1,)], [(0, 0)]]
 
 
 def test_a_sure_draft_makes_a_chain() -> None:
@@ -97,7 +97,7 @@ def test_equally_probable_candidates_go_by_order_of_appearance() -> None:
     # Of the four of level 2 the first two are expanded.
     session = eagle2(depth=3, k=2, budget=100)
     session.grow(halves)
-    assert session.asked[2] == level_2[:2]
+    assert session.expanded[2] == level_2[:2]
     # 0.5 of level 1 stands before 0.5 * 1.0 of level 2.
     assert eagle2(depth=3, k=2, budget=2).grow(root_and_below([0.5, 0.5], [1.0])) == [(0,), (1,)]
 
@@ -106,7 +106,7 @@ def test_candidates_of_no_probability_are_none() -> None:
     assert eagle2(depth=4, k=3).grow(same_everywhere()) == []
     session = eagle2(depth=4, k=3)
     assert session.grow(by_table({(): [0.7], (0,): [0.5, 0.5]})) == [(0,), (0, 0), (0, 1)]
-    assert session.asked == [[()], [(0,)], [(0, 0), (0, 1)]]
+    assert session.expanded == [[()], [(0,)], [(0, 0), (0, 1)]]
 
 
 def test_candidates_below_the_floor_are_left_out() -> None:
@@ -122,7 +122,7 @@ def test_the_floor_ends_drafting_where_the_draft_is_unsure() -> None:
     """0.6 ** 4 = 0.13 is the last above 0.1: its children are asked for, and none is good enough."""
     session = eagle2(depth=7, k=1, floor=0.1)
     assert session.grow(same_everywhere(0.6)) == [(0,) * level for level in range(1, 5)]
-    assert len(session.asked) == 5
+    assert len(session.expanded) == 5
 
 
 # -------------------------------------------------------------------------------------------------- the whole procedure
@@ -210,8 +210,8 @@ def test_only_nodes_among_the_best_so_far_are_expanded(rounds: Any) -> None:
         policy = session.policy
         candidates, _ = whole_eagle2(policy, draft)
         logprob = {path: path_logprob(draft, path) for path in candidates}
-        assert len(session.asked) <= policy.depth
-        for level, nodes in enumerate(session.asked[1:], start=1):
+        assert len(session.expanded) <= policy.depth
+        for level, nodes in enumerate(session.expanded[1:], start=1):
             known = {path: logprob[path] for path in candidates if len(path) <= level}
             assert len(nodes) <= policy.k
             assert set(nodes) <= set(best(known, policy.budget))
@@ -242,9 +242,9 @@ def test_random_trees_are_deterministic_whatever_came_before(rounds: Any) -> Non
 # ---------------------------------------------------------------------------------------------------------- validation
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
+def test_a_value_out_of_range_is_refused() -> None:
+    assert_refused(
+        "eagle2",
         ({"depth": 0}, "depth: input should be greater than or equal to 1; got 0"),
         ({"depth": 25}, "depth: input should be less than or equal to 24; got 25"),
         ({"k": 0}, "k: input should be greater than or equal to 1; got 0"),
@@ -254,9 +254,4 @@ def test_random_trees_are_deterministic_whatever_came_before(rounds: Any) -> Non
         ({"floor": 1.0}, "floor: input should be less than 1; got 1.0"),
         ({"floor": -0.1}, "floor: input should be greater than or equal to 0; got -0.1"),
         ({"topk": 8}, "unknown key 'topk'"),
-    ],
-)
-def test_a_value_out_of_range_says_rule_and_value(mistake: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_policy({"policy": "eagle2", **mistake})
-    assert message in str(caught.value)
+    )

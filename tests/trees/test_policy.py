@@ -1,4 +1,4 @@
-"""Policies by name: what a profile or a search space may say, and the error for each thing it may not."""
+"""Policies by name, their limits, and the calls that drive any of them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,37 @@ LARGEST: dict[str, dict[str, Any]] = {
 PRUNES = ("eagle2", "wetap")  # draft more than they verify
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_name_alone_takes_the_defaults_and_round_trips(name: str) -> None:
-    policy = parse_policy({"policy": name})
-    assert type(policy) is POLICIES[name]
-    assert parse_policy(policy.model_dump()) == policy
-    assert parse_policy(policy) is policy
+def test_a_name_alone_takes_the_defaults_and_round_trips() -> None:
+    for name in POLICIES:
+        policy = parse_policy({"policy": name})
+        assert type(policy) is POLICIES[name]
+        assert parse_policy(policy.model_dump()) == policy
+        assert parse_policy(policy) is policy
+        with pytest.raises(ValueError, match="frozen"):  # replay and the runtime may share it
+            policy.policy = "other"  # type: ignore[assignment]
+
+
+def test_a_policy_states_its_facts() -> None:
+    """Branches of the compiled calls, sources of the defaults, and ordered pairs that are hyperparameters."""
+    assert len({kind.KIND for kind in POLICIES.values()}) == len(POLICIES)
+    for kind in POLICIES.values():
+        assert kind.source
+        assert {name for pair in kind.ordered for name in pair} <= set(kind().hyperparameters)
+        assert kind().forest_bounds.depth == kind().max_depth
+
+
+def test_a_label_has_what_differs_from_the_defaults() -> None:
+    for tree, label in (
+        ({"policy": "chain"}, "chain(depth=5)"),
+        ({"policy": "sage"}, "sage()"),
+        ({"policy": "sage", "d_max": 12, "lower": 1.5}, "sage(d_max=12, lower=1.50)"),
+        ({"policy": "static", "paths": [[0], [1], [1, 0]]}, "static(nodes=3, depth=2)"),
+    ):
+        assert parse_policy(tree).label == label
 
 
 def drafts_of_many_shapes() -> dict[str, Draft]:
-    """What makes a policy grow most: equal hope in every candidate, one that is sure, and a bush below the last of a
-    level.
-    """
+    """Drafts under which policies grow the largest trees."""
 
     def backwards(path: Ranks) -> list[float]:
         return [0.9] * 16 if all(rank == 15 for rank in path) else [0.89] * 16
@@ -53,9 +72,8 @@ def drafts_of_many_shapes() -> dict[str, Draft]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_largest_tree_fits_the_arrays(name: str) -> None:
-    """The compiled steps check no bounds, so the policy must say truly how far it reaches: ``max_grown`` nodes before
-    it prunes, ``max_nodes`` after, ``max_width`` in a level, ``max_depth`` levels. A draft that puts equal hope in every
-    candidate, and enough of it, grows as much as the policy allows.
+    """The compiled steps check no bounds, so a policy's limits must hold. A draft with equally and highly probable
+    candidates grows as much as the policy allows.
     """
     session = Session(name, **LARGEST[name])
     policy = session.policy
@@ -64,8 +82,8 @@ def test_the_largest_tree_fits_the_arrays(name: str) -> None:
         paths = session.grow(draft)
         assert len(session.grown) <= policy.max_grown, shape
         assert len(paths) <= policy.max_nodes, shape
-        assert max(map(len, session.asked)) <= policy.max_width, shape
-        assert len(session.asked) <= policy.max_depth, shape
+        assert max(map(len, session.expanded)) <= policy.max_width, shape
+        assert len(session.expanded) <= policy.max_depth, shape
         assert max(map(len, session.grown), default=0) <= policy.max_depth, shape
         assert_is_tree(session.tree)
         if shape == "equal":
@@ -73,16 +91,16 @@ def test_the_largest_tree_fits_the_arrays(name: str) -> None:
         session.update(*[24] * 50)
 
 
-def test_wetap_grows_as_many_nodes_as_it_says() -> None:
+def test_wetap_reaches_its_limits() -> None:
     session = Session("wetap", **LARGEST["wetap"])
     session.grow(same_everywhere(*[1 / 16] * 16))
     assert len(session.grown) == session.policy.max_grown == 16 + 23 * 128
-    assert max(map(len, session.asked)) == session.policy.max_width == 128
+    assert max(map(len, session.expanded)) == session.policy.max_width == 128
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_written_beyond_the_largest_tree(name: str) -> None:
-    """Arrays a little longer than the policy asks for: what stands behind stays as it was."""
+    """Entries beyond the policy's limits stay unchanged."""
     session = Session(name, **LARGEST[name])
     policy, grower = session.policy, session.grower
     roomy = new_tree(policy.max_grown + 7), new_workspace(policy.max_grown + 7)
@@ -97,20 +115,20 @@ def test_nothing_is_written_beyond_the_largest_tree(name: str) -> None:
     assert all((array[len(tight.mark) :] == 77).all() for array in roomy[1])
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_nodes_say_whose_proposals_they_are(name: str) -> None:
-    """Rank, token and probability belong together, before and after pruning; nobody has read the nodes yet."""
-    session = Session(name)
-    draft = same_everywhere(0.5, 0.2, 0.1, 0.1)
-    for path, node in zip(session.grow(draft), range(1, 100), strict=False):
-        assert session.tree.rank[node] == session.tree.token[node] == path[-1]
-        assert session.tree.path_logprob[node] == path_logprob(draft, path)
-        assert session.tree.kv_slot[node] == -1
+def test_rank_token_and_probability_of_a_node_belong_together() -> None:
+    """Before and after pruning. The draft has read no node yet."""
+    for name in POLICIES:
+        session = Session(name)
+        draft = same_everywhere(0.5, 0.2, 0.1, 0.1)
+        for node, path in enumerate(session.grow(draft), start=1):
+            assert session.tree.rank[node] == session.tree.token[node] == path[-1]
+            assert session.tree.path_logprob[node] == path_logprob(draft, path)
+            assert session.tree.kv_slot[node] == -1
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_places_in_the_draft_s_cache_survive_pruning(name: str) -> None:
-    """The draft writes where it has read a node; verification reads it there."""
+def test_kv_slots_survive_pruning(name: str) -> None:
+    """The draft sets the slot when it reads a node, and compacts its cache by it after verification."""
     session = Session(name, **({"budget": 10} if name in PRUNES else {}))
     grower = session.grower
     grower.plant(0)
@@ -130,10 +148,10 @@ def test_places_in_the_draft_s_cache_survive_pruning(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_proposals_known_beforehand_grow_the_tree_of_those_that_come_level_by_level(name: str) -> None:
-    """Replay's way, in which a node's ``source`` leads to its children's proposals, against the runtime's."""
-    of_four = {"sage": {"k": 4}, "eagle2": {"k": 4}, "wetap": {"top_k": 4}}  # as many as the trace has
-    policy = parse_policy({"policy": name, **of_four.get(name, {})})
+def test_replay_and_the_runtime_grow_the_same_tree(name: str) -> None:
+    """Replay knows all proposals beforehand; the runtime's arrive level by level."""
+    four_children = {"sage": {"k": 4}, "eagle2": {"k": 4}, "wetap": {"top_k": 4}}  # as many as the trace has
+    policy = parse_policy({"policy": name, **four_children.get(name, {})})
     packed = pack(random_trace(3, num_prompts=2))
     proposals = packed.proposals
     tree = new_tree(policy.max_grown)
@@ -154,8 +172,8 @@ def test_proposals_known_beforehand_grow_the_tree_of_those_that_come_level_by_le
             grower.grow(*(proposals[part][rows, : policy.num_proposals] for part in ("token", "logprob")))
         policies.prune(policy.KIND, params, tree, work)
         grower.prune()
-        for ours, theirs in zip(fields(tree), fields(grower.tree), strict=True):
-            assert np.array_equal(ours, theirs)
+        for replayed, live in zip(fields(tree), fields(grower.tree), strict=True):
+            assert np.array_equal(replayed, live)
         policies.update(policy.KIND, params, state, turn % 5)
         grower.update(turn % 5)
 
@@ -168,17 +186,8 @@ def fields(tree: Tree) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_is_frozen(name: str) -> None:
-    """Replay and the runtime may share it."""
-    policy = parse_policy({"policy": name})
-    with pytest.raises(ValueError, match="frozen"):
-        policy.policy = "other"  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
+def test_a_mistake_is_named_with_the_nearest_known_word() -> None:
+    for tree, message in (
         ({"policy": "sagee"}, "tree: unknown tree policy 'sagee'; did you mean 'sage'?"),
         ({"policy": "bush"}, "tree: unknown tree policy 'bush'; known: chain, sage"),
         ({"depth": 5}, "tree: unknown tree policy None; known: chain, sage"),
@@ -190,13 +199,11 @@ def test_a_policy_is_frozen(name: str) -> None:
             {"policy": "chain", "depth": 99},
             "tree: depth: input should be less than or equal to 24; got 99; fix that value",
         ),
-    ],
-)
-def test_a_mistake_names_what_it_is_and_the_nearest_right_word(tree: Any, message: str) -> None:
-    # The list of known words may grow with new policies: it is compared up to the first one.
-    with pytest.raises(UserError) as caught:
-        parse_policy(tree)
-    assert str(caught.value).startswith(message.split(" known:")[0])
+    ):
+        with pytest.raises(UserError) as refused:
+            parse_policy(tree)
+        # New policies may add known words.
+        assert str(refused.value).startswith(message.split(" known:")[0])
 
 
 def test_the_source_of_a_mistake_is_named() -> None:
@@ -204,8 +211,7 @@ def test_the_source_of_a_mistake_is_named() -> None:
         parse_policy({"policy": "x"}, source="profile.json: points.0.tree")
 
 
-@pytest.mark.parametrize("name", [["sage"], {"policy": "sage"}])
-def test_a_name_that_is_no_text(name: Any) -> None:
-    """As a profile written by hand may have it."""
-    with pytest.raises(UserError, match="unknown tree policy"):
-        parse_policy({"policy": name})
+def test_a_name_that_is_no_text_is_refused() -> None:
+    for name in (["sage"], {"policy": "sage"}):
+        with pytest.raises(UserError, match="unknown tree policy"):
+            parse_policy({"policy": name})

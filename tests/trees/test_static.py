@@ -1,36 +1,41 @@
-"""``static``: the tree that the rank paths say, whatever the draft thinks of it; and what is no tree."""
+"""``static``: the tree of the rank paths, whatever the draft proposes."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 
-from autotune.errors import UserError
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.static import StaticPolicy
-from tests.trees.drafts import Ranks, Session, assert_is_tree, path_logprob, random_draft, same_everywhere
+from tests.trees.drafts import (
+    Ranks,
+    Session,
+    assert_is_tree,
+    assert_refused,
+    path_logprob,
+    random_draft,
+    same_everywhere,
+)
 
 PATHS: list[Ranks] = [(1, 0), (0,), (2,), (0, 3), (1,), (0, 0), (0, 0, 1), (2, 0), (1, 0, 0)]
 IN_ORDER: list[Ranks] = [(0,), (1,), (2,), (0, 0), (0, 3), (1, 0), (2, 0), (0, 0, 1), (1, 0, 0)]
 
 
 def random_paths(rng: np.random.Generator) -> list[Ranks]:
-    """Up to 128 paths of a random tree, in any order."""
+    """Up to 128 paths of a random tree, in random order."""
     paths: list[Ranks] = [()]
     for _ in range(int(rng.integers(1, 129))):
         child = (*paths[rng.integers(len(paths))], int(rng.integers(16)))
         if child not in paths and len(child) <= 24:
             paths.append(child)
-    return [paths[place] for place in 1 + rng.permutation(len(paths) - 1)]
+    return [paths[i] for i in 1 + rng.permutation(len(paths) - 1)]
 
 
 def test_the_tree_is_its_paths_level_by_level_by_parent_then_by_rank() -> None:
-    """In whatever order they are given; only nodes that have children are asked for proposals."""
+    """The order of the paths does not matter; only nodes with children are expanded."""
     session = Session("static", paths=PATHS)
     assert session.grow(random_draft(0, 0.3)) == IN_ORDER
-    assert session.asked == [[()], [(0,), (1,), (2,)], [(0, 0), (1, 0)]]
+    assert session.expanded == [[()], [(0,), (1,), (2,)], [(0, 0), (1, 0)]]
 
 
 def test_the_default_is_the_chain_of_five() -> None:
@@ -38,7 +43,7 @@ def test_the_default_is_the_chain_of_five() -> None:
 
 
 def test_a_path_names_ranks_and_not_tokens() -> None:
-    """The draft's tokens are 100 a level and 10 a rank here: [1, 0] is 110, then 200."""
+    """The draft's tokens are 100 per level plus 10 per rank, so [1, 0] is 110, then 200."""
     grower = TreeGrower(parse_policy({"policy": "static", "paths": [[0], [1], [1, 0]]}))
     grower.reset()
     grower.plant(7)
@@ -70,7 +75,7 @@ def test_random_paths_make_their_tree_under_any_draft() -> None:
     assert max(sizes) > 100
 
 
-def test_bounds_are_those_of_the_paths() -> None:
+def test_limits_follow_from_the_paths() -> None:
     policy = parse_policy({"policy": "static", "paths": PATHS})
     assert (policy.max_nodes, policy.max_grown, policy.max_depth) == (9, 9, 3)
     assert policy.max_width == 3, "(0), (1) and (2) have children"
@@ -79,11 +84,11 @@ def test_bounds_are_those_of_the_paths() -> None:
     for seed in range(20):
         session = Session("static", paths=random_paths(np.random.default_rng(seed)))
         session.grow(same_everywhere(*[1 / 16] * 16))
-        assert session.policy.max_width == max(map(len, session.asked))
-        assert session.policy.max_depth == len(session.asked)
+        assert session.policy.max_width == max(map(len, session.expanded))
+        assert session.policy.max_depth == len(session.expanded)
 
 
-def test_lists_as_json_and_yaml_have_them_are_paths() -> None:
+def test_lists_of_json_and_yaml_are_paths() -> None:
     policy = parse_policy({"policy": "static", "paths": [list(path) for path in PATHS]})
     assert policy == StaticPolicy(paths=tuple(PATHS))
     assert StaticPolicy.model_validate_json(policy.model_dump_json()) == policy
@@ -97,27 +102,21 @@ def test_the_deepest_and_the_largest_tree_are_allowed() -> None:
     assert parse_policy({"policy": "static", "paths": bush}).max_nodes == 128
 
 
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        ([[0], [1], [0]], "paths must differ from each other; drop the repeated ones"),
-        ([[0], [1, 0]], "path [1, 0] needs its parent [1]; add it"),
-        ([[0], [0, 0, 0]], "path [0, 0, 0] needs its parent [0, 0]; add it"),
-        ([[0], [16]], "a path has 1 to 24 ranks of 0 to 15; got [16]"),
-        ([[0], [0, -1]], "a path has 1 to 24 ranks of 0 to 15; got [0, -1]"),
-        ([[]], "a path has 1 to 24 ranks of 0 to 15; got []"),
-        ([[0] * level for level in range(1, 26)], f"a path has 1 to 24 ranks of 0 to 15; got {[0] * 25}"),
-        ([], "paths: tuple should have at least 1 item"),
-        ([[rank, *[0] * level] for rank in range(13) for level in range(10)], "at most 128 items"),
-        ([[0.5]], "paths.0.0: input should be a valid integer"),
-        ([["0"]], "paths.0.0: input should be a valid integer"),
-        ([0], "paths.0: input should be a valid tuple; got 0"),
-        ("0", "paths: input should be a valid tuple; got '0'"),
-        ({"0": []}, "paths: input should be a valid tuple"),
-    ],
-)
-def test_what_is_no_tree_is_refused_and_says_why(paths: Any, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_policy({"policy": "static", "paths": paths})
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_paths_that_are_no_tree_are_refused() -> None:
+    assert_refused(
+        "static",
+        ({"paths": [[0], [1], [0]]}, "paths must differ from each other; drop the repeated ones"),
+        ({"paths": [[0], [1, 0]]}, "path [1, 0] needs its parent [1]; add it"),
+        ({"paths": [[0], [0, 0, 0]]}, "path [0, 0, 0] needs its parent [0, 0]; add it"),
+        ({"paths": [[0], [16]]}, "a path has 1 to 24 ranks of 0 to 15; got [16]"),
+        ({"paths": [[0], [0, -1]]}, "a path has 1 to 24 ranks of 0 to 15; got [0, -1]"),
+        ({"paths": [[]]}, "a path has 1 to 24 ranks of 0 to 15; got []"),
+        ({"paths": [[0] * level for level in range(1, 26)]}, f"a path has 1 to 24 ranks of 0 to 15; got {[0] * 25}"),
+        ({"paths": []}, "paths: tuple should have at least 1 item"),
+        ({"paths": [[rank, *[0] * level] for rank in range(13) for level in range(10)]}, "at most 128 items"),
+        ({"paths": [[0.5]]}, "paths.0.0: input should be a valid integer"),
+        ({"paths": [["0"]]}, "paths.0.0: input should be a valid integer"),
+        ({"paths": [0]}, "paths.0: input should be a valid tuple; got 0"),
+        ({"paths": "0"}, "paths: input should be a valid tuple; got '0'"),
+        ({"paths": {"0": []}}, "paths: input should be a valid tuple"),
+    )

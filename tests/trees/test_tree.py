@@ -1,4 +1,4 @@
-"""The masks that let one forward evaluate a whole tree, against each node's list of ancestors."""
+"""Trees, their masks against lists of ancestors, and selections against stable sorts."""
 
 from __future__ import annotations
 
@@ -21,55 +21,50 @@ from autotune.trees.tree import (
 )
 from tests.obvious import add_node, ancestors_of, random_tree, tokens_to
 
-CLOSED = -1e9
+MASK_VALUE = -1e9
 
 
-def test_the_tree_mask_opens_a_node_to_itself_and_its_ancestors() -> None:
+def test_the_tree_mask_shows_a_node_itself_and_its_ancestors() -> None:
     rng = np.random.default_rng(0)
     for num_nodes in (0, 1, 2, 5, 17, 64, MAX_STEP - 1):
         tree = random_tree(rng, num_nodes, num_tokens=1000)
         size = num_nodes + 1
-        expected = np.full((size, size), CLOSED, np.float32)
+        expected = np.full((size, size), MASK_VALUE, np.float32)
         for node in range(size):
             for ancestor in ancestors_of(tree, node):
                 expected[node, ancestor] = 0.0
-        mask = rng.normal(size=(size, size)).astype(
-            np.float32
-        )  # the buffer is reused: what an earlier round left there must not show
-        write_tree_mask(tree, mask, CLOSED)
+        mask = rng.normal(size=(size, size)).astype(np.float32)  # the reused buffer holds an earlier round's mask
+        write_tree_mask(tree, mask, MASK_VALUE)
         assert np.array_equal(mask, expected)
 
 
-def test_the_frontier_mask_opens_the_places_of_a_node_and_its_ancestors_below_the_root() -> None:
-    """Places are those of evaluation, which need not be the order in the tree: the draft reads the nodes that are
-    expanded, and no others.
-    """
+def test_the_frontier_mask_shows_a_node_its_own_slot_and_those_of_its_ancestors() -> None:
+    """Slots are in the order of evaluation, which need not be the order in the tree."""
     rng = np.random.default_rng(1)
     for num_nodes in (1, 2, 5, 17, 64, 120):
         tree = random_tree(rng, num_nodes, num_tokens=1000)
-        places = rng.permutation(num_nodes)
-        tree.kv_slot[1 : num_nodes + 1] = places
+        tree.kv_slot[1 : num_nodes + 1] = rng.permutation(num_nodes)
         frontier = rng.choice(np.arange(1, num_nodes + 1), size=min(num_nodes, 9), replace=False)
-        expected = np.full((len(frontier), num_nodes), CLOSED, np.float32)
+        expected = np.full((len(frontier), num_nodes), MASK_VALUE, np.float32)
         for row, node in enumerate(frontier):
             for ancestor in ancestors_of(tree, int(node)):
                 if ancestor != ROOT:
                     expected[row, tree.kv_slot[ancestor]] = 0.0
         mask = rng.normal(size=(len(frontier), num_nodes + 3)).astype(np.float32)
         before = mask[:, num_nodes:].copy()
-        write_frontier_mask(tree, frontier, mask, num_nodes, CLOSED)
+        write_frontier_mask(tree, frontier, mask, num_nodes, MASK_VALUE)
         assert np.array_equal(mask[:, :num_nodes], expected)
-        assert np.array_equal(mask[:, num_nodes:], before), "columns beyond the places in use belong to nobody"
+        assert np.array_equal(mask[:, num_nodes:], before), "columns beyond the slots in use stay unchanged"
 
 
-def test_planting_forgets_the_tree_before() -> None:
+def test_planting_clears_the_tree() -> None:
     tree = random_tree(np.random.default_rng(2), 20, num_tokens=1000)
     tree.kv_slot[:21] = 9
     plant(tree, 5, 3)
     node = add_node(tree, ROOT, 6, -0.25, 2, 4)
     assert (node, int(tree.size[0])) == (1, 2)
     assert [int(array[0]) for array in tree] == [5, -1, 0, 0, 1, -1, 3, -1, 2]
-    # token, parent, depth, (probabilities,) rank, source, slot
+    # token, parent, depth, rank, row, slot
     assert [int(array[1]) for array in (*tree[:3], *tree[5:8])] == [6, 0, 1, 2, 4, -1]
     assert tree.path_logprob[1] == -0.25
 
@@ -84,7 +79,7 @@ def test_a_workspace_has_room_for_the_nodes() -> None:
     assert all(len(array) == 10 for array in new_workspace(9))
 
 
-def test_a_child_takes_what_was_proposed() -> None:
+def test_a_child_has_the_fields_of_its_proposal() -> None:
     tree, proposals = new_tree(3), np.zeros((3, 2), CHILD)
     proposals[2, 1] = (-0.5, 0.6, 44, 7)
     plant(tree, 5, 2)
@@ -97,7 +92,7 @@ def test_a_child_takes_what_was_proposed() -> None:
 
 
 def test_the_best_children_are_those_of_a_stable_sort_over_all() -> None:
-    """Rows of sorted proposals with many ties, of which some may be taken and all must exceed a floor."""
+    """Sorted rows with many ties, a limit on the candidates of each row, and a floor."""
     rng = np.random.default_rng(5)
     for _ in range(300):
         num_parents, k = int(rng.integers(1, 9)), int(rng.integers(1, 7))
@@ -124,18 +119,18 @@ def test_the_best_children_are_those_of_a_stable_sort_over_all() -> None:
         assert [(float(tree.path_logprob[n]), int(tree.parent[n]), int(tree.rank[n])) for n in new] == expected
 
 
-def test_the_best_come_first_and_equal_ones_in_their_own_order() -> None:
+def test_the_best_come_first_and_equal_ones_keep_their_order() -> None:
     order = np.full(9, -1)
     assert best_first(np.array([0.5, 3.0, 1.0, 3.0, 1.0, 2.0]), 5, 3, order) == 3
     assert order[:4].tolist() == [1, 3, 2, -1], "3.0, 3.0, then the first 1.0; the 2.0 is beyond the count"
-    assert best_first(np.array([1.0, 2.0]), 2, 5, order) == 2, "fewer than are wanted"
+    assert best_first(np.array([1.0, 2.0]), 2, 5, order) == 2, "fewer than num_best"
     assert order[:2].tolist() == [1, 0]
     assert best_first(np.array([1.0, 2.0]), 2, 0, order) == 0
     assert best_first(np.array([1.0, 2.0]), 0, 2, order) == 0
 
 
 def test_the_best_of_random_values_are_those_of_a_stable_sort() -> None:
-    """Few different values, so that most are equal to others."""
+    """Most values are equal to others."""
     rng = np.random.default_rng(3)
     for _ in range(300):
         count, num_best = int(rng.integers(0, 40)), int(rng.integers(0, 50))
@@ -150,7 +145,7 @@ def test_the_best_of_random_values_are_those_of_a_stable_sort() -> None:
 
 
 def test_dropping_nodes_keeps_the_others_as_they_were() -> None:
-    """In their order, with all that is known of them, under the same ancestors."""
+    """The kept nodes keep order, fields and ancestors."""
     rng = np.random.default_rng(4)
     for num_nodes in (0, 1, 2, 7, 30, 128):
         tree = random_tree(rng, num_nodes, num_tokens=1000)
@@ -164,6 +159,6 @@ def test_dropping_nodes_keeps_the_others_as_they_were() -> None:
         paths = [tokens_to(tree, node) for node in kept]
         keep_marked(tree, mark)
         assert tree.size[0] == len(kept)
-        for place, node in enumerate(kept):
-            assert [array[place] for array in (*tree[:1], *tree[2:-1])] == facts[node]
-        assert [tokens_to(tree, place) for place in range(len(kept))] == paths
+        for index, node in enumerate(kept):
+            assert [array[index] for array in (*tree[:1], *tree[2:-1])] == facts[node]
+        assert [tokens_to(tree, index) for index in range(len(kept))] == paths

@@ -1,4 +1,4 @@
-"""Which draft tokens are accepted: the compiled walk against a recursive one, and WETAP's threshold against all paths."""
+"""Acceptance: the compiled walk against a recursive one, and WETAP's threshold against all paths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.obvious import add_node, ancestors_of, children_of, random_tree
 
 
 def accepted_below(tree: Tree, node: int, target_token: Ints) -> list[int]:
-    """A child that holds the target's token is accepted, and so is what is accepted below it."""
+    """The child that holds the target's token, and the nodes accepted below it."""
     for child in children_of(tree, node):
         if tree.token[child] == target_token[node]:
             return [child, *accepted_below(tree, child, target_token)]
@@ -27,7 +27,7 @@ def accepted_below(tree: Tree, node: int, target_token: Ints) -> list[int]:
 
 
 def test_the_accepted_path_of_random_trees() -> None:
-    """Few tokens, so that the target's token often is among the children."""
+    """A small vocabulary, so that the target's token often is among the children."""
     rng, lengths = np.random.default_rng(0), []
     for _ in range(300):
         tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=5)
@@ -46,7 +46,7 @@ def test_nothing_is_accepted_from_a_root_alone() -> None:
 
 
 def test_a_token_elsewhere_in_the_tree_is_not_accepted() -> None:
-    """Node 2 holds what the target says after the root, but it is not the root's child."""
+    """Node 2 holds the target's token after the root, but it is not the root's child."""
     tree = new_tree(5)
     plant(tree, 0, -1)
     add_node(tree, ROOT, 1, -0.1, 0, -1)
@@ -58,7 +58,7 @@ def test_a_token_elsewhere_in_the_tree_is_not_accepted() -> None:
 
 
 def test_nodes_of_an_earlier_tree_are_not_found() -> None:
-    """Planting only resets the size: what the arrays hold behind it is stale."""
+    """Planting only resets the size; entries beyond it are stale."""
     tree = new_tree(5)
     plant(tree, 0, -1)
     add_node(tree, ROOT, 1, -0.1, 0, -1)
@@ -70,15 +70,15 @@ def test_nodes_of_an_earlier_tree_are_not_found() -> None:
 
 
 def accepted_by_ratio(tree: Tree, target_logprob: Floats, log_threshold: float) -> list[int]:
-    """Section 3.3 over every path from the root: of those that satisfy eq. 9 the deepest; of these the most probable to
-    the target, the first of equal ones.
+    """Section 3.3 over all paths from the root: the deepest that satisfies eq. 9, of these the most probable to the
+    target, of equal ones the first.
     """
     paths = [ancestors_of(tree, node)[1:] for node in range(1, int(tree.size[0]))]
     target = [sum(target_logprob[node] for node in path) for path in paths]
     fit = [
-        (len(path), target[place], -place)
-        for place, path in enumerate(paths)
-        if target[place] - tree.path_logprob[path[-1]] >= log_threshold
+        (len(path), target[i], -i)
+        for i, path in enumerate(paths)
+        if target[i] - tree.path_logprob[path[-1]] >= log_threshold
     ]
     return paths[-max(fit)[2]] if fit else []
 
@@ -91,7 +91,7 @@ def ratio_path(tree: Tree, target_logprob: Floats, threshold: float) -> list[int
 
 
 def tree_of(*nodes: tuple[int, float]) -> Tree:
-    """Nodes as (parent, the draft's probability after the parent), in the order of the tree."""
+    """A tree of nodes (parent, the draft's probability after the parent)."""
     tree = new_tree(len(nodes))
     plant(tree, 0, -1)
     for token, (parent, probability) in enumerate(nodes, start=1):
@@ -117,56 +117,53 @@ def test_acceptance_by_ratio_by_hand() -> None:
         e  0.2           0.6 * 0.25 = 0.15          0.75
         f  0.2           0.18 * 0.5 = 0.09          0.45
 
-    A path is accepted for the whole of it: f at 0.4, although the target gives a only 0.4 of the draft's probability,
-    which eq. 10 would refuse at 0.45 already.
+    Acceptance is by the whole path: f is accepted at 0.44, although the ratio of its ancestor a is 0.4, where eq. 10 would
+    reject a.
     """
     tree = tree_of((ROOT, 0.5), (ROOT, 0.4), (1, 0.5), (1, 0.25), (2, 0.5), (3, 0.8))
     a, b, c, _, e, f = range(1, 7)
     target = target_of(0.2, 0.6, 0.9, 0.1, 0.25, 0.5)
-    assert ratio_path(tree, target, 0.44) == [a, c, f], "0.45: the deepest wins, though b and e have better ratios"
+    assert ratio_path(tree, target, 0.44) == [a, c, f], (
+        "f has 0.45: the deepest wins, although b and e have higher ratios"
+    )
     assert ratio_path(tree, target, 0.46) == [a, c], (
-        "level 2 has c (0.18) and e (0.15): the most probable to the target"
+        "level 2 has c (p = 0.18) and e (p = 0.15): the more probable to the target wins"
     )
     assert ratio_path(tree, target, 0.73) == [b, e]
     assert ratio_path(tree, target, 0.76) == [b]
-    assert ratio_path(tree, target, 1.0) == [b], "a ratio of 1.5 is at least any threshold that can be set"
+    assert ratio_path(tree, target, 1.0) == [b], "a ratio of 1.5 exceeds every allowed threshold"
     assert ratio_path(tree, target_of(0.2, 0.3, 0.9, 0.1, 0.25, 0.5), 1.0) == []
 
 
 def test_a_ratio_equal_to_the_threshold_is_accepted() -> None:
-    """Eq. 9 says at least; powers of two are exact."""
+    """Eq. 9 has "at least"; powers of two are exact."""
     assert ratio_path(tree_of((ROOT, 0.5)), target_of(0.25), 0.5) == [1]
     assert ratio_path(tree_of((ROOT, 0.5)), target_of(0.5), 1.0) == [1]
     assert ratio_path(tree_of((ROOT, 0.5)), target_of(0.25), 0.5001) == []
 
 
-def test_of_paths_equally_probable_to_the_target_the_first_is_accepted() -> None:
-    """So that the runtime and replay agree."""
+def test_the_first_of_equally_probable_paths_is_accepted() -> None:
     tree = tree_of((ROOT, 0.5), (ROOT, 0.5), (1, 0.5), (2, 0.5), (2, 0.25))
     assert ratio_path(tree, target_of(0.25, 0.5, 0.5, 0.25, 0.25), 0.25) == [1, 3], "0.125, three times"
     assert ratio_path(tree, target_of(0.25, 0.5, 0.5, 0.25, 0.5), 0.25) == [2, 5], "0.125, 0.125, 0.25"
 
 
-def test_what_the_target_never_says_is_not_accepted() -> None:
-    """Nor anything below it: top-k and top-p leave most tokens at minus infinity."""
+def test_tokens_of_target_probability_0_are_not_accepted() -> None:
+    """Nor are their descendants. After top-k and top-p most tokens have probability 0."""
     tree = tree_of((ROOT, 0.5), (1, 0.5), (1, 0.25))
     assert ratio_path(tree, target_of(0.0, 1.0, 1.0), 0.01) == []
     assert ratio_path(tree, target_of(0.5, 0.0, 1.0), 0.01) == [1, 3]
 
 
-@pytest.mark.parametrize("target", [0.0, 0.3])
-def test_what_the_draft_never_said_is_not_accepted(target: float) -> None:
-    """A static tree keeps its shape where the draft has no idea: such nodes hold any token, with probability 0, and no
-    ratio makes them worth accepting.
-    """
+def test_nodes_of_draft_probability_0_are_not_accepted() -> None:
+    """A static tree keeps its shape where the draft proposes nothing."""
     tree = tree_of((ROOT, 0.5), (ROOT, 0.0), (1, 0.5), (2, 0.0))
-    assert ratio_path(tree, target_of(0.1, target, 0.1, target), 0.1) == [1]
+    for target in (0.0, 0.3):
+        assert ratio_path(tree, target_of(0.1, target, 0.1, target), 0.1) == [1]
 
 
 def test_acceptance_by_ratio_on_random_trees() -> None:
-    """Against all paths from the root. The target agrees with the draft up to some noise; every other tree has
-    probabilities of powers of two, many of them equal.
-    """
+    """The target agrees with the draft up to noise; in every other tree probabilities are powers of two, with many ties."""
     rng, lengths, num_tied = np.random.default_rng(5), [], 0
     for turn in range(300):
         tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=8)
@@ -194,20 +191,19 @@ def test_acceptance_by_ratio_on_random_trees() -> None:
 # ------------------------------------------------------------------------------------------------------- in a document
 
 
-def test_only_lossless_verification_says_that_it_is() -> None:
+def test_only_lossless_verification_is_lossless() -> None:
     assert LosslessVerification().is_lossless
     assert not WetapVerification().is_lossless
     assert WetapVerification().threshold == 1.0
 
 
-@pytest.mark.parametrize("threshold", [0.0, -0.1, 1.01, float("nan")])
-def test_a_threshold_out_of_range_is_refused(threshold: float) -> None:
-    """At 0 everything would be accepted."""
-    with pytest.raises(ValidationError, match="threshold"):
-        WetapVerification(threshold=threshold)
+def test_a_threshold_out_of_range_is_refused() -> None:
+    for threshold in (0.0, -0.1, 1.01, float("nan")):  # at 0 every node would be accepted
+        with pytest.raises(ValidationError, match="threshold"):
+            WetapVerification(threshold=threshold)
 
 
-def test_verification_is_told_apart_by_its_kind() -> None:
+def test_verification_is_discriminated_by_its_kind() -> None:
     adapter: TypeAdapter[LosslessVerification | WetapVerification] = TypeAdapter(Verification)
     assert adapter.validate_python({"kind": "lossless"}) == LosslessVerification()
     assert adapter.validate_python({"kind": "wetap", "threshold": 0.5}) == WetapVerification(threshold=0.5)
