@@ -1,4 +1,4 @@
-"""Summary statistics of arms."""
+"""Summary statistics of an arm against plain decoding."""
 
 from __future__ import annotations
 
@@ -15,38 +15,43 @@ from autotune.evaluation.runs import Run
 
 @dataclass(frozen=True)
 class Summary:
-    """An arm against plain decoding on the same prompts. Speedups are of decoding time per token. Pooled: times and
-    tokens are summed over prompts before they are divided. Times are medians over prompts.
+    """An arm against plain decoding on the same prompts.
+
+    Speedups are ratios of decoding time per token, pooled: times and tokens are summed over prompts before they are
+    divided. Times in milliseconds are medians over prompts.
     """
 
     name: str
     speedup: float
-    """Pooled."""
     ci95: tuple[float, float]
     median_speedup: float
-    """Of the prompts' own speedups."""
+    """Median of the speedups of single prompts."""
     tokens_per_second: float
     tokens_per_round: float | None
     prefill_ms: float
-    """Of the target's text model: without vision."""
+    """Prefill of the target without vision."""
     vision_ms: float
     draft_prefill_ms: float
     decode_ms: float
-    """From the first token to the last, the draft's prefill included."""
+    """From the first token to the last, including the draft's prefill."""
     num_prompts: int
     num_tokens: int
     identical_outputs: int
     outside_share: float | None
-    """Share of decoding time outside the two models; None where their parts are not measured."""
+    """Share of decoding time outside the two models; None where times inside the models are not measured."""
     outside_us_per_round: float | None
     perplexity: float | None
-    """Of all answers' tokens under the target, pooled; None where it was not asked for."""
+    """Under the target, pooled over the tokens of all answers; None where it was not requested."""
 
 
 def summarize(
     name: str, runs: Sequence[Run], baseline: Sequence[Run], *, num_resamples: int = 2000, seed: int = 0
 ) -> Summary:
-    """``runs`` against ``baseline``, prompt for prompt the same, with a paired bootstrap interval over prompts."""
+    """Compare ``runs`` with the ``baseline`` runs of the same prompts; the interval is a paired bootstrap over prompts.
+
+    Raises:
+        UserError: no answer has more than one token.
+    """
     pairs = decoded_pairs(runs, baseline)
     if not pairs:
         raise UserError("every answer has one token, so nothing was decoded that could be timed; raise max_new_tokens")
@@ -60,12 +65,7 @@ def summarize(
         name=name,
         speedup=speedup(runs, baseline),
         ci95=bootstrap_ratio(
-            baseline_ms,
-            ms,
-            above_units=baseline_tokens,
-            below_units=tokens,
-            num_resamples=num_resamples,
-            seed=seed,
+            baseline_ms, ms, above_units=baseline_tokens, below_units=tokens, num_resamples=num_resamples, seed=seed
         ),
         median_speedup=float(np.median((baseline_ms / baseline_tokens) / (ms / tokens))),
         tokens_per_second=1e3 * num_tokens / total_ms,
@@ -76,9 +76,7 @@ def summarize(
         decode_ms=float(np.median([run.decode_ms for run in runs])),
         num_prompts=len(runs),
         num_tokens=num_tokens,
-        identical_outputs=sum(
-            run.tokens_sha256 == other.tokens_sha256 for run, other in zip(runs, baseline, strict=True)
-        ),
+        identical_outputs=sum(a.tokens_sha256 == b.tokens_sha256 for a, b in zip(runs, baseline, strict=True)),
         outside_share=outside_ms / total_ms if is_measured else None,
         outside_us_per_round=1e3 * outside_ms / rounds if is_measured and rounds else None,
         perplexity=_pooled_perplexity(runs),
@@ -93,13 +91,14 @@ def _pooled_perplexity(runs: Sequence[Run]) -> float | None:
 
 
 def decoded_pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Runs with their baseline, where both decoded: an answer that ends with its first token is all prefill."""
+    """Runs with their baseline where both answers have more than one token; the prefill emits the first."""
     return [(a, b) for a, b in zip(runs, baseline, strict=True) if a.new_tokens > 1 and b.new_tokens > 1]
 
 
 def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
-    """Pooled decoding time per token of the baseline over that of ``runs``. Of equal tokens it is the ratio of times; a
-    lossy arm gains nothing by answering at another length. NaN where nothing was decoded.
+    """Pooled decoding time per token of the baseline over that of ``runs``; NaN where nothing was decoded.
+
+    Time per token, not time: a lossy arm gains nothing by a shorter answer.
     """
     pairs = decoded_pairs(runs, baseline)
     if not pairs:
@@ -109,7 +108,7 @@ def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
 
 
 def _columns(pairs: Sequence[tuple[Run, Run]]) -> NDArray[np.float64]:
-    """Decoding times and decoded tokens of the runs, and of their baseline: [4, pairs]."""
+    """Decoding times and decoded tokens of runs and of their baseline, [4, pairs]."""
     rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in pairs]
     return np.array(rows, np.float64).T
 
@@ -123,12 +122,23 @@ def bootstrap_ratio(
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """95 % interval of ``sum(above) / sum(below)``, resampling the pairs; where units are given, of the ratio of both
-    sums per unit.
+    """95 % interval of ``sum(above) / sum(below)`` over resampled pairs (percentile bootstrap).
+
+    With units, each sum is divided by the sum of its units first.
     """
-    draws = np.random.default_rng(seed).integers(len(above), size=(num_resamples, len(above)))
-    ratios = above[draws].sum(1) / below[draws].sum(1)
-    if above_units is not None and below_units is not None:
-        ratios *= below_units[draws].sum(1) / above_units[draws].sum(1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)
+    from scipy.stats import bootstrap  # takes a second to import
+
+    one = np.ones_like(above)
+    data = (above, below, one if above_units is None else above_units, one if below_units is None else below_units)
+
+    def ratio(
+        a: NDArray[np.float64], b: NDArray[np.float64], p: NDArray[np.float64], q: NDArray[np.float64], axis: int
+    ) -> NDArray[np.float64]:
+        return np.asarray(a.sum(axis) / b.sum(axis) * (q.sum(axis) / p.sum(axis)))
+
+    if len(above) == 1:  # scipy refuses a single pair
+        return (only := float(ratio(*data, axis=-1))), only
+    found = bootstrap(
+        data, ratio, paired=True, vectorized=True, n_resamples=num_resamples, method="percentile", rng=seed
+    )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
