@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +50,11 @@ def command(
     from autotune.evaluation.answers import answer_prompts
 
     answers = []
-    for answer in answer_prompts(profile, prompts, device=device):
+    write = None if as_json else partial(click.echo, nl=False)
+    for answer in answer_prompts(profile, prompts, device=device, write=write):
         answers.append(answer)
         if not as_json:
-            click.echo(answer["text"])
+            click.echo()
             click.echo(answer["summary"], err=True)
     if as_json:
         print_json(answers if workload is not None else answers[0])

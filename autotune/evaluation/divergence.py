@@ -1,7 +1,7 @@
-"""Where two decodings of one prompt part in reduced precision, and whether rounding explains it.
+"""The first token at which two decodings of one prompt diverge in reduced precision, and whether rounding explains it.
 
-A batched forward adds up in another order than single steps do, which may turn a near tie around (DESIGN section 5). In
-float32 on the CPU that must not happen.
+A batched forward sums in another order than single steps do, and rounding may flip the argmax of a near tie
+(``docs/concepts.md``). In float32 on the CPU that must not happen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autotune.evaluation.perplexity import answer_logits
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
 
-_TIE = 2.0  # times the noise: each of the two logits may be off by it
+_TIE = 2.0  # in units of the noise, by which each of the two logits may be wrong
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Divergence:
     """The first token in which two answers differ."""
 
     index: int
-    """In the answer, from 0."""
+    """Index in the answer, from 0."""
     tokens: tuple[int, int]
     margin: float
-    """How far apart the scores of the two tokens are, step by step: logits, over the temperature and with the noise of
-    the position if they were sampled.
+    """Difference between the scores of the two tokens in single steps. A score is the logit; with sampling, the logit
+    over the temperature plus the noise of the position.
     """
     noise: float
-    """The largest difference between scores of single steps and of one forward over the answer up to there, and at least
-    one unit in the last place of the two logits.
+    """Largest difference between the scores of single steps and of one forward over the same tokens, at least one unit in
+    the last place of the two logits.
     """
 
     @property
@@ -46,30 +46,35 @@ class Divergence:
 
 @torch.inference_mode()
 def first_divergence(
-    target: Target, inputs: dict[str, Any], tokens: list[int], other: list[int], rule: TokenSampler | None = None
+    target: Target, inputs: dict[str, Any], tokens: list[int], other: list[int], sampler: TokenSampler | None = None
 ) -> Divergence | None:
-    """Where two answers to a prompt part, with the target's margin there; None if they are equal. ``rule`` decided the
-    tokens, greedy where left out; it may not look at the prefix.
+    """The first divergence of two answers to a prompt, with the target's margin there; None if they are equal.
+
+    Args:
+        sampler: chose the tokens, by default greedily; its processors must not read the prefix.
+
+    Raises:
+        ValueError: one answer continues where the other ends.
     """
     if tokens == other:
         return None
     pairs = list(zip(tokens, other, strict=False))
-    index = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if index is None:
-        raise ValueError("one answer ends where the other goes on: they were not asked for the same number of tokens")
+        raise ValueError("one answer continues where the other ends; decode both with the same max_new_tokens")
     together = answer_logits(target, inputs, tokens[: index + 1])
     (prompt,) = target.encode(inputs).prompts
     target.reserve(len(prompt) + index)
     steps = [target.prefill(prompt).logits, *(target.step(token) for token in tokens[:index])]
-    one, two = pairs[index]
-    last_place = float(steps[-1][[one, two]].float().abs().max()) * torch.finfo(target.dtype).eps
-    rule = rule or TokenSampler(device=target.device)
+    a, b = pairs[index]
+    last_place = float(steps[-1][[a, b]].float().abs().max()) * torch.finfo(target.dtype).eps
+    sampler = sampler or TokenSampler(device=target.device)
     positions = len(prompt) + np.arange(index + 1)
-    alone, together = (rule.scores(logits, positions).float() for logits in (torch.stack(steps), together))
+    alone, together = (sampler.scores(logits, positions).float() for logits in (torch.stack(steps), together))
     difference = torch.where(alone.isfinite() & together.isfinite(), (alone - together).abs(), 0.0)
     return Divergence(
         index=index,
-        tokens=(one, two),
-        margin=float((alone[-1, one] - alone[-1, two]).abs()),
-        noise=max(float(difference.max()), last_place / (rule.temperature or 1.0)),
+        tokens=(a, b),
+        margin=float((alone[-1, a] - alone[-1, b]).abs()),
+        noise=max(float(difference.max()), last_place / (sampler.temperature or 1.0)),
     )

@@ -1,4 +1,4 @@
-"""Hugging Face's own ``generate``, plain and assisted by a draft, timed like our decoding."""
+"""Hugging Face's ``generate``, plain and assisted by a draft, with the same statistics as ``Decoder.generate``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune.runtime.stats import DecodingStats
 
 
 class _TokenClock:
-    """A streamer that notes when tokens came and how many: first the prompt, then every step's."""
+    """A streamer that records time and number of tokens: first of the prompt, then of every step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,15 +30,15 @@ class _TokenClock:
 
 
 class _ForwardClock:
-    """Counts a model's forwards, and times the first; the others run without being waited for."""
+    """Counts a model's forwards and times the first; it does not synchronise on the others."""
 
     def __init__(self) -> None:
         self.num_forwards = 0
         self.first_ms = 0.0
 
     @contextmanager
-    def watching(self, model: Any) -> Iterator[None]:
-        """Inside, the model's forwards are noted."""
+    def attached(self, model: Any | None) -> Iterator[None]:
+        """Record the model's forwards inside the context."""
         if model is None:
             yield
             return
@@ -71,31 +71,31 @@ def hf_generate(
     seed: int = 0,
     assistant: Any | None = None,
 ) -> tuple[list[int], DecodingStats]:
-    """``model.generate`` of one prompt, with ``assistant`` as its ``assistant_model``; returns the new tokens.
+    """Call ``model.generate`` on one prompt, with ``assistant`` as its ``assistant_model``; returns the new tokens.
 
-    Plain, decoding runs from its first token to its last. Assisted, the draft begins before the target has read the
-    prompt, and the target reads the prompt and the first candidates together: that forward is the prefill, and decoding
-    is everything else between prompt and last token. What was spent inside the two models is not measured.
+    Without an assistant, decoding time runs from the first token to the last. With one, the draft runs before the target
+    has read the prompt, and the target reads prompt and first candidates in one forward. That forward is the prefill, and
+    all other time until the last token is decoding. Time inside the two models is not measured.
     """
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     settings = sampling if temperature > 0 else {"do_sample": False}
-    helper = {} if assistant is None else {"assistant_model": assistant}
+    assisted = {} if assistant is None else {"assistant_model": assistant}
     clock, target, draft = _TokenClock(model.device), _ForwardClock(), _ForwardClock()
     torch.manual_seed(seed)
     with (
         torch.inference_mode(),
         _quiet(),
         timed_vision(model) as vision,
-        target.watching(model),
-        draft.watching(assistant),
+        target.attached(model),
+        draft.attached(assistant),
     ):
         started_ms = now_ms(model.device)
-        sequences = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=clock, **settings, **helper)
+        sequences = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=clock, **settings, **assisted)
     length = inputs["input_ids"].shape[1]
     prompt_ms, first_ms, last_ms = clock.at_ms[0], clock.at_ms[1], clock.at_ms[-1]
     if assistant is None:
         prefill_ms, decode_ms = first_ms - started_ms, last_ms - first_ms
-        rounds = clock.num_tokens[2:]  # without the prompt, and without the token that the prefill gives
+        rounds = clock.num_tokens[2:]  # without the prompt and the token that the prefill emits
     else:
         prefill_ms = prompt_ms - started_ms + target.first_ms
         decode_ms = last_ms - prompt_ms - target.first_ms
@@ -116,7 +116,7 @@ def hf_generate(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Assisted generation warns about its own calls of ``generate``."""
+    """Silence the warnings that assisted generation logs about its own calls of ``generate``."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

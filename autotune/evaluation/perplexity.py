@@ -1,4 +1,4 @@
-"""How probable an answer is to the target: what a lossy verification costs in quality."""
+"""Perplexity of answers under the target, which measures the quality that lossy verification costs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from autotune.trees.tree import MAX_STEP
 
 @torch.inference_mode()
 def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
-    """The target's logits for each of an answer's tokens, [tokens, vocabulary], after the prompt and the ones before
-    it: many tokens a forward.
-    """
+    """The target's logits at each token of an answer, [tokens, vocabulary], computed in forwards of many tokens."""
     (prompt,) = target.encode(inputs).prompts
     target.reserve(len(prompt) + len(tokens))
     close_session(target)
-    target.use_mode(EAGER)  # sizes of no round
+    target.use_mode(EAGER)  # these sizes are not captured
     logits = [target.prefill(prompt).logits[None]]
     for begin in range(0, len(tokens) - 1, MAX_STEP):
         part = np.array(tokens[begin : min(begin + MAX_STEP, len(tokens) - 1)])
@@ -33,11 +31,11 @@ def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> 
 
 
 def answer_logprobs(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
-    """The target's log-probability of each of an answer's tokens, [tokens]."""
+    """The target's log-probabilities of an answer's tokens, [tokens]."""
     logprobs = answer_logits(target, inputs, tokens).float().log_softmax(-1)
     return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]
 
 
 def perplexity(target: Target, inputs: dict[str, Any], tokens: list[int]) -> float:
-    """exp of the mean negative log-probability of the answer's tokens (WETAP, eq. 11)."""
+    """exp of the mean negative log-probability of an answer's tokens (WETAP, eq. 11)."""
     return float((-answer_logprobs(target, inputs, tokens).mean()).exp())

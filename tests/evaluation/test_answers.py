@@ -1,4 +1,4 @@
-"""``autotune run``: every prompt by the point that its task, its length and its temperature ask for."""
+"""``autotune run`` decodes each prompt by the operating point for its task and temperature, and streams the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from autotune.cli import main as cli
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
-from autotune.evaluation.answers import answer_prompts
+from autotune.evaluation.answers import _PieceStreamer, answer_prompts
 from autotune.modeling.loading import reference
 from autotune.trees.verification import WetapVerification
 from autotune.workloads.workload import Prompt, WorkloadPrompt
@@ -20,7 +20,7 @@ from tests.tiny_models import Pair
 
 @pytest.fixture
 def path(pair: Pair, tmp_path: Path) -> Path:
-    """A lossy point for the task ``loose``, plain decoding when sampling, a lossless tree for all others."""
+    """A lossy point for the task ``loose``, plain decoding for sampling, and a lossless tree for all other requests."""
     target, draft = (reference(str(folder)) for folder in (pair.target_folder, pair.draft_folder))
     profile = decoding_profile(target, draft, hardware=fingerprint("cpu"))
     lossy = {"when": Condition(workload="loose"), "verification": WetapVerification(threshold=1e-9), "lossless": False}
@@ -30,12 +30,17 @@ def path(pair: Pair, tmp_path: Path) -> Path:
     return tmp_path / "points.json"
 
 
-def test_answers_tell_by_which_point_they_came(path: Path) -> None:
+def test_answers_name_the_point_that_decoded_them(path: Path) -> None:
     def prompt(**settings: Any) -> WorkloadPrompt:
         return WorkloadPrompt("p", Prompt(prompt="Go on.", max_new_tokens=12, **settings), ())
 
     prompts = [prompt(task="loose"), prompt(temperature=1.0), prompt(task="loose", temperature=1.0), prompt()]
-    answers = list(answer_prompts(path, prompts, device="cpu"))
+    pieces: list[str] = []
+    answers = []
+    for answer in answer_prompts(path, prompts, device="cpu", write=pieces.append):
+        assert "".join(pieces) == answer["text"], "the pieces make up the text"
+        pieces.clear()
+        answers.append(answer)
     assert [answer["stats"]["point"] for answer in answers] == [0, 1, 0, 2]
     assert [answer["lossless"] for answer in answers] == [False, True, False, True]
     assert [answer["perplexity"] is None for answer in answers] == [False, True, False, True]
@@ -45,10 +50,21 @@ def test_answers_tell_by_which_point_they_came(path: Path) -> None:
     assert ["tokens a round" in answer["summary"] for answer in answers] == [True, False, True, True]
 
 
-def test_the_command_line_says_what_kind_of_request_it_is(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``--task`` also overrules the tasks of a workload's prompts."""
+def test_text_is_written_before_the_answer_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the whitespace around it, whatever the tokens are."""
+    prompt = WorkloadPrompt("p", Prompt(prompt="Go on.", max_new_tokens=200), ())
+    pieces: list[str] = []
+    (answer,) = answer_prompts(path, [prompt], device="cpu", write=pieces.append)
+    assert len(pieces) > 2 and all(pieces) and "".join(pieces) == answer["text"]
+    written: list[str] = []
+    streamer = _PieceStreamer(None, written.append)
+    for piece in (" \n", " Row", " 1\n", "", "\n2 ", " "):
+        streamer.on_finalized_text(piece)
+    assert written == ["Row", " 1", "\n\n2"]
+
+
+def test_options_select_the_point(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--task`` replaces the tasks of a workload's prompts."""
     line = {"prompt": "Go on.", "split": "evaluate", "task": "strict", "max_new_tokens": 6}
     workload = str(write_workload(tmp_path, [line, {**line, "task": "loose"}]))
     for arguments, expected in (
@@ -59,5 +75,6 @@ def test_the_command_line_says_what_kind_of_request_it_is(
         (["--workload", workload, "--temperature", "0.6"], [1, 0]),
     ):
         cli.main(["run", str(path), "--max-new-tokens", "6", *arguments], standalone_mode=False)
-        said = capsys.readouterr().err
-        assert [int(part.split(":")[0]) for part in said.split("; point ")[1:]] == expected, arguments
+        printed = capsys.readouterr()
+        points = [int(part.split(":")[0]) for part in printed.err.split("; point ")[1:]]
+        assert points == expected and len(printed.out.splitlines()) >= len(expected), arguments
