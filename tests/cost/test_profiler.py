@@ -175,9 +175,7 @@ def test_prepared_sizes_are_the_sizes_measured(
     assert decoder.draft is not None
     sizes: set[int] = set()
     forward = decoder.target.forward
-    monkeypatch.setattr(
-        decoder.target, "forward", lambda tokens, *rest: (sizes.add(len(tokens)), forward(tokens, *rest))[1]
-    )
+    monkeypatch.setattr(decoder.target, "forward", lambda step: (sizes.add(len(step.tokens)), forward(step))[1])
     monkeypatch.setattr("autotune.cost.profiler.overhead_runs", lambda *_, **__: [])
     settings = replace(SETTINGS, capture_sizes=(4, 9))
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]

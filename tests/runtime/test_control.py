@@ -96,13 +96,11 @@ def test_forwards_have_prepared_sizes(pair: Pair, prompts: dict[str, Inputs], mo
     decoder = Decoder(pair.target, pair.draft, tree={"policy": "sage"}, capture_sizes=(4, 12, 70))
     sizes: set[int] = set()
     forward = decoder.target.forward
-    monkeypatch.setattr(
-        decoder.target, "forward", lambda tokens, *rest: (sizes.add(len(tokens)), forward(tokens, *rest))[1]
-    )
+    monkeypatch.setattr(decoder.target, "forward", lambda step: (sizes.add(len(step.tokens)), forward(step))[1])
     assert decoder.draft is not None
     drafted = decoder.draft.forward  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        decoder.draft, "forward", lambda tokens, *a, **k: (sizes.add(len(tokens)), drafted(tokens, *a, **k))[1]
+        decoder.draft, "forward", lambda step, source: (sizes.add(len(step.tokens)), drafted(step, source))[1]
     )
     decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS)
     assert sizes == {4, 12, 70} or sizes == {4, 12}
