@@ -32,7 +32,7 @@ class SearchDocuments:
     folder: Path
     table: CostTable
     headers: dict[Path, TraceHeader]
-    """Of the traces, by file."""
+    """Trace headers by file."""
     _evaluators: dict[Path, Evaluator] = field(default_factory=dict, init=False, repr=False)
 
     @property

@@ -23,7 +23,7 @@ class PointAcceptance:
     number: int
     condition: str
     tables: dict[str, pd.DataFrame]
-    """By ``depth`` and ``rank``, see ``acceptance_table``."""
+    """The tables of ``acceptance_table`` by ``depth`` and ``rank``."""
     num_replayed: int
     """Tuning prompts that the point decodes."""
     num_measured: int

@@ -37,8 +37,8 @@ class AnswerPart:
 def answer_parts(found: Sequence[Round], texts: Sequence[str], drawn: int) -> list[AnswerPart]:
     """The answer by rounds. ``texts`` are those of its tokens, the first of which the prefill emitted."""
     parts = []
-    for number, one in enumerate(found):
-        begin, end = one.position + 1, one.position + 1 + len(one.path)
+    for number, emitted in enumerate(found):
+        begin, end = emitted.position + 1, emitted.position + 1 + len(emitted.path)
         parts.append(AnswerPart("".join(texts[begin:end]), "".join(texts[end : end + 1]), number == drawn))
     return parts
 
@@ -49,10 +49,11 @@ def round_to_draw(found: Sequence[Round]) -> int:
     """
 
     def merit(number: int) -> tuple[int, int, int, int]:
-        one = found[number]
-        if one.tree is None:
+        candidate = found[number]
+        if candidate.tree is None:
             return -1, 0, 0, 0
-        return int((one.tree.rank[one.path] > 0).sum()), len(one.path), one.num_nodes, -number
+        num_branched = int((candidate.tree.rank[candidate.path] > 0).sum())
+        return num_branched, len(candidate.path), candidate.num_nodes, -number
 
     return max(range(len(found)), key=merit)
 
