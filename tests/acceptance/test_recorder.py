@@ -1,4 +1,4 @@
-"""Records are what the models say, found again and made once, and a crash costs the one that was being made."""
+"""Recorded answers and forests equal the models' outputs, and recording is idempotent and crash-safe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = ForestBounds(depth=4, num_proposals=5, width=5)
 
 @pytest.fixture
 def fresh(recorder: Recorder, tmp_path: Path) -> Recorder:
-    """A recorder that knows nothing yet."""
+    """A recorder without records."""
     return Recorder(recorder.target, recorder.target_reference, recorder.processor, tmp_path)
 
 
@@ -42,7 +42,7 @@ def record(
 
 @pytest.fixture
 def num_forwards(target: Target, draft: IndependentDraft) -> Any:
-    """Counts forwards of the two models' layers, prefills and steps alike."""
+    """Forward passes of the two models, prefills and steps alike."""
     calls = {"target": 0, "draft": 0}
 
     def counter(name: str) -> Callable[..., None]:
@@ -63,7 +63,7 @@ def num_forwards(target: Target, draft: IndependentDraft) -> Any:
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-def test_answers_are_what_plain_decoding_says(
+def test_answers_are_those_of_plain_decoding(
     recorder: Recorder, workload: Workload, target: Target, processor: Any
 ) -> None:
     plain = Decoder(target)
@@ -75,8 +75,7 @@ def test_answers_are_what_plain_decoding_says(
         assert len(answer.visual_scores) == (NUM_VISUAL_TOKENS if prompt.pixels else 0)
 
 
-def test_settings_and_pixels_make_another_answer(fresh: Recorder, workload: Workload) -> None:
-    """Whatever decides an answer is in its record's name."""
+def test_other_settings_or_pixels_make_another_record(fresh: Recorder, workload: Workload) -> None:
     first, image = workload.prompts[0], workload.prompts[1]
     other_seed = first.settings.model_copy(update={"seed": 9, "temperature": 1.0})
     darker = tuple(pixels.point(lambda value: value // 2) for pixels in image.pixels)
@@ -90,7 +89,7 @@ def test_settings_and_pixels_make_another_answer(fresh: Recorder, workload: Work
 
 
 class Alone:
-    """The draft without cache, masks or batches: the pruned prompt, the answer so far and the path, in one forward."""
+    """The draft without cache, masks or batches: one forward pass over pruned prompt, answer so far and path."""
 
     def __init__(self, draft: IndependentDraft, inputs: dict[str, Any], answer: Answer, keep: float) -> None:
         self.draft = draft
@@ -113,7 +112,7 @@ class Alone:
         more = self.draft.model.get_input_embeddings()(torch.tensor([tokens]))
         positions = torch.cat([self.positions, self.length + torch.arange(len(tokens))])[None]
         embeddings = torch.cat([self.prompt, more], 1)
-        # Without a mask of ones transformers takes the gaps of pruned tokens for the seams of packed sequences.
+        # Without a mask of ones transformers takes the gaps of pruned tokens for boundaries of packed sequences.
         everything = torch.ones(positions.shape, dtype=torch.long)
         hidden = self.draft.text.module(
             inputs_embeds=embeddings, position_ids=positions, attention_mask=everything, use_cache=False
@@ -123,7 +122,7 @@ class Alone:
 
 
 def paths_of(forest: Forest) -> dict[int, tuple[int, list[int]]]:
-    """Every forest node by number: its root's place in the answer, and the tokens from behind the root to it."""
+    """Every forest node by index: its root's index in the answer, and the tokens from the root's child to it."""
     paths: dict[int, tuple[int, list[int]]] = {root: (root, []) for root in range(len(forest.answer) - 1)}
     waiting = list(paths)
     while waiting:
@@ -137,9 +136,8 @@ def paths_of(forest: Forest) -> dict[int, tuple[int, list[int]]]:
     return paths
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.5])
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_a_node_is_what_the_draft_alone_says_there(
+@pytest.mark.parametrize(("number", "keep"), [(0, 1.0), (1, 1.0), (1, 0.5), (3, 0.5)])
+def test_a_node_has_the_proposals_of_the_draft_alone(
     number: int, keep: float, recorder: Recorder, draft: IndependentDraft, workload: Workload, processor: Any
 ) -> None:
     prompt, answer = workload.prompts[number], recorder.answers(workload)[number]
@@ -160,7 +158,7 @@ def test_a_node_is_what_the_draft_alone_says_there(
 def test_long_answers_and_wide_levels_take_several_forwards(
     fresh: Recorder, draft: IndependentDraft, processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tokens than a forward takes, and more nodes on a level of ``ROOTS_AT_ONCE`` forests."""
+    """More tokens than a forward pass takes, and more nodes on a level of ``ROOTS_AT_ONCE`` forests."""
     monkeypatch.setattr(fresh.target.model.generation_config, "eos_token_id", None)
     path = write_workload(tmp_path, [{"prompt": "Go on.", "max_new_tokens": MAX_STEP + 20, "split": "tune"}])
     workload = load_workload(str(path), "tune")
@@ -180,8 +178,8 @@ def test_long_answers_and_wide_levels_take_several_forwards(
         np.testing.assert_allclose(forest.child_logprob[node], expected, atol=TOLERANCE)
 
 
-def test_expanded_are_what_any_rule_asks_for() -> None:
-    """The compiled choice against the sentences of ``ForestBounds``, on random levels of three forests."""
+def test_the_expanded_nodes_are_those_of_the_bounds() -> None:
+    """The compiled choice against the rules of ``ForestBounds``, on random levels of three forests."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         root = np.sort(rng.integers(0, 3, 6))
@@ -198,15 +196,15 @@ def test_expanded_are_what_any_rule_asks_for() -> None:
             expected |= {c for c in best[:width] if np.exp(logprob[c]) > floor}
             expected |= {*best[:beam], *[c for c in best if in_nucleus[c]][:nucleus_width]}
         assert set(zip(rows.tolist(), ranks.tolist(), strict=True)) == expected
-        assert len(rows) == len(expected) and (np.diff(root[rows]) >= 0).all(), "rows of one root stand together"
+        assert len(rows) == len(expected) and (np.diff(root[rows]) >= 0).all(), "rows of a root are contiguous"
 
 
-def test_bounds_reach_as_far_as_the_policies_that_they_are_for() -> None:
+def test_bounds_cover_all_policies() -> None:
     policies = [{"policy": "eagle2", "k": 3, "depth": 14}, {"policy": "wetap", "w_min": 2, "w_max": 9, "top_p": 0.7}]
     bounds = bounds_for(parse_policy(tree) for tree in policies)
     assert (bounds.depth, bounds.beam, bounds.beam_depth) == (14, 3, 14)
     assert (bounds.nucleus, bounds.nucleus_width, bounds.nucleus_depth) == (0.7, 9, 8)
-    # A chain asks for its own best path alone, which is always there.
+    # A chain needs only the most probable path, which every trace holds.
     chain = bounds_for([parse_policy({"policy": "chain", "depth": 5})])
     assert (chain.depth, chain.num_proposals, chain.width, chain.beam, chain.nucleus_width) == (5, 1, 1, 0, 0)
     sage = bounds_for([parse_policy({"policy": "sage", "k": 7, "d_max": 5, "depth_cap": 9})])
@@ -217,10 +215,10 @@ def test_bounds_reach_as_far_as_the_policies_that_they_are_for() -> None:
 # ------------------------------------------------------------------------------------------------------------- records
 
 
-def test_the_first_tokens_of_answers_are_recorded_alone(
+def test_a_limit_on_answer_tokens_records_the_first_ones(
     fresh: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
 ) -> None:
-    """They are what a recording of the whole answers says of the same places."""
+    """Equal to the same positions of whole answers."""
     few, whole = (
         record(fresh, draft, draft_reference, workload, bounds=SMALL.model_copy(update={"answer_tokens": limit}))
         for limit in (6, None)
@@ -234,7 +232,7 @@ def test_the_first_tokens_of_answers_are_recorded_alone(
         assert (few.forest.child_token[roots] == whole.forest.child_token[all_roots]).all()
 
 
-def test_records_are_found_again(
+def test_records_are_reused(
     fresh: Recorder,
     draft: IndependentDraft,
     draft_reference: ModelReference,
@@ -246,7 +244,9 @@ def test_records_are_found_again(
     num_forwards.update(target=0, draft=0)
     assert_same_trace(record(fresh, draft, draft_reference, workload), first)
     assert num_forwards == {"target": 0, "draft": 0}
-    record(fresh, draft, draft_reference, workload, visual_keep=0.5)  # another subnet: the same answers, other forests
+    record(
+        fresh, draft, draft_reference, workload, visual_keep=0.5
+    )  # another subnet has the same answers, other forests
     assert num_forwards["target"] == 0 < num_forwards["draft"]
 
 
@@ -257,44 +257,34 @@ def assert_same_trace(actual: Trace, expected: Trace) -> None:
         np.testing.assert_array_equal(getattr(actual.forest, name), getattr(expected.forest, name))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[: len(content) // 2],
-        lambda content: b"",
-        lambda content: b"[]",
-        lambda content: bytes(len(content)),
-    ],
-    ids=["torn", "empty", "other", "zeros"],
-)
 @pytest.mark.parametrize("kind", ["answers", "forests"])
 def test_a_damaged_record_is_made_again(
     kind: str,
-    damage: Callable[[bytes], bytes],
     fresh: Recorder,
     draft: IndependentDraft,
     draft_reference: ModelReference,
     workload: Workload,
     num_forwards: dict[str, int],
 ) -> None:
-    """As a disk that filled up leaves it. The others are not made again."""
+    """Truncated, empty, of another type, or zeros, as a full disk leaves it. Other records are not made again."""
     few = Workload(workload.name, "tune", workload.prompts[:2])
     first = record(fresh, draft, draft_reference, few)
     path = next(path for path in sorted((fresh.folder / kind).rglob("*")) if path.is_file())
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
-    num_forwards.update(target=0, draft=0)
-    assert_same_trace(record(fresh, draft, draft_reference, few), first)
-    made_again, untouched = ("target", "draft") if kind == "answers" else ("draft", "target")
-    assert num_forwards[made_again] > 0 == num_forwards[untouched]
-    assert path.read_bytes() == whole
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], b"", b"[]", bytes(len(content))):
+        path.write_bytes(damaged)
+        num_forwards.update(target=0, draft=0)
+        assert_same_trace(record(fresh, draft, draft_reference, few), first)
+        made_again, untouched = ("target", "draft") if kind == "answers" else ("draft", "target")
+        assert num_forwards[made_again] > 0 == num_forwards[untouched]
+        assert path.read_bytes() == content
 
 
 class Killed(BaseException):
-    """Nothing in the recorder catches this, as nothing catches kill -9."""
+    """Not caught by the recorder, as SIGKILL is not."""
 
 
-def test_a_kill_loses_the_record_in_flight_alone(
+def test_a_kill_loses_only_the_record_being_made(
     fresh: Recorder,
     draft: IndependentDraft,
     draft_reference: ModelReference,
@@ -315,7 +305,7 @@ def test_a_kill_loses_the_record_in_flight_alone(
         monkeypatch.setattr(fresh.target, "step", lambda token: (_ for _ in ()).throw(Killed))
         fresh.answers(workload)
     monkeypatch.undo()
-    assert len(list((fresh.folder / "answers").iterdir())) == 2, "half an answer is none"
+    assert len(list((fresh.folder / "answers").iterdir())) == 2, "half an answer is not recorded"
     before = num_forwards["target"]
     fresh.answers(Workload(workload.name, "tune", workload.prompts[:2]))
     assert num_forwards["target"] == before
@@ -324,11 +314,11 @@ def test_a_kill_loses_the_record_in_flight_alone(
     made = {path: path.stat().st_mtime_ns for path in fresh.folder.rglob("*") if path.is_file()}
     assert len(made) == len(workload.prompts) + 3
     trace = record(fresh, draft, draft_reference, workload)
-    assert {path: path.stat().st_mtime_ns for path in made} == made, "what was whole is not written again"
+    assert {path: path.stat().st_mtime_ns for path in made} == made, "complete records are not written again"
     assert trace.num_prompts == len(workload.prompts)
 
 
-def test_the_header_names_what_was_recorded(
+def test_the_header_describes_the_recording(
     fresh: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
 ) -> None:
     found = record(fresh, draft, draft_reference, workload, visual_keep=0.5).header

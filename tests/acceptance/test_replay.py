@@ -1,4 +1,4 @@
-"""Replay is exact: the rounds that it counts are the rounds that decoding takes. What it charges for them is arithmetic."""
+"""Replay counts the rounds that decoding takes, and prices them as computed by hand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def random_configurations() -> list[Configuration]:
 def traces(
     recorder: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
 ) -> dict[float, Trace]:
-    """By visual keep."""
+    """A trace for each visual keep."""
     return {
         keep: recorder.trace(draft, draft_reference, workload, visual_keep=keep, bounds=EVERYTHING) for keep in KEEPS
     }
@@ -81,7 +81,7 @@ def decode(decoder: Decoder, prompt: WorkloadPrompt, processor: Any) -> Decoding
 def assert_rounds_are_the_decoders(
     trace: Trace, configuration: Configuration, decoder: Decoder, workload: Workload, processor: Any
 ) -> None:
-    """Prompt by prompt: rounds, accepted lengths, draft forwards, verified nodes, tokens."""
+    """Compare rounds, accepted lengths, draft forwards, verified nodes and tokens of every prompt."""
     fallback = configuration.fallback
     decoder.configure(configuration.tree, visual_keep=configuration.visual_keep, fallback=fallback)
     policy = parse_policy(configuration.tree)
@@ -111,8 +111,8 @@ def test_replay_counts_the_rounds_of_the_decoder(
     assert num_plain_steps > 0 and num_missing < 3, "prompts that a beam leaves are not compared"
 
 
-def test_nothing_is_asked_of_the_draft_for_a_single_token(traces: dict[float, Trace], workload: Workload) -> None:
-    """Neither at inference nor in replay: no round, and no prefill is paid."""
+def test_an_answer_of_one_token_takes_no_round(traces: dict[float, Trace], workload: Workload) -> None:
+    """And its prefill of the draft is not priced."""
     single = [prompt.settings.max_new_tokens for prompt in workload.prompts].index(1)
     prices = DensePrices(np.ones(1), *[np.ones((2, 1))] * 3, 16, 1.0, 1.0, 1.0, one_ms_per_prefill())
     replayed = replay(traces[1.0], ChainPolicy(), prices)
@@ -134,7 +134,7 @@ def test_an_answer_that_ends_early(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Any,
 ) -> None:
-    """The end of sequence may stand in the middle of a round: what was accepted behind it does not count."""
+    """Tokens accepted after an end of sequence within a round do not count."""
     answer = recorder.answers(workload)[0].tokens
     ending = next(token for token in answer[8:] if token not in answer[:8])
     monkeypatch.setattr(decoder.target_model.generation_config, "eos_token_id", ending)
@@ -156,7 +156,7 @@ def test_a_raised_floor_loses_nodes_and_no_accepted_token(
     workload: Workload,
     traces: dict[float, Trace],
 ) -> None:
-    """While no budget binds, a node depends on its own ancestors alone, and those of the answer are all recorded."""
+    """While no budget binds, a node depends on its ancestors alone, and all nodes on the answer are recorded."""
     small = ForestBounds(depth=SIZES.depth, num_proposals=16, floor=0.3, width=1)
     trace = recorder.trace(draft, draft_reference, workload, visual_keep=0.5, bounds=small)
     for tree in ({}, {"confidence": "current", "w_min": 6, "w_max": 12, "d_min": 6}, {"k": 16, "d_max": 12}):
@@ -165,7 +165,7 @@ def test_a_raised_floor_loses_nodes_and_no_accepted_token(
         assert whole.missing.sum() == 0 < partial.missing.sum()
         assert [a.tolist() for a in partial.accepted_lengths] == [a.tolist() for a in whole.accepted_lengths]
         assert partial.verified_nodes.sum() < whole.verified_nodes.sum()
-        assert whole.is_covered and not partial.is_covered, "trees of whole levels are missing, and so is their price"
+        assert whole.is_covered and not partial.is_covered, "whole levels are missing, and so is their price"
 
 
 def test_a_chain_misses_nothing_whatever_the_floor(
@@ -175,7 +175,7 @@ def test_a_chain_misses_nothing_whatever_the_floor(
     workload: Workload,
     traces: dict[float, Trace],
 ) -> None:
-    """The most probable path is recorded however improbable it is."""
+    """The most probable path is recorded whatever its probability."""
     least = ForestBounds(depth=SIZES.depth, num_proposals=1, floor=0.99, width=1)
     trace = recorder.trace(draft, draft_reference, workload, visual_keep=0.5, bounds=least)
     whole, chain = (replay(t, ChainPolicy(depth=SIZES.depth), free_prices()) for t in (traces[0.5], trace))
@@ -184,8 +184,8 @@ def test_a_chain_misses_nothing_whatever_the_floor(
 
 
 def test_missing_nodes_are_counted_where_a_budget_binds() -> None:
-    """Three children, then room for two more: a child of the second would take the place of the answer's. The second was
-    not recorded, so replay accepts a token that decoding would not: then ``missing`` must say that it may be wrong.
+    """Three children leave room for two nodes, and a child of the second displaces the one on the answer. If the second
+    child is not recorded, replay accepts a token that decoding would not, and ``missing`` must show it.
     """
     policy = SagePolicy(d_min=2, d_max=2, w_min=3, w_max=3, k=3, n_max=5)
     child = [(20, 0.9, -1), (21, 0.04, -1), (22, 0.03, -1)]
@@ -202,29 +202,26 @@ def test_missing_nodes_are_counted_where_a_budget_binds() -> None:
     assert accepted(second_child=-1) == ([2], 1)
 
 
-@pytest.mark.parametrize(
-    ("policy", "asks_for"),
-    [
+def test_a_policy_beyond_the_trace_is_refused() -> None:
+    for policy, asks_for in (
         (ChainPolicy(depth=5), "chain asks for 1 to depth 5"),
         (SagePolicy(k=5, d_max=4), "sage asks for 5 to depth 4"),
         (SagePolicy(k=4, d_max=4, depth_cap=6), "sage asks for 4 to depth 6"),
-    ],
-)
-def test_a_policy_beyond_the_trace_is_refused(policy: ChainPolicy | SagePolicy, asks_for: str) -> None:
-    with pytest.raises(UserError) as refused:
-        replay(random_trace(0), policy, free_prices())
-    assert "holds 4 children per node to depth 4" in str(refused.value)
-    assert asks_for in str(refused.value) and "record a larger one" in str(refused.value)
+    ):
+        with pytest.raises(UserError) as refused:
+            replay(random_trace(0), policy, free_prices())
+        assert "holds 4 children per node to depth 4" in str(refused.value)
+        assert asks_for in str(refused.value) and "record a larger one" in str(refused.value)
 
 
 # ------------------------------------------------------------------------------------------------------------- by hand
 
-# The answer is 10 11 12 13 14 15 16, and forest nodes 0 to 5 stand behind its first six tokens. Two children each.
+# The answer is 10 11 12 13 14 15 16; forest nodes 0 to 5 are its first six tokens. Every node has two children.
 ANSWER = [10, 11, 12, 13, 14, 15, 16]
 NODES = [
     [(11, 0.6, 6), (20, 0.3, 7)],  # 0, after 10
     [(12, 0.5, -1), (20, 0.4, -1)],  # 1, after 11
-    [(12, 0.5, -1), (20, 0.4, -1)],  # 2, after 12: the draft does not see 13 coming
+    [(12, 0.5, -1), (20, 0.4, -1)],  # 2, after 12: 13 is not among the children
     [(14, 0.7, 8), (20, 0.2, 9)],  # 3, after 13
     [(15, 0.9, -1), (20, 0.05, -1)],  # 4, after 14
     [(16, 0.9, -1), (20, 0.05, -1)],  # 5, after 15
@@ -241,11 +238,9 @@ def trace_by_hand() -> Trace:
 
 
 def prices_by_hand() -> DensePrices:
-    """A draft level of n tokens costs n, the first of a round 0.5 more, a verification of n costs 10 n; every 4 cached
-    tokens add 0.1, 0.1 and 1.
-
-    The prefill costs 1 + 0.5 a token + 2 with an image; outside the models a round takes 0.25, a level 0.125, a
-    verified node 0.0625.
+    """A draft level of n tokens takes n ms, the first of a round 0.5 ms more, a verification of n nodes 10 n ms; every 4
+    cached tokens add 0.1, 0.1 and 1 ms. The draft's prefill takes 1 ms + 0.5 ms per token + 2 ms with an image; overhead is
+    0.25 ms per round, 0.125 ms per level and 0.0625 ms per verified node.
     """
     tokens, bins = np.arange(5.0)[:, None], np.arange(6.0)[None, :]
     prefill = PrefillCost(intercept_ms=1, per_token_ms=0.5, image_ms=2, samples=[])
@@ -254,18 +249,18 @@ def prices_by_hand() -> DensePrices:
 
 
 def test_a_chain_by_hand() -> None:
-    """Round 1, root 10: the tree is 11, 12, both are accepted, and 13 comes with the verification.
-    The leaf 12 was not read by the draft, so round 2 begins with two tokens: 12 and 13.
-    Round 2, root 13: 14, 21; 14 is accepted, 15 comes free. Round 3, root 15: 16 is accepted, and the answer ends.
+    """Round 1, root 10: the tree is 11, 12; both are accepted, and verification yields 13.
+    The draft has not read the leaf 12, so round 2 begins with two tokens, 12 and 13.
+    Round 2, root 13: 14, 21; 14 is accepted, verification yields 15. Round 3, root 15: 16 is accepted, the answer ends.
     """
     replayed = replay(trace_by_hand(), ChainPolicy(depth=2), prices_by_hand())
     assert replayed.accepted_lengths[0].tolist() == [2, 1, 1]
     assert (replayed.tokens[0], replayed.rounds[0], replayed.tokens_per_round) == (6, 3, 2.0)
-    # The last round's second level stands behind 16, of which node 5 holds no child node: that chain ends with 16.
+    # The last round's second level would follow 16, which has no forest node: that chain ends with 16.
     assert (replayed.draft_forwards[0], replayed.verified_nodes[0], replayed.missing[0]) == (6, 5, 1)
-    # Draft, (tokens, cached): (1, 5) (1, 6) | (2, 7) (1, 9) | 14 was read, so it is kept: (1, 10) (1, 11)
+    # Draft, (tokens, cached): (1, 5) (1, 6) | (2, 7) (1, 9) | 14 has been read, so it is kept: (1, 10) (1, 11)
     draft_ms = (1 + 0.1) + (1 + 0.1) + (2 + 0.1) + (1 + 0.2) + (1 + 0.2) + (1 + 0.2) + 3 * 0.5
-    # Target: three, three and two nodes behind 9, 9 + 3 and 9 + 5 cached tokens.
+    # Target: three, three and two nodes after 9, 9 + 3 and 9 + 5 cached tokens.
     verify_ms = (30 + 2) + (30 + 3) + (20 + 3)
     assert replayed.draft_ms[0] == pytest.approx(draft_ms)
     assert replayed.verify_ms[0] == pytest.approx(verify_ms)
@@ -285,7 +280,7 @@ def test_a_sage_tree_by_hand() -> None:
     policy = SagePolicy(d_min=2, d_max=2, w_min=2, w_max=2, k=2, n_max=3)
     replayed = replay(trace_by_hand(), policy, prices_by_hand())
     assert replayed.accepted_lengths[0].tolist() == [2, 1, 1]
-    # Round 3 has one node on level 1 and asks what follows it: that is past the answer, and not recorded.
+    # Round 3 expands its one node of level 1, which is past the answer and not recorded.
     assert (replayed.draft_forwards[0], replayed.verified_nodes[0], replayed.missing[0]) == (6, 3 + 3 + 1, 1)
     # The second level reads two nodes in rounds 1 and 2, one in round 3.
     draft_ms = (1 + 0.1) + (2 + 0.1) + (2 + 0.1) + (2 + 0.2) + (1 + 0.2) + (1 + 0.2) + 3 * 0.5
@@ -295,12 +290,12 @@ def test_a_sage_tree_by_hand() -> None:
 
 
 def test_plain_decoding_by_hand() -> None:
-    """Six steps behind 9 to 14 cached tokens, of which every 4 add 1 to the 5 that a step costs."""
+    """Six steps after 9 to 14 cached tokens; a step takes 5 ms, and 1 ms more for every 4 cached tokens."""
     assert plain_decode_ms(trace_by_hand(), prices_by_hand()).tolist() == [(5 + 2) * 3 + (5 + 3) * 3]
 
 
-def test_prompts_are_charged_apart() -> None:
-    """Two prompts in one trace cost what each costs alone: the state of a policy does not pass from one to the next."""
+def test_prompts_are_replayed_independently() -> None:
+    """The state of a policy does not carry over to the next prompt."""
     whole = random_trace(3)
     policy = SagePolicy(d_min=1, d_max=4, k=4, window=2, lower=0.5, upper=1.0)
     together = replay(whole, policy, prices_by_hand())
@@ -311,7 +306,7 @@ def test_prompts_are_charged_apart() -> None:
 
 
 def only(trace: Trace, p: int) -> Trace:
-    """A trace of one of the prompts."""
+    """The trace of prompt ``p`` alone."""
     tokens = slice(*trace.answer_start[p : p + 2])
     ends = [*trace.first_node[1:], len(trace.forest.child_token)]
     nodes = slice(trace.first_node[p], ends[p])
@@ -326,12 +321,11 @@ def only(trace: Trace, p: int) -> Trace:
     return join(header(1, bounds=trace.header.bounds), [RecordedPrompt(forest, *map(int, lengths))])
 
 
-@pytest.mark.parametrize("tree", [{"policy": "chain"}, {"policy": "sage", "k": 4}, {"policy": "eagle2", "k": 4}])
-def test_some_prompts_are_replayed_as_among_all(tree: dict[str, Any]) -> None:
+def test_a_subset_of_prompts_is_replayed_as_in_the_whole() -> None:
     trace, prices = random_trace(3), cost_table().prices(DRAFT, max_tokens=64, max_kv_length=64)
-    policy = parse_policy({**tree, "depth": 4} if tree["policy"] != "sage" else {**tree, "d_max": 4})
-    whole, some = replay(trace, policy, prices), replay(trace, policy, prices, None, np.array([0, 2]))
-    for name in ("tokens", "rounds", "draft_forwards", "verified_nodes", "decode_ms"):
-        assert getattr(some, name)[[0, 2]].tolist() == getattr(whole, name)[[0, 2]].tolist()
-        assert getattr(some, name)[[1, 3]].tolist() == [0, 0]
-    assert some.tokens_per_round == whole.tokens[[0, 2]].sum() / whole.rounds[[0, 2]].sum()
+    for policy in (ChainPolicy(depth=4), SagePolicy(k=4, d_max=4), Eagle2Policy(k=4, depth=4)):
+        whole, subset = replay(trace, policy, prices), replay(trace, policy, prices, None, np.array([0, 2]))
+        for name in ("tokens", "rounds", "draft_forwards", "verified_nodes", "decode_ms"):
+            assert getattr(subset, name)[[0, 2]].tolist() == getattr(whole, name)[[0, 2]].tolist()
+            assert getattr(subset, name)[[1, 3]].tolist() == [0, 0]
+        assert subset.tokens_per_round == whole.tokens[[0, 2]].sum() / whole.rounds[[0, 2]].sum()

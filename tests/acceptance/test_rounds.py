@@ -1,4 +1,4 @@
-"""The rounds that people look at are those that replay counts."""
+"""``rounds`` yields the rounds that ``replay`` counts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_replay_of_random_configurations_equals_their_rounds() -> None:
     assert accepted >= set(range(6)) and len(num_rounds) > 10 and np.mean(fell_back) > 0.5
 
 
-def test_an_accepted_path_is_the_answer() -> None:
+def test_an_accepted_path_holds_the_answer() -> None:
     trace = random_trace(4, num_tokens=30)
     for one in rounds(trace, 1, parse_policy(TREES[3])):
         assert one.tree is not None
@@ -88,7 +88,7 @@ def test_an_accepted_path_is_the_answer() -> None:
 
 
 def test_acceptance_counts_every_round() -> None:
-    """By depth: what was accepted at depth d is what has a length of d at least."""
+    """Accepted at depth d are the rounds of accepted length d or more."""
     trace = random_trace(5, num_tokens=30)
     lengths = np.concatenate(replayed(trace, TREES[0], None).accepted_lengths)
     counts = count_acceptance(trace, parse_policy(TREES[0]), list(range(trace.num_prompts)))

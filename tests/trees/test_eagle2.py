@@ -1,4 +1,4 @@
-"""EAGLE-2 by hand, against the paper's whole procedure, and on random drafts."""
+"""EAGLE-2 against examples worked by hand, and against the procedure of the paper on random drafts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_defaults_are_those_of_the_release() -> None:
     assert (policy.max_depth, policy.num_proposals) == (7, 10)
 
 
-def test_a_tree_no_larger_than_what_is_grown_needs_no_more_room() -> None:
+def test_a_tree_verifies_no_more_nodes_than_it_grows() -> None:
     assert parse_policy({"policy": "eagle2", "depth": 2, "k": 2, "budget": 60}).max_nodes == 2 + 4
 
 
@@ -55,7 +55,7 @@ TWO_LEVELS: dict[Ranks, list[float]] = {
     (0, 1): [0.6, 0.4],
     (1, 0): [0.8, 0.2],
 }
-"""k = 2, so nobody sees (2,).
+"""With k = 2; (2,) is never a candidate.
 
     Level 1   (0) 0.6     (1) 0.3
     Level 2   (0,0) 0.33  (0,1) 0.21   (1,0) 0.27  (1,1) 0.03; the two best are (0,0) and (1,0)
@@ -76,29 +76,29 @@ def test_the_k_best_of_a_level_are_expanded_and_the_budget_keeps_the_best_of_all
 
 
 def test_a_node_that_cannot_be_among_the_best_is_not_expanded() -> None:
-    """A budget of 3 takes (0), (0,0) and (1) of the table above. (1,0) is fourth after level 2, so nothing below it can
-    be kept; below (0,0), which is second, something could. It is 0.231 at best, worse than the third: drafting ends.
+    """A budget of 3 takes (0), (0,0) and (1) of the table above. After level 2, (1,0) is fourth, so nothing below it can be
+    kept. Something below (0,0), the second, could be, but it has 0.231 at best, less than the third: drafting ends.
     """
     session = eagle2(depth=7, k=2, budget=3)
     assert session.grow(by_table(TWO_LEVELS)) == [(0,), (1,), (0, 0)]
     assert session.expanded == [[()], [(0,), (1,)], [(0, 0)]]
 
 
-def test_a_sure_draft_makes_a_chain() -> None:
+def test_a_confident_draft_makes_a_chain() -> None:
     assert eagle2(depth=7, k=10, budget=5).grow(same_everywhere(1.0)) == [(0,) * level for level in range(1, 6)]
 
 
-def test_equally_probable_candidates_go_by_order_of_appearance() -> None:
-    """Level by level, by parent, then by rank: a node stays before its equally probable children."""
+def test_the_first_of_equally_probable_candidates_is_kept() -> None:
+    """The order is by level, then parent, then rank, so that a node precedes its equally probable children."""
     halves = same_everywhere(0.5, 0.5)
     level_2 = [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert eagle2(depth=2, k=2, budget=4).grow(halves) == [(0,), (1,), *level_2[:2]]
     assert eagle2(depth=2, k=2, budget=5).grow(halves) == [(0,), (1,), *level_2[:3]]
-    # Of the four of level 2 the first two are expanded.
+    # The first two of the four nodes of level 2 are expanded.
     session = eagle2(depth=3, k=2, budget=100)
     session.grow(halves)
     assert session.expanded[2] == level_2[:2]
-    # 0.5 of level 1 stands before 0.5 * 1.0 of level 2.
+    # 0.5 of level 1 precedes 0.5 * 1.0 of level 2.
     assert eagle2(depth=3, k=2, budget=2).grow(root_and_below([0.5, 0.5], [1.0])) == [(0,), (1,)]
 
 
@@ -110,7 +110,7 @@ def test_candidates_of_no_probability_are_none() -> None:
 
 
 def test_candidates_below_the_floor_are_left_out() -> None:
-    """Of the table above 0.099, 0.054 and 0.03 are below 0.2, and 0.231, 0.216 and 0.21 below 0.25 too."""
+    """In the table above 0.099, 0.054 and 0.03 are below 0.2; 0.231, 0.216 and 0.21 are below 0.25."""
     session = eagle2(depth=3, k=2, budget=100, floor=0.2)
     assert session.grow(by_table(TWO_LEVELS)) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]
     session = eagle2(depth=3, k=2, budget=100, floor=0.25)
@@ -118,8 +118,8 @@ def test_candidates_below_the_floor_are_left_out() -> None:
     assert eagle2(depth=3, k=2, floor=0.65).grow(by_table(TWO_LEVELS)) == []
 
 
-def test_the_floor_ends_drafting_where_the_draft_is_unsure() -> None:
-    """0.6 ** 4 = 0.13 is the last above 0.1: its children are asked for, and none is good enough."""
+def test_the_floor_ends_drafting_where_the_draft_is_uncertain() -> None:
+    """0.6 ** 4 = 0.13 is the last above 0.1; it is expanded, and its children are below."""
     session = eagle2(depth=7, k=1, floor=0.1)
     assert session.grow(same_everywhere(0.6)) == [(0,) * level for level in range(1, 5)]
     assert len(session.expanded) == 5
@@ -129,8 +129,8 @@ def test_the_floor_ends_drafting_where_the_draft_is_unsure() -> None:
 
 
 def whole_eagle2(policy: Eagle2Policy, draft: Draft) -> tuple[list[Ranks], list[Ranks]]:
-    """All candidates in order of appearance, and those that are verified: the k best of every level are expanded, for
-    all levels, and at last everything is ranked.
+    """All candidates in order of appearance, and those that are verified: the k best of every level are expanded, and all
+    candidates are ranked at the end.
     """
     floor = math.log(policy.floor) if policy.floor else -math.inf
     logprob: dict[Ranks, float] = {}
@@ -149,7 +149,7 @@ def whole_eagle2(policy: Eagle2Policy, draft: Draft) -> tuple[list[Ranks], list[
 
 
 def best(logprob: dict[Ranks, float], count: int) -> list[Ranks]:
-    """The most probable; of equal ones those that came first."""
+    """The most probable, of equal ones the first."""
     return sorted(logprob, key=lambda path: -logprob[path])[:count]
 
 
@@ -163,7 +163,7 @@ def random_hyperparameters(rng: Generator) -> dict[str, Any]:
 
 
 def random_rounds(num_rounds: int) -> list[tuple[Session, Draft, list[Ranks]]]:
-    """Sessions after one round, the draft and the tree; every third draft has many exact ties."""
+    """Session, draft and tree of one round each; every third draft has many exact ties."""
     rng, rounds = np.random.default_rng(21), []
     for seed in range(num_rounds):
         session = eagle2(**random_hyperparameters(rng))
@@ -177,8 +177,8 @@ def rounds() -> list[tuple[Session, Draft, list[Ranks]]]:
     return random_rounds(400)
 
 
-def test_ending_early_changes_nothing_about_the_verified_tree(rounds: Any) -> None:
-    """Nor the order of its nodes; and it never drafts more."""
+def test_ending_early_does_not_change_the_verified_tree(rounds: Any) -> None:
+    """Nor the order of its nodes, and it never drafts more."""
     num_pruned = num_floored = num_spared = 0
     for session, draft, paths in rounds:
         candidates, expected = whole_eagle2(session.policy, draft)
@@ -187,11 +187,11 @@ def test_ending_early_changes_nothing_about_the_verified_tree(rounds: Any) -> No
         num_pruned += len(expected) < len(candidates)
         num_floored += session.policy.floor > 0 and len(expected) > 3
         num_spared += len(session.grown) < len(candidates)
-    assert min(num_pruned, num_floored, num_spared) > 50, "the random drafts no longer make trees worth comparing"
+    assert min(num_pruned, num_floored, num_spared) > 50, "the random trees are too small"
 
 
-def test_exact_ties_are_cut_through() -> None:
-    """What the comparison above must also cover: the last node that is kept is as probable as the first that is not."""
+def test_pruning_between_exact_ties() -> None:
+    """The last node that is kept is as probable as the first that is not."""
     num_cut = 0
     for seed in range(100):
         draft = tied_draft(seed)
@@ -201,11 +201,11 @@ def test_exact_ties_are_cut_through() -> None:
         assert paths == expected
         left_out = [path_logprob(draft, path) for path in candidates if path not in expected]
         num_cut += bool(left_out) and max(left_out) == min(path_logprob(draft, path) for path in expected)
-    assert num_cut > 50, "the drafts no longer have ties"
+    assert num_cut > 50, "the drafts have too few ties"
 
 
 def test_only_nodes_among_the_best_so_far_are_expanded(rounds: Any) -> None:
-    """At most k of a level, and all of them among the ``budget`` best of the levels that are known by then."""
+    """At most k of a level, all of them among the ``budget`` best of the levels so far."""
     for session, draft, _ in rounds:
         policy = session.policy
         candidates, _ = whole_eagle2(policy, draft)
@@ -231,8 +231,7 @@ def test_random_trees_are_trees_within_the_budget(rounds: Any) -> None:
             assert session.tree.rank[node] == path[-1] < session.policy.k
 
 
-def test_random_trees_are_deterministic_whatever_came_before(rounds: Any) -> None:
-    """One session may decode many rounds: nothing of an earlier one is left."""
+def test_random_trees_do_not_depend_on_earlier_rounds(rounds: Any) -> None:
     for (first, draft, paths), (*_, again) in zip(rounds, random_rounds(30), strict=False):
         assert paths == again
         first.grow(same_everywhere(0.4, 0.3, 0.3))

@@ -1,8 +1,6 @@
-"""Giving up and trying again, against sequences computed by hand."""
+"""Fallback to plain decoding and probes, against sequences computed by hand."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +10,12 @@ from autotune.trees import fallback
 from autotune.trees.fallback import NO_FALLBACK, STATE_SIZE, Fallback, RoundPrice
 
 PRICE = RoundPrice(round_steps=4.0, level_steps=0.0, node_steps=0.0)
-"""A round costs four plain steps: with nothing accepted it saves 1 - 4 = -3, with 8 accepted 9 - 4 = 5."""
+"""A round costs four plain steps: it saves 1 - 4 = -3 with nothing accepted, 9 - 4 = 5 with 8 accepted."""
 USELESS, GOOD = 0, 8
 
 
 class Machine:
-    """The compiled state machine of one request, as replay drives it."""
+    """The compiled functions on one request, as replay drives them."""
 
     def __init__(self, price: RoundPrice | None = PRICE) -> None:
         self.params = NO_FALLBACK if price is None else price.encode()
@@ -25,7 +23,7 @@ class Machine:
         fallback.reset(self.state)
 
     def run(self, *accepted: int) -> list[int]:
-        """Rounds in which so many tokens are accepted; how many plain steps follow each of them."""
+        """The number of plain steps after each of some rounds, by their accepted lengths."""
         return [self._round(length) for length in accepted]
 
     def _round(self, accepted: int) -> int:
@@ -38,12 +36,12 @@ class Machine:
         return steps
 
 
-def test_a_useless_draft_is_given_up_after_a_few_rounds() -> None:
-    """The average starts from 1 and goes an eighth of the way to -3: 0.5, 0.0625, -0.32."""
+def test_a_useless_draft_is_dropped_after_a_few_rounds() -> None:
+    """The average starts from 1 and moves by an eighth of its distance to -3: 0.5, 0.0625, -0.32."""
     assert Machine().run(USELESS, USELESS, USELESS) == [0, 0, 8]
 
 
-def test_a_draft_that_loses_little_is_given_up_later() -> None:
+def test_a_draft_that_loses_little_is_dropped_later() -> None:
     """Nothing accepted at a price of 2 saves -1: 0.75, 0.531, 0.340, 0.172, 0.026, -0.102. A probe starts from 0.2: 0.05,
     -0.081.
     """
@@ -51,16 +49,16 @@ def test_a_draft_that_loses_little_is_given_up_later() -> None:
     assert machine.run(*[USELESS] * 8) == [0, 0, 0, 0, 0, 8, 0, 16]
 
 
-def test_every_failed_probe_doubles_the_rest_up_to_the_longest() -> None:
+def test_every_failed_probe_doubles_the_stretch_up_to_the_longest() -> None:
     """A probe of one round: 0.2 + (-3 - 0.2) / 8 = -0.2."""
     machine = Machine()
     machine.run(USELESS, USELESS)
     assert machine.run(*[USELESS] * 7) == [8, 16, 32, 64, 128, 128, 128]
 
 
-def test_a_draft_that_pays_again_begins_with_short_rests_again() -> None:
-    """After rests of 8 and 16: 0.2, then good rounds 0.8 and 1.325, which is more than the trust of a new request. Useless
-    ones: 0.784, 0.311, -0.103: a rest of 8.
+def test_a_draft_that_pays_again_begins_with_short_stretches_again() -> None:
+    """After stretches of 8 and 16: 0.2, then good rounds 0.8 and 1.325, which is more than the credit of a new request.
+    Useless ones: 0.784, 0.311, -0.103: a stretch of 8.
     """
     machine = Machine()
     assert machine.run(USELESS, USELESS, USELESS, USELESS) == [0, 0, 8, 16]
@@ -68,20 +66,20 @@ def test_a_draft_that_pays_again_begins_with_short_rests_again() -> None:
     assert machine.run(USELESS, USELESS, USELESS) == [0, 0, 8]
 
 
-def test_a_draft_that_only_just_pays_keeps_its_long_rests() -> None:
-    """After rests of 8 and 16 one good round, 0.8: no recovery yet. Useless ones, 0.325, -0.091: a rest of 32."""
+def test_a_draft_that_barely_pays_keeps_its_long_stretches() -> None:
+    """After stretches of 8 and 16 one good round, 0.8, is no recovery. Useless ones, 0.325, -0.091: a stretch of 32."""
     machine = Machine()
     machine.run(USELESS, USELESS, USELESS, USELESS)
     assert machine.run(GOOD, USELESS, USELESS) == [0, 0, 32]
 
 
-def test_a_draft_that_pays_is_never_given_up() -> None:
+def test_a_draft_that_pays_is_never_dropped() -> None:
     assert Machine().run(*[GOOD] * 200) == [0] * 200
-    assert Machine().run(*[3] * 200) == [0] * 200, "3 accepted and a fourth token: exactly as fast as plain decoding"
+    assert Machine().run(*[3] * 200) == [0] * 200, "3 accepted tokens and a fourth: exactly as fast as plain decoding"
 
 
-def test_a_draft_with_a_long_good_past_is_trusted_longer() -> None:
-    """The average is 5 in the end: 4, 3.125, 2.36, 1.69, 1.1, 0.59, 0.14, -0.25: eight rounds instead of three."""
+def test_a_draft_with_many_good_rounds_is_dropped_later() -> None:
+    """The average reaches 5, then: 4, 3.125, 2.36, 1.69, 1.1, 0.59, 0.14, -0.25: eight rounds instead of three."""
     machine = Machine()
     machine.run(*[GOOD] * 200)
     assert machine.run(*[USELESS] * 8) == [0, 0, 0, 0, 0, 0, 0, 8]
@@ -96,14 +94,14 @@ def test_a_round_is_priced_by_its_forwards_and_nodes() -> None:
     assert state[fallback._SAVED] == pytest.approx(1.025)
 
 
-def test_without_a_price_nothing_is_ever_given_up() -> None:
+def test_without_a_price_there_is_no_fallback() -> None:
     machine = Machine(price=None)
     assert machine.run(*[USELESS] * 300) == [0] * 300
     machine.state[fallback._PLAIN_LEFT] = 5.0
     assert not fallback.is_plain(machine.params, machine.state)
 
 
-def test_a_new_request_forgets_the_rests_of_the_one_before() -> None:
+def test_a_new_request_begins_with_short_stretches() -> None:
     machine = Machine()
     machine.run(*[USELESS] * 6)
     fallback.reset(machine.state)
@@ -113,8 +111,8 @@ def test_a_new_request_forgets_the_rests_of_the_one_before() -> None:
 # ------------------------------------------------------------------------------------------------------ across requests
 
 
-def rounds_until_rest(fallback: Fallback) -> int:
-    """Useless rounds until plain steps."""
+def rounds_until_plain(fallback: Fallback) -> int:
+    """Number of useless rounds before plain steps."""
     for number in range(1, 100):
         fallback.update(draft_forwards=1, nodes=1, accepted=USELESS)
         if fallback.is_plain:
@@ -123,7 +121,7 @@ def rounds_until_rest(fallback: Fallback) -> int:
 
 
 def request(fallback: Fallback, *accepted: int) -> bool:
-    """A request with such rounds; whether it speculated."""
+    """Decode a request with rounds of these accepted lengths; returns whether it speculated."""
     if not fallback.begin_request():
         return False
     for length in accepted:
@@ -132,15 +130,15 @@ def request(fallback: Fallback, *accepted: int) -> bool:
     return True
 
 
-def test_requests_are_left_out_after_two_that_lost_time() -> None:
-    """Then one probes; 4, 16, 64 and never more than 64 are left out."""
+def test_requests_pause_after_two_that_lost_time() -> None:
+    """Pauses of 4, 16, 64 and never more than 64 requests, with a probe between them."""
     fallback = Fallback(PRICE)
     speculated = [request(fallback, USELESS) for _ in range(2 + 4 + 1 + 16 + 1 + 64 + 1 + 64 + 1)]
     expected = [True] * 2 + [False] * 4 + [True] + [False] * 16 + [True] + [False] * 64 + [True] + [False] * 64 + [True]
     assert speculated == expected
 
 
-def test_one_request_that_gained_time_starts_the_count_again() -> None:
+def test_a_request_that_gained_time_restarts_the_count() -> None:
     fallback = Fallback(PRICE)
     assert [request(fallback, *rounds) for rounds in ([USELESS], [GOOD], [USELESS], [USELESS], [USELESS])] == [
         True,
@@ -151,7 +149,7 @@ def test_one_request_that_gained_time_starts_the_count_again() -> None:
     ]
 
 
-def test_after_a_pause_a_request_that_gains_ends_the_suspicion() -> None:
+def test_a_request_that_gains_after_a_pause_ends_the_suspicion() -> None:
     fallback = Fallback(PRICE)
     for _ in range(6):
         request(fallback, USELESS)
@@ -159,15 +157,15 @@ def test_after_a_pause_a_request_that_gains_ends_the_suspicion() -> None:
     assert [request(fallback) for _ in range(5)] == [False] * 4 + [True], "the shortest pause again"
 
 
-def test_a_draft_that_gains_more_than_it_loses_is_never_left_out() -> None:
-    """Two hard requests among good ones are no reason: what was gained before, or is gained in between, counts."""
+def test_a_draft_that_gains_more_than_it_loses_never_pauses() -> None:
+    """Two hard requests are outweighed by the gains of good ones before and between them."""
     fallback = Fallback(PRICE)
     assert all(request(fallback, *rounds) for _ in range(20) for rounds in ([GOOD] * 4, [USELESS], [USELESS]))
-    assert [request(fallback, USELESS) for _ in range(16)][-1] is False, "but it is not trusted for ever"
+    assert [request(fallback, USELESS) for _ in range(16)][-1] is False, "past gains are discounted"
 
 
-def test_it_is_the_whole_request_that_gains_or_loses() -> None:
-    """-3 and 5 gain 2; 5 and twice -3 lose 1; 3 accepted is neither, and no loss."""
+def test_gain_and_loss_are_summed_over_a_request() -> None:
+    """-3 and 5 gain 2; 5 and twice -3 lose 1; 3 accepted tokens neither gain nor lose."""
     for rounds, loses in (
         ([USELESS, GOOD], False),
         ([GOOD, USELESS], False),
@@ -182,63 +180,63 @@ def test_it_is_the_whole_request_that_gains_or_loses() -> None:
 
 
 def test_a_suspected_draft_gets_only_a_probe() -> None:
-    """A useless round ends it; a new draft, and one that failed once, get three."""
+    """A suspected draft gets one useless round; a new one, and one that failed once, get three."""
     fallback = Fallback(PRICE)
-    for number_of_rounds in (3, 3):
+    for num_rounds in (3, 3):
         assert fallback.begin_request()
-        assert rounds_until_rest(fallback) == number_of_rounds
+        assert rounds_until_plain(fallback) == num_rounds
         fallback.end_request()
     assert [fallback.begin_request() for _ in range(4)] == [False] * 4
     assert fallback.begin_request()
-    assert rounds_until_rest(fallback) == 1
+    assert rounds_until_plain(fallback) == 1
 
 
-def test_resting_ends_with_the_request() -> None:
+def test_plain_steps_end_with_the_request() -> None:
     fallback = Fallback(PRICE)
     fallback.begin_request()
-    rounds_until_rest(fallback)
+    rounds_until_plain(fallback)
     for _ in range(7):
         fallback.count_plain_step()
         assert fallback.is_plain
     fallback.count_plain_step()
     assert not fallback.is_plain
-    rounds_until_rest(fallback)
+    rounds_until_plain(fallback)
     assert fallback.is_plain
     fallback.end_request()
     fallback.begin_request()
     assert not fallback.is_plain
 
 
-def test_the_class_takes_the_decisions_of_the_machine() -> None:
-    """Replay drives the functions, the runtime the class: the same rounds, the same rests."""
+def test_the_class_decides_as_the_compiled_functions() -> None:
+    """Replay drives the functions, the runtime the class."""
     rng = np.random.default_rng(61)
     price = RoundPrice(round_steps=1.2, level_steps=0.3, node_steps=0.02)
-    machine, ours, num_rests = Machine(price), Fallback(price), 0
-    ours.begin_request()
+    machine, control, num_plain = Machine(price), Fallback(price), 0
+    control.begin_request()
     for _ in range(2000):
         if rng.random() < 0.01:
             fallback.reset(machine.state)
-            ours.forget()
-            assert ours.begin_request()
-        assert ours.is_plain == fallback.is_plain(machine.params, machine.state)
-        if ours.is_plain:
-            num_rests += 1
-            ours.count_plain_step()
+            control.forget()
+            assert control.begin_request()
+        assert control.is_plain == fallback.is_plain(machine.params, machine.state)
+        if control.is_plain:
+            num_plain += 1
+            control.count_plain_step()
             fallback.count_plain_step(machine.state)
             continue
         forwards, nodes, accepted = int(rng.integers(1, 8)), int(rng.integers(0, 60)), int(rng.integers(0, 4))
-        ours.update(draft_forwards=forwards, nodes=nodes, accepted=accepted)
+        control.update(draft_forwards=forwards, nodes=nodes, accepted=accepted)
         fallback.update(machine.params, machine.state, forwards, nodes, accepted)
-    assert 100 < num_rests < 1900
+    assert 100 < num_plain < 1900
 
 
-def test_forgetting_ends_pauses_and_suspicion() -> None:
+def test_forget_ends_pauses_and_suspicion() -> None:
     fallback = Fallback(PRICE)
     request(fallback, USELESS)
     request(fallback, USELESS)
     fallback.forget()
     assert fallback.begin_request()
-    assert rounds_until_rest(fallback) == 3
+    assert rounds_until_plain(fallback) == 3
 
 
 def test_without_a_price_every_request_speculates() -> None:
@@ -247,9 +245,13 @@ def test_without_a_price_every_request_speculates() -> None:
     assert not fallback.is_plain
 
 
-@pytest.mark.parametrize(
-    "mistake", [{"round_steps": 0.0}, {"level_steps": -0.1}, {"node_steps": float("inf")}, {"rounds": 1.0}]
-)
-def test_a_price_that_makes_no_sense_is_refused(mistake: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        RoundPrice(**{"round_steps": 1.0, "level_steps": 0.1, "node_steps": 0.0, **mistake})
+def test_a_price_out_of_range_is_refused() -> None:
+    mistakes: list[dict[str, float]] = [
+        {"round_steps": 0.0},
+        {"level_steps": -0.1},
+        {"node_steps": float("inf")},
+        {"rounds": 1.0},
+    ]
+    for mistake in mistakes:
+        with pytest.raises(ValidationError):
+            RoundPrice(**{"round_steps": 1.0, "level_steps": 0.1, "node_steps": 0.0, **mistake})

@@ -1,6 +1,4 @@
-"""SAGE against worked examples from the paper's equations, against a plain implementation of them, and on random
-drafts.
-"""
+"""SAGE against examples worked by hand from the paper's equations, and against a plain implementation of them."""
 
 from __future__ import annotations
 
@@ -32,13 +30,13 @@ def sage(**tree: Any) -> Session:
     return Session("sage", **tree)
 
 
-SURE = same_everywhere(1.0)  # one candidate takes all: confidence 1, and every level passes its threshold
+SURE = same_everywhere(1.0)  # a single candidate: confidence 1, and every level passes its threshold
 
 
 # ----------------------------------------------------------------------------------------------------- worked examples
 
 
-def test_defaults_are_the_paper_s() -> None:
+def test_defaults_are_those_of_the_paper() -> None:
     """Section 5.1: depth 3 to 8, width 2 to 10, k = 10, 64 nodes; a window of 10 accepted lengths, thresholds 2 and 3."""
     policy = parse_policy({"policy": "sage"})
     assert policy.model_dump() == {
@@ -68,7 +66,7 @@ def test_defaults_are_the_paper_s() -> None:
         ([0.5, 0.25, 0.125, 0.125], 0.125),
         # eq. 7 divides by the sum of the four, 0.8: the same distribution as above
         ([0.4, 0.2, 0.1, 0.1], 0.125),
-        # two equal ones: H = ln 2, 1 - 1/2; what stands behind the first k = 4 is not looked at
+        # two equal ones: H = ln 2, 1 - 1/2; candidates after the first k = 4 do not count
         ([0.3, 0.3, 0.0, 0.0, 0.0, 0.4], 0.5),
     ],
 )
@@ -82,7 +80,7 @@ def test_confidence_by_hand(probabilities: list[float], confidence: float) -> No
 
 
 def test_the_first_tree_by_hand() -> None:
-    """The first round has confidence 1/2 (algorithm 1, line 3), whatever its root looks like.
+    """The first round has confidence 1/2 (algorithm 1, line 3), whatever its root proposes.
 
     D = 3 + 0.5 * 5 = 5.5, to the nearest: 6. W = 2 + 0.5 * 8 = 6. Thresholds 0.1 l / 6: 1/60, 2/60, 3/60, 4/60, 5/60.
 
@@ -110,7 +108,7 @@ def test_the_first_tree_by_hand() -> None:
     assert set(sage().grow(draft)) == level_1 | level_2 | level_3 | level_4
 
 
-def test_the_tree_after_a_sure_round_by_hand() -> None:
+def test_the_tree_after_a_confident_round_by_hand() -> None:
     """Confidence 1 from the round before: D = 3 + 1 * 5 = 8, W = 2 + 0 * 8 = 2. Thresholds 0.0125 l.
 
     Candidates 0.96, 0.03, 0.01 everywhere.
@@ -126,7 +124,7 @@ def test_the_tree_after_a_sure_round_by_hand() -> None:
     assert set(tree) == {(0,), (1,), (0, 0), (1, 0)} | {(0,) * length for length in range(3, 9)}
 
 
-def test_the_tree_after_an_unsure_round_by_hand() -> None:
+def test_the_tree_after_an_uncertain_round_by_hand() -> None:
     """Ten equal candidates: confidence 0, D = 3, W = 2 + 1 * 8 = 10, thresholds l / 30, for the round after.
 
     Level 1: ten candidates of 0.1 exceed 0.0333. Level 2, W_2 = 5 (0.5 + 0.1) = 3: 0.07, 0.02, 0.01 of which 0.07
@@ -138,11 +136,11 @@ def test_the_tree_after_an_unsure_round_by_hand() -> None:
     assert set(tree) == {(rank,) for rank in range(10)} | {(rank, 0) for rank in range(10)}
 
 
-def test_previous_takes_the_confidence_of_the_round_before_and_current_its_own() -> None:
+def test_the_confidence_is_that_of_the_previous_or_of_the_current_round() -> None:
     """k = 4 and a root of confidence 1/8 (worked above), W between 1 and 3.
 
-    Of its own: W = 1 + 7/8 * 2 = 2.75, rounded 3, and D = 3 + 1/8 * 5 = 3.6, rounded 4. Of the first round, 1/2: W = 2
-    and D = 5.5, rounded 6.
+    With its own confidence: W = 1 + 7/8 * 2 = 2.75, rounded 3, and D = 3 + 1/8 * 5 = 3.6, rounded 4. With the first
+    round's, 1/2: W = 2 and D = 5.5, rounded 6.
     """
     draft = root_and_below([0.5, 0.25, 0.125, 0.125], [1.0])
 
@@ -166,7 +164,7 @@ def test_a_candidate_must_exceed_the_threshold() -> None:
 
 
 def depth_limit(session: Session) -> int:
-    """With confidence 1 of its own the tree is exactly as deep as the limit: D = D_min + 1 (limit - D_min)."""
+    """The depth of a tree of confidence 1, which is the limit: D = D_min + 1 (limit - D_min)."""
     return max(len(path) for path in session.grow(SURE))
 
 
@@ -202,7 +200,7 @@ def test_without_a_cap_history_raises_no_further_than_d_max() -> None:
 
 
 def test_a_mean_on_either_threshold_changes_nothing() -> None:
-    """Hysteresis: only below 2 and above 3."""
+    """Hysteresis: the limit moves only below 2 and above 3."""
     for length in (2, 3):
         session = sage(confidence="current", depth_cap=12)
         session.update(*[length] * 30)
@@ -225,7 +223,7 @@ def test_history_moves_d_max_of_equation_10() -> None:
     assert max(len(path) for path in session.grow(root_and_below([0.5, 0.5], [1.0]))) == 4
 
 
-def test_reset_forgets_confidence_and_history() -> None:
+def test_reset_clears_confidence_and_history() -> None:
     session, draft = sage(), same_everywhere(0.6, 0.3, 0.1)
     fresh = session.grow(draft)
     session.grow(SURE)
@@ -244,27 +242,23 @@ def test_reset_forgets_confidence_and_history() -> None:
 
 
 def test_the_budget_takes_the_most_probable_of_a_level() -> None:
-    """Two of six candidates fit."""
     assert sage(n_max=2).grow(same_everywhere(0.3, 0.25, 0.15, 0.1, 0.1, 0.1)) == [(0,), (1,)]
 
 
 def test_the_budget_compares_cumulative_probabilities_across_parents() -> None:
-    """W = 2, so level 1 is 0.5, 0.4. Level 2: 0.5 * 0.6 = 0.3, 0.5 * 0.4 = 0.2, 0.4 * 0.9 = 0.36; a node gets 1 or more
-    children, two of them fit.
-    """
+    """W = 2, so level 1 is 0.5, 0.4. Level 2 has room for two of 0.5 * 0.6 = 0.3, 0.5 * 0.4 = 0.2, 0.4 * 0.9 = 0.36."""
     table: dict[Ranks, list[float]] = {(): [0.5, 0.4, 0.1], (0,): [0.6, 0.4], (1,): [0.9, 0.1]}
     assert sage(n_max=4, w_min=2, w_max=2).grow(lambda path: table[path]) == [(0,), (1,), (1, 0), (0, 0)]
 
 
 def test_equally_probable_nodes_go_by_parent_then_rank() -> None:
-    """So that the runtime and replay agree on which of them fit."""
     assert sage(n_max=3, w_min=4, w_max=4).grow(same_everywhere(0.25, 0.25, 0.25, 0.25)) == [(0,), (1,), (2,)]
     halves = root_and_below([0.5, 0.5], [0.5, 0.5])
     assert sage(n_max=5, w_min=2, w_max=2).grow(halves) == [(0,), (1,), (0, 0), (1, 0), (0, 0, 0)]
 
 
 def test_a_full_tree_asks_for_no_more_proposals() -> None:
-    """What the draft would compute for it could not be used: the root is asked, and nobody else."""
+    """Only the root is expanded: proposals for a full tree could not be used."""
     session = sage(n_max=4)
     session.grow(same_everywhere(0.4, 0.3, 0.2, 0.1))
     assert session.expanded == [[()]]
@@ -313,7 +307,7 @@ def probability_of(draft: Draft, path: Ranks) -> float:
 def paper_tree(
     policy: SagePolicy, draft: Draft, confidence: float, path: Ranks = (), probability: float = 1.0
 ) -> set[Ranks]:
-    """Section 3.2 as it is written: expand recursively; no budget."""
+    """The recursion of section 3.2, without a budget."""
     depth, width = depth_and_width(policy, confidence)
     level = len(path) + 1
     paths: set[Ranks] = set()
@@ -328,7 +322,7 @@ def paper_tree(
 
 
 def random_rounds(num_sessions: int) -> list[tuple[SagePolicy, Draft, float, Tree, list[Ranks]]]:
-    """(policy, draft, the confidence in force, the tree, its paths) of two rounds in each of many random sessions."""
+    """Policy, draft, confidence in force, tree and its paths, of two rounds of each of many random sessions."""
     rng, rounds = np.random.default_rng(12), []
     for seed in range(num_sessions):
         session = sage(**random_hyperparameters(rng))
@@ -349,20 +343,18 @@ def rounds() -> list[tuple[SagePolicy, Draft, float, Tree, list[Ranks]]]:
     return random_rounds(150)
 
 
-def test_random_trees_equal_the_paper_s_recursion_within_the_budget(rounds: Any) -> None:
+def test_random_trees_equal_the_recursion_of_the_paper_within_the_budget(rounds: Any) -> None:
     compared = 0
     for policy, draft, confidence, _, paths in rounds:
         expected = paper_tree(policy, draft, confidence)
         if len(expected) <= policy.n_max:
             assert set(paths) == expected
             compared += len(expected) > 3
-    assert compared > 50, "the random drafts no longer make trees worth comparing"
+    assert compared > 50, "the random trees are too small"
 
 
 def test_random_trees_stay_within_the_budget_and_spend_it_on_the_most_probable(rounds: Any) -> None:
-    """The budget is a limit, and the only reason for which a node of the paper's tree is missing: from the last level,
-    and the least probable.
-    """
+    """Nodes of the paper's tree are missing only because of the budget, from the last level, the least probable first."""
     num_full = 0
     for policy, draft, confidence, _, paths in rounds:
         expected, kept = paper_tree(policy, draft, confidence), set(paths)
@@ -401,7 +393,7 @@ def test_random_nodes_have_no_more_children_than_equation_12(rounds: Any) -> Non
             probability = math.exp(tree.path_logprob[node])
             ranks = sorted(int(tree.token[child]) for child in children_of(tree, node))
             assert len(ranks) <= most_children(policy, width, len(ancestors_of(tree, node)), probability)
-            assert ranks == list(range(len(ranks))), "the best candidates of a node, without a gap"
+            assert ranks == list(range(len(ranks))), "a node has its best candidates, without a gap"
 
 
 def test_random_trees_are_deterministic(rounds: Any) -> None:
@@ -434,7 +426,7 @@ def test_a_value_out_of_range_is_refused() -> None:
     )
 
 
-def test_bounds_on_nodes_and_levels_hold_for_what_the_runtime_reserves() -> None:
+def test_limits_follow_from_the_hyperparameters() -> None:
     policy = parse_policy({"policy": "sage", "n_max": 40, "depth_cap": 12, "k": 7})
     assert (policy.max_nodes, policy.max_depth, policy.num_proposals) == (40, 12, 7)
-    assert parse_policy({"policy": "sage", "depth_cap": 5}).max_depth == 8  # history starts from d_max
+    assert parse_policy({"policy": "sage", "depth_cap": 5}).max_depth == 8  # the limit starts from d_max

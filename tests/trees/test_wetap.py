@@ -1,4 +1,4 @@
-"""WETAP by hand, against a plain implementation of how we read the paper, and on random drafts."""
+"""WETAP against examples worked by hand, and against a plain implementation of the paper on random drafts."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def wetap(**hyperparameters: Any) -> Session:
 
 
 def width_after(*probabilities: float, **hyperparameters: Any) -> int:
-    """Of the level below nodes of these cumulative probabilities, most probable first."""
+    """Width of the level below nodes of these cumulative probabilities, most probable first."""
     policy = parse_policy({"policy": "wetap", **hyperparameters})
     return int(next_width(policy.encode(), level_of(np.array(probabilities)), 3))
 
 
 def level_of(probabilities: np.ndarray) -> Tree:
-    """A tree whose nodes 3 and on have these cumulative probabilities: the level that is looked at."""
+    """A tree whose last level, from node 3 on, has these cumulative probabilities."""
     tree = new_tree(2 + len(probabilities))
     plant(tree, 0, -1)
     for logprob in (-0.1, -0.2, *np.log(probabilities)):
@@ -51,7 +51,7 @@ def level_of(probabilities: np.ndarray) -> Tree:
 # --------------------------------------------------------------------------------------------------- widths by hand
 
 
-def test_defaults_are_the_paper_s() -> None:
+def test_defaults_are_those_of_the_paper() -> None:
     """Appendix B.4: 64 tokens, length 8, top-k 10, top-p 0.9; W in [16, 128], exponent 1.2, weight 0.6 (section 4.4)."""
     policy = parse_policy({"policy": "wetap"})
     assert policy.model_dump() == {
@@ -70,7 +70,7 @@ def test_defaults_are_the_paper_s() -> None:
 
 
 def test_equal_nodes_have_the_widest_next_level_and_a_single_one_the_narrowest() -> None:
-    """H_norm is 1 and 0 (below eq. 6); of one node log W_t is 0, and nothing is divided by it."""
+    """H_norm is 1 and 0 (below eq. 6); a single node has log W_t = 0, which must not be divided by."""
     assert width_after(0.25, 0.25, 0.25, 0.25) == 128
     assert width_after(0.01, 0.01) == 128
     assert width_after(0.7) == 16
@@ -94,12 +94,12 @@ def test_width_by_hand(gamma: float, width: int) -> None:
 
 
 def test_probabilities_are_normalised_before_their_entropy_is_taken() -> None:
-    """Eq. 3: a level deep down has the width of one near the root."""
+    """Eq. 3: the width does not depend on the depth of the level."""
     assert width_after(0.05, 0.025, 0.0125, 0.0125, gamma=1.0) == 114
     assert width_after(5e-200, 2.5e-200, 1.25e-200, 1.25e-200, gamma=1.0) == 114
 
 
-def test_every_level_is_as_wide_as_the_entropy_of_the_one_before_says() -> None:
+def test_the_entropy_of_a_level_sets_the_width_of_the_next() -> None:
     """W in [2, 6], exponent 1; each node offers 0.5, 0.25, 0.125, 0.125.
 
     Level 1 has W_min = 2 nodes: 0.5, 0.25. Normalised 2/3, 1/3: H = 0.636514, by ln 2 0.918296; W_2 = 2 + 4 * 0.918296 =
@@ -123,7 +123,7 @@ def test_level_1_is_w_min_wide() -> None:
     assert wetap(length=1, w_min=3, w_max=9).grow(same_everywhere(*[0.125] * 8)) == [(0,), (1,), (2,)]
 
 
-def test_the_width_of_a_round_is_forgotten_in_the_next() -> None:
+def test_the_width_does_not_carry_over_to_the_next_round() -> None:
     session = wetap(length=2, w_min=1, w_max=9, budget=128)
     first = session.grow(same_everywhere(*[0.125] * 8))
     assert session.grow(same_everywhere(*[0.125] * 8)) == first
@@ -132,8 +132,8 @@ def test_the_width_of_a_round_is_forgotten_in_the_next() -> None:
 # ----------------------------------------------------------------------------------------------------------- candidates
 
 
-def test_a_parent_s_candidates_end_where_their_probabilities_sum_to_top_p() -> None:
-    """0.5 + 0.3 is below 0.9: 0.15 is taken too, and then it is enough; of 0.95, 0.05 the first is enough."""
+def test_candidates_of_a_parent_end_where_their_probabilities_sum_to_top_p() -> None:
+    """0.5 + 0.3 is below 0.9, so 0.15 is taken too; of 0.95 and 0.05 the first suffices."""
     wide = {"w_min": 10, "w_max": 10, "length": 1}
     assert wetap(**wide).grow(same_everywhere(0.5, 0.3, 0.15, 0.05)) == [(0,), (1,), (2,)]
     assert wetap(**wide).grow(same_everywhere(0.95, 0.05)) == [(0,)]
@@ -141,8 +141,8 @@ def test_a_parent_s_candidates_end_where_their_probabilities_sum_to_top_p() -> N
     assert wetap(**wide, top_p=0.96).grow(same_everywhere(0.5, 0.3, 0.15, 0.05)) == [(0,), (1,), (2,), (3,)]
 
 
-def test_a_parent_s_mass_is_its_own() -> None:
-    """Not the cumulative one, which below a node of 0.5 never reaches 0.9."""
+def test_top_p_is_compared_with_conditional_probabilities() -> None:
+    """Cumulative ones never reach 0.9 below a node of 0.5."""
     session = wetap(w_min=10, w_max=10, length=2)
     assert session.grow(root_and_below([0.5, 0.5], [0.95, 0.05])) == [(0,), (1,), (0, 0), (1, 0)]
 
@@ -166,12 +166,12 @@ def test_candidates_of_no_probability_are_none() -> None:
     ("alpha", "budget", "tree"),
     [
         (0.5, 2, [(0,), (0, 0)]),
-        # (0), (0,0) and (1,0) score best; (1) comes back; no leaf stands above the last level; (1,0) is least probable.
+        # (0), (0,0) and (1,0) score best; (1) is added back; no leaf is above the last level; (1,0) is least probable.
         (0.5, 3, [(0,), (1,), (0, 0)]),
         (0.5, 1, [(0,)]),
         (0.75, 2, [(0,), (1,)]),
         (1.0, 3, [(0,), (1,), (0, 0)]),
-        # (0,0) and (1,0) score best; (0) and (1) come back, which makes 4; the least probable are (1,0) and (0,0).
+        # (0,0) and (1,0) score best; (0) and (1) are added back, which makes 4; (1,0) and (0,0) are least probable.
         (0.0, 2, [(0,), (1,)]),
     ],
 )
@@ -231,11 +231,11 @@ def test_a_tree_of_the_size_of_appendix_d(budget: int, dropped: list[Ranks]) -> 
     Level 3: 0.648, 0.03, 0.02, 0.01; (1,1) has no child.    H_norm 0.2712, W_4 = 3.81
     Level 4: 0.5832, 0.0324, 0.018, 0.016; 0.005 is the fifth, and so (2,0,0) stays a leaf.
 
-    alpha = 0.1: length rules, level 4 scores 0.9 and more, level 3 0.675, level 2 0.45, level 1 0.225. Budget 12 takes
-    levels 4, 3 and four of level 2; the missing parents are (0), (1), (2) and (2,0), the least probable of level 2: 16
-    again. Leaves from shallow to deep: none in level 1, (1,1) in level 2, (2,0,0) in level 3; (2,0) is now a leaf too,
-    but its level has passed. Two too many still: the least probable are 0.016 and 0.018, in level 4. Larger budgets stop
-    on the way.
+    With alpha = 0.1 depth decides: level 4 scores 0.9 and more, level 3 0.675, level 2 0.45, level 1 0.225. Budget 12
+    takes levels 4, 3 and four nodes of level 2; the missing parents are (0), (1), (2) and (2,0), the least probable of
+    level 2: 16 nodes again. Leaves from shallow to deep: none in level 1, (1,1) in level 2, (2,0,0) in level 3; (2,0) is
+    now a leaf too, but its level has passed. Two nodes are still too many: the least probable are 0.016 and 0.018, in
+    level 4. Larger budgets stop earlier.
     """
     session = wetap(length=4, w_min=3, w_max=6, gamma=1.0, alpha=0.1, budget=budget, top_p=1.0)
     tree = session.grow(by_table(APPENDIX_D))
@@ -243,10 +243,10 @@ def test_a_tree_of_the_size_of_appendix_d(budget: int, dropped: list[Ranks]) -> 
     assert tree == [path for path in session.grown if path not in dropped]
 
 
-def test_of_a_level_s_leaves_the_least_probable_is_dropped_first() -> None:
-    """0.5, 0.3, 0.2, and 0.45 below the first. Length alone: (0,0) and, of equal score, (0) and (1), which came first:
-    budget 3 has its tree. Budget 2 takes (0,0) and (0). With 0.45 below the third, (2) must come back: of the leaves (0)
-    and (1) the latter goes, which is less probable.
+def test_the_least_probable_leaf_of_a_level_is_dropped_first() -> None:
+    """Level 1 is 0.5, 0.3, 0.2. With a child of the first, depth alone scores (0,0) best, then (0), (1), (2) equally: the
+    earlier are kept. With a child of the third, (2) is added back, and of the leaves (0) and (1) the latter, less
+    probable one is dropped.
     """
     shape = {"length": 2, "w_min": 3, "w_max": 3, "alpha": 0.0}
     first, third = by_table({(): [0.5, 0.3, 0.2], (0,): [0.9]}), by_table({(): [0.5, 0.3, 0.2], (2,): [0.9]})
@@ -255,7 +255,7 @@ def test_of_a_level_s_leaves_the_least_probable_is_dropped_first() -> None:
     assert wetap(**shape, budget=3).grow(third) == [(0,), (2,), (2, 0)]
 
 
-def test_a_tree_within_the_budget_is_left_alone() -> None:
+def test_a_tree_within_the_budget_is_not_pruned() -> None:
     session = wetap(length=4, w_min=3, w_max=6, gamma=1.0, budget=16, top_p=1.0)
     assert session.grow(by_table(APPENDIX_D)) == session.grown
 
@@ -264,7 +264,7 @@ def test_a_tree_within_the_budget_is_left_alone() -> None:
 
 
 def grown_by_the_paper(policy: WetapPolicy, draft: Draft) -> dict[Ranks, float]:
-    """Algorithm 1, lines 3 to 16, and eq. 3 to 6: every node's cumulative log-probability, level by level."""
+    """Cumulative log-probability of every node, level by level, by algorithm 1, lines 3 to 16, and eq. 3 to 6."""
     logprob: dict[Ranks, float] = {}
     level: list[Ranks] = [()]
     width = policy.w_min
@@ -274,9 +274,8 @@ def grown_by_the_paper(policy: WetapPolicy, draft: Draft) -> dict[Ranks, float]:
             own = logprobs_of(draft, parent, policy.top_k)
             own = own[own > -np.inf]
             p = np.exp(own.astype(np.float64))
-            # As many as it takes to reach top_p, all where they never do.
-            enough = np.flatnonzero(np.cumsum(p) >= policy.top_p)
-            nucleus = own[: enough[0] + 1] if len(enough) else own
+            reached = np.flatnonzero(np.cumsum(p) >= policy.top_p)
+            nucleus = own[: reached[0] + 1] if len(reached) else own
             for rank, value in enumerate(nucleus):
                 candidates[*parent, rank] = logprob.get(parent, 0.0) + float(value)
         level = sorted(candidates, key=lambda path: -candidates[path])[:width]
@@ -292,7 +291,7 @@ def grown_by_the_paper(policy: WetapPolicy, draft: Draft) -> dict[Ranks, float]:
 
 
 def pruned_by_the_paper(policy: WetapPolicy, logprob: dict[Ranks, float]) -> tuple[list[Ranks], set[str]]:
-    """Section 3.2.2, eq. 7 and 8, and the order of appendix D; and which of its steps had something to do."""
+    """The nodes kept by section 3.2.2, eq. 7 and 8, in the order of appendix D; and the steps that changed something."""
     nodes, steps = list(logprob), set()
     if len(nodes) <= policy.budget:
         return nodes, steps
@@ -310,15 +309,15 @@ def pruned_by_the_paper(policy: WetapPolicy, logprob: dict[Ranks, float]) -> tup
     for length in range(1, max(map(len, nodes))):
         level = [path for path in nodes if len(path) == length and path in kept]
         parents = {path[:-1] for path in kept}
-        # The level stands most probable first.
+        # Levels are in order of probability, most probable first.
         for leaf in [path for path in reversed(level) if path not in parents]:
             if len(kept) > policy.budget:
                 kept.remove(leaf)
                 steps.add("leaves")
     if len(kept) > policy.budget:
         steps.add("least probable")
-        rest = [path for path in nodes if path in kept]
-        kept = set(sorted(rest, key=lambda path: -logprob[path])[: policy.budget])
+        remaining = [path for path in nodes if path in kept]
+        kept = set(sorted(remaining, key=lambda path: -logprob[path])[: policy.budget])
     return [path for path in nodes if path in kept], steps
 
 
@@ -347,7 +346,7 @@ def wide_hyperparameters(rng: Generator) -> dict[str, Any]:
 
 
 def random_rounds(num_small: int, num_wide: int) -> list[tuple[Session, Draft, list[Ranks]]]:
-    """Sessions after one round, the draft and the tree; every third draft has many exact ties."""
+    """Session, draft and tree of one round each; every third draft has many exact ties."""
     rng, rounds = np.random.default_rng(31), []
     for seed in range(num_small + num_wide):
         session = wetap(**(random_hyperparameters(rng) if seed < num_small else wide_hyperparameters(rng)))
@@ -365,7 +364,7 @@ def rounds() -> list[tuple[Session, Draft, list[Ranks]]]:
 
 
 def test_random_trees_equal_the_plain_implementation(rounds: Any) -> None:
-    """Before and after pruning, in the order of their nodes; every step of pruning has its turn."""
+    """Before and after pruning, in the order of nodes. Every step of pruning occurs."""
     turns: dict[str, int] = {}
     for session, draft, paths in rounds:
         logprob = grown_by_the_paper(session.policy, draft)
@@ -375,11 +374,10 @@ def test_random_trees_equal_the_plain_implementation(rounds: Any) -> None:
         for step in steps:
             turns[step] = turns.get(step, 0) + 1
     assert set(turns) == {"parents", "leaves", "least probable"}
-    assert min(turns.values()) > 20, "the random trees no longer exercise every step"
+    assert min(turns.values()) > 20, "some steps of pruning are rare"
 
 
 def test_random_levels_use_the_whole_range_of_widths(rounds: Any) -> None:
-    """So that the comparison above is one of widths, too."""
     widest = {max(map(len, session.expanded)) for session, _, _ in rounds[NUM_SMALL:]}
     assert max(widest) > 100 and min(widest) < 60
 
@@ -402,8 +400,7 @@ def test_random_trees_are_trees_within_the_budget(rounds: Any) -> None:
             assert session.tree.rank[node] == path[-1] < policy.top_k
 
 
-def test_random_trees_are_deterministic_whatever_came_before(rounds: Any) -> None:
-    """One session may decode many rounds: nothing of an earlier one is left."""
+def test_random_trees_do_not_depend_on_earlier_rounds(rounds: Any) -> None:
     for (first, draft, paths), (*_, again) in zip(rounds, random_rounds(30, 0), strict=False):
         assert paths == again
         first.grow(same_everywhere(0.4, 0.3, 0.3))
