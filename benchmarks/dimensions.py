@@ -100,10 +100,10 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         if "tree" in free:
             documents = [model_pool.key, tune.sha256, table.content_hash, bounds.model_dump(), "dimensions"]
             found = search_trees(evaluator, space, ledger, num_trials=trials, documents=documents, seed=seed)
-            best = evaluator.guarded(found.fastest[0])
+            best = evaluator.with_fallback(found.fastest[0])
         else:
             candidates = [evaluator.evaluate(Configuration(tree=DEFAULT_TREE, draft=d, subnet=s)) for d, s in chosen]
-            best = evaluator.guarded(min(candidates, key=lambda one: one.rank))
+            best = evaluator.with_fallback(min(candidates, key=lambda one: one.rank))
         predicted[name] = best.speedup
         configurations[name] = best.configuration
 

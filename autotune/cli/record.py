@@ -65,9 +65,8 @@ def command(
     from autotune.console import Console
     from autotune.device import choose_device
     from autotune.documents.subnet import Subnet
-    from autotune.search.cost_tables import print_agreement
     from autotune.search.model_pool import ModelPool
-    from autotune.search.traces import record_traces
+    from autotune.search.traces import print_agreement, record_traces
     from autotune.workloads.workload import load_workload
 
     console = Console()

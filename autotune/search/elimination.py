@@ -1,4 +1,4 @@
-"""Finalists run against each other until one is left."""
+"""Sequential elimination: arms decode the same prompts until one remains."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ from autotune.evaluation.runner import ArmRunner, Report
 from autotune.evaluation.runs import Run
 from autotune.workloads.workload import Workload
 
-PROMPTS_PER_ROUND = 8  # prompts between two looks
-
-
+PROMPTS_PER_ROUND = 8  # prompts between two interim analyses
 MAX_PASSES = 4  # over the prompts
-
-
-RISK = 0.05  # that any arm leaves by chance, over all looks and arms
+RISK = 0.05  # that any arm is eliminated by chance, over all interim analyses and arms
 
 
 @dataclass(frozen=True)
 class Elimination:
-    """Finalists after they ran against each other."""
+    """Runs of all arms, and the arms that were not eliminated."""
 
     runs: dict[str, list[Run]]
-    """By arm; an eliminated one has fewer. Plain decoding ran on all."""
-    standing: list[str]
-    """Arms that are not surely slower than the fastest; that one first."""
+    """By arm name; eliminated arms have fewer runs. Plain decoding has run on all prompts."""
+    remaining: list[str]
+    """Names of arms that are not significantly slower than the fastest, which is first."""
 
 
 def eliminate(
@@ -43,46 +39,41 @@ def eliminate(
     deadline: float | None = None,
     report: Report | None = None,
 ) -> Elimination:
-    """Arms decode the prompts block by block, beside plain decoding and each other; after each block those leave that are
-    surely slower than the fastest. It ends when one is left, the prompts were read ``MAX_PASSES`` times, or where another
-    block would not be over by the deadline.
+    """Run arms beside plain decoding, and eliminate those that are significantly slower than the fastest.
+
+    It ends when one arm remains, after ``MAX_PASSES`` over the prompts, or when the next round of prompts would end after
+    the deadline.
     """
-    standing = [arm.name for arm in arms]
-    runs: dict[str, list[Run]] = {name: [] for name in (AR, *standing)}
-    blocks = [
-        workload.prompts[begin : begin + PROMPTS_PER_ROUND]
-        for begin in range(0, len(workload.prompts), PROMPTS_PER_ROUND)
-    ]
-    total = len(workload.prompts) * MAX_PASSES
+    remaining = [arm.name for arm in arms]
+    runs: dict[str, list[Run]] = {name: [] for name in (AR, *remaining)}
+    num_prompts = len(workload.prompts)
+    blocks = [workload.prompts[begin : begin + PROMPTS_PER_ROUND] for begin in range(0, num_prompts, PROMPTS_PER_ROUND)]
+    # Any arm may look fastest by chance: a test for every ordered pair of arms at every interim analysis.
+    num_tests = MAX_PASSES * len(blocks) * len(arms) * max(1, len(arms) - 1)
     began = time.monotonic()
     for number in range(MAX_PASSES * len(blocks)):
         prompts = blocks[number % len(blocks)]
         now = time.monotonic()
         is_late = deadline is not None and number > 0 and now + (now - began) / number > deadline
-        if number > 0 and (len(standing) == 1 or is_late):
+        if number > 0 and (len(remaining) == 1 or is_late):
             break
-        found = runner.compare(
-            [runner.plain, *(arm for arm in arms if arm.name in standing)],
+        block_runs = runner.compare(
+            [runner.plain, *(arm for arm in arms if arm.name in remaining)],
             Workload(workload.name, workload.split, prompts),
             seed=seed + number,
             min_prompts=len(prompts),
             repeat=number // len(blocks),
             keep_memory=number > 0,
         )
-        for name, block_runs in found.items():
-            runs[name] += block_runs
+        for name, more in block_runs.items():
+            runs[name] += more
         if report is not None:
-            report(min(total, len(runs[AR])), total)
-        times = {name: np.array([run.decode_ms for run in runs[name]]) for name in standing}
-        standing.sort(key=lambda name: float(times[name].sum()))
-        fastest = times[standing[0]]
-        num_tests = MAX_PASSES * len(blocks) * len(arms) * max(1, len(arms) - 1)  # any may look fastest by chance
-        standing = [
-            name
-            for name in standing
-            if name == standing[0] or not is_significantly_slower(times[name], fastest, risk=RISK / num_tests)
-        ]
-    return Elimination(runs, standing)
+            report(min(num_prompts * MAX_PASSES, len(runs[AR])), num_prompts * MAX_PASSES)
+        ms = {name: np.array([run.decode_ms for run in runs[name]]) for name in remaining}
+        fastest, *others = sorted(remaining, key=lambda name: float(ms[name].sum()))
+        slower = [name for name in others if is_significantly_slower(ms[name], ms[fastest], risk=RISK / num_tests)]
+        remaining = [name for name in (fastest, *others) if name not in slower]
+    return Elimination(runs, remaining)
 
 
 def is_significantly_slower(ms: NDArray[np.float64], than: NDArray[np.float64], *, risk: float) -> bool:

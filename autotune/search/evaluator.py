@@ -1,4 +1,4 @@
-"""Prices configurations without running a model: replayed over the traces of their draft and subnet, by the cost table."""
+"""Predicts the speed of configurations without running a model: trees are replayed over traces and priced by a cost table."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
 from autotune.cost.table import CostTable, DensePrices, DraftCosts
-from autotune.documents.configuration import Configuration, DraftVariant
+from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import Document
@@ -23,89 +22,89 @@ from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.tree import MAX_STEP, Floats, Ints
 
+SMALLEST = parse_policy({"policy": "chain", "depth": 1})
+
 
 class Candidate(Document):
-    """A configuration and what replay says of it."""
+    """A configuration with its predicted speed."""
 
     configuration: Configuration
     ms_per_token: float
     tokens_per_round: float
     nodes_per_round: float
     speedup: float
-    """Over plain decoding, predicted by the same table."""
+    """Over plain decoding, by the same cost table."""
 
     @property
     def key(self) -> str:
-        """The configuration's."""
         return self.configuration.key
 
     @property
     def policy(self) -> str:
-        """By its name."""
         return str(self.configuration.tree["policy"])
 
     @property
     def rank(self) -> tuple[float, float, str]:
-        """Fastest first; of equal ones the smaller tree."""
+        """Sort key: the fastest first; of equally fast ones the smaller tree."""
         return self.ms_per_token, self.nodes_per_round, self.key
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a configuration must keep to."""
+    """Limits that a configuration must keep."""
 
     max_round_ms: float | None = None
-    """Of the largest round that a tree can make: every level as wide, and the tree as large, as it may get."""
+    """Latency of the largest round that a policy can make: every level as wide, and the tree as large, as possible."""
     max_draft_mib: float | None = None
-    """Memory of the draft: its own weights, and its cache of the longest prompt and answer with the largest tree."""
+    """Memory of the draft: its own weights, and its KV cache at the longest prompt and answer with the largest tree."""
 
     def check(self, round_ms: Iterable[float], draft_mib: Iterable[float | None]) -> None:
-        """Refuse limits that nothing keeps, given the least that rounds take and drafts need.
+        """Check that the limits are not below the shortest rounds and the smallest drafts.
 
         Raises:
-            UserError: says which limit binds, and what the least is.
+            UserError: names the limit and the least value possible.
         """
         if (limit := self.max_round_ms) is not None and (least := min(round_ms)) > limit:
             raise UserError(
-                f"--max-round-ms {limit:g}: no tree keeps to it; a round with one drafted token takes {least:.2f} ms; raise it above that"
+                f"--max-round-ms {limit:g} excludes every tree: a round with one draft token takes {least:.2f} ms; give more"
             )
         if (limit := self.max_draft_mib) is not None:
             sizes = [size for size in draft_mib if size is not None]
             if sizes and min(sizes) > limit:
                 raise UserError(
-                    f"--max-draft-mib {limit:g}: no draft keeps to it; the smallest takes {min(sizes):.1f} MiB; raise it, or name a smaller draft"
+                    f"--max-draft-mib {limit:g} excludes every draft: the smallest takes {min(sizes):.1f} MiB; "
+                    "give more, or name a smaller draft"
                 )
 
     def check_table(self, table: CostTable) -> None:
-        """The same before anything is recorded: with empty caches, so what is refused here fits nowhere.
+        """Check the limits at empty KV caches, before anything is recorded.
 
         Raises:
             UserError: as ``check``.
         """
-        of_drafts = [(costs.draft, Subnet(heads=costs.heads)) for costs in table.drafts]
-        prices = [table.prices(draft, max_tokens=2, max_kv_length=0, subnet=subnet) for draft, subnet in of_drafts]
+        prices = (
+            table.prices(costs.draft, max_tokens=2, max_kv_length=0, subnet=Subnet(heads=costs.heads))
+            for costs in table.drafts
+        )
         self.check(
-            (largest_round_ms(found, SMALLEST) for found in prices),
+            (largest_round_ms(of_draft, SMALLEST) for of_draft in prices),
             (memory_mib(costs, table.precision, 0) for costs in table.drafts),
         )
-
-
-SMALLEST = parse_policy({"policy": "chain", "depth": 1})
 
 
 def largest_round_ms(prices: DensePrices, policy: Policy) -> float:
     """Latency of the largest round that a policy can make, at the longest KV length that is priced."""
     levels = policy.max_depth
-    draft = (
-        prices.draft_first_ms[1, -1]
-        + (levels - 1) * prices.draft_ms[min(policy.max_width, len(prices.draft_ms) - 1), -1]
+    level_ms = prices.draft_ms[min(policy.max_width, len(prices.draft_ms) - 1), -1]
+    draft_ms = prices.draft_first_ms[1, -1] + (levels - 1) * level_ms
+    overhead_ms = (
+        prices.overhead_round_ms + levels * prices.overhead_level_ms + policy.max_nodes * prices.overhead_node_ms
     )
-    overhead = prices.overhead_round_ms + levels * prices.overhead_level_ms + policy.max_nodes * prices.overhead_node_ms
-    return float(draft + prices.verify_ms[policy.max_nodes + 1, -1] + overhead)
+    return float(draft_ms + prices.verify_ms[policy.max_nodes + 1, -1] + overhead_ms)
 
 
 def memory_mib(costs: DraftCosts, precision: str, num_tokens: int) -> float | None:
-    """Of a draft: its own weights, and a cache of so many tokens, MiB; None where the cost table does not say."""
+    """MiB of a draft's own weights and of its KV cache for ``num_tokens``; None where the cost table has no sizes."""
     if costs.num_parameters is None or costs.kv_bytes_per_token is None:
         return None
     width = {"float32": 4, "float64": 8}.get(precision, 2)
@@ -113,7 +112,7 @@ def memory_mib(costs: DraftCosts, precision: str, num_tokens: int) -> float | No
 
 
 class Evaluator:
-    """Replays configurations over the traces of every draft and subnet."""
+    """Replays configurations over the traces of every draft variant."""
 
     def __init__(
         self,
@@ -123,10 +122,14 @@ class Evaluator:
         constraints: Constraints | None = None,
         jobs: int | None = None,
     ) -> None:
-        """``jobs`` replay at once; None: one for each core.
+        """Args:
+            traces: of the same answers, one per draft variant.
+            table: with the costs of their drafts.
+            constraints: limits for ``is_feasible``.
+            jobs: number of threads that replay; None: one per core.
 
         Raises:
-            UserError: answers too short to decode, or a draft that the table does not price.
+            UserError: the answers are too short to decode, or the table has no costs of a draft.
         """
         self.traces: dict[DraftVariant, Trace] = {(t.header.draft.id, t.header.subnet): t for t in traces}
         self.table = table
@@ -137,48 +140,47 @@ class Evaluator:
             raise UserError(
                 "every recorded answer has one token, so there is nothing to speed up; raise max_new_tokens"
             )
-        self.longest = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
+        self.max_kv_length = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
         self.prices = {variant: self._prices_of(trace) for variant, trace in self.traces.items()}
         self.ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
-        """Of plain decoding, predicted, by prompt."""
+        """Predicted time of plain decoding [prompts]."""
         self.ar_ms_per_token = float(self.ar_ms.sum() / any_trace.num_tokens)
         self.tasks = any_trace.header.tasks
-        self._seen: dict[str, Candidate] = {}
+        self._candidates: dict[str, Candidate] = {}
 
     def _prices_of(self, trace: Trace) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet
-        max_tokens = min(
-            MAX_STEP, self.table.verify.max_tokens, self.table.costs_of(draft, subnet).draft_level.max_tokens
-        )
-        return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.longest, subnet=subnet)
+        largest_level = self.table.costs_of(draft, subnet).draft_level.max_tokens
+        max_tokens = min(MAX_STEP, self.table.verify.max_tokens, largest_level)
+        return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet)
 
-    def placed(self, configuration: Configuration) -> Configuration:
-        """A configuration with its draft, the first where it names none, and with the draft's own layer, its last."""
+    def resolve(self, configuration: Configuration) -> Configuration:
+        """The configuration with a draft and an injection layer; by default the first draft, and a draft's last layer."""
         draft, subnet = configuration.draft or next(iter(self.traces))[0], configuration.subnet
         if subnet.injection_layer is None and (draft, subnet) not in self.traces:
-            own = max((s.injection_layer or 0 for d, s in self.traces if d == draft), default=0)
-            subnet = subnet.model_copy(update={"injection_layer": own or None})
+            last = max((s.injection_layer or 0 for d, s in self.traces if d == draft), default=0)
+            subnet = subnet.model_copy(update={"injection_layer": last or None})
         if (draft, subnet) == (configuration.draft, configuration.subnet):
             return configuration
         return configuration.model_copy(update={"draft": draft, "subnet": subnet})
 
     def replay(self, configuration: Configuration, prompts: Ints | None = None) -> Replay:
-        """What decoding ``prompts``, by number, would do with a configuration; None: all.
+        """Replay a configuration over the prompts with these indices; None: all.
 
         Raises:
-            UserError: no trace is of its draft and subnet, or its trees reach beyond traces or prices.
+            UserError: no trace of its draft variant, or trees larger than traces or prices.
         """
-        trace, policy, prices = self._reach(configuration)
+        trace, policy, prices = self._replay_arguments(configuration)
         return replay(trace, policy, prices, configuration.fallback, prompts)
 
-    def _reach(self, configuration: Configuration) -> tuple[Trace, Policy, DensePrices]:
-        """What a configuration is replayed with."""
-        configuration = self.placed(configuration)
+    def _replay_arguments(self, configuration: Configuration) -> tuple[Trace, Policy, DensePrices]:
+        configuration = self.resolve(configuration)
         variant = configuration.draft or "", configuration.subnet
         if variant not in self.traces:
             known = "; ".join(f"{draft} {subnet.label}" for draft, subnet in self.traces)
             raise UserError(
-                f"no trace has {configuration.draft} {configuration.subnet.label}; there are {known}; record it, or narrow the space"
+                f"no trace has {configuration.draft} {configuration.subnet.label}; there are {known}; "
+                "record it, or narrow the space"
             )
         trace, prices, policy = self.traces[variant], self.prices[variant], parse_policy(configuration.tree)
         check_reach(trace, policy)
@@ -186,14 +188,12 @@ class Evaluator:
         if max(policy.max_nodes + 1, policy.max_width) > largest:
             raise UserError(
                 f"the cost table prices steps of up to {largest} tokens; {configuration.label} verifies up to "
-                f"{policy.max_nodes + 1} at once and drafts {policy.max_width}; profile a larger grid, or narrow the space"
+                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; profile a larger grid, or narrow the space"
             )
         return trace, policy, prices
 
     def can_replay(self, configuration: Configuration) -> bool:
-        """Whether its draft and subnet were recorded, and its trees lie within traces and prices: nodes that a trace does not
-        hold would not be priced.
-        """
+        """Whether a trace has its draft variant and nearly all of its nodes: nodes outside the trace would not be priced."""
         try:
             return self.replay(configuration).is_covered
         except UserError:
@@ -204,26 +204,26 @@ class Evaluator:
         return largest_round_ms(self.prices[variant], policy)
 
     def draft_mib(self, variant: DraftVariant, policy: Policy) -> float | None:
-        """Memory of a draft with its cache at the longest KV length, MiB; None where the cost table does not say."""
+        """MiB of a draft with its KV cache at the longest KV length; None where the cost table has no sizes."""
         header = self.traces[variant].header
         costs = self.table.costs_of(header.draft, header.subnet)
-        return memory_mib(costs, self.table.precision, self.longest + policy.max_grown)
+        return memory_mib(costs, self.table.precision, self.max_kv_length + policy.max_grown)
 
-    def is_feasible(self, variant: DraftVariant, tree: dict[str, Any]) -> bool:
-        """Whether a tree keeps to the constraints."""
-        found = self.constraints
-        if found == Constraints():
+    def is_feasible(self, variant: DraftVariant, tree: Tree) -> bool:
+        """Whether a tree keeps the constraints."""
+        limits = self.constraints
+        if limits == Constraints():
             return True
         policy = parse_policy(tree)
-        if found.max_round_ms is not None and self.round_ms(variant, policy) > found.max_round_ms:
+        if limits.max_round_ms is not None and self.round_ms(variant, policy) > limits.max_round_ms:
             return False
-        return found.max_draft_mib is None or (self.draft_mib(variant, policy) or 0.0) <= found.max_draft_mib
+        return limits.max_draft_mib is None or (self.draft_mib(variant, policy) or 0.0) <= limits.max_draft_mib
 
     def check_feasible(self) -> None:
-        """Refuse constraints that the smallest of trees does not keep.
+        """Check that the smallest tree keeps the constraints.
 
         Raises:
-            UserError: says which constraint binds, and what the least is.
+            UserError: names the limit and the least value possible.
         """
         self.constraints.check(
             (self.round_ms(variant, SMALLEST) for variant in self.traces),
@@ -231,40 +231,38 @@ class Evaluator:
         )
 
     def evaluate(self, configuration: Configuration) -> Candidate:
-        """A configuration's figures; a second call costs nothing."""
-        configuration = self.placed(configuration)
+        """Predict the speed of a configuration; results are cached."""
+        configuration = self.resolve(configuration)
         key = configuration.key
-        if key not in self._seen:
-            self._seen[key] = self.candidate(configuration, self.replay(configuration))
-        return self._seen[key]
+        if key not in self._candidates:
+            self._candidates[key] = self.candidate(configuration, self.replay(configuration))
+        return self._candidates[key]
 
     def candidate(self, configuration: Configuration, result: Replay) -> Candidate:
-        """A configuration, with its draft and subnet, and what its replay says of it."""
-        ms = result.ms_per_token
-        nodes = float(result.verified_nodes.sum() / result.rounds.sum())
+        """The candidate of a resolved configuration and its replay."""
         return Candidate(
             configuration=configuration,
-            ms_per_token=ms,
+            ms_per_token=result.ms_per_token,
             tokens_per_round=result.tokens_per_round,
-            nodes_per_round=nodes,
-            speedup=self.ar_ms_per_token / ms,
+            nodes_per_round=float(result.verified_nodes.sum() / result.rounds.sum()),
+            speedup=self.ar_ms_per_token / result.ms_per_token,
         )
 
     def replay_many(self, configurations: Iterable[Configuration], prompts: Ints | None = None) -> list[Replay]:
-        """``jobs`` at once."""
+        """Replay configurations in ``jobs`` threads."""
         for trace in self.traces.values():
-            _ = trace.packed  # laid out once, before the threads ask for it
+            _ = trace.packed  # computed once, before the threads need it
         with ThreadPoolExecutor(self.jobs) as pool:
-            return list(pool.map(lambda one: self.replay(one, prompts), configurations))
+            return list(pool.map(lambda configuration: self.replay(configuration, prompts), configurations))
 
     def prompt_ms(self, configurations: Sequence[Configuration]) -> Floats:
-        """Predicted decoding time of every prompt, [configurations, prompts]."""
+        """Predicted decoding times [configurations, prompts]."""
         return np.array([result.decode_ms for result in self.replay_many(configurations)])
 
     def round_price(self, configuration: Configuration) -> RoundPrice:
-        """What a configuration's rounds cost in plain steps: its own rounds, divided among what they consist of."""
+        """The replayed cost of a round, a draft level and a node, in plain steps."""
         result = self.replay(configuration.model_copy(update={"fallback": None}))
-        prices = self._reach(configuration)[2]
+        prices = self._replay_arguments(configuration)[2]
         rounds, levels, nodes = (float(n.sum()) for n in (result.rounds, result.draft_forwards, result.verified_nodes))
         verify_ms = prices.verify_ms.mean(1)
         largest = parse_policy(configuration.tree).max_nodes + 1
@@ -278,13 +276,13 @@ class Evaluator:
             node_steps=(node_ms + prices.overhead_node_ms) / step_ms,
         )
 
-    def guarded(self, candidate: Candidate) -> Candidate:
-        """A candidate with its fallback to plain decoding."""
+    def with_fallback(self, candidate: Candidate) -> Candidate:
+        """The candidate with a fallback to plain decoding."""
         price = self.round_price(candidate.configuration)
         return self.evaluate(candidate.configuration.model_copy(update={"fallback": price}))
 
-    def static_trees(self, variant: DraftVariant, space: SearchSpace) -> list[dict[str, Any]]:
-        """Sequoia's trees of the budgets and depths of a search space, for a subnet."""
+    def static_trees(self, variant: DraftVariant, space: SearchSpace) -> list[Tree]:
+        """Sequoia's trees for a draft variant, of the budgets and depths of a space."""
         budgets, depths = (space.trees["static"][name].values or [] for name in STATIC_FIELDS)
         trees = sequoia_trees(rank_acceptance(self.traces[variant]), budgets=budgets, depths=depths)
         return [tree.model_dump(mode="json") for tree in trees]

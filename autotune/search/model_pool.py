@@ -1,4 +1,4 @@
-"""A target and the drafts that contend for it, with what documents call them."""
+"""The target and all drafts of a search, loaded once."""
 
 from __future__ import annotations
 
@@ -25,146 +25,159 @@ from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.search.space import SearchSpace
-from autotune.search.worker_pool import MOST_HELPERS, WorkerPool
+from autotune.search.worker_pool import MAX_WORKERS, WorkerPool
 
-SHARE_OF_MEMORY = 0.5  # of what is free, that helpers may take
-BYTES_OF_PROCESS = 1 << 30  # torch, and what is kept of prompts
+MEMORY_SHARE = 0.5  # of the free memory, for workers
+PROCESS_BYTES = 1 << 30  # of a worker beside its weights: torch, and processed prompts
 
 
-class Asked(NamedTuple):
-    """What contenders are loaded from, for a process that loads the same."""
+class ModelPoolArguments(NamedTuple):
+    """Arguments of a ``ModelPool``, sent to a worker that loads the same models."""
 
     target: str
     drafts: tuple[str, ...]
     device: str
     capture_sizes: tuple[int, ...]
     mode: str
-    threads: int
-    """That torch used then: part of the device's fingerprint, and so of every document's name."""
+    num_threads: int
+    """torch's threads in the main process: part of the device's fingerprint, and so of the keys of documents."""
 
 
-def _as_helper(rank: int, asked: Asked, threads: int, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """In a process of its own."""
-    torch.set_num_threads(asked.threads)
-    model_pool = ModelPool(asked.target, asked.drafts, asked.device, asked.capture_sizes, asked.mode)
-    torch.set_num_threads(threads)
-    task(model_pool, rank, *arguments)
+def _run_task(
+    rank: int,
+    arguments: ModelPoolArguments,
+    num_threads: int,
+    task: Callable[..., None],
+    task_arguments: tuple[Any, ...],
+) -> None:
+    """Load the models in a worker and run ``task``."""
+    torch.set_num_threads(arguments.num_threads)
+    model_pool = ModelPool(*arguments[:-1])
+    torch.set_num_threads(num_threads)
+    task(model_pool, rank, *task_arguments)
 
 
 class ModelPool:
-    """The target and the drafts that contend for it, loaded when first asked for."""
+    """A target and the drafts that compete for it; subnets of the drafts are loaded on first use."""
 
     def __init__(
         self, target: str, drafts: Sequence[str], device: str, capture_sizes: Sequence[int] = (), mode: str = EAGER
     ) -> None:
         """Raises:
-        UserError: a model that cannot be loaded, or no draft for this target.
+        UserError: a model cannot be loaded, or a draft does not fit the target.
         """
-        self.asked = Asked(target, tuple(drafts), device, tuple(capture_sizes), mode, torch.get_num_threads())
+        self.arguments = ModelPoolArguments(
+            target, tuple(drafts), device, tuple(capture_sizes), mode, torch.get_num_threads()
+        )
         self.target_reference = reference(target)
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
         self.mode = check_mode(mode, self.target.device)
         self.capture_sizes = capture_sizes_for(mode, capture_sizes)
         self.device = fingerprint(device)
-        self._loaded: dict[DraftVariant, LoadedDraft] = {}
-        self._wholes: dict[str, LoadedDraft] = {}
+        self._subnets: dict[DraftVariant, LoadedDraft] = {}
+        self._full_drafts: dict[str, LoadedDraft] = {}
         self.references: dict[str, ModelReference] = {}
-        """Of the drafts, by their ids."""
+        """Drafts by id, in the user's order."""
         for name in drafts:
-            found = reference(name)
-            self.references[found.id] = found
-            whole = load_draft(name, self.target)
-            Decoder(
-                self.target, whole, capture_sizes=self.capture_sizes, processor=self.processor
-            )  # checks that vocabularies agree
-            self._wholes[found.id] = whole
+            draft_reference = reference(name)
+            self.references[draft_reference.id] = draft_reference
+            draft = load_draft(name, self.target)
+            # A decoder checks that the vocabularies agree.
+            Decoder(self.target, draft, capture_sizes=self.capture_sizes, processor=self.processor)
+            self._full_drafts[draft_reference.id] = draft
 
     @contextmanager
-    def helped(self, jobs: int | None, task: Callable[..., None], *arguments: Any) -> Iterator[WorkerPool]:
-        """Inside, processes that have loaded the same models may run ``task(model_pool, rank, *arguments)`` beside this one,
-        ``jobs`` in all (None: one for each core); the threads are shared out among them.
-        """
-        number, threads = self.room_for_helpers(jobs)
-        with WorkerPool(number, _as_helper, self.asked, threads, task, arguments) as helpers, limited_threads(threads):
-            yield helpers
+    def worker_pool(self, jobs: int | None, task: Callable[..., None], *arguments: Any) -> Iterator[WorkerPool]:
+        """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)``.
 
-    def room_for_helpers(self, jobs: int | None) -> tuple[int, int]:
-        """How many more processes may work with these models at once, and on how many CPU threads each: ``jobs`` in all
-        (None: one for each thread that torch uses) as far as memory goes; none where an accelerator works.
+        Args:
+            jobs: number of processes, this one included; None: one per core. They share torch's threads.
+            task: a module-level function.
         """
-        cores = self.asked.threads
+        num_workers, num_threads = self.worker_limits(jobs)
+        pool = WorkerPool(num_workers, _run_task, self.arguments, num_threads, task, arguments)
+        with pool, limited_threads(num_threads):
+            yield pool
+
+    def worker_limits(self, jobs: int | None) -> tuple[int, int]:
+        """Number of workers beside this process, and of CPU threads for each, as far as memory allows; no workers on an
+        accelerator.
+        """
+        cores = self.arguments.num_threads
         jobs = jobs or cores
         if self.target.device.type != "cpu":
             return 0, cores
-        drafts = [draft.num_parameters for draft in self._wholes.values()]
-        weights = (self.target.model.num_parameters() + sum(drafts)) * self.target.dtype.itemsize
+        num_parameters = self.target.model.num_parameters()
+        num_parameters += sum(draft.num_parameters for draft in self._full_drafts.values())
         free = free_memory(self.target.device)
         if free is not None:
-            jobs = min(jobs, 1 + int(SHARE_OF_MEMORY * free / (weights + BYTES_OF_PROCESS)))
-        number = min(jobs, 1 + MOST_HELPERS) - 1
-        return number, max(1, cores // (1 + number))
+            worker_bytes = num_parameters * self.target.dtype.itemsize + PROCESS_BYTES
+            jobs = min(jobs, 1 + int(MEMORY_SHARE * free / worker_bytes))
+        num_workers = min(jobs - 1, MAX_WORKERS)
+        return num_workers, max(1, cores // (1 + num_workers))
 
     @property
     def precision(self) -> str:
         return str(self.target.dtype).removeprefix("torch.")
 
     def kind(self, draft: str) -> str:
-        """Of a draft: ``star``, ``independent``, ..."""
-        return self._wholes[draft].kind
+        """The kind of a draft: ``star``, ``independent``, ..."""
+        return self._full_drafts[draft].kind
 
     def draft(self, draft: str, subnet: Subnet | None = None) -> LoadedDraft:
-        """A draft, sliced to the heads and reading the layer of a subnet; its visual tokens are chosen prompt by prompt.
+        """A draft with the heads and injection layer of a subnet; its visual tokens are selected per prompt.
 
         Raises:
-            UserError: a subnet that it does not have.
+            UserError: the draft has no such subnet.
         """
-        whole = self._wholes[draft]
-        subnet = subnet or whole.subnet
-        layer = subnet.injection_layer or whole.subnet.injection_layer
-        wanted = Subnet(heads=subnet.heads, injection_layer=layer)
-        if wanted.heads is None and layer == whole.subnet.injection_layer:
-            return whole
-        if (draft, wanted) not in self._loaded:
-            self._loaded[draft, wanted] = load_draft(draft, self.target, wanted)
-        return self._loaded[draft, wanted]
+        full = self._full_drafts[draft]
+        subnet = subnet or full.subnet
+        layer = subnet.injection_layer or full.subnet.injection_layer
+        subnet = Subnet(heads=subnet.heads, injection_layer=layer)
+        if subnet.heads is None and layer == full.subnet.injection_layer:
+            return full
+        if (draft, subnet) not in self._subnets:
+            self._subnets[draft, subnet] = load_draft(draft, self.target, subnet)
+        return self._subnets[draft, subnet]
 
     def runner(self, threads: int | None, ledger: Path | None = None) -> ArmRunner:
-        """Runs configurations of any of the drafts, with steps on so many CPU threads."""
+        """A runner of arms with any of the drafts, on ``threads`` CPU threads."""
         plain = Decoder(
             self.target, capture_sizes=self.capture_sizes, mode=self.mode, threads=threads, processor=self.processor
         )
         return ArmRunner(plain, self.processor, ledger, context=[self.key, threads], draft_of=self.draft_of)
 
     def draft_of(self, configuration: Configuration) -> LoadedDraft:
-        """Who drafts: the first, where a configuration names nobody."""
-        return self.draft(configuration.draft or next(iter(self._wholes)), configuration.subnet)
+        """The draft of a configuration; the first one if it names none."""
+        return self.draft(configuration.draft or next(iter(self._full_drafts)), configuration.subnet)
 
     def subnets(self, space: SearchSpace) -> list[DraftVariant]:
-        """All of a space, of every draft.
+        """All variants of a space: its subnets of every draft.
 
         Raises:
-            UserError: the space has heads or layers to choose, and no draft has.
+            UserError: the space searches heads or layers, and no draft is a supernet.
         """
-        found: list[DraftVariant] = []
-        supernets = {draft for draft, whole in self._wholes.items() if whole.kind == "star"}
+        supernets = {
+            id: draft.network.config.injection_layers
+            for id, draft in self._full_drafts.items()
+            if draft.kind == "star" and isinstance(draft, FeatureDraft)
+        }
         if not supernets and (space.heads != [1.0] or isinstance(space.injection_layers, list)):
-            names = ", ".join(self._wholes)
+            names = ", ".join(self._full_drafts)
             raise UserError(
                 f"only a star draft has heads and layers to choose; got {names}; leave heads and layers out"
             )
-        for draft, whole in self._wholes.items():
-            readable: Sequence[int] = ()
-            if draft in supernets:
-                assert isinstance(whole, FeatureDraft)
-                readable = whole.network.config.injection_layers
-            found += [(draft, subnet) for subnet in space.subnets(draft, whole.subnet, readable)]
-        return found
+        return [
+            (id, subnet)
+            for id, draft in self._full_drafts.items()
+            for subnet in space.subnets(id, draft.subnet, supernets.get(id, ()))
+        ]
 
     @property
     def key(self) -> str:
-        """Names documents that speak of these models on this device, through these versions."""
-        models = [found.sha256 or found.id for found in (self.target_reference, *self.references.values())]
+        """Content key of the models, the device, the library versions, and the mode: part of the key of every document."""
+        models = [model.sha256 or model.id for model in (self.target_reference, *self.references.values())]
         sizes: list[object] = [list(self.capture_sizes)] if self.capture_sizes else []
         sizes += [self.mode] if self.mode != EAGER else []
         versions = [version_of("torch"), version_of("transformers")]

@@ -1,46 +1,223 @@
-"""``autotune search``: profile, record, search, measure, and write the decoding profile.
-
-Each stage leaves documents that the next run finds again.
-"""
+"""``autotune search``: from models and prompts to a decoding profile. Every stage stores what the next run can reuse."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from autotune.acceptance.trace import ForestBounds, bounds_for
+from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
 from autotune.cost.profiler import shape_of
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.table import TOKENS, CostTable
+from autotune.documents.configuration import DraftVariant
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.files import content_key
-from autotune.search.cost_tables import (
-    foreign_table,
-    local_table,
-    priced_apart,
-    print_agreement,
-    print_table,
-)
+from autotune.search.cost_tables import foreign_table, local_table, priced_variants, print_table
 from autotune.search.evaluator import Constraints, Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import measure, print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
-from autotune.search.traces import record_traces
-from autotune.search.tree_search import search_trees
+from autotune.search.traces import print_agreement, record_traces
+from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.document import LEDGER, PROFILE, DraftEntry, StudyDocument, save_study
 from autotune.study.ledger import Ledger
-from autotune.workloads.workload import Workload, load_workload
+from autotune.workloads.workload import load_workload
 
-MIN_TREES_S = 20.0  # for the trees, however late it is
-TABLE_SHARE = 0.3  # of the budget that steps may be timed for, where that is less than they take
+MIN_TREE_SEARCH_S = 20.0  # even past the deadline
+TREE_SEARCH_SHARE = 0.4  # of the time left
+TABLE_SHARE = 0.3  # of the budget: an upper limit for the cost table
 
 
-def space_of(settings: SearchSettings) -> SearchSpace:
-    """The space searched, its heads and layers narrowed to what was asked for."""
+def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
+    """Search a decoding profile, and write it. An interrupted search resumes; searches with one ``storage`` share the work.
+
+    Args:
+        settings: what to search.
+        console: for progress and tables.
+        started: start of the budget, of ``time.monotonic``; None: now.
+
+    Raises:
+        UserError: a mistake of the user, found before long work where possible.
+    """
+    check_settings(settings)
+    run = _SearchRun(settings, console, time.monotonic() if started is None else started)
+    with run.stage("cost table"):
+        table = run.cost_table()
+    variants = run.variants
+    if len(variants) > run.space.survivors:
+        with run.stage("screening"):
+            variants = run.screen(table)
+    with run.stage("traces"):
+        traces = run.record(variants)
+    evaluator = Evaluator(traces, table, constraints=run.constraints, jobs=settings.jobs)
+    with run.stage("tree search"):
+        trees = run.search_trees(evaluator)
+    with run.stage("finalists and evaluation"):
+        profile = run.select_profile(evaluator, trees)
+    for path in (run.folder / PROFILE, settings.output):
+        profile.save(path)
+    console.say("time: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in run.stage_seconds.items()))
+    console.say(f"decoding profile written to {settings.output}")
+    return profile
+
+
+class _SearchRun:
+    """The models, prompts and study of one search, and its stages."""
+
+    def __init__(self, settings: SearchSettings, console: Console, started: float) -> None:
+        self.settings = settings
+        self.console = console
+        self.deadline = started + settings.budget_s
+        self.constraints = Constraints(settings.max_round_ms, settings.max_draft_mib)
+        self.stage_seconds: dict[str, float] = {}
+        self.space = narrowed_space(settings)
+        self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
+        self.tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
+        self.evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
+        self.device = device_for(settings.gpu)
+        shared_ledger = None if settings.storage is None else Ledger(settings.storage)  # fails before models are loaded
+        self.model_pool = ModelPool(
+            settings.target, settings.drafts, self.device or "cpu", settings.capture_sizes, settings.mode
+        )
+        self.variants = self.model_pool.subnets(self.space)
+        name = settings.study or f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
+        self.folder = settings.folder / name
+        self.ledger = shared_ledger or Ledger(self.folder / LEDGER)
+        self.study: StudyDocument | None = None
+        console.say(f"target {settings.target}, draft {', '.join(settings.drafts)}, workload {settings.workload}")
+        console.say(f"study in {self.folder}")
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage, and save the study after it."""
+        started = time.monotonic()
+        yield
+        self.stage_seconds[name] = time.monotonic() - started
+        if self.study is not None:
+            update = {"records": self.ledger.used_keys, "stage_seconds": self.stage_seconds}
+            self.study = self.study.model_copy(update=update)
+            save_study(self.folder, self.study)
+
+    def cost_table(self) -> CostTable:
+        """The device's cost table, and the study document."""
+        settings, priced = self.settings, priced_variants(self.variants)
+        if self.device is None:
+            table = foreign_table(settings.gpu, self.model_pool, priced)
+            table.save(self.folder / f"{table.device.name}.cost.json")
+        else:
+            limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
+            table = local_table(
+                self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
+            )
+        self.constraints.check_table(table)
+        self.study = StudyDocument(
+            provenance=stamp(),
+            command=settings.command,
+            target=self.model_pool.target_reference,
+            target_shape=shape_of(self.model_pool.target),
+            drafts=[
+                DraftEntry(kind=draft.kind, reference=reference, shape=shape_of(draft))
+                for id, reference in self.model_pool.references.items()
+                for draft in [self.model_pool.draft(id)]
+            ],
+            hardware=table.device,
+            workload=settings.workload,
+            tune_sha256=self.tune.sha256,
+            space=self.space.name,
+            cost_table=table.content_hash,
+        )
+        print_table(table, self.console)
+        return table
+
+    def screen(self, table: CostTable) -> list[DraftVariant]:
+        """The draft variants whose trees are searched."""
+        pool, tune, ledger, console = self.model_pool, self.tune, self.ledger, self.console
+        screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=self.settings.jobs)
+        if self.settings.measure == "all" and self.device is not None:
+            screened = measure(pool, screened, table.threads, tune, ledger, console)
+        chosen = survivors(screened, self.space.survivors)
+        print_screened(screened, chosen, console)
+        return chosen
+
+    def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
+        """Traces of the variants on the tuning prompts."""
+        traces = record_traces(
+            self.model_pool,
+            variants,
+            self.tune,
+            self.folder,
+            self.console,
+            bounds=self.bounds,
+            jobs=self.settings.jobs,
+        )
+        print_agreement(traces, self.console)
+        return traces
+
+    def search_trees(self, evaluator: Evaluator) -> TreeSearchResult:
+        """The fastest configurations by replay."""
+        time_left = self.deadline - time.monotonic()
+        with self.console.stage("tree search") as update:
+            result = search_trees(
+                evaluator,
+                self.space,
+                self.ledger,
+                num_trials=self.settings.num_trials,
+                documents=[
+                    self.model_pool.key,
+                    self.tune.sha256,
+                    evaluator.table.content_hash,
+                    self.bounds.model_dump(),
+                ],
+                seed=self.settings.seed,
+                deadline=time.monotonic() + max(MIN_TREE_SEARCH_S, TREE_SEARCH_SHARE * time_left),
+                report=update,
+            )
+        self.console.say(
+            f"{result.num_replayed:,} configurations replayed; plain decoding: {evaluator.ar_ms_per_token:.2f} ms/token"
+        )
+        assert self.study is not None
+        self.study = self.study.model_copy(update={"sampled": result.optuna_study})
+        return result
+
+    def select_profile(self, evaluator: Evaluator, trees: TreeSearchResult) -> DecodingProfile:
+        """Measure finalists, operating points and the profile; on another device, predict them."""
+        settings, table = self.settings, evaluator.table
+        selection = ProfileSelection(
+            trees,
+            self.model_pool,
+            table,
+            evaluator,
+            self.folder,
+            self.tune,
+            self.evaluate,
+            settings.seed,
+            self.deadline,
+            self.console,
+        )
+        if self.device is None:
+            return selection.predicted_profile()
+        if settings.storage is None:
+            profile = selection.measured_profile()
+        else:  # one worker measures for all of them
+            fastest = trees.fastest[0].key
+            key = content_key(
+                ["profile", fastest, self.evaluate.sha256, settings.budget_s, settings.seed, table.content_hash]
+            )
+            units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
+            profile = DecodingProfile.model_validate(self.ledger.work("profile", units)[key], strict=False)
+        assert self.study is not None
+        self.study = self.study.model_copy(update={"finalists": selection.finalists})
+        return profile
+
+
+def narrowed_space(settings: SearchSettings) -> SearchSpace:
+    """The search space, with its heads and layers replaced by those of the settings."""
     space = load_space(settings.space)
     if settings.heads is not None:
         space = space.model_copy(update={"heads": [settings.heads]})
@@ -49,150 +226,17 @@ def space_of(settings: SearchSettings) -> SearchSpace:
     return space
 
 
-def bounds_of(space: SearchSpace, largest: int = TOKENS[-1]) -> ForestBounds:
-    """How far traces must reach for a space; refuses one that cost tables of steps up to ``largest`` tokens do not reach,
-    before anything is made.
+def bounds_of(space: SearchSpace, max_tokens: int = TOKENS[-1]) -> ForestBounds:
+    """Bounds of the forests that traces need for a space.
 
     Raises:
-        UserError: trees larger or wider than what is measured.
+        UserError: the space has trees with steps of more than ``max_tokens`` tokens, which the cost table does not price.
     """
     policies = list(largest_policies(space))
     for policy in policies:
-        if max(policy.max_nodes + 1, policy.max_width) > largest:
+        if max(policy.max_nodes + 1, policy.max_width) > max_tokens:
             raise UserError(
-                f"space {space.name}: steps are priced up to {largest} tokens; {policy.policy} verifies up to "
-                f"{policy.max_nodes + 1} and drafts {policy.max_width} at once; narrow the space"
+                f"space {space.name}: steps are priced up to {max_tokens} tokens; {policy.policy} verifies up to "
+                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; narrow the space"
             )
     return bounds_for(policies)
-
-
-def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
-    """The main job. Interrupted at any moment, the same call goes on from what is on disk; several of them with one
-    ``storage`` share the work. The budget counts from ``started``, of ``time.monotonic()``; None: from now.
-
-    Raises:
-        UserError: anything the user can mend, before long work where possible.
-    """
-    check_settings(settings)
-    deadline = (time.monotonic() if started is None else started) + settings.budget_s
-    space = space_of(settings)
-    bounds = bounds_of(space, max(settings.capture_sizes, default=TOKENS[-1]))
-    tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
-    evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
-    device = device_for(settings.gpu)
-    shared = None if settings.storage is None else Ledger(settings.storage)
-    model_pool = ModelPool(settings.target, settings.drafts, device or "cpu", settings.capture_sizes, settings.mode)
-    variants = model_pool.subnets(space)
-    folder = settings.folder / (settings.study or f"{settings.target.replace('/', '-')}-{model_pool.key}")
-    ledger = shared or Ledger(folder / LEDGER)
-    console.say(
-        f"target {settings.target}, draft{'s' * (len(settings.drafts) > 1)} {', '.join(settings.drafts)}, "
-        f"workload {settings.workload}; study in {folder}"
-    )
-    clock = _StageClock()
-    constraints = Constraints(settings.max_round_ms, settings.max_draft_mib)
-
-    priced = priced_apart(variants)
-    if device is None:
-        table = foreign_table(settings.gpu, model_pool, priced)
-        table.save(folder / f"{table.device.name}.cost.json")
-    else:
-        limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
-        table = local_table(model_pool, priced, tune, folder, ledger, console, time_limit_s=limit_s)
-    clock.ended("cost table")
-    constraints.check_table(table)
-    left = _study_of(settings, model_pool, table, tune, space)
-    save_study(folder, left)
-    print_table(table, console)
-    if len(variants) > space.survivors:
-        screened = screen(model_pool, variants, table, tune, folder, ledger, console, jobs=settings.jobs)
-        if settings.measure == "all" and device is not None:
-            screened = measure(model_pool, screened, table.threads, tune, ledger, console)
-        left = left.model_copy(update={"records": ledger.used_keys})
-        save_study(folder, left)
-        variants = survivors(screened, space.survivors)
-        print_screened(screened, variants, console)
-        clock.ended("subnets")
-    traces = record_traces(model_pool, variants, tune, folder, console, bounds=bounds, jobs=settings.jobs)
-    print_agreement(traces, console)
-    clock.ended("traces")
-
-    evaluator = Evaluator(traces, table, constraints=constraints, jobs=settings.jobs)
-    with console.stage("trees by replay") as update:
-        found = search_trees(
-            evaluator,
-            space,
-            ledger,
-            num_trials=settings.num_trials,
-            documents=[model_pool.key, tune.sha256, table.content_hash, bounds.model_dump()],
-            seed=settings.seed,
-            deadline=time.monotonic() + max(MIN_TREES_S, 0.4 * (deadline - time.monotonic())),
-            report=update,
-        )
-    clock.ended("trees")
-    console.say(
-        f"{found.num_replayed:,} configurations replayed; plain decoding is predicted at {evaluator.ar_ms_per_token:.2f} ms a token"
-    )
-    left = left.model_copy(update={"records": ledger.used_keys, "sampled": found.sampled})
-    save_study(folder, left)
-    selection = ProfileSelection(
-        found, model_pool, table, evaluator, folder, tune, evaluate, settings.seed, deadline, console
-    )
-    if device is None:
-        document = selection.predicted_profile()
-    elif shared is None:
-        document = selection.measured_profile()
-    else:  # one worker measures, for all
-        best = found.fastest[0].key
-        key = content_key(["profile", best, evaluate.sha256, settings.budget_s, settings.seed, table.content_hash])
-        units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
-        document = DecodingProfile.model_validate(ledger.work("profile", units)[key], strict=False)
-    clock.ended("finalists and evaluation")
-    save_study(folder, left.model_copy(update={"finalists": selection.finalists, "stage_seconds": clock.seconds}))
-    for path in (folder / PROFILE, settings.output):
-        document.save(path)
-    console.say(f"time: {clock.said}")
-    console.say(f"decoding profile written to {settings.output}")
-    return document
-
-
-def _study_of(
-    settings: SearchSettings,
-    model_pool: ModelPool,
-    table: CostTable,
-    tune: Workload,
-    space: SearchSpace,
-) -> StudyDocument:
-    """What the search was asked, before it has made any record."""
-    return StudyDocument(
-        provenance=stamp(),
-        command=settings.command,
-        target=model_pool.target_reference,
-        target_shape=shape_of(model_pool.target),
-        drafts=[
-            DraftEntry(kind=model_pool.kind(draft), reference=reference, shape=shape_of(model_pool.draft(draft)))
-            for draft, reference in model_pool.references.items()
-        ],
-        hardware=table.device,
-        workload=settings.workload,
-        tune_sha256=tune.sha256,
-        space=space.name,
-        cost_table=table.content_hash,
-    )
-
-
-class _StageClock:
-    """Seconds of each stage."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self.seconds: dict[str, float] = {}
-
-    def ended(self, stage: str) -> None:
-        now = time.monotonic()
-        self.seconds[stage] = now - self._last
-        self._last = now
-
-    @property
-    def said(self) -> str:
-        return ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self.seconds.items())

@@ -1,12 +1,10 @@
-"""From what replay finds to a decoding profile: finalists run for real, kinds of requests may get points of their own, and
-the profile is judged on prompts that tuned nothing.
-"""
+"""The last stages of a search: finalists, operating points, evaluation on held-out prompts, and the profile."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,124 +32,86 @@ from autotune.documents.provenance import stamp
 from autotune.evaluation.arms import Arm, DecoderArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run, prompt_evidence
-from autotune.evaluation.summary import Summary, bootstrap_ratio, summarize
+from autotune.evaluation.summary import Summary, summarize
 from autotune.runtime.load import decoder_for
-from autotune.search.elimination import RISK, eliminate, is_significantly_slower
+from autotune.search.elimination import RISK, is_significantly_slower
 from autotune.search.evaluator import Candidate, Evaluator
+from autotune.search.finalists import choose_finalists, measure_finalists
 from autotune.search.model_pool import ModelPool
 from autotune.search.point_selection import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
-from autotune.search.tree_search import TreeSearchResult, choose_finalists
+from autotune.search.tree_search import TreeSearchResult
 from autotune.study.document import RUNS, Finalist
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
 NUM_FINALISTS = 6
-FINALIST_PROMPTS = 16
-FINALISTS_SHARE = 0.3  # of the time that is left
-POINT_BLOCK = 4  # prompts of a point between two looks
-MIN_PROMPTS = 16  # that judge the profile, however late it is...
-DEFAULTS_PROMPTS = 6  # ...of which all published defaults decode so many
-NUM_POINT_CANDIDATES = 200  # of the fastest of all prompts, among which points are looked for, beside each task's
+NUM_FINALIST_PROMPTS = 16
+FINALISTS_SHARE = 0.3  # of the time left
+NUM_POINT_CANDIDATES = 200  # fastest configurations over all prompts, beside the fastest of each task
+POINT_PROMPTS = 4  # of an operating point between two interim analyses
+MIN_EVALUATED_PROMPTS = 16  # even past the deadline
+NUM_DEFAULTS_PROMPTS = 6  # decoded by all published defaults; only the fastest default decodes the others
 
 
 @dataclass
 class ProfileSelection:
-    """What a tree stage has found, and what it takes to tell it apart."""
+    """Makes a decoding profile from the result of a tree search."""
 
-    found: TreeSearchResult
+    trees: TreeSearchResult
     model_pool: ModelPool
     table: CostTable
     evaluator: Evaluator
     folder: Path
-    """Of the study: real runs are kept in it."""
+    """The study's folder, which keeps the runs."""
     tune: Workload
     evaluate: Workload
     seed: int
     deadline: float
+    """Of ``time.monotonic``."""
     console: Console
 
     finalists: list[Finalist] = field(default_factory=list, init=False)
-    """How they did, once they were measured."""
+    """Set by ``measure_finalists``."""
 
     def __post_init__(self) -> None:
         self.runner = self.model_pool.runner(self.table.threads, self.folder / RUNS)
 
     def predicted_profile(self) -> DecodingProfile:
-        """For a device that is not here: predictions only."""
-        fastest = self.found.fastest[0]
-        points = [self._point(Condition(), None)]
+        """The profile for another device, with predictions only."""
+        fastest = self.trees.fastest[0]
+        points = [self._plain_point()]
         if fastest.speedup >= 1.0:
-            points = [self._point(when, self.evaluator.guarded(one)) for when, one in self.points(fastest)]
+            points = [self._point(when, self.evaluator.with_fallback(c)) for when, c in self.points(fastest)]
         return self._profile(self.table.device, points)
 
     def measured_profile(self) -> DecodingProfile:
-        """The finalists decode tuning prompts, the fastest wins; then it and the points beside it are judged on prompts that
-        tuned nothing.
-        """
-        finalists = choose_finalists(self.found.fastest, self.evaluator, NUM_FINALISTS)
-        winner = self.measure_finalists([self.evaluator.guarded(c) for c in finalists])
-        points = [self._point(when, one) for when, one in self.confirmed(self.points(winner), winner)]
-        return self.judge(self._profile(self.model_pool.device, points))
+        """The profile for this device, with measurements on held-out prompts."""
+        winner = self.measure_finalists(choose_finalists(self.trees.fastest, self.evaluator, NUM_FINALISTS))
+        points = self.confirmed(self.points(winner), winner)
+        return self.evaluated(self._profile(self.model_pool.device, [self._point(when, c) for when, c in points]))
 
-    def measure_finalists(self, finalists: list[Candidate]) -> Candidate:
-        """Real runs until one is left or the time is up; ties go to the smaller tree."""
-        prompts = Workload(self.tune.name, self.tune.split, self.tune.prompts[:FINALIST_PROMPTS])
-        arms = [self.runner.arm(f"finalist {number + 1}", one.configuration) for number, one in enumerate(finalists)]
-        of_arm = {arm.name: one for arm, one in zip(arms, finalists, strict=True)}
-        with self.console.stage("finalists, measured") as update:
-            found = eliminate(
-                self.runner,
-                arms,
-                prompts,
-                seed=self.seed,
-                deadline=time.monotonic() + FINALISTS_SHARE * (self.deadline - time.monotonic()),
-                report=lambda done, of: update(done, of, ""),
-            )
-        self.finalists = []
-        for name, one in of_arm.items():
-            runs = found.runs[name]
-            summary = summarize(name, runs, found.runs[AR][: len(runs)])
-            self.finalists.append(
-                Finalist(
-                    configuration=one.configuration,
-                    predicted_speedup=self._predicted_speedup(one.configuration, len(prompts.prompts), len(runs)),
-                    speedup=summary.speedup,
-                    ci95=summary.ci95,
-                    num_runs=len(runs),
-                    is_standing=name in found.standing,
-                )
-            )
-        print_finalists(self.finalists, self.console)
-        passes = len(found.runs[AR]) / len(prompts.prompts)
-        slower = sum(run.decode_ms for run in found.runs[AR]) / float(
-            self.evaluator.ar_ms[: len(prompts.prompts)].sum() * passes
+    def measure_finalists(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The fastest candidate on tuning prompts, with its fallback."""
+        winner, self.finalists = measure_finalists(
+            [self.evaluator.with_fallback(candidate) for candidate in candidates],
+            self.runner,
+            self.evaluator,
+            Workload(self.tune.name, self.tune.split, self.tune.prompts[:NUM_FINALIST_PROMPTS]),
+            self.console,
+            seed=self.seed,
+            deadline=time.monotonic() + FINALISTS_SHARE * (self.deadline - time.monotonic()),
         )
-        self.console.say(f"plain decoding took {slower:.2f} of the time that the cost table says")
-        times = {name: np.array([run.decode_ms for run in found.runs[name]]) for name in found.standing}
-        winner = fastest = found.standing[0]
-        for name in found.standing[1:]:
-            low, _ = bootstrap_ratio(times[name], times[fastest])
-            is_tied = low <= 1.0 and times[name].sum() <= 1.005 * times[fastest].sum()
-            if is_tied and of_arm[name].nodes_per_round < of_arm[winner].nodes_per_round:
-                winner = name
-        return of_arm[winner]
+        return winner
 
-    def _predicted_speedup(self, configuration: Configuration, num_prompts: int, num_runs: int) -> float:
-        """On as many of the tuning prompts as were run, over and over. Of speedups, not of times: a machine that has become
-        slower since its table was measured is slower with and without a draft.
-        """
-        order = np.arange(num_runs) % num_prompts
-        return float(self.evaluator.ar_ms[order].sum() / self.evaluator.replay(configuration).decode_ms[order].sum())
+    # ----------------------------------------------------------------------------------------------- operating points
 
     def points(self, winner: Candidate) -> list[tuple[Condition, Candidate]]:
-        """Conditions under which another candidate is predicted to be faster than the winner, on tuning prompts that did not
-        choose it; the winner last.
-        """
-        known = [winner, *self.found.fastest[:NUM_POINT_CANDIDATES], *itertools.chain(*self.found.of_task.values())]
-        chosen_among = list({one.key: one for one in known}.values())
+        """Conditions under which another candidate is predicted to be faster than the winner, which is last."""
+        fastest = [*self.trees.fastest[:NUM_POINT_CANDIDATES], *itertools.chain(*self.trees.fastest_by_task.values())]
+        candidates = list({candidate.key: candidate for candidate in [winner, *fastest]}.values())
         trace = next(iter(self.evaluator.traces.values()))
         points = choose_points(
-            self.evaluator.prompt_ms([one.configuration for one in chosen_among]),
+            self.evaluator.prompt_ms([candidate.configuration for candidate in candidates]),
             [
                 by_workload(self.evaluator.tasks),
                 by_temperature([prompt.settings.temperature or 0.0 for prompt in self.tune.prompts]),
@@ -160,36 +120,36 @@ class ProfileSelection:
             common=0,  # the winner
             seed=self.seed,
         )
-        return [(point.condition, chosen_among[point.configuration]) for point in points]
+        return [(point.condition, candidates[point.configuration]) for point in points]
 
     def confirmed(
         self, points: list[tuple[Condition, Candidate]], winner: Candidate
     ) -> list[tuple[Condition, Candidate]]:
-        """Those points that are faster than the winner in real runs of the tuning prompts that meet their conditions."""
+        """The points that beat the winner in real runs of the tuning prompts that meet their conditions."""
         kept: list[tuple[Condition, Candidate]] = []
-        for condition, candidate in points[:-1]:
-            own = self.evaluator.guarded(candidate)
-            if own.key == winner.key:
+        for condition, predicted in points[:-1]:
+            candidate = self.evaluator.with_fallback(predicted)
+            if candidate.key == winner.key:
                 continue
-            met = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
-            arms = [self.runner.arm("winner", winner.configuration), self.runner.arm("point", own.configuration)]
+            prompts = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
+            arms = [self.runner.arm("winner", winner.configuration), self.runner.arm("point", candidate.configuration)]
             ms = {arm.name: np.zeros(0) for arm in arms}
-            for begin in range(0, len(met), POINT_BLOCK):
-                prompts = Workload(self.tune.name, self.tune.split, met[begin : begin + POINT_BLOCK])
+            for begin in range(0, len(prompts), POINT_PROMPTS):
+                part = Workload(self.tune.name, self.tune.split, prompts[begin : begin + POINT_PROMPTS])
                 runs = self.runner.compare(
-                    arms, prompts, seed=self.seed + begin, min_prompts=POINT_BLOCK, keep_memory=begin > 0
+                    arms, part, seed=self.seed + begin, min_prompts=POINT_PROMPTS, keep_memory=begin > 0
                 )
                 ms = {name: np.append(ms[name], [run.decode_ms for run in runs[name]]) for name in ms}
                 if any(is_significantly_slower(ms[a], ms[b], risk=RISK) for a, b in itertools.permutations(ms)):
                     break
-            share = float(ms["point"].sum() / ms["winner"].sum())
-            is_faster = share <= 1 - MIN_GAIN
+            ratio = float(ms["point"].sum() / ms["winner"].sum())
+            is_faster = ratio <= 1 - MIN_GAIN
             self.console.say(
-                f"for {condition.label}: {own.configuration.label} takes {share:.2f} of the winner's time on "
-                f"{len(ms['point'])} tuning prompts: {'a point of its own' if is_faster else 'left out'}"
+                f"{condition.label}: {candidate.configuration.label} takes {ratio:.2f} times the winner's time on "
+                f"{len(ms['point'])} tuning prompts: {'an operating point' if is_faster else 'no operating point'}"
             )
             if is_faster:
-                kept.append((condition, own))
+                kept.append((condition, candidate))
         return [*kept, (Condition(), winner)]
 
     def _meets(self, condition: Condition, prompt: WorkloadPrompt) -> bool:
@@ -197,77 +157,68 @@ class ProfileSelection:
         length = prompt.inputs(self.model_pool.processor)["input_ids"].shape[1]
         return condition.matches(temperature=settings.temperature or 0.0, prompt_tokens=length, workload=settings.task)
 
-    def judge(self, document: DecodingProfile) -> DecodingProfile:
-        """The profile's own decoder, published defaults and plain decoding on the evaluation prompts; returns the profile with
-        what came out.
-        """
-        model_pool, evaluator = self.model_pool, self.evaluator
+    # ----------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluated(self, profile: DecodingProfile) -> DecodingProfile:
+        """The profile with measurements: its decoder, published defaults and plain decoding on the evaluation prompts."""
+        pool = self.model_pool
         decoder = decoder_for(
-            document,
-            model_pool.target,
-            lambda choice: model_pool.draft(choice.id, choice.subnet),
-            processor=model_pool.processor,
-            threads=document.threads,
+            profile,
+            pool.target,
+            lambda choice: pool.draft(choice.id, choice.subnet),
+            processor=pool.processor,
+            threads=profile.threads,
         )
         runner = ArmRunner(
             decoder,
-            model_pool.processor,
+            pool.processor,
             ledger=self.folder / RUNS,
-            context=[model_pool.key, document.threads, [point.model_dump(mode="json") for point in document.points]],
-            draft_of=self.runner.draft_of,
+            context=[pool.key, profile.threads, [point.model_dump(mode="json") for point in profile.points]],
+            draft_of=pool.draft_of,
         )
-        overall = configuration_of(document.point)
-        tuned = DecoderArm(TUNED, decoder, key=overall.key if overall else TUNED)
-        defaults = self._defaults()
-        configurations = {AR: None, **defaults, TUNED: overall}
-        runs = self._evaluated(runner, tuned, [runner.arm(name, default) for name, default in defaults.items()])
+        last = configuration_of(profile.point)
+        tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
+        defaults = self._published_defaults()
+        runs = self._evaluation_runs(runner, tuned, [runner.arm(name, default) for name, default in defaults.items()])
         summaries = {name: summarize(name, own, runs[AR][: len(own)]) for name, own in runs.items()}
+        configurations = {AR: None, **defaults, TUNED: last}
         predicted = {
-            name: evaluator.evaluate(configuration)
+            name: self.evaluator.evaluate(configuration).speedup
             for name, configuration in configurations.items()
-            if configuration is not None and evaluator.can_replay(configuration)
+            if configuration is not None and self.evaluator.can_replay(configuration)
         }
-        labels = {name: one.label for name, one in configurations.items() if one is not None}
-        if len(document.points) > 1:
-            labels[TUNED] = f"{len(document.points)} points"
-            del predicted[TUNED]
+        labels = {name: configuration.label for name, configuration in configurations.items() if configuration}
+        if len(profile.points) > 1:
+            labels[TUNED] = f"{len(profile.points)} operating points"
+            predicted.pop(TUNED, None)
         print_comparison(summaries, predicted, labels, self.console)
         is_plain = summaries[TUNED].speedup < 1.0
         decoded = runs[AR if is_plain else TUNED]
-        evidence = document.evidence.model_copy(
+        evidence = profile.evidence.model_copy(
             update={
                 "prompts": [prompt_evidence(run, plain) for run, plain in zip(decoded, runs[AR], strict=True)],
                 "compared": [
-                    _compared(
-                        name,
-                        configuration,
-                        predicted[name].speedup if name in predicted else None,
-                        summaries[name],
-                    )
+                    _compared(configuration, predicted.get(name), summaries[name])
                     for name, configuration in configurations.items()
                 ],
             }
         )
         if is_plain:
-            self.console.say("plain decoding beats what was tuned: the profile says to decode without a draft")
-            plain = self._point(Condition(), None).model_copy(
-                update={"measured": _measured(summaries[AR], summaries[AR])}
+            self.console.say(
+                "plain decoding is faster than the tuned configuration: the profile decodes without a draft"
             )
-            return document.model_copy(update={"points": [plain], "evidence": evidence})
-        points = []
-        for number, point in enumerate(document.points):
-            by_it = [i for i, run in enumerate(decoded) if run.point == number]
-            measured = None
-            if any(decoded[i].new_tokens > 1 for i in by_it):
-                tuned_runs, plain_runs = ([runs[name][i] for i in by_it] for name in (TUNED, AR))
-                own = summarize(TUNED, tuned_runs, plain_runs)
-                measured = _measured(own, summarize(AR, plain_runs, plain_runs))
-            points.append(point.model_copy(update={"measured": measured}))
-        return document.model_copy(update={"points": points, "evidence": evidence})
+            measured = _measured(summaries[AR], summaries[AR])
+            points = [self._plain_point().model_copy(update={"measured": measured})]
+        else:
+            points = [
+                point.model_copy(update={"measured": _measured_point(number, decoded, runs[AR])})
+                for number, point in enumerate(profile.points)
+            ]
+        return profile.model_copy(update={"points": points, "evidence": evidence})
 
-    def _evaluated(self, runner: ArmRunner, tuned: Arm, defaults: Sequence[Arm]) -> dict[str, list[Run]]:
-        """Runs of plain decoding, the published defaults and the profile, by arm name. All of them decode the first prompts;
-        the others, as many as there is time for, only the fastest of the defaults beside the profile.
+    def _evaluation_runs(self, runner: ArmRunner, tuned: Arm, defaults: Sequence[Arm]) -> dict[str, list[Run]]:
+        """Runs by arm name. All arms decode the first prompts; plain decoding, the fastest default and the profile decode
+        as many of the others as there is time for.
         """
         prompts = self.evaluate.prompts
         with self.console.stage("evaluation, measured") as update:
@@ -279,39 +230,42 @@ class ProfileSelection:
                 part = Workload(self.evaluate.name, self.evaluate.split, prompts[begin:end])
                 return runner.compare(arms, part, seed=self.seed + 1 + begin, report=report, **options)
 
-            runs = compare([runner.plain, *defaults, tuned], 0, DEFAULTS_PROMPTS, min_prompts=DEFAULTS_PROMPTS)
+            first = NUM_DEFAULTS_PROMPTS
+            runs = compare([runner.plain, *defaults, tuned], 0, first, min_prompts=first)
             fastest = min(defaults, key=lambda arm: sum(run.decode_ms for run in runs[arm.name]))
-            left = compare(
+            more = compare(
                 [runner.plain, fastest, tuned],
-                DEFAULTS_PROMPTS,
+                first,
                 len(prompts),
                 deadline=self.deadline,
-                min_prompts=MIN_PROMPTS - DEFAULTS_PROMPTS,
+                min_prompts=MIN_EVALUATED_PROMPTS - first,
                 keep_memory=True,
             )
-        return {name: [*own, *left.get(name, ())] for name, own in runs.items()}
+        return {name: [*own, *more.get(name, ())] for name, own in runs.items()}
 
-    def _defaults(self) -> dict[str, Configuration]:
-        """What users run today, each with a draft of the paper's own kind where there is one."""
-        of_kind = {self.model_pool.kind(draft): draft for draft in reversed(self.model_pool.references)}
+    def _published_defaults(self) -> dict[str, Configuration]:
+        """The published defaults, each with a draft of its paper's kind where there is one."""
+        by_kind = {self.model_pool.kind(draft): draft for draft in reversed(self.model_pool.references)}
         first = next(iter(self.model_pool.references))
         return {
-            name: default.model_copy(update={"draft": of_kind.get(name, of_kind.get("independent", first))})
+            name: default.model_copy(update={"draft": by_kind.get(name, by_kind.get("independent", first))})
             for name, default in PUBLISHED_DEFAULTS.items()
         }
 
-    def _point(self, condition: Condition, candidate: Candidate | None) -> OperatingPoint:
-        """Not measured yet; without a candidate it is plain decoding."""
-        if candidate is None:
-            plain = Predicted(speedup=1.0, ms_per_token=self.evaluator.ar_ms_per_token, tokens_per_round=None)
-            return OperatingPoint(when=condition, draft=None, tree=None, predicted=plain, measured=None)
+    # -------------------------------------------------------------------------------------------------------- profile
+
+    def _plain_point(self) -> OperatingPoint:
+        predicted = Predicted(speedup=1.0, ms_per_token=self.evaluator.ar_ms_per_token, tokens_per_round=None)
+        return OperatingPoint(when=Condition(), draft=None, tree=None, predicted=predicted, measured=None)
+
+    def _point(self, condition: Condition, candidate: Candidate) -> OperatingPoint:
+        """An operating point that is not measured yet."""
         c = candidate.configuration
         reference = self.model_pool.references[c.draft or ""]
+        kind = self.model_pool.kind(reference.id)
         return OperatingPoint(
             when=condition,
-            draft=DraftChoice(
-                kind=self.model_pool.kind(reference.id), id=reference.id, sha256=reference.sha256, subnet=c.subnet
-            ),
+            draft=DraftChoice(kind=kind, id=reference.id, sha256=reference.sha256, subnet=c.subnet),
             tree=parse_policy(c.tree),
             fallback=c.fallback,
             predicted=Predicted(
@@ -340,15 +294,13 @@ class ProfileSelection:
             mode=self.table.mode,
             threads=self.table.threads,
             points=points,
-            evidence=Evidence(configurations_replayed=self.found.num_replayed),
+            evidence=Evidence(configurations_replayed=self.trees.num_replayed),
         )
 
 
-def _compared(
-    name: str, configuration: Configuration | None, predicted_speedup: float | None, summary: Summary
-) -> ComparedArm:
+def _compared(configuration: Configuration | None, predicted_speedup: float | None, summary: Summary) -> ComparedArm:
     return ComparedArm(
-        name=name,
+        name=summary.name,
         tree=configuration.tree if configuration else None,
         visual_keep=configuration.visual_keep if configuration else None,
         predicted_speedup=predicted_speedup,
@@ -358,6 +310,15 @@ def _compared(
         tokens_per_second=summary.tokens_per_second,
         num_prompts=summary.num_prompts,
     )
+
+
+def _measured_point(number: int, runs: Sequence[Run], plain: Sequence[Run]) -> Measured | None:
+    """Measurements of an operating point on the prompts that it decoded; None where it decoded nothing."""
+    pairs = [(run, plain_run) for run, plain_run in zip(runs, plain, strict=True) if run.point == number]
+    if not any(run.new_tokens > 1 for run, _ in pairs):
+        return None
+    own_runs, plain_runs = zip(*pairs, strict=True)
+    return _measured(summarize(TUNED, own_runs, plain_runs), summarize(AR, plain_runs, plain_runs))
 
 
 def _measured(summary: Summary, plain: Summary) -> Measured:
@@ -373,49 +334,28 @@ def _measured(summary: Summary, plain: Summary) -> Measured:
     )
 
 
-def print_finalists(finalists: Sequence[Finalist], console: Console) -> None:
-    """Predicted beside measured."""
+def print_comparison(
+    summaries: Mapping[str, Summary], predicted: Mapping[str, float], labels: Mapping[str, str], console: Console
+) -> None:
+    """Print plain decoding, published defaults and the profile, and their configurations below the table."""
     rows = [
         [
-            one.configuration.label,
-            f"{one.predicted_speedup:.2f}x",
-            f"{one.speedup:.2f}x",
-            f"{one.ci95[0]:.2f}-{one.ci95[1]:.2f}",
-            f"{100 * one.prediction_error:+.1f} %",
-            f"{one.num_runs}" + ("" if one.is_standing else ", then out"),
+            name,
+            f"{predicted[name]:.2f}x" if name in predicted else "-",
+            f"{summary.speedup:.2f}x",
+            f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
+            f"{summary.tokens_per_round:.2f}" if summary.tokens_per_round else "-",
+            f"{summary.tokens_per_second:.0f}",
+            f"{summary.identical_outputs}/{summary.num_prompts}",
         ]
-        for one in finalists
+        for name, summary in summaries.items()
     ]
+    plain = summaries[AR]
     console.table(
-        "Finalists on tuning prompts",
-        ["configuration", "predicted", "measured", "95 % interval", "prediction off by", "runs"],
-        rows,
-    )
-
-
-def print_comparison(
-    summaries: dict[str, Summary], predicted: dict[str, Candidate], labels: dict[str, str], console: Console
-) -> None:
-    """The final table: plain decoding, published defaults, winner; predicted beside measured."""
-    rows = []
-    for name, summary in summaries.items():
-        label = f"{name}: {labels[name]}" if name in labels else "plain decoding (ar)"
-        rows.append(
-            [
-                label,
-                f"{predicted[name].speedup:.2f}x" if name in predicted else "-",
-                f"{summary.speedup:.2f}x",
-                f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
-                f"{summary.tokens_per_round:.2f}" if summary.tokens_per_round else "-",
-                f"{summary.tokens_per_second:.0f}",
-                f"{summary.identical_outputs}/{summary.num_prompts}",
-            ]
-        )
-    first = next(iter(summaries.values()))  # on all prompts
-    title = f"Evaluation on {first.num_prompts} held-out prompts, {first.num_tokens} tokens"
-    console.table(
-        title,
-        ["arm", "predicted", "measured", "95 % interval", "M", "tokens/s", "same output"],
+        f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens",
+        ["arm", "predicted", "measured", "95 % CI", "M", "tokens/s", "same output"],
         rows,
         emphasised=len(rows) - 1,
     )
+    for name, label in labels.items():
+        console.say(f"{name}: {label}")

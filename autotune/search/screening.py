@@ -1,5 +1,6 @@
-"""The subnet stage: every subnet of every draft is screened, exhaustively, as STAR chooses its draft (among its 200 subnets); here by chains
-along recorded answers, priced by the cost table, which takes a second or two each, or by real runs.
+"""Screening: every subnet of every draft is evaluated, exhaustively, as STAR chooses among its 200 subnets.
+
+A subnet's speed is predicted from chains along recorded answers and the cost table, or measured by real runs.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from string import ascii_uppercase
 
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import bounds_for
@@ -15,6 +17,7 @@ from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.decoding_profile import AR
 from autotune.documents.provenance import version_of
+from autotune.documents.subnet import Subnet
 from autotune.evaluation.summary import summarize
 from autotune.files import content_key
 from autotune.search.evaluator import Evaluator
@@ -24,10 +27,10 @@ from autotune.study.records import ScreenedSubnet
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import Workload
 
-DEPTHS = range(1, 9)  # of the chains that a subnet is screened by
+DEPTHS = range(1, 9)  # of the chains
 NUM_PROMPTS = 8
-NUM_TOKENS = 64  # of each answer: all subnets are compared along the same ones
-CHAINS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
+NUM_TOKENS = 64  # of each answer, the same for all subnets
+BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
 NUM_MEASURED_PROMPTS = 8
 
 
@@ -42,21 +45,22 @@ def screen(
     *,
     jobs: int | None = None,
 ) -> list[ScreenedSubnet]:
-    """All of ``variants``, the best first. Every subnet is a record of the ledger; ``jobs`` processes make them where that takes
-    long (None: one for each core).
+    """Predict the speed of every variant with its best chain; returns the fastest first.
+
+    Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per core).
     """
     arguments = list(variants), table, workload, folder, ledger.storage
-    with console.stage("subnets by chains") as update, model_pool.helped(jobs, _help, *arguments) as helpers:
+    with console.stage("screening") as update, model_pool.worker_pool(jobs, _screen_in_worker, *arguments) as workers:
 
         def report(done: int, of: int) -> None:
             update(done, of, "")
-            helpers.report(done, of)
+            workers.report(done, of)
 
-        records = ledger.work("subnets", _units(model_pool, variants, table, workload, folder), report=report)
+        records = ledger.work("subnets", _screening_units(model_pool, variants, table, workload, folder), report=report)
     return _ranked(records)
 
 
-def _help(
+def _screen_in_worker(
     model_pool: ModelPool,
     rank: int,
     variants: list[DraftVariant],
@@ -65,31 +69,29 @@ def _help(
     folder: Path,
     storage: str | Path,
 ) -> None:
-    """Screen what nobody has claimed."""
-    Ledger(storage).work("subnets", _units(model_pool, variants, table, workload, folder))
+    Ledger(storage).work("subnets", _screening_units(model_pool, variants, table, workload, folder))
 
 
-def _units(
+def _screening_units(
     model_pool: ModelPool, variants: Sequence[DraftVariant], table: CostTable, workload: Workload, folder: Path
 ) -> dict[str, Callable[[], Record]]:
-    """What screens each of the places by its best chain."""
+    """Units that find the best chain of a variant."""
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
     recorder = Recorder(model_pool.target, model_pool.target_reference, model_pool.processor, folder)
     recorder.layers = tuple(sorted({layer for variant in variants for layer in model_pool.draft(*variant).aux_layers}))
     recorder.answers(prompts)
 
-    def make(variant: DraftVariant) -> ScreenedSubnet:
-        draft, subnet = variant
+    def screen_variant(draft: str, subnet: Subnet) -> ScreenedSubnet:
         trace = recorder.trace(
             model_pool.draft(draft, subnet),
             model_pool.references[draft],
             prompts,
             visual_keep=subnet.visual_keep,
-            bounds=CHAINS,
+            bounds=BOUNDS,
         )
         evaluator = Evaluator([trace], table, jobs=1)
         chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
-        best = min((evaluator.evaluate(chain) for chain in chains), key=lambda found: found.ms_per_token)
+        best = min((evaluator.evaluate(chain) for chain in chains), key=lambda candidate: candidate.ms_per_token)
         return ScreenedSubnet(
             draft=draft,
             subnet=subnet,
@@ -99,8 +101,8 @@ def _units(
             speedup=best.speedup,
         )
 
-    documents = ["screened", table.content_hash, prompts.sha256, CHAINS.model_dump()]
-    return _units_of(model_pool, variants, make, documents)
+    documents = ["screened", table.content_hash, prompts.sha256, BOUNDS.model_dump()]
+    return _units(model_pool, variants, screen_variant, documents)
 
 
 def measure(
@@ -111,79 +113,77 @@ def measure(
     ledger: Ledger,
     console: Console,
 ) -> list[ScreenedSubnet]:
-    """The same subnets run for real beside plain decoding, each with its best chain, as the paper measures them; the best
-    first. Every one is a record of the ledger.
+    """Run screened subnets with their best chains beside plain decoding, as STAR does; returns the fastest first.
+
+    Every variant is a record of the ledger.
     """
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_MEASURED_PROMPTS])
-    of_place = {one.variant: one for one in screened}
+    by_variant = {subnet.variant: subnet for subnet in screened}
     runner = model_pool.runner(threads)
 
-    def make(variant: DraftVariant) -> ScreenedSubnet:
-        one = of_place[variant]
-        tree = {"policy": "chain", "depth": one.depth}
-        arm = runner.arm("chain", Configuration(tree=tree, draft=one.draft, subnet=one.subnet))
+    def measure_variant(draft: str, subnet: Subnet) -> ScreenedSubnet:
+        predicted = by_variant[draft, subnet]
+        tree = {"policy": "chain", "depth": predicted.depth}
+        arm = runner.arm("chain", Configuration(tree=tree, draft=draft, subnet=subnet))
         runs = runner.compare([runner.plain, arm], prompts, min_prompts=len(prompts.prompts))
         speedup = summarize(arm.name, runs[arm.name], runs[AR]).speedup
-        return one.model_copy(update={"measured_speedup": speedup})
+        return predicted.model_copy(update={"measured_speedup": speedup})
 
-    depths = sorted([one.draft, one.subnet.name, one.depth] for one in screened)
-    documents = ["measured", prompts.sha256, depths]
-    units = _units_of(model_pool, list(of_place), make, documents)
+    depths = sorted([predicted.draft, predicted.subnet.name, predicted.depth] for predicted in screened)
+    units = _units(model_pool, list(by_variant), measure_variant, ["measured", prompts.sha256, depths])
     with console.stage("subnets, measured") as update:
         return _ranked(ledger.work("subnets", units, report=lambda done, of: update(done, of, "")))
 
 
-def _units_of(
+def _units(
     model_pool: ModelPool,
     variants: Sequence[DraftVariant],
-    make: Callable[[DraftVariant], ScreenedSubnet],
+    make: Callable[[str, Subnet], ScreenedSubnet],
     documents: object,
 ) -> dict[str, Callable[[], Record]]:
-    """A unit for every subnet, named by what its record depends on."""
+    """A unit for every variant; its key contains everything that its record depends on."""
     common = [version_of("autotune"), model_pool.key, documents]
 
-    def unit(variant: DraftVariant) -> Record:
-        return make(variant).model_dump(mode="json")
+    def unit(draft: str, subnet: Subnet) -> Record:
+        return make(draft, subnet).model_dump(mode="json")
 
     return {
-        content_key([common, draft, subnet.model_dump(mode="json")]): partial(unit, (draft, subnet))
+        content_key([common, draft, subnet.model_dump(mode="json")]): partial(unit, draft, subnet)
         for draft, subnet in variants
     }
 
 
 def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
-    """The best first."""
-    return sorted(
-        (ScreenedSubnet.model_validate(one, strict=False) for one in records.values()), key=lambda one: one.rank
-    )
+    screened = (ScreenedSubnet.model_validate(record, strict=False) for record in records.values())
+    return sorted(screened, key=lambda subnet: subnet.rank)
 
 
 def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVariant]:
-    """Whose trees are searched: the best subnet of each draft, and then the best of all, ``count`` together."""
-    best_of_draft = {one.draft: one for one in reversed(screened)}
-    chosen = sorted(best_of_draft.values(), key=lambda one: one.rank)
-    chosen += [one for one in screened if one not in chosen]
-    return [one.variant for one in chosen[: max(count, len(best_of_draft))]]
+    """The variants whose trees are searched: the best subnet of each draft, then the best others, ``count`` in all."""
+    best_of_draft = {subnet.draft: subnet for subnet in reversed(screened)}
+    chosen = sorted(best_of_draft.values(), key=lambda subnet: subnet.rank)
+    chosen += [subnet for subnet in screened if subnet not in chosen]
+    return [subnet.variant for subnet in chosen[: max(count, len(best_of_draft))]]
 
 
 def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVariant], console: Console) -> None:
-    """The survivors, and how far behind the others are."""
+    """Print the survivors, and the range of all speedups."""
+    named = dict(zip(ascii_uppercase, (subnet for subnet in screened if subnet.variant in chosen), strict=False))
     rows = [
         [
-            one.draft,
-            one.subnet.label,
-            f"chain(depth={one.depth})",
-            f"{one.tokens_per_round:.2f}",
-            f"{one.speedup:.2f}x",
-            "-" if one.measured_speedup is None else f"{one.measured_speedup:.2f}x",
+            name,
+            f"{subnet.depth}",
+            f"{subnet.tokens_per_round:.2f}",
+            f"{subnet.speedup:.2f}x",
+            "-" if subnet.measured_speedup is None else f"{subnet.measured_speedup:.2f}x",
         ]
-        for one in screened
-        if one.variant in chosen
+        for name, subnet in named.items()
     ]
-    speedups = [one.measured_speedup or one.speedup for one in screened]
-    columns = ["draft", "subnet", "best chain", "M", "predicted", "measured"]
+    speedups = [subnet.measured_speedup or subnet.speedup for subnet in screened]
     console.table(
-        f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x); {len(chosen)} go on",
-        columns,
+        f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x), {len(chosen)} survivors",
+        ["survivor", "best chain's depth", "M", "predicted", "measured"],
         rows,
     )
+    for name, subnet in named.items():
+        console.say(f"{name}: {subnet.draft} {subnet.subnet.label}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from autotune.cost.roofline import datasheets
 from autotune.cost.table import shipped_tables
@@ -77,33 +77,27 @@ class SearchSettings(Document):
             option, value = option_name(name, field), getattr(self, name)
             if option is None or value is None or value == ():
                 continue
-            values = value if name == "drafts" else [value]
-            for one in values:
-                words += [f"--{option}", _text(name, one)]
+            texts = {
+                "budget_s": f"{self.budget_s:g}s",
+                "storage": "...",
+                "capture_sizes": ",".join(map(str, self.capture_sizes)),
+            }
+            for one in value if name == "drafts" else [texts.get(name, value)]:
+                words += [f"--{option}", str(one)]
         return shlex.join(words)
-
-
-def _text(name: str, value: Any) -> str:
-    if name == "budget_s":
-        return f"{value:g}s"
-    if name == "storage":
-        return "..."
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def check_settings(settings: SearchSettings) -> None:
     """Refuse what cannot work before models are loaded.
 
     Raises:
-        UserError: an unknown device or space, a workload file that is missing, a database of an unknown kind, sizes out
-            of range, or an output that cannot be written.
+        UserError: an unknown device or space, a database of an unknown kind, sizes out of range, or an output that cannot
+            be written.
     """
     check_capture_sizes(settings.capture_sizes)
     space_path(settings.space)
     if settings.storage is not None:
         storage_url(settings.storage)
-    if settings.workload != BUNDLED and not Path(settings.workload).exists():
-        raise UserError(f"{settings.workload}: no such file; check the path")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", settings.gpu) and settings.gpu not in local_gpus():
         _require_known(settings.gpu)
     require_writable(settings.output)

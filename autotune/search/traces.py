@@ -1,8 +1,7 @@
-"""Traces of every draft and subnet that a search goes on with, recorded on all cores."""
+"""Traces of every draft variant that a search continues with, recorded by one process per core."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,28 +24,29 @@ def record_traces(
     bounds: ForestBounds | None = None,
     jobs: int | None = None,
 ) -> list[Trace]:
-    """The target's answers, then a trace of every draft and subnet, saved under ``folder``; by ``jobs`` processes where that
-    takes long (None: one for each core).
+    """Record the target's answers, then a trace of every variant, and save them under ``folder``.
+
+    Where that takes long, ``jobs`` processes share the work (None: one per core).
     """
     bounds = bounds or ForestBounds()
     recorder = _recorder(model_pool, folder)
-    each = len(workload.prompts)
-    of_all = (1 + len(variants)) * each
+    num_prompts = len(workload.prompts)
+    total = num_prompts * (1 + len(variants))
     traces: list[Trace] = []
-    with model_pool.helped(jobs, _help, list(variants), workload, folder, bounds) as helpers:
-        with console.stage("answers of the target") as update:
+    with model_pool.worker_pool(jobs, _record_in_worker, list(variants), workload, folder, bounds) as workers:
+        with console.stage("target's answers") as update:
 
-            def answered(done: int, of: int) -> None:
+            def report_answers(done: int, of: int) -> None:
                 update(done, of, "")
-                helpers.report(done, of_all)
+                workers.report(done, total)
 
-            recorder.answers(workload, answered)
-        with console.stage("traces of the draft" if len(model_pool.references) == 1 else "traces of drafts") as update:
-            for count, (draft, subnet) in enumerate(variants):
+            recorder.answers(workload, report_answers)
+        with console.stage("traces") as update:
+            for number, (draft, subnet) in enumerate(variants):
 
-                def report(done: int, _: int, before: int = count * each) -> None:
-                    update(before + done, len(variants) * each, "")
-                    helpers.report(each + before + done, of_all)
+                def report(done: int, _: int, before: int = number * num_prompts) -> None:
+                    update(before + done, total - num_prompts, "")
+                    workers.report(num_prompts + before + done, total)
 
                 trace = recorder.trace(
                     model_pool.draft(draft, subnet),
@@ -66,7 +66,7 @@ def _recorder(model_pool: ModelPool, folder: Path) -> Recorder:
     return Recorder(model_pool.target, model_pool.target_reference, model_pool.processor, folder)
 
 
-def _help(
+def _record_in_worker(
     model_pool: ModelPool,
     rank: int,
     variants: list[DraftVariant],
@@ -74,14 +74,14 @@ def _help(
     folder: Path,
     bounds: ForestBounds,
 ) -> None:
-    """Record what is not there yet, in an order of its own: two that went the same way would make the same pieces."""
+    """Record what is missing, in a random order: workers with the same order would record the same pieces."""
     recorder = _recorder(model_pool, folder)
     order = random.Random(rank)
-    alone = [Workload(workload.name, workload.split, (prompt,)) for prompt in workload.prompts]
-    for prompt in order.sample(alone, len(alone)):
+    prompts = [Workload(workload.name, workload.split, (prompt,)) for prompt in workload.prompts]
+    for prompt in order.sample(prompts, len(prompts)):
         recorder.answers(prompt)
-    pieces = list(itertools.product(variants, alone))
-    for (draft, subnet), prompt in order.sample(pieces, len(pieces)):
+    pieces = [(draft, subnet, prompt) for draft, subnet in variants for prompt in prompts]
+    for draft, subnet, prompt in order.sample(pieces, len(pieces)):
         recorder.trace(
             model_pool.draft(draft, subnet),
             model_pool.references[draft],
@@ -89,3 +89,21 @@ def _help(
             visual_keep=subnet.visual_keep,
             bounds=bounds,
         )
+
+
+def print_agreement(traces: Sequence[Trace], console: Console) -> None:
+    """Print how often each draft, at its first subnet in ``traces``, predicts the target's next token, by task."""
+    import pandas as pd
+
+    by_draft = {trace.header.draft.id: trace.agreement() for trace in reversed(traces)}
+    drafts = list(dict.fromkeys(trace.header.draft.id for trace in traces))
+    shares = pd.concat([by_draft[draft].assign(draft=draft) for draft in drafts])
+    tasks = shares["task"].unique()
+    if len(drafts) == 1:
+        title, names = "Draft's agreement with the target", ["top-1", "top-4"]
+        table = shares.pivot(index="task", columns="rank", values="share").loc[tasks]
+    else:
+        title, names = "Drafts' agreement with the target, top-1", drafts
+        table = shares[shares["rank"] == 1].pivot(index="task", columns="draft", values="share").loc[tasks, drafts]
+    rows = [[task, *(f"{100 * share:.1f} %" for share in row)] for task, *row in table.itertuples()]
+    console.table(title, ["task", *names], rows)

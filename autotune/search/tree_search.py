@@ -1,14 +1,14 @@
-"""The tree stage: every tree is replayed over the traces of every surviving subnet, priced by the cost table; Optuna goes
-on from the best of them.
+"""Tree search: trees are replayed over the traces of every surviving subnet and priced by the cost table.
 
-Its work is cut into units whose records a ledger keeps: any number of workers share them, and what they find does not
-depend on who did what.
+Small policies are enumerated; the others are swept evenly, and Optuna's TPE sampler continues from the best trees of the
+sweeps. The work is divided into units whose records a ledger keeps, so that any number of workers share it and the result
+does not depend on which worker did what.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,7 @@ import numpy as np
 from autotune.acceptance.replay import Replay
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.provenance import version_of
-from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.evaluation.summary import bootstrap_ratio
 from autotune.files import content_key
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.space import SearchSpace
@@ -31,31 +29,32 @@ from autotune.trees.tree import Floats
 
 Report = Callable[[int, int, str], None]
 
-NUM_SWEPT = 2048  # trees of each policy and subnet that are replayed before TPE begins; a power of two, as Sobol's are
-SWEPT_AT_ONCE = 256  # a unit of work
-TRIALS_AT_ONCE = 50
-# One in so many prompts of each task, two at least, is replayed first; over all prompts only...
-FIRST_OF_TASK = 3
-NUM_GOING_ON = 64  # ...the fastest of a unit, so many,...
-NUM_GOING_ON_OF_TASK = 8  # ...and so many of the fastest of each task.
-NUM_KEPT = 24  # of a unit, the fastest go into its record; with as many of all TPE begins...
-NUM_KEPT_OF_TASK = 2  # ...and so many of the fastest of each task
-MOST_ALIKE = 2  # finalists of one draft and policy
-UNIT = "unit"  # what a trial is tagged with: how many others' come before its unit
+NUM_SWEPT = 2048  # trees of each policy and subnet; a power of two, for Sobol's sequence
+SWEEP_SIZE = 256  # trees in a unit of work
+NUM_UNIT_TRIALS = 50
+# A sweep is replayed over one in FIRST_PROMPTS prompts of each task (two at least), and only its fastest trees over all
+# prompts: NUM_PROMOTED overall, and NUM_TASK_PROMOTED for each task.
+FIRST_PROMPTS = 3
+NUM_PROMOTED = 64
+NUM_TASK_PROMOTED = 8
+# The fastest trees in the record of a unit, and those of each task. TPE starts from NUM_KEPT trees of all sweeps.
+NUM_KEPT = 24
+NUM_TASK_KEPT = 2
+UNIT = "unit"  # attribute of an Optuna trial: the number of trials before its unit
 
 
 @dataclass(frozen=True)
 class TreeSearchResult:
-    """What a tree stage leaves."""
+    """The fastest configurations of a space."""
 
     fastest: list[Candidate]
     """Over all prompts, the fastest first."""
-    of_task: dict[str, list[Candidate]]
-    """The same over the prompts of each task."""
+    fastest_by_task: dict[str, list[Candidate]]
+    """Over the prompts of each task, the fastest first."""
     num_replayed: int
-    """Configurations, by all workers."""
-    sampled: str
-    """Name of the Optuna study that shows what TPE drew."""
+    """Number of configurations that all workers have replayed."""
+    optuna_study: str
+    """Name of the Optuna study with TPE's trials."""
 
 
 def search_trees(
@@ -69,27 +68,35 @@ def search_trees(
     deadline: float | None = None,
     report: Report | None = None,
 ) -> TreeSearchResult:
-    """The fastest of the space over all subnets of the evaluator: small policies outright, the others by an even sweep, from
-    whose best TPE goes on: a replay takes less time than TPE needs to think of a tree.
+    """Search the trees of a space over all draft variants of the evaluator.
 
-    ``documents`` are the hashes of what it searches over: with the seed they name the records, so that the same command
-    goes on with them and another one does not.
+    Args:
+        evaluator: predicts the speed of configurations.
+        space: the trees.
+        ledger: for the records; the same call resumes from them.
+        num_trials: number of TPE's trials.
+        documents: hashes of the models, workload, cost table and traces: part of every record's key, as is the seed.
+        seed: of the sweeps and of TPE.
+        deadline: of ``time.monotonic``; no unit is started after it.
+        report: called as report(done, of, note).
 
     Raises:
-        UserError: no tree of the space keeps to the constraints.
+        UserError: no tree was found that keeps the constraints.
     """
-    stage = _Stage(evaluator, space, ledger, [version_of("autotune"), documents, asdict(evaluator.constraints)], seed)
+    stage = _TreeStage(
+        evaluator, space, ledger, [version_of("autotune"), documents, asdict(evaluator.constraints)], seed
+    )
     evaluator.check_feasible()
 
-    def say(done: int, of: int) -> None:
+    def report_best(done: int, of: int) -> None:
         if report is not None:
             report(done, of, stage.best_so_far())
 
-    units = stage.sweeps()
-    records = list(ledger.work("trees", units, deadline=deadline, report=say).values())
-    if len(records) == len(units):
-        records += stage.sample(records, num_trials, deadline, say)
-    fastest = {one.key: one for record in records for one in _candidates(record["fastest"])}
+    sweeps = stage.sweeps()
+    records = list(ledger.work("trees", sweeps, deadline=deadline, report=report_best).values())
+    if len(records) == len(sweeps):
+        records += stage.sample(records, num_trials, deadline, report_best)
+    fastest = {candidate.key: candidate for record in records for candidate in _candidates(record["fastest"])}
     if not fastest:
         limits = {
             "--max-round-ms": evaluator.constraints.max_round_ms,
@@ -97,17 +104,20 @@ def search_trees(
         }
         given = ", ".join(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)
         raise UserError(
-            f"no tree of space {space.name} was found that keeps to {given or 'the budget'}; raise it, or widen the space"
+            f"no tree of space {space.name} was found within {given or 'the budget'}; raise it, or widen the space"
         )
-    of_task = {}
-    for task in dict.fromkeys(evaluator.tasks):
-        leaders = sorted((one for record in records for one in record["of_task"].get(task, ())), key=_task_rank)
-        of_task[task] = list(_candidates(one["candidate"] for one in leaders[:NUM_KEPT]))
+    fastest_by_task = {}
+    for task in stage.task_prompts:
+        leaders = sorted(
+            (leader for record in records for leader in record["of_task"].get(task, ())),
+            key=lambda leader: (leader["ms"], content_key(leader["candidate"])),
+        )
+        fastest_by_task[task] = list(_candidates(leader["candidate"] for leader in leaders[:NUM_KEPT]))
     return TreeSearchResult(
-        fastest=sorted(fastest.values(), key=lambda one: one.rank),
-        of_task=of_task,
+        fastest=sorted(fastest.values(), key=lambda candidate: candidate.rank),
+        fastest_by_task=fastest_by_task,
         num_replayed=sum(record["num_replayed"] for record in records),
-        sampled=stage.optuna_name,
+        optuna_study=stage.optuna_study,
     )
 
 
@@ -115,12 +125,8 @@ def _candidates(records: Iterable[Record]) -> Iterator[Candidate]:
     return (Candidate.model_validate(record, strict=False) for record in records)
 
 
-def _task_rank(leader: Record) -> tuple[float, str]:
-    return leader["ms"], content_key(leader["candidate"])
-
-
-class _Stage:
-    """The units of one tree stage."""
+class _TreeStage:
+    """The units of one tree search."""
 
     def __init__(self, evaluator: Evaluator, space: SearchSpace, ledger: Ledger, documents: Any, seed: int) -> None:
         self.evaluator = evaluator
@@ -129,138 +135,129 @@ class _Stage:
         self.seed = seed
         self.variants = list(evaluator.traces)
         described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.variants]
-        trees = {policy: {n: d.model_dump() for n, d in found.items()} for policy, found in space.trees.items()}
-        self.key = content_key([documents, described, trees, seed])
-        self.prompts_of_task = {
-            task: np.flatnonzero([one == task for one in evaluator.tasks]) for task in dict.fromkeys(evaluator.tasks)
+        trees = {
+            policy: {n: d.model_dump() for n, d in dimensions.items()} for policy, dimensions in space.trees.items()
         }
+        self.key = content_key([documents, described, trees, seed])
+        tasks = np.array(evaluator.tasks)
+        self.task_prompts = {task: np.flatnonzero(tasks == task) for task in dict.fromkeys(evaluator.tasks)}
         self.first_prompts = np.sort(
-            np.concatenate([found[: max(2, len(found) // FIRST_OF_TASK)] for found in self.prompts_of_task.values()])
+            np.concatenate([p[: max(2, len(p) // FIRST_PROMPTS)] for p in self.task_prompts.values()])
         )
-        self.sampled = [p for p in space.trees if p != "static" and space.enumerated(p) is None]
+        self.sampled_policies = [p for p in space.trees if p != "static" and space.enumerated(p) is None]
+        self.optuna_study = f"trees-{self.key}"
         self._best: Candidate | None = None
 
-    @property
-    def optuna_name(self) -> str:
-        """Of the study for ``optuna-dashboard``."""
-        return f"trees-{self.key}"
-
     def best_so_far(self) -> str:
-        """For people."""
+        """A note for the progress bar."""
         if self._best is None:
             return ""
         return f"best so far: {self._best.speedup:.2f}x {self._best.configuration.label}"
 
+    # --------------------------------------------------------------------------------------------------------- sweeps
+
     def sweeps(self) -> dict[str, Callable[[], Record]]:
-        """What is enumerated or swept, in an order in which whatever time there is serves all subnets and policies."""
+        """Units that enumerate or sweep, ordered so that all subnets and policies advance together."""
         parts: list[tuple[int, str, DraftVariant]] = []
         for policy in self.space.trees:
-            count = NUM_SWEPT // SWEPT_AT_ONCE if policy in self.sampled else 1
+            count = NUM_SWEPT // SWEEP_SIZE if policy in self.sampled_policies else 1
             parts += [(part, policy, variant) for part in range(count) for variant in self.variants]
-        parts.sort(key=lambda found: found[0])
+        parts.sort(key=lambda unit: unit[0])
         return {
-            content_key([self.key, part, policy, variant[0], variant[1].model_dump(mode="json")]): self._sweep(
-                part, policy, variant
+            content_key([self.key, part, policy, draft, subnet.model_dump(mode="json")]): partial(
+                self._sweep, part, policy, (draft, subnet)
             )
-            for part, policy, variant in parts
+            for part, policy, (draft, subnet) in parts
         }
 
-    def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Callable[[], Record]:
-        def make() -> Record:
-            if policy == "static":
-                trees = self.evaluator.static_trees(variant, self.space)
-            elif (few := self.space.enumerated(policy)) is not None:
-                trees = few
-            else:
-                trees = self.space.sweep(policy, SWEPT_AT_ONCE, self.seed, first=part * SWEPT_AT_ONCE)
-            configurations = self._feasible((variant, tree) for tree in trees)
-            going_on = self._race(configurations)
-            return self._record(going_on, self.evaluator.replay_many(going_on), num_replayed=len(configurations))
+    def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Record:
+        if policy == "static":
+            trees = self.evaluator.static_trees(variant, self.space)
+        else:
+            trees = self.space.enumerated(policy) or self.space.sweep(
+                policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE
+            )
+        configurations = self._feasible((variant, tree) for tree in trees)
+        fastest = self._promoted(configurations)
+        return self._record(fastest, self.evaluator.replay_many(fastest), num_replayed=len(configurations))
 
-        return make
-
-    def _race(self, configurations: list[Configuration]) -> list[Configuration]:
-        """Those that are among the fastest over the first prompts, overall or of a task: only they are worth replaying over
-        all.
-        """
-        if len(configurations) <= NUM_GOING_ON or 2 * len(self.first_prompts) > len(self.evaluator.tasks):
+    def _promoted(self, configurations: list[Configuration]) -> list[Configuration]:
+        """The configurations that are worth a replay over all prompts."""
+        if len(configurations) <= NUM_PROMOTED or 2 * len(self.first_prompts) > len(self.evaluator.tasks):
             return configurations
         ms = np.array([result.decode_ms for result in self.evaluator.replay_many(configurations, self.first_prompts)])
-        fastest, of_task = self._leaders(ms, NUM_GOING_ON, NUM_GOING_ON_OF_TASK)
-        return [configurations[number] for number in sorted({*fastest, *itertools.chain(*of_task.values())})]
+        fastest, by_task = self._leaders(ms, NUM_PROMOTED, NUM_TASK_PROMOTED)
+        return [configurations[row] for row in sorted({*fastest, *itertools.chain(*by_task.values())})]
 
-    def _leaders(self, ms: Floats, count: int, count_of_task: int) -> tuple[list[int], dict[str, list[int]]]:
-        """Rows of ``ms`` [configurations, prompts] with the least sums: of all, and of the prompts of each task."""
+    def _leaders(self, ms: Floats, count: int, task_count: int) -> tuple[list[int], dict[str, list[int]]]:
+        """The rows of ``ms`` [configurations, prompts] with the smallest sums over all prompts, and over each task's."""
 
-        def least(sums: Floats, count: int) -> list[int]:
+        def smallest(sums: Floats, count: int) -> list[int]:
             return np.argsort(sums, kind="stable")[:count].tolist()
 
-        of_task = {task: least(ms[:, prompts].sum(1), count_of_task) for task, prompts in self.prompts_of_task.items()}
-        return least(ms.sum(1), count), of_task
+        by_task = {task: smallest(ms[:, prompts].sum(1), task_count) for task, prompts in self.task_prompts.items()}
+        return smallest(ms.sum(1), count), by_task
 
     def _feasible(self, trees: Iterable[tuple[DraftVariant, Tree]]) -> list[Configuration]:
-        """Those that keep to the constraints."""
         return [
-            Configuration(tree=tree, draft=draft, subnet=subnet)
-            for (draft, subnet), tree in trees
-            if self.evaluator.is_feasible((draft, subnet), tree)
+            Configuration(tree=tree, draft=variant[0], subnet=variant[1])
+            for variant, tree in trees
+            if self.evaluator.is_feasible(variant, tree)
         ]
 
     def _record(self, configurations: list[Configuration], results: list[Replay], *, num_replayed: int) -> Record:
-        """Which are the fastest: over all prompts, and over those of each task."""
+        """The record of a unit: its fastest candidates, over all prompts and over those of each task."""
         if not results:
             return {"num_replayed": 0, "fastest": [], "of_task": {}}
         ms = np.array([result.decode_ms for result in results])
 
-        def candidate(number: int) -> Record:
-            return self.evaluator.candidate(configurations[number], results[number]).model_dump(mode="json")
+        def candidate(row: int) -> Record:
+            return self.evaluator.candidate(configurations[row], results[row]).model_dump(mode="json")
 
-        leaders, leaders_of_task = self._leaders(ms, NUM_KEPT, NUM_KEPT_OF_TASK)
-        fastest = [candidate(number) for number in leaders]
+        leaders, task_leaders = self._leaders(ms, NUM_KEPT, NUM_TASK_KEPT)
+        fastest = [candidate(row) for row in leaders]
         of_task = {
-            task: [
-                {"ms": float(ms[number, self.prompts_of_task[task]].sum()), "candidate": candidate(number)}
-                for number in numbers
-            ]
-            for task, numbers in leaders_of_task.items()
+            task: [{"ms": float(ms[row, self.task_prompts[task]].sum()), "candidate": candidate(row)} for row in rows]
+            for task, rows in task_leaders.items()
         }
-        first = min(_candidates(fastest), key=lambda one: one.rank)
-        self._best = min(self._best or first, first, key=lambda one: one.rank)
+        best = min(_candidates(fastest), key=lambda candidate: candidate.rank)
+        self._best = min(self._best or best, best, key=lambda candidate: candidate.rank)
         return {"num_replayed": num_replayed, "fastest": fastest, "of_task": of_task}
+
+    # ------------------------------------------------------------------------------------------------------------ TPE
 
     def sample(
         self, swept: list[Record], num_trials: int, deadline: float | None, report: Callable[[int, int], None]
     ) -> list[Record]:
-        """TPE over subnets, policies and hyperparameters together, from the best of what was swept: several samplers that
-        know nothing of each other, so that workers can share them.
+        """Sample subnets, policies and hyperparameters together by TPE, from the best candidates of the sweeps.
+
+        Every unit has a sampler that knows no other unit's trials, so that workers can share the units.
         """
-        if not self.sampled:
+        if not self.sampled_policies:
             return []
-        ranked = sorted(
-            (one for record in swept for one in _candidates(record["fastest"]) if one.policy in self.sampled),
-            key=lambda one: one.rank,
-        )
+        candidates = (candidate for record in swept for candidate in _candidates(record["fastest"]))
+        ranked = sorted((c for c in candidates if c.policy in self.sampled_policies), key=lambda c: c.rank)
         units = {}
-        for first in range(0, num_trials, TRIALS_AT_ONCE):
-            count = min(TRIALS_AT_ONCE, num_trials - first)
+        for first in range(0, num_trials, NUM_UNIT_TRIALS):
+            count = min(NUM_UNIT_TRIALS, num_trials - first)
             key = content_key([self.key, "sampled", first, count])
             units[key] = partial(self._sample, ranked[:NUM_KEPT], first, count)
 
-        def say(done: int, of: int) -> None:
-            report(min(num_trials, done * TRIALS_AT_ONCE), num_trials)
+        def report_trials(done: int, of: int) -> None:
+            report(min(num_trials, done * NUM_UNIT_TRIALS), num_trials)
 
-        self.ledger.work("optuna", {content_key(["optuna's tables"]): self._open_optuna})
-        return list(self.ledger.work("trees", units, deadline=deadline, report=say).values())
+        self.ledger.work("optuna", {content_key(["optuna's tables"]): self._create_optuna_tables})
+        return list(self.ledger.work("trees", units, deadline=deadline, report=report_trials).values())
 
-    def _open_optuna(self) -> Record:
-        """Optuna makes its tables in steps that two workers cannot take at once."""
+    def _create_optuna_tables(self) -> Record:
+        """Let Optuna create its tables, in steps that must not run in two workers at once."""
         import optuna
 
         optuna.storages.get_storage(optuna_storage(self.ledger.storage))
         return {}
 
-    def _sample(self, seeds: list[Candidate], first: int, count: int) -> Record:
-        """``count`` trials, of which so many as ``first`` are others' to make."""
+    def _sample(self, start: list[Candidate], first: int, count: int) -> Record:
+        """Trials ``first`` to ``first + count``, by a sampler that starts from the candidates ``start``."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -268,48 +265,49 @@ class _Stage:
         sampler = optuna.samplers.TPESampler(seed=self.seed + first, multivariate=True, n_startup_trials=0)
         study = optuna.create_study(direction="minimize", sampler=sampler)
         distributions = self._distributions(names)
-        for one in seeds:
-            variant = one.configuration.draft or "", one.configuration.subnet
-            parameters = {
-                "subnet": names[self.variants.index(variant)],
-                **self.space.parameters(one.configuration.tree),
-            }
-            study.add_trial(_finished(parameters, one.ms_per_token, distributions))
+        for candidate in start:
+            c = candidate.configuration
+            name = names[self.variants.index((c.draft or "", c.subnet))]
+            study.add_trial(
+                _finished_trial(
+                    {"subnet": name, **self.space.parameters(c.tree)}, candidate.ms_per_token, distributions
+                )
+            )
         configurations, results = [], []
         for _ in range(count):
             trial = study.ask()
             trial.set_user_attr(UNIT, first)
             variant = self.variants[names.index(trial.suggest_categorical("subnet", names))]
-            feasible = self._feasible([(variant, self.space.suggest(trial, self.sampled))])
+            feasible = self._feasible([(variant, self.space.suggest(trial, self.sampled_policies))])
             if not feasible:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
                 continue
             configurations += feasible
             results.append(self.evaluator.replay(feasible[0]))
             study.tell(trial, results[-1].ms_per_token)
-        self._show(study.get_trials(deepcopy=False)[-count:], first)
+        self._publish(study.get_trials(deepcopy=False)[-count:], first)
         return self._record(configurations, results, num_replayed=len(results))
 
     def _distributions(self, names: list[str]) -> dict[str, Any]:
-        """Of all parameters, by name."""
-        import optuna
+        """Optuna's distributions of all parameters, by name."""
+        from optuna.distributions import CategoricalDistribution
 
-        policies = {"policy": self.sampled, "subnet": names}
-        fixed = {name: optuna.distributions.CategoricalDistribution(values) for name, values in policies.items()}
-        return fixed | {
-            f"{policy}.{name}": dimension.distribution
-            for policy in self.sampled
-            for name, dimension in self.space.trees[policy].items()
+        return {
+            "policy": CategoricalDistribution(self.sampled_policies),
+            "subnet": CategoricalDistribution(names),
+            **{
+                f"{policy}.{name}": dimension.distribution
+                for policy in self.sampled_policies
+                for name, dimension in self.space.trees[policy].items()
+            },
         }
 
-    def _show(self, trials: list[Any], unit: int) -> None:
-        """Add a unit's trials to an Optuna study beside the ledger, where ``optuna-dashboard`` finds them. A unit done anew
-        adds none twice.
-        """
+    def _publish(self, trials: list[Any], unit: int) -> None:
+        """Add a unit's trials, once, to the Optuna study that ``optuna-dashboard`` shows."""
         import optuna
 
         study = optuna.create_study(
-            study_name=self.optuna_name,
+            study_name=self.optuna_study,
             storage=optuna_storage(self.ledger.storage),
             direction="minimize",
             load_if_exists=True,
@@ -318,51 +316,18 @@ class _Stage:
             study.add_trials(trials)
 
 
-def optuna_storage(ledger: str | Path) -> Any:
-    """Where the trials beside a ledger are: a journal beside its file, or the same database."""
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    if isinstance(ledger, Path):
-        return JournalStorage(JournalFileBackend(str(ledger.with_suffix(".optuna"))))
-    return storage_url(ledger)
-
-
-def _finished(parameters: dict[str, Any], ms: float, distributions: dict[str, Any]) -> Any:
+def _finished_trial(parameters: dict[str, Any], ms: float, distributions: dict[str, Any]) -> Any:
     import optuna
 
     known = {name: distributions[name] for name in parameters}
     return optuna.trial.create_trial(params=parameters, distributions=known, value=ms)
 
 
-# ------------------------------------------------------------------------------------------------------------- finalists
+def optuna_storage(ledger: str | Path) -> Any:
+    """Optuna's storage for a ledger: a journal file beside the ledger's file, or the same database."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
 
-
-def choose_finalists(
-    candidates: Sequence[Candidate], evaluator: Evaluator, count: int, *, slack: float = 0.05
-) -> list[Candidate]:
-    """Up to ``count`` to measure: the fastest of every (draft, subnet, policy), at most two of a draft and policy, for
-    neighbours of one winner would be measured for nothing; and none that over resampled prompts is surely slower than
-    the fastest by more than ``slack``, which is what a prediction may be wrong by.
-    """
-    best: dict[tuple[str | None, Subnet, str], Candidate] = {}
-    for candidate in sorted(candidates, key=lambda one: one.rank):
-        c = candidate.configuration
-        best.setdefault((c.draft, c.subnet, candidate.policy), candidate)
-    chosen: list[Candidate] = []
-    alike: dict[tuple[str | None, str], int] = {}
-    fastest_ms = None
-    for candidate in best.values():
-        c = candidate.configuration
-        kind = c.draft, candidate.policy
-        if alike.get(kind, 0) >= MOST_ALIKE:
-            continue
-        (ms,) = evaluator.prompt_ms([c])
-        fastest_ms = ms if fastest_ms is None else fastest_ms
-        if bootstrap_ratio(ms, fastest_ms)[0] > 1.0 + slack:
-            continue
-        alike[kind] = alike.get(kind, 0) + 1
-        chosen.append(candidate)
-        if len(chosen) == count:
-            break
-    return chosen
+    if isinstance(ledger, Path):
+        return JournalStorage(JournalFileBackend(str(ledger.with_suffix(".optuna"))))
+    return storage_url(ledger)

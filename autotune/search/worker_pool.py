@@ -1,7 +1,7 @@
-"""Processes that do a stage's work beside this one: recording takes a core, not time that is compared.
+"""Processes that share a stage's work, such as recording; work whose time is compared runs alone.
 
-A stage's work is cut into pieces that whoever comes first makes, and leaves on disk: a record of the ledger, a forest. So
-a helper is told what there is to do, and nothing after that; what a helper that dies has not made is made here.
+A stage's work consists of pieces that are stored on disk as they are made: records of the ledger, forests of a trace. A
+worker gets its task once and is never told more; what a killed worker has not made, the main process makes.
 """
 
 from __future__ import annotations
@@ -13,52 +13,52 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-WORTH_S = 15.0  # of work left: a helper has to load torch and the models first
-MOST_HELPERS = 7  # more wait for memory
+MIN_REMAINING_S = 15.0  # of work: a worker has to load torch and the models first
+MAX_WORKERS = 7  # more of them wait for memory
 
 
 class WorkerPool:
-    """Up to ``number`` processes that run ``task(rank, *arguments)``, ranks from 1; started when ``report`` first tells
-    that they are worth it, and ended with the block.
+    """Up to ``num_workers`` processes that run ``task(rank, *arguments)``, ranks from 1.
+
+    They start once ``report`` finds enough work left, and are terminated at the end of the ``with`` block.
     """
 
-    def __init__(self, number: int, task: Callable[..., None], *arguments: Any) -> None:
-        self.number = number
-        self.started: list[Any] = []
+    def __init__(self, num_workers: int, task: Callable[..., None], *arguments: Any) -> None:
+        self.num_workers = num_workers
+        self.processes: list[Any] = []
         self._task, self._arguments = task, arguments
-        self._first: tuple[int, float] | None = None
+        self._first_report: tuple[int, float] | None = None
 
     def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Whatever a helper is at has been made by now, or is given up."""
-        for process in self.started:
+        for process in self.processes:
             process.terminate()
-        for process in self.started:
+        for process in self.processes:
             process.join()
 
     def report(self, done: int, of: int) -> None:
-        """So many pieces of work are done."""
+        """Report progress in pieces of work; starts the workers when the rest would take ``MIN_REMAINING_S``."""
         now = time.monotonic()
-        self._first = self._first or (done, now)  # what was there before is no sign of speed
-        first, began = self._first
-        if self.started or done <= first or (now - began) / (done - first) * (of - done) < WORTH_S:
+        self._first_report = self._first_report or (done, now)  # pieces found on disk say nothing about the speed
+        first, began = self._first_report
+        if self.processes or done <= first or (now - began) / (done - first) * (of - done) < MIN_REMAINING_S:
             return
         context = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
-        for rank in range(1, self.number + 1):
-            process = context.Process(target=_help, args=(self._task, rank, self._arguments), daemon=True)
+        for rank in range(1, self.num_workers + 1):
+            process = context.Process(target=_run_task, args=(self._task, rank, self._arguments), daemon=True)
             process.start()
-            self.started.append(process)
+            self.processes.append(process)
 
 
-def _help(task: Callable[..., None], rank: int, arguments: tuple[Any, ...]) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _run_task(task: Callable[..., None], rank: int, arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     task(rank, *arguments)
 
 
-def _end_with_parent() -> None:
-    """A search that was killed is begun anew: nobody should be working for the old one beside it."""
+def _exit_with_parent() -> None:
+    """End this process when its parent is killed: a search that is started again must not compete with old workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

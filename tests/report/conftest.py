@@ -104,7 +104,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     space = SearchSpace.model_validate({"name": "by hand", "visual_keep": {"choices": list(KEEPS)}, "trees": TREES})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_search, "NUM_SWEPT", 64)
-        patch.setattr(tree_search, "SWEPT_AT_ONCE", 32)
+        patch.setattr(tree_search, "SWEEP_SIZE", 32)
         found = search_trees(evaluator, space, ledger, num_trials=40, documents="by hand")
 
     profile = _profile(evaluator, workload.sha256)
@@ -131,7 +131,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         space=space.name,
         cost_table=table.content_hash,
         records=ledger.used_keys,
-        sampled=found.sampled,
+        sampled=found.optuna_study,
         finalists=[finalist, finalist.model_copy(update={"is_standing": False, "speedup": 1.4, "ci95": (1.2, 1.6)})],
         stage_seconds={"cost table": 12.0, "trees": 3.0},
     )

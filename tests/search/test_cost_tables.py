@@ -11,7 +11,7 @@ from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.search import cost_tables
-from autotune.search.cost_tables import local_table, priced_apart
+from autotune.search.cost_tables import local_table, priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.space import load_space
 from autotune.study.ledger import Ledger
@@ -46,7 +46,7 @@ def test_a_table_is_measured_once(
 ) -> None:
     """Whoever asks for it: from the folder, or, where that is gone, from the ledger; but with more time anew."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    priced = priced_apart(model_pool.subnets(load_space("quick")))
+    priced = priced_variants(model_pool.subnets(load_space("quick")))
 
     def table(**options: float) -> CostTable:
         return local_table(model_pool, priced, evaluate, tmp_path, ledger, Console(), **options)
@@ -78,7 +78,7 @@ def test_a_table_put_in_its_place_is_refused(
     message: str,
 ) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    priced = priced_apart(model_pool.subnets(load_space("quick")))
+    priced = priced_variants(model_pool.subnets(load_space("quick")))
     table = local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
     (path,) = tmp_path.glob("*.cost.json")
     table.model_copy(update=change).save(path)

@@ -50,7 +50,7 @@ def test_arms_are_eliminated_once_significantly_slower() -> None:
     """The others continue until one is left."""
     runner = TimedRunner({AR: 100.0, "slow": 70.0, "near": 50.5, "best": 50.0}, noise=0.03)
     found = eliminate(runner, [StubArm(name) for name in ("slow", "near", "best")], some_prompts(16))
-    assert "slow" not in found.standing and found.standing[0] == "best"
+    assert "slow" not in found.remaining and found.remaining[0] == "best"
     assert len(found.runs["slow"]) == 8 < len(found.runs["near"]) <= len(found.runs["best"]) == len(found.runs[AR])
     assert runner.compared[0][0] == {AR, "slow", "near", "best"} and "slow" not in runner.compared[1][0]
 
@@ -59,7 +59,7 @@ def test_equal_arms_both_remain() -> None:
     """They run to the end: all prompts in every pass, each pass as a repeat of its own."""
     runner = TimedRunner({AR: 100.0, "one": 50.0, "other": 50.0}, noise=0.05)
     found = eliminate(runner, [StubArm("one"), StubArm("other")], some_prompts(16))
-    assert sorted(found.standing) == ["one", "other"]
+    assert sorted(found.remaining) == ["one", "other"]
     assert len(found.runs["one"]) == len(found.runs["other"]) == len(found.runs[AR]) == 16 * MAX_PASSES
     assert [repeat for _, repeat, _ in runner.compared] == [n for n in range(MAX_PASSES) for _ in range(2)]
     assert [keep_memory for _, _, keep_memory in runner.compared] == [False, *[True] * (2 * MAX_PASSES - 1)]

@@ -79,7 +79,7 @@ def test_short_prompts_are_within_their_own_table() -> None:
     lengths, _ = kv_lengths_for(20, 60)
     flat = surface(lambda n, m: 1.0, kv_lengths=lengths)
     table = cost_table(decode=surface(lambda n, m: 1.0, tokens=(1,), kv_lengths=lengths), verify=flat)
-    costs = table.drafts[0].model_copy(update={"propose": flat})
+    costs = table.drafts[0].model_copy(update={"draft_level": flat})
     Evaluator([random_trace(0)], table.model_copy(update={"drafts": [costs]}))
 
 
@@ -116,7 +116,7 @@ def test_many_at_once_are_what_each_is_alone() -> None:
     wanted = [Configuration(tree=tree, subnet=Subnet(visual_keep=keep)) for tree in trees for keep in KEEPS] * 2
     together, alone = evaluator(), evaluator()
     results = together.replay_many(wanted)
-    found = [together.candidate(together.placed(one), result) for one, result in zip(wanted, results, strict=True)]
+    found = [together.candidate(together.resolve(one), result) for one, result in zip(wanted, results, strict=True)]
     assert found == [alone.evaluate(one) for one in wanted]
     assert together.prompt_ms(wanted).sum(1) == pytest.approx([result.decode_ms.sum() for result in results])
 
@@ -131,7 +131,7 @@ def test_a_round_s_price_adds_up_to_what_its_rounds_cost() -> None:
         steps += price.node_steps * replayed.verified_nodes.sum()
         expected = (replayed.decode_ms - replayed.draft_prefill_ms).sum() / found.ar_ms_per_token
         assert steps == pytest.approx(expected)
-        guarded = found.guarded(found.evaluate(wanted))
+        guarded = found.with_fallback(found.evaluate(wanted))
         assert guarded.configuration.fallback == price and guarded.key != found.evaluate(wanted).key
 
 
@@ -176,6 +176,6 @@ def test_constraints_that_nothing_keeps_are_refused_before_anything_is_recorded(
     Constraints(max_round_ms=1.01 * least).check_table(table)
     costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "kv_bytes_per_token": 16})
     table = table.model_copy(update={"drafts": [costs], "precision": "bfloat16"})
-    with pytest.raises(UserError, match=r"--max-draft-mib 0\.4: no draft keeps to it; the smallest takes 0\.5 MiB"):
+    with pytest.raises(UserError, match=r"--max-draft-mib 0\.4 excludes every draft: the smallest takes 0\.5 MiB"):
         Constraints(max_draft_mib=0.4).check_table(table)
     Constraints(max_draft_mib=0.5).check_table(table)

@@ -21,7 +21,7 @@ from autotune.evaluation.runs import Run
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
-from autotune.search.profile_selection import DEFAULTS_PROMPTS, POINT_BLOCK, ProfileSelection, configuration_of
+from autotune.search.profile_selection import NUM_DEFAULTS_PROMPTS, POINT_PROMPTS, ProfileSelection, configuration_of
 from autotune.search.space import SearchSpace
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
@@ -92,7 +92,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], None]:
 
 
 def finalists_of(selection: ProfileSelection) -> list[Candidate]:
-    return [selection.evaluator.guarded(one) for one in selection.found.fastest[:4]]
+    return [selection.evaluator.with_fallback(one) for one in selection.trees.fastest[:4]]
 
 
 def test_the_fastest_in_real_runs_wins(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
@@ -127,7 +127,7 @@ def test_a_point_of_its_own_must_be_faster_in_real_runs(
     assert [when.label for when, _ in selection.confirmed(points, winner)] == ["any request"]
     clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0}.get(arm.name, 10.0))
     kept = selection.confirmed(points, winner)
-    assert f"on {POINT_BLOCK} tuning prompts: a point of its own" in " ".join(capsys.readouterr().err.split()), (
+    assert f"on {POINT_PROMPTS} tuning prompts: an operating point" in " ".join(capsys.readouterr().err.split()), (
         "more would say no more"
     )
     assert [when.workload for when, _ in kept] == ["read", None] and kept[0][1].key == other.key
@@ -137,7 +137,7 @@ def test_temperatures_may_have_points_of_their_own(
     selection: ProfileSelection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the winner loses half of the time whenever tokens are sampled."""
-    winner, other = finalists_of(selection)[0], selection.found.fastest[1]
+    winner, other = finalists_of(selection)[0], selection.trees.fastest[1]
     sampled = np.array([prompt.settings.temperature == 1.0 for prompt in selection.tune.prompts])
 
     def prompt_ms(self: Evaluator, configurations: Sequence[Configuration]) -> np.ndarray:
@@ -157,11 +157,11 @@ def test_a_profile_says_what_was_measured(selection: ProfileSelection, clock: Ca
     assert point.measured.num_prompts == 4 and point.measured.identical_outputs == 4
     compared = {one.name: one for one in document.evidence.compared}
     assert compared["tuned"].speedup == pytest.approx(2.5) and compared["chain"].speedup == pytest.approx(2.0)
-    assert document.evidence.configurations_replayed == selection.found.num_replayed == 2 * (4 + 1)
+    assert document.evidence.configurations_replayed == selection.trees.num_replayed == 2 * (4 + 1)
     assert len(document.evidence.prompts) == 4
     configuration = configuration_of(point)
     assert configuration is not None
-    assert configuration.key in {selection.evaluator.guarded(one).key for one in selection.found.fastest}
+    assert configuration.key in {selection.evaluator.with_fallback(one).key for one in selection.trees.fastest}
 
 
 def test_only_the_fastest_default_goes_on(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
@@ -172,7 +172,7 @@ def test_only_the_fastest_default_goes_on(selection: ProfileSelection, clock: Ca
     document = more.measured_profile()
     compared = {one.name: one for one in document.evidence.compared}
     assert {name: one.num_prompts for name, one in compared.items()} == {
-        **dict.fromkeys(compared, DEFAULTS_PROMPTS),
+        **dict.fromkeys(compared, NUM_DEFAULTS_PROMPTS),
         **dict.fromkeys((AR, "tuned", "dream"), 20),
     }
     assert compared["dream"].speedup == pytest.approx(10 / 4.5) and compared["sage"].speedup == pytest.approx(2.0)
@@ -196,10 +196,10 @@ def test_a_draft_that_loses_on_held_out_prompts_is_left_alone(
 
 def test_another_device_s_profile_has_predictions_alone(selection: ProfileSelection) -> None:
     points: list[OperatingPoint] = selection.predicted_profile().points
-    fastest = selection.found.fastest[0]
+    fastest = selection.trees.fastest[0]
     assert all(point.measured is None for point in points)
     if fastest.speedup >= 1.0:
         assert points[-1].predicted is not None and points[-1].tree is not None
-        assert points[-1].predicted.speedup == selection.evaluator.guarded(fastest).speedup
+        assert points[-1].predicted.speedup == selection.evaluator.with_fallback(fastest).speedup
     else:
         assert [point.tree for point in points] == [None]

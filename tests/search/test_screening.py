@@ -20,13 +20,13 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search import screening
 from autotune.search import traces as traces_module
-from autotune.search.cost_tables import priced_apart
+from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
-from autotune.search.model_pool import _as_helper as run_worker
+from autotune.search.model_pool import _run_task as run_worker
 from autotune.search.screening import DEPTHS, measure, screen, survivors
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.traces import record_traces
-from autotune.search.worker_pool import MOST_HELPERS
+from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet
 from autotune.workloads.workload import Workload, load_workload
@@ -68,7 +68,7 @@ def table(model_pool: ModelPool) -> CostTable:
     grid = SearchSpace.model_validate(GRID)
     drafts = [
         known.drafts[0].model_copy(update={"draft": model_pool.references[draft], "heads": subnet.heads})
-        for draft, subnet in priced_apart(model_pool.subnets(grid))
+        for draft, subnet in priced_variants(model_pool.subnets(grid))
     ]
     return known.model_copy(update={"drafts": drafts, "target": model_pool.target_reference})
 
@@ -79,12 +79,12 @@ def test_every_draft_has_its_own_subnets(model_pool: ModelPool) -> None:
     layers = sorted({subnet.injection_layer for draft, subnet in found if draft == star})
     assert len(found) == len(set(found)) == 2 * len(layers) * 2 + 2 and layers[-1] == 4
     assert [subnet for draft, subnet in found if draft == independent] == [Subnet(), Subnet(visual_keep=0.5)]
-    assert len(priced_apart(found)) == 3, "two shares of heads, and the other draft: all else costs the same"
+    assert len(priced_variants(found)) == 3, "two shares of heads, and the other draft: all else costs the same"
     whole = model_pool.draft(star)
     assert model_pool.draft(star, Subnet(injection_layer=4)) is whole
     half = model_pool.draft(star, Subnet(heads=0.25, injection_layer=2))
     assert half is model_pool.draft(star, Subnet(heads=0.25, injection_layer=2, visual_keep=0.5))
-    assert half.num_parameters < whole.num_parameters and half.reads == (2,)
+    assert half.num_parameters < whole.num_parameters and half.aux_layers == (2,)
 
 
 def test_heads_without_a_supernet_are_refused(pair: Pair) -> None:
@@ -147,8 +147,14 @@ def test_a_helper_s_records_are_the_search_s_own(
     threads = torch.get_num_threads()
     try:
         arguments = variants, table, workload, tmp_path, tmp_path / "ledger.sqlite"
-        run_worker(1, model_pool.asked, 1, screening._help, arguments)
-        run_worker(1, model_pool.asked, 1, traces_module._help, (variants[:3], workload, tmp_path, ForestBounds()))
+        run_worker(1, model_pool.arguments, 1, screening._screen_in_worker, arguments)
+        run_worker(
+            1,
+            model_pool.arguments,
+            1,
+            traces_module._record_in_worker,
+            (variants[:3], workload, tmp_path, ForestBounds()),
+        )
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("autotune.acceptance.recorder.record_forest", lambda *_: pytest.fail("recorded twice"))
@@ -162,15 +168,15 @@ def test_a_helper_s_records_are_the_search_s_own(
 
 
 def test_helpers_have_room(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_pool, "asked", model_pool.asked._replace(threads=8))
+    monkeypatch.setattr(model_pool, "arguments", model_pool.arguments._replace(num_threads=8))
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 50)
-    assert model_pool.room_for_helpers(None) == (7, 1)
-    assert model_pool.room_for_helpers(2) == (1, 4)
-    assert model_pool.room_for_helpers(1) == (0, 8)
-    monkeypatch.setattr(model_pool, "asked", model_pool.asked._replace(threads=64))
-    assert model_pool.room_for_helpers(None) == (MOST_HELPERS, 8)
+    assert model_pool.worker_limits(None) == (7, 1)
+    assert model_pool.worker_limits(2) == (1, 4)
+    assert model_pool.worker_limits(1) == (0, 8)
+    monkeypatch.setattr(model_pool, "arguments", model_pool.arguments._replace(num_threads=64))
+    assert model_pool.worker_limits(None) == (MAX_WORKERS, 8)
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 31)
-    assert model_pool.room_for_helpers(None) == (0, 64), "half of 2 GiB holds no other process"
+    assert model_pool.worker_limits(None) == (0, 64), "half of 2 GiB holds no other process"
 
 
 def test_every_subnet_can_be_measured(

@@ -272,10 +272,10 @@ def test_a_layer_that_a_draft_cannot_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dimensions", "message"),
     [
-        ({"budget": {"low": 1, "high": 9}}, "static needs depth, whole numbers from 1 to 24"),
-        ({"budget": {"low": 1.0, "high": 9.0}, "depth": {"low": 1, "high": 2}}, "static needs budget, whole numbers"),
-        ({"budget": {"low": 1, "high": 300}, "depth": {"low": 1, "high": 2}}, "whole numbers from 1 to 128"),
-        ({"budgett": {"low": 1, "high": 9}}, "static trees have no 'budgett' to search; did you mean 'budget'"),
+        ({"budget": {"low": 1, "high": 9}}, "static needs depth, integers from 1 to 24"),
+        ({"budget": {"low": 1.0, "high": 9.0}, "depth": {"low": 1, "high": 2}}, "static needs budget, integers"),
+        ({"budget": {"low": 1, "high": 300}, "depth": {"low": 1, "high": 2}}, "integers from 1 to 128"),
+        ({"budgett": {"low": 1, "high": 9}}, "static trees have no dimension 'budgett'; did you mean 'budget'"),
     ],
 )
 def test_static_trees_are_searched_by_budget_and_depth(

@@ -19,8 +19,9 @@ from autotune.errors import UserError
 from autotune.search import evaluator as evaluator_module
 from autotune.search import tree_search
 from autotune.search.evaluator import Candidate, Constraints, Evaluator
+from autotune.search.finalists import choose_finalists
 from autotune.search.space import SearchSpace
-from autotune.search.tree_search import TreeSearchResult, choose_finalists, search_trees
+from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.ledger import Ledger
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import cost_table, random_trace
@@ -71,15 +72,17 @@ def ten_prompts() -> Evaluator:
 def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traces here are tiny; so is what their space is swept with."""
     monkeypatch.setattr(tree_search, "NUM_SWEPT", 32)
-    monkeypatch.setattr(tree_search, "SWEPT_AT_ONCE", 32)
+    monkeypatch.setattr(tree_search, "SWEEP_SIZE", 32)
 
 
 def test_tpe_begins_with_the_best_of_an_even_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may find better ones, and never ends with less."""
     begun: list[float] = []
-    finished = tree_search._finished
+    finished = tree_search._finished_trial
     monkeypatch.setattr(
-        tree_search, "_finished", lambda parameters, ms, known: begun.append(ms) or finished(parameters, ms, known)
+        tree_search,
+        "_finished_trial",
+        lambda parameters, ms, known: begun.append(ms) or finished(parameters, ms, known),
     )
     found = evaluator()
     best = sorted(
@@ -95,12 +98,12 @@ def test_tpe_begins_with_the_best_of_an_even_sweep(tmp_path: Path, monkeypatch: 
 def test_what_is_slow_over_the_first_prompts_goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sweep of 128 the fastest 24 are replayed over all prompts, and the best of all are among them."""
     monkeypatch.setattr(tree_search, "NUM_SWEPT", 128)
-    monkeypatch.setattr(tree_search, "SWEPT_AT_ONCE", 128)
+    monkeypatch.setattr(tree_search, "SWEEP_SIZE", 128)
     trees = {"sage": LARGE["sage"]}
-    monkeypatch.setattr(tree_search, "NUM_GOING_ON", 128)
+    monkeypatch.setattr(tree_search, "NUM_PROMOTED", 128)
     by_force = search(ten_prompts(), trees, tmp_path / "force", num_trials=1)
-    monkeypatch.setattr(tree_search, "NUM_GOING_ON", 24)
-    monkeypatch.setattr(tree_search, "NUM_GOING_ON_OF_TASK", 2)
+    monkeypatch.setattr(tree_search, "NUM_PROMOTED", 24)
+    monkeypatch.setattr(tree_search, "NUM_TASK_PROMOTED", 2)
     found = ten_prompts()
     asked: list[list[int] | None] = []
     inner = found.replay
@@ -179,7 +182,7 @@ def test_a_search_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_one_worker_finds_several_find(tmp_path: Path) -> None:
     """Whoever makes a record, and in whatever order: here every second one is made by another worker beforehand."""
     alone = stage(evaluator(), LARGE, tmp_path / "alone", num_trials=60, seed=3)
-    other = tree_search._Stage(
+    other = tree_search._TreeStage(
         evaluator(),
         space(LARGE),
         Ledger(tmp_path / "l"),
@@ -204,7 +207,7 @@ from pathlib import Path
 from autotune.search import tree_search
 from autotune.study.ledger import Ledger
 from tests.search.test_tree_search import LARGE, evaluator, stage
-study.NUM_SWEPT, study.SWEPT_AT_ONCE = 256, 32
+tree_search.NUM_SWEPT, tree_search.SWEEP_SIZE = 256, 32
 storage = sys.argv[1]
 found = stage(evaluator(jobs=1), LARGE, storage if "://" in storage else Path(storage), num_trials=120)
 print(found.num_replayed, found.fastest[0].key, found.fastest[0].ms_per_token)
@@ -235,7 +238,7 @@ def test_trials_are_shown_to_optuna(tmp_path: Path) -> None:
 
 def test_past_the_deadline_nothing_is_begun(tmp_path: Path) -> None:
     """And what there is not cannot be chosen from."""
-    with pytest.raises(UserError, match="no tree of space x was found that keeps to the budget; raise it"):
+    with pytest.raises(UserError, match="no tree of space x was found within the budget; raise it"):
         search(evaluator(), LARGE, tmp_path / "l", deadline=time.monotonic() - 1)
 
 
@@ -274,9 +277,9 @@ def test_the_longest_round_is_a_constraint(tmp_path: Path) -> None:
     [
         (
             Constraints(max_round_ms=0.01),
-            r"--max-round-ms 0\.01: no tree keeps to it; a round with one drafted token takes",
+            r"--max-round-ms 0\.01 excludes every tree: a round with one draft token takes",
         ),
-        (Constraints(max_draft_mib=0.5), r"--max-draft-mib 0\.5: no draft keeps to it; the smallest takes 2"),
+        (Constraints(max_draft_mib=0.5), r"--max-draft-mib 0\.5 excludes every draft: the smallest takes 2"),
     ],
 )
 def test_constraints_that_nothing_keeps_are_named(constraints: Constraints, said: str, tmp_path: Path) -> None:
@@ -316,13 +319,13 @@ import autotune.search.space
 from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
 from autotune.study.ledger import Ledger
-from autotune.search.space import Configuration, SearchSpace
+from autotune.search.space import SearchSpace
 from tests.sample_documents import DRAFT, cost_table, random_trace, surface
 
 trees = {"sage": {"k": {"low": 2, "high": 4}, "d_max": {"low": 3, "high": 4}, "upper": {"low": 3.0, "high": 5.0}}}
 space = SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": [1.0]}, "trees": trees})
 evaluator = Evaluator([random_trace(0)], cost_table())
-found = study.search_trees(evaluator, space, Ledger(Path(sys.argv[1])), num_trials=5, documents="x")
+found = tree_search.search_trees(evaluator, space, Ledger(Path(sys.argv[1])), num_trials=5, documents="x")
 assert len(found.fastest) >= 2 and found.fastest[0].speedup > 0
 loaded = {"torch", "transformers"} & set(sys.modules)
 assert not loaded, loaded

@@ -23,10 +23,10 @@ from autotune.search import worker_pool
 from tests.search.test_worker_pool import stay
 
 if __name__ == "__main__":
-    worker_pool.WORTH_S = 0.0
-    with worker_pool.Helpers(1, stay, Path(sys.argv[1])) as found:
+    worker_pool.MIN_REMAINING_S = 0.0
+    with worker_pool.WorkerPool(1, stay, Path(sys.argv[1])) as found:
         found.report(0, 9), found.report(1, 9)
-        print(found.started[0].pid, flush=True)
+        print(found.processes[0].pid, flush=True)
         time.sleep(60)
 """
 
@@ -80,12 +80,12 @@ def test_short_work_is_done_alone(clock: Any) -> None:
         for second, done in enumerate((10, 11, 12, 13, 14)):
             clock.now = float(second)
             found.report(done, 20)
-        assert not found.started
+        assert not found.processes
     with WorkerPool(0, fail) as found:
         for second, done in enumerate((0, 1)):
             clock.now = 100.0 * second
             found.report(done, 20)
-        assert not found.started, "as many as were asked for"
+        assert not found.processes, "as many as were asked for"
 
 
 def test_helpers_work_and_end_with_the_block(clock: Any, tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_helpers_work_and_end_with_the_block(clock: Any, tmp_path: Path) -> None
         found.report(3, 99)
         clock.now = 1.0
         found.report(4, 99)
-        assert len(found.started) == 2
+        assert len(found.processes) == 2
         found.report(5, 99)
-        assert len(found.started) == 2
+        assert len(found.processes) == 2
         assert waited(lambda: all((tmp_path / f"{rank}").exists() for rank in (1, 2)))
     own = {(tmp_path / f"{rank}").read_text() for rank in (1, 2)}
     assert len(own) == 2 and f"{os.getpid()}" not in own
@@ -103,7 +103,7 @@ def test_helpers_work_and_end_with_the_block(clock: Any, tmp_path: Path) -> None
         found.report(0, 99)
         clock.now = 2.0
         found.report(1, 99)
-        (process,) = found.started
+        (process,) = found.processes
         assert process.is_alive()
     assert not process.is_alive()
 
@@ -113,7 +113,7 @@ def test_a_helper_that_fails_stops_nobody(clock: Any, capfd: pytest.CaptureFixtu
         found.report(0, 99)
         clock.now = 1.0
         found.report(1, 99)
-        assert waited(lambda: not found.started[0].is_alive())
+        assert waited(lambda: not found.processes[0].is_alive())
     assert "an error of a helper" in capfd.readouterr().err
 
 

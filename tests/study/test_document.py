@@ -48,7 +48,7 @@ def test_the_command_asks_for_the_same_search(
     settings: SearchSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(settings.workload).touch()
+    Path(settings.workload).write_text('{"prompt": "Hello"}\n')
     asked: list[SearchSettings] = []
 
     def search(settings: SearchSettings, console: object, *, started: float) -> None:
