@@ -1,4 +1,4 @@
-"""Workers that decode nothing: a clock that they turn themselves, and times as they are told."""
+"""Fake workers: they decode nothing, advance their own clock, and take the times that a test sets."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def decoded(decode_ms: float = 100.0, **fields: object) -> Decoded:
 
 @dataclass
 class World:
-    """Two sides whose decoding takes what ``ms`` says of a side and a prompt, plain decoding twice as long."""
+    """Two sides that take ``ms(side, prompt)`` per prompt, and 200 ms for plain decoding."""
 
     ms: Callable[[str, str], float] = lambda side, prompt: 100.0
     answer: Callable[[str, str], str] = lambda side, prompt: "same"
     launch_s: float = 10.0
     now_s: float = 0.0
     log: list[tuple[str, ...]] = field(default_factory=list)
-    """Everything that was done: ("launch", side), (side, prompt, "tuned" or "plain"), ("close", side)."""
+    """All calls: ("launch", side), (side, prompt, "tuned" or "plain"), ("close", side)."""
     num_short: int = 0
-    """Decodings that were told to end after a few tokens: warm-ups."""
+    """Number of warm-ups: requests for a few tokens."""
 
     def launch(self, side: Side) -> World.Worker:
         self.log.append(("launch", side.name))

@@ -1,4 +1,4 @@
-"""Results and pairs made by hand. Loads no torch."""
+"""Hand-made results and pairs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
 
 def prompt_evidence(name: str = "count", **fields: Any) -> PromptEvidence:
-    """A prompt of 10 rounds in which 30 tokens were accepted of 40 that were drafted."""
+    """A prompt of 10 rounds with 40 draft tokens, 30 of them accepted."""
     known: dict[str, Any] = {
         "name": name,
         "sha256": name * 2,
@@ -30,7 +30,7 @@ def prompt_evidence(name: str = "count", **fields: Any) -> PromptEvidence:
 
 
 def pair(number: int, slowdown: float = 0.0, **fields: Any) -> Pair:
-    """Five pairs to a launch; the head slower by so much."""
+    """A pair with a slower head; five pairs per launch."""
     known: dict[str, Any] = {
         "number": number,
         "launch": number // 5,
@@ -45,7 +45,7 @@ def pair(number: int, slowdown: float = 0.0, **fields: Any) -> Pair:
 def timing(**fields: Any) -> Timing:
     known: dict[str, Any] = {
         "base": "main (0123456789)",
-        "head": "as it is here",
+        "head": "the current version",
         "seed": 0,
         "limit": 0.05,
         "tolerance": 0.01,
@@ -62,7 +62,7 @@ def timing(**fields: Any) -> Timing:
 
 
 def check_result(*gates: Gate, **fields: Any) -> CheckResult:
-    """A result with these gates, and one workload that was timed."""
+    """A result with these gates and one timed workload."""
     workload = WorkloadResult(
         name="digits",
         sha256="c" * 64,

@@ -1,4 +1,4 @@
-"""Sessions of other days judge only where they are enough, alike, and of the same work."""
+"""Earlier sessions gate on time only if they are enough, similar, and of the same work."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def session(decode_ms: float = 100.0, **fields: Any) -> Session:
 
 
 def sessions(count: int, spread: float) -> list[Session]:
-    """Around 100 ms, their logarithms of just this standard deviation."""
+    """Sessions of about 100 ms whose log-times have exactly this standard deviation."""
     x = np.random.default_rng(0).normal(size=count)
     x = spread * (x - x.mean()) / x.std(ddof=1)
     return [session(100.0 * float(np.exp(value))) for value in x]
 
 
-def test_alike_sessions_judge() -> None:
+def test_similar_sessions_gate() -> None:
     known = sessions(12, 0.003)
     assert sessions_gate(known, session(100.5), Design()).verdict == "passed"
     slower = sessions_gate(known, session(105.0), Design())
@@ -58,29 +58,29 @@ def test_alike_sessions_judge() -> None:
     assert sessions_gate(known, session(80.0), Design()).verdict == "passed"
 
 
-def test_few_sessions_inform() -> None:
+def test_few_sessions_do_not_gate() -> None:
     gate = sessions_gate(sessions(9, 0.003), session(200.0), Design())
     assert gate.verdict == "skipped" and gate.summary.endswith("10 are required")
     assert sessions_gate([], session(), Design()).summary.startswith("0 earlier sessions on this device")
 
 
-def test_sessions_that_differ_inform_and_say_what_they_would_find() -> None:
+def test_sessions_that_differ_do_not_gate_and_report_the_power() -> None:
     gate = sessions_gate(sessions(20, 0.05), session(200.0), Design())
     assert gate.verdict == "skipped"
     assert "a slowdown of 5 % would be detected in only 5 % of checks; use --against" in gate.summary
 
 
 @pytest.mark.parametrize("spread", [0.006, 0.02])
-def test_the_predicted_power_is_the_power(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: ten sessions and one more that is slower by the limit."""
-    monkeypatch.setattr(baseline, "MIN_POWER", 0.0)  # all judge, however little they find
+def test_predicted_power_agrees_with_simulation(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten sessions and one more that is slower by the limit, 300 times."""
+    monkeypatch.setattr(baseline, "MIN_POWER", 0.0)  # gate whatever the power
     design, rng = Design(), np.random.default_rng(0)
     found = 0
-    for _ in range(400):
+    for _ in range(300):
         known = [session(float(np.exp(value))) for value in rng.normal(0.0, spread, 10)]
         now = session(1.05 * float(np.exp(rng.normal(0.0, spread))))
         found += sessions_gate(known, now, design).verdict == "failed"
-    assert found / 400 == pytest.approx(predicted_power(spread, 10, design), abs=0.07)
+    assert found / 300 == pytest.approx(predicted_power(spread, 10, design), abs=0.07)
 
 
 def test_only_sessions_of_the_same_work_are_compared(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_only_sessions_of_the_same_work_are_compared(tmp_path: Path) -> None:
         comparable_sessions(known, session(target=other), path)
 
 
-def test_a_baseline_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_another_document_is_refused_as_a_baseline(tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     path.write_text('{"schema": "autotune.decoding-profile/1"}')
     with pytest.raises(UserError, match=r"schema must be 'autotune.check-baseline/1'"):

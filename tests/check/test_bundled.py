@@ -1,13 +1,12 @@
-"""The exact gate on the bundled pair, in this project's own CI: as lossless as ever, and a lower acceptance is found.
+"""The exact gate on the bundled pair: lossless, and a lower accepted length is found.
 
-Which counts are right is decided on the device that made the profile. On another one a near tie may fall the other way,
-so that the shipped counts advise, and what gates is compared with counts of this very machine.
+Counts are exact on the device that made the profile. On another device a near tie may fall the other way, so the shipped
+counts are advisory there, and the gate is tested with counts of this machine.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,36 +21,35 @@ from autotune.files import data_root
 from autotune.runtime import host_rounds
 from autotune.trees.verification import accept_path
 
-pytestmark = pytest.mark.slow
 SHIPPED = data_root() / "profiles" / "cpu" / "digits.decode.json"
 
 
-def check(profile: Path, **settings: Any) -> CheckResult:
-    return run_check(CheckSettings(profile=profile, num_prompts=4, device="cpu", **settings), Console())
-
-
 @pytest.mark.filterwarnings("ignore:.*tuned on")
-def test_the_bundled_pair_passes_the_exact_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check(SHIPPED)
-    lossless, counts = found.gates
-    assert (lossless.verdict, found.exit_code) == ("passed", 0), found.gates
-    assert counts.verdict in ("passed", "warned"), counts
-    assert found.workloads[0].identical_outputs == 4
+@pytest.mark.parametrize("num_prompts", [1, pytest.param(8, marks=pytest.mark.nightly)])
+def test_the_exact_gate_on_the_bundled_pair(num_prompts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(profile: Path) -> CheckResult:
+        return run_check(CheckSettings(profile=profile, num_prompts=num_prompts, device="cpu"), Console())
 
-    profile = DecodingProfile.load(SHIPPED)
-    here = {
+    shipped = check(SHIPPED)
+    lossless, counts = shipped.gates
+    assert (lossless.verdict, shipped.exit_code) == ("passed", 0), shipped.gates
+    assert counts.verdict in ("passed", "warned"), counts
+    assert shipped.workloads[0].identical_outputs == num_prompts
+
+    measured_here = {
         "hardware": fingerprint("cpu"),
         "provenance": stamp(),
-        "evidence": Evidence(prompts=found.workloads[0].prompts),
+        "evidence": Evidence(prompts=shipped.workloads[0].prompts),
     }
-    profile.model_copy(update=here).save(tmp_path / "here.json")
-    assert [gate.verdict for gate in check(tmp_path / "here.json").gates] == ["passed", "passed"]
+    DecodingProfile.load(SHIPPED).model_copy(update=measured_here).save(tmp_path / "here.json")
+    if num_prompts > 1:
+        assert [gate.verdict for gate in check(tmp_path / "here.json").gates] == ["passed", "passed"]
     monkeypatch.setattr(host_rounds, "accept_path", lambda tree, tokens, path: min(2, accept_path(tree, tokens, path)))
     worse = check(tmp_path / "here.json")
     assert [gate.verdict for gate in worse.gates] == ["passed", "failed"] and worse.exit_code == 1
 
 
-def test_the_shipped_profile_knows_all_that_is_compared() -> None:
+def test_the_shipped_profile_has_all_counts_that_are_compared() -> None:
     profile = DecodingProfile.load(SHIPPED)
     assert len(profile.evidence.prompts) >= 16 and profile.point.measured is not None
     for prompt in profile.evidence.prompts:

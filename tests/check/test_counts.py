@@ -1,4 +1,4 @@
-"""Counts that changed, what that costs, and when it is a regression."""
+"""Changes of counts, their predicted cost, and when they are a regression."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def judged(now: list[Counts], then: list[Counts], **options: Any) -> Gate:
 def test_counts_are_priced_in_plain_steps() -> None:
     then = counts()
     assert cost_in_steps(then, PRICE, other=then) == pytest.approx(10 * 1.2 + 40 * 0.1 + 40 * 0.02)
-    resting = counts(plain_steps=4)
-    assert cost_in_steps(resting, PRICE, other=then) == pytest.approx(4 + 6 * 1.2 + 40 * 0.1 + 40 * 0.02)
-    assert cost_in_steps(resting, PRICE, other=counts(plain_steps=None)) == pytest.approx(
+    with_plain_steps = counts(plain_steps=4)
+    assert cost_in_steps(with_plain_steps, PRICE, other=then) == pytest.approx(4 + 6 * 1.2 + 40 * 0.1 + 40 * 0.02)
+    assert cost_in_steps(with_plain_steps, PRICE, other=counts(plain_steps=None)) == pytest.approx(
         cost_in_steps(then, PRICE, other=then)
     )
 
 
-def test_what_one_side_did_not_count_is_left_out_of_both() -> None:
-    """Evidence of an earlier version knows no nodes."""
+def test_counts_that_one_side_did_not_record_are_ignored_on_both() -> None:
+    """Evidence of an earlier version has no node counts."""
     old = counts(verified_nodes=None, plain_steps=None, target_forwards=None, accepted_lengths=None)
     assert counts().agrees_with(old) and old.agrees_with(counts())
     assert cost_in_steps(counts(), PRICE, other=old) == cost_in_steps(old, PRICE, other=counts()) == pytest.approx(16.0)
@@ -48,7 +48,7 @@ def test_equal_counts_pass() -> None:
 
 
 def test_a_lower_accepted_length_is_a_regression_without_timing() -> None:
-    """One round more in ten: 1.7 of 16.8 steps."""
+    """One more round in ten costs 1.7 of 16.8 steps."""
     worse = counts("a", rounds=11, draft_forwards=44, verified_nodes=44, accepted_tokens=29)
     gate = judged([worse, counts("b")], [counts("a"), counts("b")])
     assert gate.verdict == "failed" and "predicted +5.0 % time" in gate.summary
@@ -58,13 +58,13 @@ def test_a_lower_accepted_length_is_a_regression_without_timing() -> None:
 
 
 def test_a_small_loss_is_a_warning() -> None:
-    """A tenth of a step of 168."""
+    """0.1 of 168 steps."""
     now = [counts("a", draft_forwards=41)] + [counts(str(n)) for n in range(9)]
     gate = judged(now, [counts("a")] + [counts(str(n)) for n in range(9)])
     assert gate.verdict == "warned" and "1 have worse counts, 0 other counts: predicted +0.1 % time" in gate.summary
 
 
-def test_what_one_prompt_loses_another_may_gain() -> None:
+def test_losses_of_one_prompt_can_be_offset_by_another() -> None:
     now = [counts("a", draft_forwards=50), counts("b", draft_forwards=29)]
     gate = judged(now, [counts("a"), counts("b")])
     assert gate.verdict == "warned" and "1 have worse counts, 1 other counts: predicted -0.3 % time" in gate.summary
@@ -75,27 +75,27 @@ def test_better_counts_pass() -> None:
     assert judged([better], [counts("a")]).verdict == "passed"
 
 
-def test_elsewhere_counts_advise() -> None:
+def test_counts_of_another_device_are_advisory() -> None:
     worse = counts("a", rounds=20, draft_forwards=80)
     gate = judged([worse], [counts("a")], advisory_reason="the profile was made on cpu/An abacus/1")
     assert gate.verdict == "warned" and gate.summary.endswith("advisory only: the profile was made on cpu/An abacus/1")
 
 
-def test_another_answer_fails_unless_there_is_a_reason_for_it() -> None:
+def test_a_different_answer_fails_unless_there_is_a_reason_for_it() -> None:
     now, then = [counts("a", tokens_sha256="new", rounds=1), counts("b")], [counts("a"), counts("b")]
     gate = judged(now, then)
     assert gate.verdict == "failed" and gate.details == ["a: different answer"]
     excused = judged(now, then, different_answer_reason="near ties in bfloat16")
     assert excused.verdict == "warned" and "1 have a different answer (near ties in bfloat16)" in excused.summary
-    assert compare_counts(now, then, [PRICE, PRICE]).slowdown == 0.0, "its counts are those of other work"
+    assert compare_counts(now, then, [PRICE, PRICE]).slowdown == 0.0, "counts of different answers are not compared"
 
 
-def test_without_prices_target_forwards_are_what_counts() -> None:
+def test_without_prices_only_target_forwards_are_compared() -> None:
     worse = counts("a", rounds=11, draft_forwards=400)
     assert compare_counts([worse], [counts("a")], [None]).slowdown == pytest.approx(0.1)
 
 
-def test_a_worker_counts_as_a_profile_does() -> None:
+def test_counts_of_workers_and_of_evidence_agree() -> None:
     decoded = Decoded(
         first_token_ms=1.0,
         decode_ms=2.0,

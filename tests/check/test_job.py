@@ -1,4 +1,4 @@
-"""``autotune check``: what fails a profile and what does not."""
+"""``autotune check``: when a profile passes, fails or cannot be judged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check(profile: str, **settings: Any) -> CheckResult:
 
 
 def verdicts(result: CheckResult) -> dict[str, str]:
-    """By the gate's name."""
+    """Verdicts by gate."""
     return {gate.name: gate.verdict for gate in result.gates}
 
 
@@ -68,9 +68,7 @@ def test_equal_outputs_pass(world: Path) -> None:
     assert found.workloads[0].identical_outputs == 2
 
 
-def test_another_output_fails_a_profile_that_promises_the_target_s(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_different_output_fails_a_lossless_profile(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = DecoderArm.decode
 
     def wrong(self: DecoderArm, inputs: Any, settings: Any) -> Any:
@@ -85,15 +83,16 @@ def test_another_output_fails_a_profile_that_promises_the_target_s(
 def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half the answers of bfloat16 part somewhere; another token at a clear margin fails as ever."""
-    prompts = [{"prompt": f"Go on with number {n}.", "split": "evaluate", "max_new_tokens": 60} for n in range(6)]
+    """Some answers in bfloat16 differ after a near tie and pass; a different token at a clear margin fails."""
+    NUM = 3
+    prompts = [{"prompt": f"Go on with number {n}.", "split": "evaluate", "max_new_tokens": 60} for n in range(NUM)]
     write_workload(world, prompts)
     load_model = loading.load_model
     monkeypatch.setattr(loading, "load_model", lambda name, **options: load_model(name, **options).bfloat16())
-    found = check("lossless.json", num_prompts=6)
+    found = check("lossless.json", num_prompts=NUM)
     (workload,) = found.workloads
-    assert workload.identical_outputs < 6 == workload.num_prompts, "nothing differs: the test proves nothing"
-    assert len(workload.divergences) == 6 - workload.identical_outputs
+    assert workload.identical_outputs < NUM == workload.num_prompts, "nothing differs: the test proves nothing"
+    assert len(workload.divergences) == NUM - workload.identical_outputs
     assert all(": a near tie" in divergence and "margin" in divergence for divergence in workload.divergences)
     assert (found.verdict, found.exit_code, gate(found, "lossless").verdict) == ("passed", 0, "warned")
     assert "output differs at token" in capsys.readouterr().err
@@ -105,17 +104,17 @@ def test_in_reduced_precision_a_near_tie_passes_and_is_reported(
         return (tokens if self.name != TUNED else [*tokens[:3], 5, *tokens[4:]]), stats
 
     monkeypatch.setattr(DecoderArm, "decode", wrong)
-    found = check("lossless.json", num_prompts=6)
+    found = check("lossless.json", num_prompts=NUM)
     assert found.exit_code == 1 and any(": not a tie" in divergence for divergence in found.workloads[0].divergences)
 
 
-def test_a_lossy_profile_promises_no_output(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_of_a_lossy_profile_may_differ(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = check("lossy.json")
     assert found.workloads[0].identical_outputs < 2 and found.exit_code == 0 and not found.lossless
     assert "LOSSY profile" in capsys.readouterr().err
 
 
-def test_a_speedup_that_cannot_be_reached_fails(world: Path) -> None:
+def test_a_speedup_below_the_minimum_fails(world: Path) -> None:
     found = check("lossless.json", min_speedup=1000.0)
     assert found.exit_code == 1 and found.verdict.startswith("failed: the speedup is below 1000: ")
     assert check("lossless.json", min_speedup=0.001).exit_code == 0
@@ -135,10 +134,10 @@ def test_a_speedup_that_cannot_be_reached_fails(world: Path) -> None:
         ({"baseline": Path("lossless.json/b.json")}, "with --baseline"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_at_once(
+def test_inconsistent_settings_are_refused_before_loading(
     settings: dict[str, Any], message: str, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "load_model", None)  # nothing is loaded before
+    monkeypatch.setattr(loading, "load_model", None)
     with pytest.raises(UserError, match=message):
         check("lossless.json", **settings)
 
@@ -155,8 +154,10 @@ def write_points(world: Path, *tasks: str) -> None:
     write_workload(world, prompts)
 
 
-def test_only_outputs_of_lossless_points_must_be_the_target_s(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same prompt by both: one may differ and does."""
+def test_only_outputs_of_lossless_points_must_equal_plain_decoding(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same prompt, decoded by a lossy and by a lossless point: the first differs."""
     write_points(world, "loose", "strict")
     found = check("points.json")
     (workload,) = found.workloads
@@ -174,8 +175,8 @@ def test_only_outputs_of_lossless_points_must_be_the_target_s(world: Path, monke
     ]
 
 
-def test_a_check_counts_by_the_point_of_each_prompt(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lossy point accepts whatever is drafted, and takes fewer rounds than the lossless one on the same prompt."""
+def test_each_prompt_is_decoded_by_its_own_point(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lossy point accepts every draft token, so it takes fewer rounds than the lossless one on the same prompt."""
     write_points(world, "strict", "loose")
     runs: dict[str, Any] = {}
     run = ArmRunner.run
@@ -195,7 +196,7 @@ def test_a_check_counts_by_the_point_of_each_prompt(world: Path, monkeypatch: py
 
 
 def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> DecodingProfile:
-    """The lossless profile with the counts that it has here and now."""
+    """The lossless profile, with evidence measured now on this device."""
     profile = DecodingProfile.load(world / "lossless.json")
     prompts = check("lossless.json").workloads[0].prompts
     assert sum(prompt.accepted_tokens for prompt in prompts) > 5, "nothing is accepted: the test proves nothing"
@@ -210,11 +211,11 @@ def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> Dec
 
 
 def accept_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As lossless as ever, but of every accepted path the first token alone is kept."""
+    """Keep only the first token of every accepted path: still lossless, with lower accepted lengths."""
     monkeypatch.setattr(host_rounds, "accept_path", lambda tree, tokens, path: min(1, accept_path(tree, tokens, path)))
 
 
-def test_counts_as_in_the_evidence_pass(world: Path) -> None:
+def test_counts_equal_to_the_evidence_pass(world: Path) -> None:
     write_evidence(world)
     found = check("proven.json")
     assert (found.exit_code, verdicts(found)) == (0, {"lossless": "passed", "counts": "passed"})
@@ -223,7 +224,7 @@ def test_counts_as_in_the_evidence_pass(world: Path) -> None:
 def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_evidence(world)
     accept_less(monkeypatch)
-    monkeypatch.setattr(comparison, "WorkerProcess", None)  # nothing is launched
+    monkeypatch.setattr(comparison, "WorkerProcess", None)
     for asked in ({"tests_machine": True}, {"against": "lossless.json"}):
         found = check("proven.json", **asked)
         assert found.exit_code == 1
@@ -231,7 +232,7 @@ def test_a_lower_accepted_length_fails_without_timing(world: Path, monkeypatch: 
     assert "worse counts" in found.verdict and "accepted tokens" in gate(found, "counts").details[0]
 
 
-def test_on_another_device_counts_advise(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_another_device_are_advisory(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_evidence(world, hardware=DEVICE)
     accept_less(monkeypatch)
     with pytest.warns(UserWarning, match="tuned on cpu/An abacus/1"):
@@ -240,7 +241,7 @@ def test_on_another_device_counts_advise(world: Path, monkeypatch: pytest.Monkey
     assert "advisory only: the profile's evidence was made on cpu/An abacus/1" in gate(found, "counts").summary
 
 
-def test_counts_that_do_not_repeat_cannot_gate(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_that_are_not_reproducible_do_not_gate(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_evidence(world)
     calls = iter(range(10_000))
     monkeypatch.setattr(
@@ -253,7 +254,7 @@ def test_counts_that_do_not_repeat_cannot_gate(world: Path, monkeypatch: pytest.
     assert "counts are not reproducible" in gate(found, "counts").summary
 
 
-def test_a_profile_without_evidence_says_so_in_one_line(world: Path) -> None:
+def test_counts_of_a_profile_without_evidence_are_skipped(world: Path) -> None:
     summary = gate(check("lossless.json"), "counts").summary
     assert summary == (
         "lossless.json has no evidence to compare counts with: it was not measured; run autotune search on this device, or give --against"
@@ -270,7 +271,7 @@ def test_prompts_that_changed_are_not_comparable(world: Path) -> None:
         check("proven.json", min_speedup=0.1)
 
 
-def test_another_workload_is_not_comparable_unless_more_is_asked(world: Path) -> None:
+def test_another_workload_is_not_comparable_without_another_gate(world: Path) -> None:
     write_evidence(world)
     prompts = [{"prompt": "Something else.", "split": "evaluate", "max_new_tokens": 20}]
     write_workload(world, prompts, name="other.jsonl")
@@ -293,7 +294,7 @@ def test_another_model_is_not_comparable(world: Path) -> None:
 
 
 def test_checks_that_pass_become_sessions(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has none to be compared with; the second is compared with the first, count by count."""
+    """The first check has no sessions to compare with; the second is compared with the first."""
     assert verdicts(check("lossless.json", baseline=Path("baseline.json")))["time of other sessions"] == "skipped"
     found = check("lossless.json", baseline=Path("baseline.json"))
     assert verdicts(found)["counts of the latest session"] == "passed"
@@ -301,14 +302,14 @@ def test_checks_that_pass_become_sessions(world: Path, monkeypatch: pytest.Monke
     accept_less(monkeypatch)
     found = check("lossless.json", baseline=Path("baseline.json"))
     assert (found.exit_code, verdicts(found)["counts of the latest session"]) == (1, "failed")
-    assert len(read_json(world / "baseline.json")["sessions"]) == 2, "what failed is no example"
+    assert len(read_json(world / "baseline.json")["sessions"]) == 2, "a failed check is not added"
 
 
 # -------------------------------------------------------------------------------------------------------------- against
 
 
 class InProcess:
-    """A worker without a process: its counts are real, decoded once, and its times are as they are told."""
+    """A worker without a process: its counts are real and decoded once, its times are set by the test."""
 
     decoded: dict[tuple[str, str, bool], Decoded]
     launched: list[str]
@@ -334,7 +335,7 @@ class InProcess:
 
 
 def side_key(side: Side) -> str:
-    """What it decodes by, wherever its copy lies."""
+    """The profile's content, whatever its path."""
     return side.profile.read_text()
 
 
@@ -370,7 +371,9 @@ def test_a_slower_head_fails(world: Path, workers: type[InProcess]) -> None:
     timing = found.workloads[0].timing
     assert timing is not None and timing.slowdown == pytest.approx(0.08, abs=0.01) and len(timing.pairs) == 55
     (ledger,) = (world / ".autotune" / "checks").glob("*.jsonl")
-    assert len(ledger.read_text().splitlines()) == 55 and "-" in ledger.stem, "put by: the next check measures anew"
+    assert len(ledger.read_text().splitlines()) == 55 and "-" in ledger.stem, (
+        "renamed, so that the next check measures again"
+    )
     workers.slowdown = 0.0
     assert verdicts(check("lossless.json", against="base.json"))["time against the base"] == "passed"
 
@@ -380,16 +383,16 @@ def test_equal_sides_need_no_timing(world: Path, workers: type[InProcess]) -> No
     found = check("lossless.json", against="base.json")
     assert found.exit_code == 0 and verdicts(found)["counts of the base"] == "passed"
     assert "nothing to time" in gate(found, "time against the base").summary
-    assert workers.launched == ["base"], "once, to count"
-    for number, steps in enumerate(({"threads": 3}, {"mode": "fixed"}, {"capture_sizes": (1, 8, 64)})):
-        changed(world, f"{number}.json", **steps)
-        found = check("lossless.json", against=f"{number}.json")
+    assert workers.launched == ["base"], "once, for the counts"
+    for steps in ({"threads": 3}, {"mode": "fixed", "capture_sizes": (1, 8, 64)}):
+        changed(world, "other.json", **steps)
+        found = check("lossless.json", against="other.json")
         assert verdicts(found)["counts of the base"] == "passed", "the same trees"
-        assert found.workloads[0].timing is not None, "but other steps"
+        assert found.workloads[0].timing is not None, "but other modes"
 
 
 def test_a_head_that_accepts_less_than_its_base_fails_without_timing(world: Path, workers: type[InProcess]) -> None:
-    """The base counts better than what the head does here; it is asked twice before it is believed."""
+    """The base has better counts; it decodes twice, because counts that are not reproducible do not gate."""
 
     def better(side: Side, found: Decoded) -> Decoded:
         update = {"target_forwards": found.target_forwards - 1, "draft_forwards": found.draft_forwards - 3}
@@ -405,7 +408,7 @@ def test_a_head_that_accepts_less_than_its_base_fails_without_timing(world: Path
     assert "are not reproducible" in gate(check("lossless.json", against="lossless.json"), "counts of the base").summary
 
 
-def test_the_machine_is_tested_by_the_profile_against_itself(world: Path, workers: type[InProcess]) -> None:
+def test_an_aa_run_tests_the_machine(world: Path, workers: type[InProcess]) -> None:
     found = check("lossless.json", tests_machine=True)
     assert found.exit_code == 0 and gate(found, "time against the base").summary.startswith("A/A, head ")
     assert "counts of the base" not in verdicts(found)
@@ -416,8 +419,10 @@ def test_the_machine_is_tested_by_the_profile_against_itself(world: Path, worker
 
 
 @pytest.mark.parametrize("what", ["target", "precision", "device"])
-def test_a_base_of_another_kind_is_not_comparable(what: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is loaded."""
+def test_a_base_with_another_target_precision_or_device_is_not_comparable(
+    what: str, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before models are loaded."""
     profile = DecodingProfile.load(world / "lossless.json")
     fields = {
         "target": {"target": profile.target.model_copy(update={"sha256": "f" * 64})},
@@ -433,7 +438,7 @@ def test_a_base_of_another_kind_is_not_comparable(what: str, world: Path, monkey
 
 
 def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: type[InProcess]) -> None:
-    """The same choices with the same target, and another answer: exact counts see it first."""
+    """The same trees and target, but a different answer: the exact counts find it first."""
     point = DecodingProfile.load(world / "lossless.json").point
     priced = point.model_copy(update={"fallback": RoundPrice(round_steps=1.0, level_steps=0.1, node_steps=0.0)})
     changed(world, "base.json", points=[priced])
@@ -443,23 +448,21 @@ def test_sides_that_answer_differently_are_not_comparable(world: Path, workers: 
     assert "different answer" in gate(found, "counts of the base").details[0]
     deeper = decoding_profile(
         tree={"policy": "chain", "depth": 2}
-    ).point.tree  # no counts to compare, so that times are
+    ).point.tree  # other trees: counts are skipped, and times are compared
     changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])
     with pytest.raises(NotComparable, match=r"workload.jsonl:\d: base \(base.json\) and head answer differently"):
         check("lossless.json", against="base.json")
 
 
-def test_a_revision_that_is_none_is_refused_before_anything_is_loaded(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_revision_is_refused_before_loading(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load_model", None)
     with pytest.raises(UserError, match="--against mian: "):
         check("lossless.json", against="mian")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_real_processes_decode_in_pairs(world: Path) -> None:
-    """Two of them, with another tree on one side; no budget is so small that five pairs are not decoded and kept."""
+    """Two processes with different trees: even with a tiny budget five pairs are decoded and kept."""
     point = DecodingProfile.load(world / "lossless.json").point
     deeper = decoding_profile(tree={"policy": "chain", "depth": 2}).point.tree
     changed(world, "base.json", points=[point.model_copy(update={"tree": deeper})])

@@ -1,14 +1,12 @@
-"""What other programs read of a check."""
+"""Results of a check for other programs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
 from autotune.check.output import SUMMARY_FILE, add_to_step_summary, github_annotations, junit, markdown, write_outputs
-from autotune.check.result import Gate, verdict_of
+from autotune.check.result import verdict_of
 from tests.check.sample_documents import check_result, gate
 
 GATES = [
@@ -47,11 +45,11 @@ def test_markdown_has_a_row_for_each_gate_and_the_timing() -> None:
     assert page.startswith("### autotune check: failed\n")
     rows = [line for line in page.splitlines() if line.startswith("| ") and "digits" in line]
     assert len(rows) == len(GATES) and all(row.count("|") - row.count("\\|") == 5 for row in rows)
-    assert "| main (0123456789) | as it is here | 1 | +8.0 % | +7.0 to +9.0 % | 1e-05 | 1 |" in page
+    assert "| main (0123456789) | the current version | 1 | +8.0 % | +7.0 to +9.0 % | 1e-05 | 1 |" in page
     assert "- a: rounds 1 -> 2" in page
 
 
-def test_github_is_shown_what_needs_an_eye() -> None:
+def test_github_annotates_gates_that_did_not_pass() -> None:
     lines = github_annotations(check_result(*GATES))
     assert lines == [
         "::warning title=autotune check%3A counts::digits: it warned%0Aa: rounds 1 -> 2",
@@ -60,27 +58,24 @@ def test_github_is_shown_what_needs_an_eye() -> None:
     ]
 
 
-def test_the_page_joins_the_summary_of_the_step(tmp_path: Path) -> None:
+def test_the_page_is_appended_to_the_summary_of_the_step(tmp_path: Path) -> None:
     (tmp_path / "summary.md").write_text("before\n")
     add_to_step_summary(check_result(*GATES), {SUMMARY_FILE: str(tmp_path / "summary.md")})
     assert (tmp_path / "summary.md").read_text().startswith("before\n### autotune check")
-    add_to_step_summary(check_result(*GATES), {})  # on no GitHub
+    add_to_step_summary(check_result(*GATES), {})  # not on GitHub
 
 
-def test_files_are_written_where_they_were_asked_for(tmp_path: Path) -> None:
+def test_only_requested_files_are_written(tmp_path: Path) -> None:
     write_outputs(check_result(*GATES), junit_path=tmp_path / "new" / "j.xml", markdown_path=None)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["j.xml"]
 
 
-@pytest.mark.parametrize(
-    ("gates", "inconclusive_fails", "expected"),
-    [
+def test_all_gates_make_one_exit_code() -> None:
+    for gates, inconclusive_fails, expected in (
         (GATES[:2], True, ("passed", 0)),
         (GATES, True, ('failed: slower | by <8 %> & "more"', 1)),
         (GATES[3:], True, ("inconclusive: it inconclusive", 3)),
         (GATES[3:], False, ("inconclusive: it inconclusive", 0)),
         (GATES[4:], True, ("passed", 0)),
-    ],
-)
-def test_all_gates_make_one_exit_code(gates: list[Gate], inconclusive_fails: bool, expected: tuple[str, int]) -> None:
-    assert verdict_of(gates, inconclusive_fails=inconclusive_fails) == expected
+    ):
+        assert verdict_of(gates, inconclusive_fails=inconclusive_fails) == expected

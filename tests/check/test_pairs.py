@@ -1,4 +1,4 @@
-"""How pairs are decoded: in turns, in random order, by processes that do not grow old, and never twice."""
+"""Pairs are decoded in turns, in random order, by workers that are restarted, and never twice."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def run(world: World, folder: Path, num_pairs: int, **options: Any) -> list[Pair
         return pairs.pairs
 
 
-def test_a_pair_is_head_over_base_by_token(tmp_path: Path) -> None:
+def test_a_pair_is_the_ratio_of_head_to_base_per_token(tmp_path: Path) -> None:
     world = World(ms=lambda side, prompt: 110.0 if side == "head" else 100.0)
     (pair, *_) = run(world, tmp_path, 1)
-    assert (pair.base_ms, pair.head_ms) == (10.0, 11.0)  # of ten tokens behind the first
+    assert (pair.base_ms, pair.head_ms) == (10.0, 11.0)  # ten tokens after the first
     assert pair.log_ratio == pytest.approx(math.log(1.1))
     assert pair.plain_log_ratio == 0.0
 
@@ -41,7 +41,7 @@ def test_all_prompts_take_turns(tmp_path: Path) -> None:
     assert len({tuple(pair.prompt for pair in pairs[3 * turn : 3 * turn + 3]) for turn in range(4)}) > 1
 
 
-def test_the_order_is_drawn_and_kept(tmp_path: Path) -> None:
+def test_the_order_is_random_and_reproducible(tmp_path: Path) -> None:
     pairs = run(World(), tmp_path, 40)
     counted = Counter(pair.head_first for pair in pairs)
     assert 10 <= counted[True] <= 30
@@ -51,8 +51,8 @@ def test_the_order_is_drawn_and_kept(tmp_path: Path) -> None:
     assert [pair.head_first for pair in other] != [pair.head_first for pair in pairs]
 
 
-def test_who_was_first_was_first(tmp_path: Path) -> None:
-    """Against what the workers saw, pair by pair."""
+def test_the_recorded_order_is_the_order_of_decoding(tmp_path: Path) -> None:
+    """Compared with the log of the workers."""
     world = World()
     with runner(world, tmp_path) as pairs:
         for number in range(10):
@@ -63,7 +63,7 @@ def test_who_was_first_was_first(tmp_path: Path) -> None:
             assert tuned == (["head", "base"] if pairs.pairs[-1].head_first else ["base", "head"])
 
 
-def test_both_sides_are_launched_anew_and_warmed_every_five_pairs(tmp_path: Path) -> None:
+def test_both_sides_are_restarted_and_warmed_up_every_five_pairs(tmp_path: Path) -> None:
     world = World()
     pairs = run(world, tmp_path, 12)
     assert [pair.launch for pair in pairs] == [0] * 5 + [1] * 5 + [2] * 2
@@ -72,7 +72,7 @@ def test_both_sides_are_launched_anew_and_warmed_every_five_pairs(tmp_path: Path
     # Every launch warms the two points of the prompts to come, and plain decoding; every fourth pair decodes plainly.
     assert done["base", "tuned"] == done["head", "tuned"] == 12 + 3 * 2
     assert done["base", "plain"] == done["head", "plain"] == 3 + 3
-    assert world.num_short == 3 * 2 * (2 + 1), "warm-ups are short, and nothing else is"
+    assert world.num_short == 3 * 2 * (2 + 1), "only warm-ups are short"
 
 
 def test_plain_decoding_is_measured_every_fourth_pair(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_plain_decoding_is_measured_every_fourth_pair(tmp_path: Path) -> None:
 
 
 def test_nothing_is_lost_and_nothing_done_twice(tmp_path: Path) -> None:
-    """Interrupted in the seventh pair, it goes on with the seventh, by new processes."""
+    """Interrupted in the seventh pair, the next run continues with the seventh, in new processes."""
 
     def interrupt(side: str, prompt: str) -> float:
         if len(read_lines(tmp_path / "pairs.jsonl")) == 6:
@@ -91,7 +91,7 @@ def test_nothing_is_lost_and_nothing_done_twice(tmp_path: Path) -> None:
     world = World(ms=interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(world, tmp_path, 20)
-    assert world.log[-2:] == [("close", "base"), ("close", "head")], "no process is left behind"
+    assert world.log[-2:] == [("close", "base"), ("close", "head")], "no process is left"
     with (tmp_path / "pairs.jsonl").open("a") as file:
         file.write('{"number": 6, "launch"')  # torn by a crash
     world = World()
@@ -103,14 +103,14 @@ def test_nothing_is_lost_and_nothing_done_twice(tmp_path: Path) -> None:
     assert sum(entry == ("launch", "base") for entry in world.log) == 2
 
 
-def test_other_answers_are_other_work(tmp_path: Path) -> None:
+def test_different_answers_are_not_comparable(tmp_path: Path) -> None:
     world = World(answer=lambda side, prompt: side)
     with pytest.raises(NotComparable, match=r"prompt \d: base \(the base\) and head answer differently"):
         run(world, tmp_path, 1)
     assert len(run(world, tmp_path / "lossy", 3, must_agree=False)) == 3
 
 
-def test_no_outlier_is_left_out(tmp_path: Path) -> None:
+def test_outliers_are_kept(tmp_path: Path) -> None:
     times = iter([100.0] * 8 + [1e5] + [100.0] * 100)  # four warm-ups, then two of each pair
     pairs = run(World(ms=lambda side, prompt: next(times)), tmp_path, 30)
     assert sorted(abs(pair.log_ratio) for pair in pairs)[-2:] == pytest.approx([0.0, math.log(1e3)])

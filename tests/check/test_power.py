@@ -1,6 +1,4 @@
-"""The figures of the README at fewer repetitions: the same simulator, the same decisions, thresholds that chance does
-not reach.
-"""
+"""The power figures of the documentation with fewer repetitions, and thresholds that chance does not reach."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ def shares(name: str, slowdown: float, design: Design | None = None, *, fixed_or
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_no_false_alarm_and_a_slowdown_found(name: str) -> None:
-    """Of 200 checks 1 % is 2 and 95 % is 190: five and 180 are what seeds could do at most."""
+def test_few_false_alarms_and_slowdowns_are_detected(name: str) -> None:
+    """1 % of 200 checks is 2 and 95 % is 190; the limits 5 and 180 allow for the random seed."""
     assert shares(name, 0.0).failed <= 5 / CHECKS
     assert shares(name, 0.05).failed >= 180 / CHECKS
     assert shares(name, 0.10).failed >= 198 / CHECKS
@@ -32,14 +30,14 @@ def test_power_grows_with_the_slowdown() -> None:
     assert curve == sorted(curve) and curve[0] < 0.05 < 0.95 < curve[-1]
 
 
-def test_a_fixed_order_takes_the_second_place_for_a_slowdown() -> None:
+def test_a_fixed_order_raises_false_alarms() -> None:
     assert shares("hostile", 0.0, fixed_order=True).failed > shares("hostile", 0.0).failed + 0.02
 
 
 @pytest.mark.parametrize("other", [EVERY_LOOK, BY_PAIR], ids=["every look", "by pair"])
-def test_risks_are_kept_at_their_edges_and_by_nothing_simpler(other: Design) -> None:
-    """A slowdown of just the tolerance fails, and one of just the limit passes, no more often than may be; with a look
-    after every launch, or pairs taken for independent of their launch, several times as often.
+def test_error_probabilities_hold_at_their_limits_and_not_with_simpler_designs(other: Design) -> None:
+    """A slowdown of exactly the tolerance fails, and one of exactly the limit passes, at most as often as stated. Analyses after
+    every launch, or pairs treated as independent, do so several times as often.
     """
     ours, simpler = (simulate(UNLIKE_PROCESSES, 0.01, one, num_checks=1000).failed for one in (Design(), other))
     assert ours <= 0.01 < simpler
@@ -56,7 +54,7 @@ def test_recorded_noise_is_replayed_launch_by_launch() -> None:
     drawn = replayed(launches)(np.random.default_rng(0), 30, 40)
     assert drawn.shape == (30, 40)
     found = {tuple(launch) for launch in np.abs(drawn.reshape(-1, 5))}
-    assert found == {tuple(launch) for launch in launches[:2]}, "the launch that was cut short is left out"
+    assert found == {tuple(launch) for launch in launches[:2]}, "the incomplete launch is left out"
     assert (drawn < 0).any() and (np.sign(drawn.reshape(-1, 5)).std(axis=1) == 0).all()
     assert (replayed(launches, random_sign=False)(np.random.default_rng(0), 30, 40) > 0).all()
 

@@ -1,6 +1,4 @@
-"""The base from git: its own files, its own environment where it asks for another, and one line where it
-cannot be had.
-"""
+"""A git revision as the base: its own files and, if its requirements differ, its own environment."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def commit(folder: Path, **files: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Someone's project: a profile, its requirements, two commits."""
+    """A project with a profile, its requirements and two commits."""
     folder = tmp_path / "repository"
     folder.mkdir()
     git(folder, "init", "-q", "-b", "main")
@@ -52,19 +50,21 @@ def test_the_base_decodes_with_the_profile_of_its_revision(repository: Path, tmp
     with checked_out("HEAD~1", Path("profile.json"), head(repository), tmp_path) as base:
         assert base.profile.read_text() == "old"
         assert base.label == f"HEAD~1 ({git(repository, 'rev-parse', 'HEAD~1')[:10]})"
-        assert base.python == sys.executable, "the linter is no package that is installed"
-        assert base.code == head(repository).code, "the project holds no autotune: the installed one runs on both sides"
-    assert git(repository, "worktree", "list").count("\n") == 0, "nothing is left behind"
+        assert base.python == sys.executable, "settings of a linter are not requirements"
+        assert base.code == head(repository).code, (
+            "the project does not contain autotune: both sides run the installed one"
+        )
+    assert git(repository, "worktree", "list").count("\n") == 0, "the worktree is removed"
     assert not (tmp_path / "base").exists()
 
 
-def test_a_profile_that_git_does_not_know_is_the_heads(repository: Path, tmp_path: Path) -> None:
+def test_a_profile_that_git_does_not_track_is_the_heads(repository: Path, tmp_path: Path) -> None:
     (repository / "mine.json").write_text("mine")
     with checked_out("HEAD~1", Path("mine.json"), head(repository), tmp_path) as base:
         assert base.profile == repository / "mine.json"
 
 
-def test_code_of_this_project_is_the_revisions_own(repository: Path, tmp_path: Path) -> None:
+def test_a_revision_of_this_project_decodes_with_its_own_code(repository: Path, tmp_path: Path) -> None:
     commit(repository, autotune____init___py="")
     (repository / "autotune").mkdir(exist_ok=True)
     (repository / "autotune" / "__init__.py").write_text("")
@@ -81,7 +81,7 @@ def test_code_of_this_project_is_the_revisions_own(repository: Path, tmp_path: P
     assert git(repository, "worktree", "list").count("\n") == 0
 
 
-def test_other_requirements_get_an_environment_of_their_own(
+def test_other_requirements_get_a_new_environment(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(repository, pyproject_toml=PYPROJECT.replace("numpy>=2", "numpy>=2.1"), constraints_txt="numpy==2.1\n")
@@ -107,8 +107,8 @@ def test_other_requirements_get_an_environment_of_their_own(
         ]
 
 
-@pytest.mark.slow
-def test_a_revision_that_does_not_build_is_one_line(
+@pytest.mark.nightly
+def test_a_revision_that_does_not_build_is_refused_in_one_line(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -126,7 +126,7 @@ def test_a_revision_that_does_not_build_is_one_line(
     assert git(repository, "worktree", "list").count("\n") == 0
 
 
-def test_what_is_no_revision_is_refused(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_revision_is_refused(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(ref: str) -> None:
         with checked_out(ref, Path("profile.json"), head(repository), tmp_path):
             pass
@@ -141,7 +141,7 @@ def test_what_is_no_revision_is_refused(repository: Path, tmp_path: Path, monkey
         opened("main")
 
 
-def test_only_what_is_installed_counts(tmp_path: Path) -> None:
+def test_only_requirements_are_compared(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     (tmp_path / "requirements.txt").write_text("torch\n")
     assert requirements(tmp_path) == {

@@ -1,4 +1,4 @@
-"""The test itself: exact where it says so, honest about what launches share, and spending no more than it has."""
+"""The sequential test: exact p-values, dependence within launches, and error probabilities that are shared, not exceeded."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from autotune.check.sequential import (
 BY_PAIR = Design(analyses=(20, 40, 80, 160, 240), by_launch=False)
 
 
-def test_pairs_on_their_own_are_wilcoxons_test() -> None:
+def test_independent_pairs_give_wilcoxons_test() -> None:
     x = np.random.default_rng(0).normal(0.01, 0.05, (20, 40))
     expected = [wilcoxon(row, alternative="greater", method="exact").pvalue for row in x]
     np.testing.assert_allclose(p_value(x, None), expected)
 
 
 def test_launches_are_tested_exactly() -> None:
-    """Against the obvious way: every one of the 2^8 ways to give the launches' values a sign."""
+    """Compared with all 2^8 assignments of signs to the launches."""
     rng = np.random.default_rng(1)
     for _ in range(5):
         x = rng.normal(0.02, 0.05, 40) + np.repeat(rng.normal(0.0, 0.03, 8), 5)
@@ -46,15 +46,15 @@ def test_launches_are_tested_exactly() -> None:
         assert p_value(x, launches) == pytest.approx(expected, abs=1e-12)
 
 
-def test_launches_that_were_cut_short_count_as_they_are() -> None:
-    """After an interruption a launch has fewer pairs; values of one launch need not be five."""
+def test_launches_may_be_incomplete() -> None:
+    """After an interruption a launch has fewer pairs."""
     x = np.full(12, 0.1) + np.linspace(0, 0.01, 12)
     launches = np.array([0] * 5 + [1] * 2 + [2] * 5)
     assert p_value(x, launches) == pytest.approx(1 / 8)
     assert p_value(-x, launches) == 1.0
 
 
-def test_the_looks_share_what_may_be_mistaken() -> None:
+def test_analyses_share_the_error_probabilities() -> None:
     design = Design()
     assert sum(design.share(number) for number in range(len(design.analyses))) == pytest.approx(1.0)
     assert sum(BY_PAIR.share(number) for number in range(5)) == pytest.approx(1.0)
@@ -63,9 +63,9 @@ def test_the_looks_share_what_may_be_mistaken() -> None:
     assert sum(shared.share(number) for number in range(len(shared.analyses))) == pytest.approx(1 / 3)
 
 
-def test_no_look_is_without_a_chance() -> None:
-    """The least probability that signs of so many launches can have is small enough to pass and to fail at the first interim_analysis,
-    of two workloads too; a launch less would not do, and at 20 pairs nothing would be decided.
+def test_every_analysis_can_decide() -> None:
+    """The smallest possible p-value suffices to pass and to fail at the first analysis, with two workloads too. One launch fewer
+    would not suffice, and with 20 pairs nothing could be decided.
     """
     design = Design(num_workloads=2)
     for number, num_pairs in enumerate(design.analyses):
@@ -75,23 +75,20 @@ def test_no_look_is_without_a_chance() -> None:
     assert BY_PAIR.pass_risk * BY_PAIR.share(0) < 0.5 ** (20 // 5)
 
 
-@pytest.mark.parametrize(
-    ("slowdown", "verdict", "pairs"),
-    [(0.0, Verdict.PASS, 55), (0.08, Verdict.FAIL, 55), (-0.2, Verdict.PASS, 55)],
-)
-def test_what_is_clear_is_decided_at_the_first_look_that_can(slowdown: float, verdict: Verdict, pairs: int) -> None:
-    x = np.random.default_rng(2).normal(math.log1p(slowdown), 0.005, (1, 240))
-    verdicts, taken = decide(x, Design())
-    assert (verdicts[0], taken[0]) == (verdict, pairs)
+def test_clear_cases_are_decided_at_the_first_analysis() -> None:
+    for slowdown, verdict in ((0.0, Verdict.PASS), (0.08, Verdict.FAIL), (-0.2, Verdict.PASS)):
+        x = np.random.default_rng(2).normal(math.log1p(slowdown), 0.005, (1, 240))
+        verdicts, taken = decide(x, Design())
+        assert (verdicts[0], taken[0]) == (verdict, 55)
 
 
-def test_what_lies_between_tolerance_and_limit_stays_open() -> None:
+def test_slowdowns_between_tolerance_and_limit_stay_open() -> None:
     x = np.random.default_rng(3).normal(math.log1p(0.03), 0.3, (1, 240))
     verdicts, taken = decide(x, Design())
     assert (verdicts[0], taken[0]) == (Verdict.CONTINUE, 240)
 
 
-def test_a_look_at_one_check_is_the_look_at_many() -> None:
+def test_one_check_is_analysed_like_many() -> None:
     x = np.random.default_rng(4).normal(0.03, 0.05, (6, 80))
     launches = launches_of(80)
     together = interim_analysis(x, launches, 1, Design())
@@ -101,8 +98,8 @@ def test_a_look_at_one_check_is_the_look_at_many() -> None:
         assert float(alone.p_within_tolerance) == pytest.approx(together.p_within_tolerance[number])
 
 
-def test_the_two_sides_are_mirrored() -> None:
-    """Slower by so much is as probable as faster by so much."""
+def test_the_test_is_symmetric() -> None:
+    """Swapping the sides swaps the p-values."""
     x = np.random.default_rng(5).normal(0.0, 0.05, 80)
     swapped = Design(tolerance=0.0, limit=1e-12)
     one, other = (interim_analysis(values, launches_of(80), 1, swapped) for values in (x, -x))
@@ -110,15 +107,15 @@ def test_the_two_sides_are_mirrored() -> None:
 
 
 def test_the_estimate_is_the_median_of_means_and_its_interval_holds_it() -> None:
-    assert hodges_lehmann(np.array([1.0, 2.0, 10.0])) == 3.75  # of 1, 1.5, 2, 5.5, 6, 10
+    assert hodges_lehmann(np.array([1.0, 2.0, 10.0])) == 3.75  # median of 1, 1.5, 2, 5.5, 6, 10
     x = np.random.default_rng(6).normal(math.log1p(0.05), 0.02, 240)
     found = estimate(x, launches_of(240))
     low, high = found.ci95
     assert low < found.slowdown < high and low < 0.05 < high and high - low < 0.012
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """Though the pairs of a launch move together: 100 checks, of which 95 are expected, give or take 2."""
+def test_confidence_intervals_have_their_coverage() -> None:
+    """With pairs that are correlated within launches: 95 of 100 intervals are expected to contain the truth, +- 2."""
     rng = np.random.default_rng(7)
     held = 0
     for _ in range(100):
@@ -128,7 +125,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert 88 <= held <= 100
 
 
-def test_few_launches_say_little_and_break_nothing() -> None:
+def test_few_launches_give_the_widest_interval() -> None:
     x = np.random.default_rng(8).normal(0.0, 0.02, 10)
     low, high = estimate(x, launches_of(10)).ci95
     assert low == pytest.approx(math.expm1(x.min()), abs=1e-6) and high == pytest.approx(math.expm1(x.max()), abs=1e-6)

@@ -1,4 +1,4 @@
-"""The timed gate by workers that decode nothing: what it decides, and that it keeps its budget."""
+"""The timed gate with fake workers: its verdicts, and its budget."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ UNLIMITED = 1e9
 
 
 def noisy(slowdown: float, jitter: float, *, seed: int = 0) -> World:
-    """A head that is slower by so much; runs differ by ``jitter``."""
+    """A head that is slower by ``slowdown``, with log-normal noise of deviation ``jitter``."""
     draws = random.Random(seed)
     return World(ms=lambda side, prompt: 100.0 * (1 + slowdown * (side == "head")) * draws.lognormvariate(0.0, jitter))
 
 
-def looked(world: World, folder: Path, budget_s: float = UNLIMITED, **options: Any) -> tuple[PairRunner, Outcome]:
+def timed(world: World, folder: Path, budget_s: float = UNLIMITED, **options: Any) -> tuple[PairRunner, Outcome]:
     ledger = folder / "pairs.jsonl"
     with PairRunner(BASE, HEAD, world.launch, requests(), seed=0, ledger=ledger, clock=world.clock) as runner:
         return runner, run_pairs(runner, DESIGN, budget_s=budget_s, **options)
 
 
 def judged(world: World, folder: Path, budget_s: float = UNLIMITED) -> Gate:
-    runner, outcome = looked(world, folder, budget_s)
+    runner, outcome = timed(world, folder, budget_s)
     return time_gate(timing_of(runner, outcome, DESIGN), outcome, "digits")
 
 
@@ -57,8 +57,8 @@ def test_too_much_noise_stays_open(tmp_path: Path) -> None:
     assert gate.verdict == "inconclusive" and "after 240 pairs: undecided at the last analysis" in gate.summary
 
 
-def test_the_budget_ends_it_at_a_look(tmp_path: Path) -> None:
-    """55 pairs take 11 launches of about 11 s, and less than half a second each: 80 would not fit 180 s."""
+def test_the_budget_ends_it_at_an_analysis(tmp_path: Path) -> None:
+    """55 pairs take 11 launches of about 11 s and less than 0.5 s each; 80 pairs would not fit 180 s."""
     world = noisy(0.03, 0.1)
     gate = judged(world, tmp_path, budget_s=180.0)
     assert (
@@ -67,27 +67,27 @@ def test_the_budget_ends_it_at_a_look(tmp_path: Path) -> None:
     assert 120 < world.now_s < 180
 
 
-def test_a_larger_budget_goes_on_with_the_pairs_so_far(tmp_path: Path) -> None:
+def test_a_larger_budget_continues_with_the_pairs_so_far(tmp_path: Path) -> None:
     judged(noisy(0.03, 0.1), tmp_path, budget_s=180.0)
     world = noisy(0.08, 0.02, seed=1)
-    runner, outcome = looked(world, tmp_path)
+    runner, outcome = timed(world, tmp_path)
     assert outcome.analysis.num_pairs == 80 and len(runner.pairs) == 80
     assert sum(entry == ("launch", "head") for entry in world.log) == 5
 
 
-def test_a_budget_too_small_for_the_first_look_is_refused_with_the_estimate(tmp_path: Path) -> None:
+def test_a_budget_too_small_for_the_first_analysis_is_refused_with_an_estimate(tmp_path: Path) -> None:
     world = noisy(0.0, 0.01)
     with pytest.raises(
         UserError, match=r"--budget 30s: the first analysis, at 55 pairs, takes about 1\d\d s here; give --budget 3m"
     ):
         judged(world, tmp_path, budget_s=30.0)
-    assert world.now_s < 30.0, "five pairs tell"
-    runner, _ = looked(noisy(0.0, 0.01), tmp_path)
+    assert world.now_s < 30.0, "estimated from five pairs"
+    runner, _ = timed(noisy(0.0, 0.01), tmp_path)
     assert runner.pairs[0].base_ms != 10.0 and len(runner.pair_s) == 50, "they are kept"
 
 
-def test_equal_sides_say_what_the_machine_can_find(tmp_path: Path) -> None:
-    runner, outcome = looked(noisy(0.0, 0.01), tmp_path, stops_early=False)
+def test_an_aa_run_reports_what_the_machine_can_detect(tmp_path: Path) -> None:
+    runner, outcome = timed(noisy(0.0, 0.01), tmp_path, stops_early=False)
     assert len(runner.pairs) == 240
     gate = machine_gate(timing_of(runner, outcome, DESIGN), outcome, "digits", DESIGN)
     assert gate.verdict == "passed" and gate.summary.endswith(
@@ -100,8 +100,8 @@ def test_equal_sides_say_what_the_machine_can_find(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [noisy(0.0, 0.3), noisy(0.05, 0.01)], ids=["noisy", "unequal"])
-def test_a_machine_that_cannot_tell_says_so(world: World, tmp_path: Path) -> None:
-    """Too noisy for the limit; or equal sides that differ, so that something is wrong with it or with the check."""
-    runner, outcome = looked(world, tmp_path, stops_early=False)
+def test_unsuitable_machines_are_inconclusive(world: World, tmp_path: Path) -> None:
+    """The machine is too noisy for the limit, or equal sides differ."""
+    runner, outcome = timed(world, tmp_path, stops_early=False)
     gate = machine_gate(timing_of(runner, outcome, DESIGN), outcome, "digits", DESIGN)
     assert gate.verdict == "inconclusive" and "not suitable for detecting a slowdown of 5 %" in gate.summary

@@ -1,10 +1,11 @@
-"""The worker: what it says of a prompt, by the public interface alone; and what becomes of one that fails."""
+"""The worker: its answers through the public interface alone, earlier versions of the code, and failures."""
 
 from __future__ import annotations
 
 import ast
 import io
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,14 @@ def request(inputs: Inputs, folder: Path) -> Request:
 
 
 def served(profile: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-    """What it answers, in this process."""
+    """The worker's answers, in this process."""
     answers = io.StringIO()
     lines = io.StringIO("".join(json.dumps(one) + "\n" for one in requests))
     worker.serve(lines, answers, {"profile": str(profile), "device": "cpu"})
     return [json.loads(line) for line in answers.getvalue().splitlines()]
 
 
-def test_it_says_what_decoding_took(profile: Path, prompts: dict[str, Inputs], tmp_path: Path) -> None:
-    """Against the decoder itself."""
+def test_answers_agree_with_the_decoder(profile: Path, prompts: dict[str, Inputs], tmp_path: Path) -> None:
     one = request(prompts["image"], tmp_path)
     fields = {"inputs": str(one.inputs), "settings": one.settings, "task": one.task}
     ready, tuned, plain = served(profile, {**fields, "plain": False}, {**fields, "plain": True})
@@ -61,7 +61,7 @@ def test_it_says_what_decoding_took(profile: Path, prompts: dict[str, Inputs], t
 
 
 def test_plain_decoding_steps_as_the_profile_does(profile: Path) -> None:
-    """By its runner, sizes and threads: an eager baseline would flatter a compiled draft."""
+    """With its mode, sizes and threads: an eager baseline would flatter a compiled draft."""
     steps = {"mode": "fixed", "capture_sizes": (1, 8, 64), "threads": 1}
     DecodingProfile.load(profile).model_copy(update=steps).save(profile)
     side = worker.SideDecoder(str(profile), "cpu")
@@ -85,13 +85,13 @@ def test_its_clock_runs_from_the_first_token_to_the_last(monkeypatch: pytest.Mon
 def test_an_error_is_an_answer(profile: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (answer,) = served(tmp_path / "gone.json")
     assert answer["error"].startswith("UserError: ") and "gone.json: no such file" in answer["error"]
-    assert "Traceback" in capfd.readouterr().err, "for its log"
+    assert "Traceback" in capfd.readouterr().err, "for the log"
     ready, broken = served(profile, {"plain": False})
     assert "ready" in ready and broken["error"] == "KeyError: 'inputs'"
 
 
-def test_it_knows_the_public_interface_alone() -> None:
-    """It is run by other versions of autotune than its own."""
+def test_it_uses_only_the_public_interface() -> None:
+    """Other versions of autotune run it too."""
     names = set()
     for node in ast.walk(ast.parse(WORKER.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -102,17 +102,78 @@ def test_it_knows_the_public_interface_alone() -> None:
     assert names - {"__file__"} <= set(autotune.__all__)
 
 
-def test_an_older_program_is_asked_for_nothing_that_it_lacks() -> None:
+def test_options_that_an_earlier_version_lacks_are_left_out() -> None:
     def old(input_ids: Any, streamer: Any = None) -> None: ...
 
     assert worker._accepted({"workload": "sort", "streamer": 1}, old) == {"streamer": 1}
 
 
-# ---------------------------------------------------------------------------------------------- processes of their own
+# ----------------------------------------------------------------------------------------------------- earlier versions
+
+
+def test_an_earlier_version_is_given_the_profile_with_its_former_keys(
+    profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for versions before ``runner`` became ``mode``, and ``buckets`` became ``capture_sizes``."""
+    loaded: list[dict[str, Any]] = []
+
+    class Earlier:
+        threads, runner, buckets, target_model = 2, "graph", (1, 8), "model"
+
+        def __init__(
+            self, target: Any, draft: Any, runner: str = "eager", buckets: Any = (), threads: Any = None
+        ) -> None:
+            self.options = (target, draft, runner, buckets, threads)
+
+    def load(path: str, *, device: str) -> Any:
+        content = json.loads(Path(path).read_text())
+        if content.get("schema") != "autotune.decoding-profile/1" or not {"runner", "buckets"} <= set(content):
+            raise UserError("newer than this program reads")
+        loaded.append(content)
+        return Earlier("model", "draft")
+
+    DecodingProfile.load(profile).model_copy(update={"mode": "cuda-graph", "capture_sizes": (1, 8)}).save(profile)
+    monkeypatch.setattr(autotune, "load", load, raising=False)
+    monkeypatch.setattr(autotune, "Decoder", Earlier, raising=False)
+    side = worker.SideDecoder(str(profile), "cpu")
+    assert (loaded[0]["runner"], loaded[0]["buckets"]) == ("graph", [1, 8]) and "mode" not in loaded[0]
+    assert side.plain.options == ("model", None, "graph", (1, 8), 2)
+    profile.write_text("{}")
+    with pytest.raises(UserError, match="newer than this program reads"):
+        worker.SideDecoder(str(profile), "cpu")
+
+
+REVISION = "5dbff644fed7111f750ecb309bd8477407e77b90"
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.nightly
+def test_the_version_before_the_renames_decodes_with_todays_profiles(
+    profile: Path, prompts: dict[str, Inputs], tmp_path: Path
+) -> None:
+    """In a real process with the code of that commit."""
+    archive = subprocess.run(["git", "archive", REVISION, "autotune"], cwd=REPOSITORY, capture_output=True)
+    if archive.returncode != 0:
+        pytest.skip("this clone does not have the commit")
+    code = tmp_path / "earlier"
+    code.mkdir()
+    subprocess.run(["tar", "-x", "-C", str(code)], input=archive.stdout, check=True)
+    side = Side(name="base", label=REVISION[:10], profile=profile, code=code)
+    process = WorkerProcess(side, device="cpu", log=tmp_path / "base.log")
+    wanted = request(prompts["image"], tmp_path)
+    tuned, plain = (process.decode(wanted, plain=plain) for plain in (False, True))
+    process.close()
+    fields = {"inputs": str(wanted.inputs), "settings": wanted.settings, "task": wanted.task, "plain": False}
+    _, current = served(profile, fields)
+    assert tuned.tokens_sha256 == plain.tokens_sha256 == current["tokens_sha256"]
+    assert tuned.accepted_lengths == current["accepted_lengths"]
+
+
+# --------------------------------------------------------------------------------------------------- separate processes
 
 
 def stub(folder: Path, body: str) -> Path:
-    """A package named autotune that is no autotune."""
+    """A package named autotune with this content."""
     (folder / "autotune").mkdir(parents=True)
     (folder / "autotune" / "__init__.py").write_text(body)
     return folder
@@ -134,12 +195,12 @@ def process(code: Path, folder: Path) -> WorkerProcess:
     return WorkerProcess(side, device="cpu", log=folder / "base.log")
 
 
-def test_a_process_runs_the_code_that_was_meant(tmp_path: Path) -> None:
+def test_a_process_runs_the_code_of_its_side(tmp_path: Path) -> None:
     made = process(stub(tmp_path, STUB.format(load="return Decoder()")), tmp_path)
     made.wait()
     made.close()
     assert made._process.returncode == 0
-    assert "a library that prints" in (tmp_path / "base.log").read_text(), "not among its answers"
+    assert "a library that prints" in (tmp_path / "base.log").read_text(), "in the log, not in the answers"
     side = Side(name="base", label="x", profile=tmp_path / "p.json", code=tmp_path)
     other = WorkerProcess(side, device="cpu", log=tmp_path / "base.log")
     other.side = Side(name="base", label="x", profile=tmp_path / "p.json", code=tmp_path / "elsewhere")
@@ -155,7 +216,7 @@ def test_a_process_runs_the_code_that_was_meant(tmp_path: Path) -> None:
         ("import os; os._exit(3)", "a library that prints"),
     ],
 )
-def test_a_base_that_cannot_load_is_one_line(load: str, message: str, tmp_path: Path) -> None:
+def test_a_base_that_cannot_load_fails_in_one_line(load: str, message: str, tmp_path: Path) -> None:
     made = process(stub(tmp_path, STUB.format(load=load)), tmp_path)
     with pytest.raises(UserError) as caught:
         made.wait()

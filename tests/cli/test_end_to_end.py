@@ -62,7 +62,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert set(traces[0]["agreement"]) == {"prompt", "read"}
     assert {path.name for path in tmp_path.glob("traces/**/*.json")} >= {"keep-1.trace.json", "keep-0.5.trace.json"}
 
-    small = ["--space", "small.yaml", "--trials", "8", "--budget", "30s"]
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "8s"]
     profile = stage("search", *models, *workload, *small, "-o", "profile.json")
     assert profile == json.loads((tmp_path / "profile.json").read_text())
     assert_complete(tmp_path / "profile.json")
@@ -117,7 +117,7 @@ def progress(study: Path) -> int:
 def test_kill_9_loses_no_finished_work(pair: Pair, tmp_path: Path) -> None:
     """A search is killed after random amounts of work and then finishes: nothing that was on disk is made again."""
     models = ["--target", pair.target_folder, "--draft", pair.draft_folder]
-    small = ["--space", "small.yaml", "--trials", "8", "--budget", "30s", "--study", "study", "-o", "profile.json"]
+    small = ["--space", "small.yaml", "--trials", "8", "--budget", "8s", "--study", "study", "-o", "profile.json"]
     command = ["search", *models, *write_small_job(tmp_path), *small]
     study = tmp_path / ".autotune" / "study"
     kept: dict[Path, int] = {}

@@ -53,7 +53,7 @@ def test_verbs_are_listed_in_workflow_order_with_their_whole_short_help() -> Non
     assert all(text.endswith(".") for _, text in listed), "truncated or wrapped"
 
 
-def test_nothing_wraps_badly_at_120_columns() -> None:
+def test_help_fits_120_columns_and_has_no_former_names() -> None:
     for verb in VERBS:
         page = CliRunner().invoke(main, [verb, "--help"], terminal_width=120).stdout
         assert max(map(len, page.splitlines())) <= 120
@@ -128,7 +128,7 @@ def test_obvious_mistakes_and_help_answer_at_once(tmp_path: Path) -> None:
     """Measured beside the import of the libraries that every command needs, interleaved, by the CPU time of the child:
     at most twice that, and 0.3 s. The test allows half as much again for noise.
     """
-    commands = {name: [*MODULE, *name.split()] for name in ("--help", "run missing.json", "search --gpu nope")}
+    commands = {name: [*MODULE, *name.split()] for name in ("--help", "search --gpu nope")}
     commands["import"] = [sys.executable, "-c", "import click, pydantic"]
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(5):
@@ -148,7 +148,7 @@ def test_obvious_mistakes_and_help_answer_at_once(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that the cases below speak of."""
+    """A folder with the files of the cases below."""
     folder = tmp_path_factory.mktemp("world")
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     decoding_profile(target, draft, hardware=fingerprint("cpu")).save(folder / "profile.json")
@@ -167,7 +167,7 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Where TARGET, DRAFT and PAIR stand, the tiny pair is put.
+# TARGET, DRAFT and PAIR are replaced by the options of the tiny pair.
 SEARCH = ["search", "PAIR", "--workload", "workload.jsonl", "-o", "new.json"]
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "missing profile": (["run", "nowhere.json", "--prompt", "x"], r"nowhere\.json: no such file; check the path"),
@@ -286,7 +286,7 @@ def test_every_mistake_is_one_line_and_exit_code_2(world: Path, pair: Pair, monk
 
 
 def test_libraries_print_nothing_beside_the_one_line(world: Path, pair: Pair) -> None:
-    """In a process of its own, which loads torch, transformers and both models."""
+    """In a separate process that loads torch, transformers and both models."""
     case, message = MISTAKES["other vocabulary"]
     before = contents(world)
     command = [*MODULE, *arguments_of(case, pair)]
@@ -297,7 +297,7 @@ def test_libraries_print_nothing_beside_the_one_line(world: Path, pair: Pair) ->
 
 
 def test_what_cannot_be_compared_exits_with_4(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line, as every mistake, and before anything is loaded."""
+    """In one line, like every mistake, and before models are loaded."""
     monkeypatch.chdir(world)
     profile = DecodingProfile.load(world / "profile.json")
     other = profile.target.model_copy(update={"id": "another/model", "sha256": "f" * 64})
@@ -310,10 +310,10 @@ def test_what_cannot_be_compared_exits_with_4(world: Path, monkeypatch: pytest.M
     )
 
 
-def test_answers_of_one_token_are_nothing_to_compare(
+def test_answers_of_one_token_cannot_be_compared(
     world: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prefill gives the only token: a draft has no part in it, and there is no speedup to speak of."""
+    """The prefill gives the only token, so that there is no decoding time and no speedup."""
     monkeypatch.chdir(world)
     single = write_workload(tmp_path, [{"prompt": "Count.", "max_new_tokens": 1, "split": "evaluate"}])
     result = CliRunner().invoke(main, ["check", "profile.json", "--workload", str(single)])
@@ -322,7 +322,6 @@ def test_answers_of_one_token_are_nothing_to_compare(
 
 
 def test_devices_are_listed_as_json() -> None:
-    """Of this machine, and those that are known by datasheet."""
     result = CliRunner().invoke(main, ["devices", "--json"])
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and result.stderr == ""
