@@ -6,11 +6,16 @@ matrix product for queries, keys, values and the MLP's input, and one back to th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from autotune.modeling.graph_runner import KVSlots
+
+MAX_BLOCKS = 3
 
 
 def rotation(positions: Tensor, head_size: int, theta: float) -> Tensor:
@@ -51,6 +56,27 @@ class BlockCache:
         return keys, values
 
 
+class AttentionContext(NamedTuple):
+    """The keys that a forward pass of n tokens attends to; by default causal attention among the n tokens."""
+
+    mask: Tensor | None = None
+    """Additive [batch or 1, 1, n, keys]; None: causal."""
+    caches: Sequence[BlockCache | None] = (None,) * MAX_BLOCKS
+    """Earlier keys and values of each block, for a batch of one."""
+    begin: int | KVSlots = 0
+    """Where new keys and values are written to the caches."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]."""
+        is_causal = self.mask is None and self.begin == 0 and query.shape[2] > 1
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=self.mask, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1]
+        ).transpose(1, 2)
+
+
+WITHIN_BATCH = AttentionContext()
+
+
 class DraftBlock(nn.Module):
     """Attention and a gated MLP in parallel.
 
@@ -79,10 +105,9 @@ class DraftBlock(nn.Module):
         stream: Tensor,
         features: Tensor | None,
         factors: Tensor,
+        context: AttentionContext,
         *,
-        mask: Tensor | None = None,
         cache: BlockCache | None = None,
-        begin: int | KVSlots = 0,
         head_mask: Tensor | None = None,
     ) -> Tensor:
         """The stream [batch, n, hidden] after this block.
@@ -90,8 +115,7 @@ class DraftBlock(nn.Module):
         Args:
             features: normalized target features [batch, n, hidden], for a block that crosses.
             factors: rotary factors from ``rotation``, [batch or 1, n, 3, 1, head size / 2].
-            mask: additive [batch or 1, 1, n, keys]; None: causal.
-            cache: keys and values of earlier tokens, for a batch of one; new ones are written at ``begin``.
+            cache: the block's cache among those of the context.
             head_mask: 0 masks a head, [heads].
         """
         # Functions instead of modules, because calling a module costs as much as a small kernel.
@@ -108,10 +132,8 @@ class DraftBlock(nn.Module):
             query, key, value = rotated.unbind(2)
         else:
             query = rotated[:, :, 0]
-            key, value = cache.write(rotated[0, :, 1:], begin)
-        output = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None and begin == 0 and stream.shape[1] > 1
-        ).transpose(1, 2)
+            key, value = cache.write(rotated[0, :, 1:], context.begin)
+        output = context.attend(query, key, value)
         if head_mask is not None:
             output = output * head_mask[:, None]
         both = torch.cat([output.flatten(2), functional.silu(gate) * up], -1)

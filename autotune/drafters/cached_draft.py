@@ -101,7 +101,6 @@ class CachedDraft(CachedModel):
         self._num_evaluated = 0
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
-        """See ``Draft``."""
         if frontier[0] == ROOT:
             count = len(self._pending)
             size = round_up(count, self.capture_sizes)

@@ -7,7 +7,7 @@ is a subset of the target's: its token i is the target's token ``i + d2t[i]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -24,10 +23,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from autotune.drafters.blocks import BlockCache
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
 from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.errors import UserError
-from autotune.modeling.graph_runner import KVSlots
 
 WEIGHTS = "model.safetensors"
 LAYER_PREFIXES = ("midlayer.", "layers.0.")  # of the layer, in EAGLE's and in speculators' format
@@ -77,7 +75,6 @@ class Eagle3Network(DraftNetwork):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
-        """See ``DraftNetwork``."""
         if injection_layer is not None:
             raise UserError(
                 f"an eagle3 head reads the layers {', '.join(map(str, self.config.layers))} together; "
@@ -103,19 +100,10 @@ class Eagle3Network(DraftNetwork):
         return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
 
     def forward(
-        self,
-        stream: Tensor,
-        features: Tensor,
-        factors: Tensor,
-        *,
-        mask: Tensor | None = None,
-        caches: Sequence[BlockCache] | None = None,
-        begin: int | KVSlots = 0,
+        self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH
     ) -> Tensor:
         """The layer's output [batch, n, state size] for embeddings ``stream`` and ``features``."""
-        return self.layer(  # type: ignore[no-any-return]
-            stream, features, factors, mask=mask, cache=None if caches is None else caches[0], begin=begin
-        )
+        return self.layer(stream, features, factors, context)  # type: ignore[no-any-return]
 
     def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits over the head's own vocabulary."""
@@ -134,20 +122,11 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        features: Tensor,
-        factors: Tensor,
-        *,
-        mask: Tensor | None,
-        cache: BlockCache | None,
-        begin: int | KVSlots,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, features: Tensor, factors: Tensor, context: AttentionContext) -> Tensor:
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
         rows = torch.cat([self.input_layernorm(embeddings), normed], -1)
-        stream = residual + self.self_attn(rows, factors, mask=mask, cache=cache, begin=begin)
+        stream = residual + self.self_attn(rows, factors, context)
         return stream + self.mlp(self.post_attention_layernorm(stream))  # type: ignore[no-any-return]
 
 
@@ -158,35 +137,22 @@ class Eagle3Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width, kv_width, bias = (
-            self.num_heads * self.head_size,
-            self.num_kv_heads * self.head_size,
-            config.attention_bias,
-        )
+        width, kv_width = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        bias = config.attention_bias
         self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=bias)
         self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
         self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
 
-    def forward(
-        self, rows: Tensor, factors: Tensor, *, mask: Tensor | None, cache: BlockCache | None, begin: int | KVSlots
-    ) -> Tensor:
+    def forward(self, rows: Tensor, factors: Tensor, context: AttentionContext) -> Tensor:
         query, key, value = (
             project(rows).unflatten(-1, (-1, self.head_size)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, factors[..., 0, :], factors[..., 1, :], unsqueeze_dim=2)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if cache is not None:
-            key, value = cache.write(torch.stack([key[0], value[0]], 1), begin)
-        output = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None and begin == 0 and rows.shape[1] > 1,
-            enable_gqa=True,
-        )
-        return self.o_proj(output.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        if (cache := context.caches[0]) is not None:
+            key, value = cache.write(torch.stack([key[0], value[0]], 1), context.begin)
+        return self.o_proj(context.attend(query, key, value).flatten(2))  # type: ignore[no-any-return]
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:

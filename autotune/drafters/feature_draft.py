@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from autotune.documents.subnet import Subnet
+from autotune.drafters.blocks import AttentionContext
 from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, Outputs, padded_length
+from autotune.modeling.graph_runner import KVSlots, Outputs
 from autotune.modeling.kv_cache import CachedModel
-from autotune.modeling.masks import MaskBuffer, padded_masks
+from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import to_device
@@ -124,7 +125,7 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     def _allocate(self, capacity: int) -> None:
         self.cache = FeatureCache(self.network, capacity, dtype=self.dtype, device=self.device)
-        self._masks = MaskBuffer({"all": None}, capacity, dtype=self.dtype, device=self.device)
+        self._masks = MaskBuffer({"mask": None}, capacity, dtype=self.dtype, device=self.device)
         self._factors = self.network.factors(torch.arange(2 * capacity, device=self.device))
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
@@ -154,7 +155,9 @@ class FeatureDraft(CachedDraft, CachedModel):
         rows = PromptRows(network.fuse(stream, features), features, kept, is_visual)
         stream, features, positions, _ = network.condense(rows, hidden[self.aux_layers[-1]][-1])
         if len(positions) > 0:
-            network(stream[None], features[None], self._factors[positions][None], caches=self.cache.blocks)
+            network(
+                stream[None], features[None], self._factors[positions][None], AttentionContext(None, self.cache.blocks)
+            )
         self.cache.length = len(positions)
         self._num_condensed = len(prompt) - len(positions)
 
@@ -168,7 +171,6 @@ class FeatureDraft(CachedDraft, CachedModel):
         return torch.where(prompt.is_visual[:, None], prompt.embeddings[0], text)
 
     def append(self, token: int) -> None:
-        """See ``Draft``."""
         self._pending.append(token)
         self._pending_features.append({layer: self._target.hidden[layer][-1:] for layer in self.aux_layers})
 
@@ -183,7 +185,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         begin = self.cache.length + first
         positions = step.offsets + (self.cache.length + self._num_condensed)
         if self.graph_runner is not None:
-            states, logits = self._forward_captured(self.graph_runner, step, features, positions, begin)
+            states, logits = self._run_captured(step, positions, step.offsets, features=features)
         else:
             mask: Any = None
             if count > 1 or step.tree_mask.any():  # a node of a chain sees all tokens before it
@@ -197,12 +199,7 @@ class FeatureDraft(CachedDraft, CachedModel):
     def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
         count, first = len(step.tokens), len(step.column_offsets) - len(step.tokens)
         positions = step.prefix_state[0] + step.prefix_state[1] + step.offsets
-        values = {
-            "integers": torch.stack([step.tokens, step.kv_slots, positions]),
-            "features": self._features(source),
-            **step.masks({"mask": None}, mask_value=self.mask_value),
-        }
-        states, logits = self.run_within(GraphKey(count, step.padded_kv_length), values)
+        states, logits = self._run_on_device(step, positions[None], features=self._features(source))
         self._own[1 + first : 1 + first + count] = states
         return logits
 
@@ -216,31 +213,11 @@ class FeatureDraft(CachedDraft, CachedModel):
     ) -> tuple[Tensor, Tensor]:
         """States and logits of n tokens."""
         stream = self.network.fuse(self._embed(ids), features)
-        (states,) = self.network(
-            stream[None], features[None], factors[None], mask=mask, caches=self.cache.blocks, begin=begin
-        )
+        context = AttentionContext(mask, self.cache.blocks, begin)
+        (states,) = self.network(stream[None], features[None], factors[None], context)
         return states, self.network.logits(states, self._target.text.logits)
 
-    def _forward_captured(
-        self, runner: GraphRunner, step: Step, features: Tensor, positions: Ints, begin: int
-    ) -> Outputs:
-        end = begin + len(step.tokens)
-        key = GraphKey(len(step.tokens), padded_length(end))
-        masks = padded_masks(
-            {"mask": None},
-            step.tree_mask,
-            self.cache.length,
-            step.offsets,
-            step.offsets,
-            padded_kv_length=key.padded_kv_length,
-            mask_value=self.mask_value,
-        )
-        integers = np.stack([step.tokens, np.arange(begin, end), positions])
-        outputs = runner.run(key, {"integers": integers, "features": features, **masks}, self.dtype)
-        return tuple(out.clone() for out in outputs)  # the buffers are valid only until the next forward pass
-
     def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """See ``CachedModel``. ``integers`` [3, n] are tokens, KV slots, and positions."""
         ids, slots, positions = inputs["integers"]
         fixed = KVSlots(slots, inputs["mask"].shape[-1])
         return self._states(ids, inputs["features"], self._factors[positions], inputs["mask"], fixed)

@@ -53,7 +53,6 @@ class IndependentDraft(CachedDraft, TreeModel):
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def attach(self, target: Target) -> None:
-        """See ``Draft``."""
         check_vocabulary(target, self.vocab_size, self.tokenizer)
         self._num_common = min(self.vocab_size, target.vocab_size)
         ours, theirs = self.model.config, target.model.config
@@ -75,7 +74,6 @@ class IndependentDraft(CachedDraft, TreeModel):
         return Prompt(tokens, torch.zeros_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompt: Prompt, visual_scores: Tensor | None, *, capacity: int) -> None:
-        """See ``Draft``."""
         self.reserve(capacity)
         self._pending = []
         kept = kept_tokens(prompt.is_visual, visual_scores, self.visual_keep)
@@ -85,7 +83,6 @@ class IndependentDraft(CachedDraft, TreeModel):
             self.prefill_prompt(prompt.keep(kept), full_prompt=prompt)
 
     def append(self, token: int) -> None:
-        """See ``Draft``."""
         self._pending.append(token)
 
     def forward(self, step: Step, source: FeatureSource | None = None) -> Tensor:
@@ -109,7 +106,6 @@ class IndependentDraft(CachedDraft, TreeModel):
         self.cache.compact(prefix_state[0], slots.clamp(min=0))
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
-        """See ``Draft``."""
         self.cache.keep(self._evaluated(tree, path))
         self._set_pending(tree, path, next_token)
 

@@ -14,10 +14,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from autotune.drafters.blocks import BlockCache, DraftBlock, rotation
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
-from autotune.modeling.graph_runner import KVSlots
 
 
 class NetworkConfig(Document, kind="draft", made_by="autotune train"):
@@ -110,16 +109,9 @@ class DraftNetwork(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self,
-        stream: Tensor,
-        features: Tensor,
-        factors: Tensor,
-        *,
-        mask: Tensor | None = None,
-        caches: Sequence[BlockCache] | None = None,
-        begin: int | KVSlots = 0,
+        self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH
     ) -> Tensor:
-        """States [batch, n, hidden]. Masks and caches are as in ``DraftBlock``."""
+        """States [batch, n, hidden]."""
 
     def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits [..., vocabulary] of states through the target's head."""
@@ -165,7 +157,6 @@ class BlocksNetwork(DraftNetwork):
         return block
 
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
-        """See ``DraftNetwork``."""
         size = self.config.head_size
         return [BlockCache(block.num_heads, size, capacity, dtype=dtype, device=device) for block in self.blocks]
 
@@ -187,10 +178,8 @@ class BlocksNetwork(DraftNetwork):
         stream: Tensor,
         features: Tensor,
         factors: Tensor,
+        context: AttentionContext = WITHIN_BATCH,
         *,
-        mask: Tensor | None = None,
-        caches: Sequence[BlockCache] | None = None,
-        begin: int | KVSlots = 0,
         head_masks: Sequence[Tensor] | None = None,
         early: list[Tensor] | None = None,
     ) -> Tensor:
@@ -207,9 +196,8 @@ class BlocksNetwork(DraftNetwork):
                 stream,
                 features,
                 factors,
-                mask=mask,
-                cache=None if caches is None else caches[number],
-                begin=begin,
+                context,
+                cache=context.caches[number],
                 head_mask=None if head_masks is None else head_masks[number],
             )
             if number == 0 and early is not None:

@@ -42,7 +42,6 @@ class PromptLookupDraft:
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}
 
     def attach(self, target: Target) -> None:
-        """See ``Draft``."""
         check_vocabulary(target, self.vocab_size)
         self._placeholders = placeholders_of(target.model.config)
 

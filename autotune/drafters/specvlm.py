@@ -37,7 +37,6 @@ class SpecVlmNetwork(BlocksNetwork):
         return [self.only]
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        """See ``DraftNetwork``."""
         return self.fusion(torch.cat([self.embedding_norm(embeddings), features], -1))  # type: ignore[no-any-return]
 
     def condense(self, rows: PromptRows, question: Tensor, generator: torch.Generator | None = None) -> PromptRows:

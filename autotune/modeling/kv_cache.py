@@ -16,7 +16,8 @@ from autotune.device import check_room
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, Outputs, padded_length
-from autotune.modeling.masks import MaskBuffer, first_visible
+from autotune.modeling.masks import MaskBuffer, first_visible, padded_masks
+from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import to_device
 from autotune.trees.limits import Ints
 
@@ -185,21 +186,57 @@ class CachedModel(ABC):
 
     @abstractmethod
     def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """The function that ``GraphRunner`` compiles or captures."""
+        """The function that ``GraphRunner`` compiles or captures. Input ``integers`` [2 + axes, n] holds tokens, KV slots and
+        positions.
+        """
 
     @property
     @abstractmethod
     def prefix_state(self) -> Ints:
         """Numbers that locate the end of the prefix; the first one is the number of committed tokens."""
 
-    def run_within(self, key: GraphKey, values: Mapping[str, Tensor]) -> Outputs:
-        """A forward pass inside a larger function that is captured as a whole. A CUDA graph of that function includes the
+    def _run_captured(
+        self, step: Step, positions: Ints, column_offsets: Ints, output_layers: tuple[int, ...] = (), **values: Tensor
+    ) -> Outputs:
+        """Run a step through the graph runner.
+
+        Args:
+            positions: [n] or [axes, n].
+            column_offsets: offsets of the uncommitted tokens and the n tokens.
+            output_layers: as in ``GraphKey``.
+            values: further inputs of ``_forward_over_buffers``.
+        """
+        assert self.graph_runner is not None
+        begin = self.cache.length + step.num_uncommitted
+        end = begin + len(step.tokens)
+        key = GraphKey(len(step.tokens), padded_length(end), output_layers)
+        masks = padded_masks(
+            self._masks.windows,
+            step.tree_mask,
+            self.cache.length,
+            step.offsets,
+            column_offsets,
+            padded_kv_length=key.padded_kv_length,
+            mask_value=self.mask_value,
+        )
+        integers = np.vstack([step.tokens, np.arange(begin, end), positions])
+        outputs = self.graph_runner.run(key, {"integers": integers, **values, **masks}, self.dtype)
+        return tuple(output.clone() for output in outputs)  # the buffers are valid only until the next forward pass
+
+    def _run_on_device(
+        self, step: DeviceStep, positions: Tensor, output_layers: tuple[int, ...] = (), **values: Tensor
+    ) -> Outputs:
+        """Run a step inside a larger function that is captured as a whole. A CUDA graph of that function includes the
         forward pass; a compiled forward pass stays compiled by itself.
         """
         assert self.graph_runner is not None
+        integers = torch.cat([torch.stack([step.tokens, step.kv_slots]), positions])
+        masks = step.masks(self._masks.windows, mask_value=self.mask_value)
+        inputs = {"integers": integers, **values, **masks}
         if self.graph_runner.mode == "cuda-graph":
-            return self._forward_over_buffers(values)
-        return self.graph_runner.run(key, values, self.dtype)
+            return self._forward_over_buffers(inputs)
+        key = GraphKey(len(step.tokens), step.padded_kv_length, output_layers)
+        return self.graph_runner.run(key, inputs, self.dtype)
 
     @property
     def mode(self) -> str:

@@ -52,7 +52,7 @@ class MaskBuffer:
     ) -> None:
         self.capacity = capacity
         self.mask_value = float(torch.finfo(dtype).min)
-        self._windows = dict(windows)
+        self.windows = dict(windows)
         self._full = _Slab(capacity + MAX_STEP, dtype=dtype, device=device)
         self._sliding = {
             layer_type: _Slab(min(window, capacity) + MAX_STEP, dtype=dtype, device=device)
@@ -69,7 +69,7 @@ class MaskBuffer:
         until the next call.
         """
         deepest = prefix + int(row_offsets.max())
-        is_limited = {name: window is not None and deepest >= window for name, window in self._windows.items()}
+        is_limited = {name: window is not None and deepest >= window for name, window in self.windows.items()}
         full = (
             self._full.write(prefix + tree_mask.shape[1], (prefix, tree_mask)) if not all(is_limited.values()) else None
         )
@@ -83,7 +83,7 @@ class MaskBuffer:
         self, layer_type: str, prefix: int, tree_mask: TreeMask, row_offsets: Ints, column_offsets: Ints
     ) -> Tensor:
         """The mask of a sliding layer, from the first token that a token at offset 0 sees."""
-        window = self._windows[layer_type]
+        window = self.windows[layer_type]
         assert window is not None
         first = first_visible(prefix, window)
         last_hidden = (row_offsets - window)[:, None]

@@ -13,30 +13,11 @@ from torch import Tensor, nn
 from autotune.errors import UserError
 
 # tests/runtime/test_families.py shows that these decode the same tokens as ``generate``.
-KNOWN_TEXT_TYPES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-    "qwen2_vl_text",
-    "qwen2_5_vl_text",
-    "qwen3_vl_text",
-    "qwen3_vl_moe_text",
-)
-KNOWN_VISION_TYPES = (
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "idefics3",
-    "smolvlm",
-    "mistral3",
-    "gemma3",
-)
+_KNOWN_TEXT_ONLY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+KNOWN_TEXT_TYPES = (*_KNOWN_TEXT_ONLY_TYPES, "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+_KNOWN_QWEN_VL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_KNOWN_LLAVA_TYPES = ("llava", "llava_next", "llava_onevision")
+KNOWN_VISION_TYPES = (*_KNOWN_LLAVA_TYPES, *_KNOWN_QWEN_VL_TYPES, "idefics3", "smolvlm", "mistral3", "gemma3")
 _WINDOW_OF_LAYER_TYPE = {"full_attention": None, "sliding_attention": "sliding_window"}
 # Kernels that take an additive mask. Others take sequence lengths only and would ignore a tree mask.
 _ATTENTION = ("sdpa", "eager")
@@ -110,7 +91,7 @@ def text_model_of(model: Any) -> TextModel:
     if not is_text_only and model.config.model_type not in KNOWN_VISION_TYPES:
         raise UserError(
             f"models of type {model.config.model_type!r} cannot be decoded with trees yet; known: "
-            f"{', '.join(KNOWN_VISION_TYPES)}; text only: {', '.join(KNOWN_TEXT_TYPES[:5])}; use one of these"
+            f"{', '.join(KNOWN_VISION_TYPES)}; text only: {', '.join(_KNOWN_TEXT_ONLY_TYPES)}; use one of these"
         )
     if config._attn_implementation not in _ATTENTION:
         raise UserError(

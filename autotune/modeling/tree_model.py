@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, Outputs, padded_length
+from autotune.modeling.graph_runner import KVSlots, Outputs
 from autotune.modeling.kv_cache import CachedModel, SlabCache
-from autotune.modeling.masks import MaskBuffer, padded_masks
+from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.prompt import Encoded, Prompt, encode
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.text_model import device_of, text_model_of
@@ -100,7 +100,7 @@ class TreeModel(CachedModel):
         prefix = self.cache.length + self._num_pruned
         positions = prefix + np.minimum(step.offsets, self.text.max_context - 1 - prefix) + self._rope_delta[:, None]
         if self.graph_runner is not None:
-            return self._forward_captured(self.graph_runner, step, positions, column_offsets)
+            return self._keep_hidden(self._run_captured(step, positions, column_offsets, self.output_layers))
         # A single token directly after the prefix needs no mask.
         mask = None
         if num_columns > 1:
@@ -116,39 +116,20 @@ class TreeModel(CachedModel):
             self.cache.num_uncommitted = 0
         return self.text.logits(hidden)
 
-    def _forward_captured(self, runner: GraphRunner, step: Step, positions: Ints, column_offsets: Ints) -> Tensor:
-        end = self.cache.length + len(column_offsets)
-        key = GraphKey(len(step.tokens), padded_length(end), self.output_layers)
-        masks = padded_masks(
-            self.text.windows,
-            step.tree_mask,
-            self.cache.length,
-            step.offsets,
-            column_offsets,
-            padded_kv_length=key.padded_kv_length,
-            mask_value=self.mask_value,
-        )
-        integers = np.concatenate([step.tokens[None], np.arange(end - len(step.tokens), end)[None], positions])
-        # Callers keep logits and features for longer than the buffers are valid.
-        logits, *hidden = (out.clone() for out in runner.run(key, {"integers": integers, **masks}, self.dtype))
-        self.hidden = dict(zip(self.output_layers, hidden, strict=True))
-        return logits
-
     def forward_on_device(self, step: DeviceStep) -> Tensor:
         """``forward`` inside a larger captured function."""
         prefix = step.prefix_state[0] + step.prefix_state[1]
         positions = (
             prefix + torch.minimum(step.offsets, self.text.max_context - 1 - prefix) + step.prefix_state[2:, None]
         )
-        integers = torch.cat([torch.stack([step.tokens, step.kv_slots]), positions])
-        masks = step.masks(self.text.windows, mask_value=self.mask_value)
-        key = GraphKey(len(step.tokens), step.padded_kv_length, self.output_layers)
-        logits, *hidden = self.run_within(key, {"integers": integers, **masks})
+        return self._keep_hidden(self._run_on_device(step, positions, self.output_layers))
+
+    def _keep_hidden(self, outputs: Outputs) -> Tensor:
+        logits, *hidden = outputs
         self.hidden = dict(zip(self.output_layers, hidden, strict=True))
         return logits
 
     def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """See ``CachedModel``. ``integers`` [2 + axes, n] are tokens, KV slots, and positions on each axis."""
         integers = inputs["integers"]
         masks = {layer_type: inputs[layer_type] for layer_type in self.text.windows}
         mask = next(iter(masks.values()))
