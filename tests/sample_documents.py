@@ -1,4 +1,4 @@
-"""Documents made by hand, small enough to compute with: workloads, traces, cost tables, profiles. Loads no torch."""
+"""Small workloads, traces, cost tables and profiles for tests. Loads no torch."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ NO_PREFILL = PrefillCost(intercept_ms=0, per_token_ms=0, image_ms=0, samples=[])
 
 
 def write_image(path: Path, seed: int, *, size: int = 32) -> str:
-    """A PNG of noise, of the size that the tiny pair sees; returns its name, as a JSONL line gives it."""
+    """Write a PNG of noise, of the tiny pair's image size, and return its name."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), np.uint8)
     Image.fromarray(pixels).save(path)
     return path.name
 
 
 def write_workload(folder: Path, prompts: Iterable[dict[str, Any] | str], *, name: str = "workload.jsonl") -> Path:
-    """A JSONL workload; strings are lines as they stand."""
+    """Write a JSONL workload; strings are written as they are."""
     path = folder / name
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in prompts))
     return path
@@ -57,7 +57,7 @@ def write_workload(folder: Path, prompts: Iterable[dict[str, Any] | str], *, nam
 def header(
     num_prompts: int, *, bounds: ForestBounds | None = None, subnet: Subnet | None = None, **fields: Any
 ) -> TraceHeader:
-    """A trace's header; prompts are named by number, tasks are all ``prompt`` unless given."""
+    """A trace's header with numbered prompts of the task ``prompt``."""
     known: dict[str, Any] = {
         "provenance": PROVENANCE,
         "target": TARGET,
@@ -73,7 +73,7 @@ def header(
 
 
 def forest_of(answer: list[int], nodes: list[list[tuple[int, float, int]]]) -> Forest:
-    """A forest typed in: each node is a list of (child token, probability, child node or -1), most probable first."""
+    """A forest: each node is a list of (child token, probability, child node or -1), most probable first."""
     rows = np.array(nodes, np.float64).reshape(len(nodes), -1, 3)
     return Forest(
         np.array(answer, np.int64),
@@ -84,7 +84,7 @@ def forest_of(answer: list[int], nodes: list[list[tuple[int, float, int]]]) -> F
 
 
 def random_forest(rng: np.random.Generator, num_tokens: int, *, k: int = 4, depth: int = 4) -> Forest:
-    """A whole forest in which the answer's next token is among a node's children nine times out of ten."""
+    """A full forest in which the next answer token is among a node's children nine times out of ten."""
     answer = rng.integers(0, 50, num_tokens)
     child_token, child_logprob, child_node = [], [], []
     # (answer tokens before the node's children, level of the children, whether the path is the answer)
@@ -109,7 +109,7 @@ def random_forest(rng: np.random.Generator, num_tokens: int, *, k: int = 4, dept
 def random_trace(
     seed: int, *, visual_keep: float = 1.0, num_prompts: int = 4, num_tokens: int = 12, depth: int = 4
 ) -> Trace:
-    """Prompts of unequal lengths whose forests hold all 4 children of every node to a depth."""
+    """Prompts of different lengths whose forests have 4 children of every node up to a depth."""
     rng = np.random.default_rng(seed)
     parts = [
         RecordedPrompt(
@@ -143,7 +143,7 @@ def surface(
 
 
 def cost_table(draft: ModelReference = DRAFT, **fields: Any) -> CostTable:
-    """A device on which a draft level costs a fifth of a target step, and tokens and KV length cost a little."""
+    """A draft level costs a fifth of a target step; tokens and KV length cost little."""
     costs = DraftCosts(
         draft=draft,
         draft_first=surface(lambda n, m: 0.3 + 0.01 * n + 0.0001 * m),
@@ -165,7 +165,7 @@ def cost_table(draft: ModelReference = DRAFT, **fields: Any) -> CostTable:
 
 
 def free_prices() -> DensePrices:
-    """Where only counts are of interest."""
+    """Prices of 0, for tests of counts."""
     nothing = np.zeros((2, 1))
     return DensePrices(nothing[0], nothing, nothing, nothing, 16, 0.0, 0.0, 0.0, NO_PREFILL)
 
@@ -181,7 +181,7 @@ def decoding_profile(
     visual_keep: float = 1.0,
     hardware: Fingerprint = DEVICE,
 ) -> DecodingProfile:
-    """A profile without measurements; plain decoding where ``draft`` is None."""
+    """A profile without measurements; plain decoding if ``draft`` is None."""
     choice = None
     if draft is not None:
         subnet = Subnet(visual_keep=visual_keep)

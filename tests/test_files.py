@@ -1,4 +1,4 @@
-"""Documents on disk: each mistake has its own line, and no crash leaves half a file."""
+"""Documents on disk: every mistake has a message of its own, and crashes leave no incomplete file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Part(Document):
 
 
 class Example(Document, kind="study"):
-    """A document with one of everything that the real ones have: required and optional keys, bounds, nesting, lists."""
+    """A document with required and optional keys, bounds, nested records and lists."""
 
     trials: int = Field(ge=1)
     budget_ms: float = 10.0
@@ -39,7 +39,7 @@ def write(path: Path, content: Any, schema: str | None = "autotune.study/1") -> 
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_document_is_saved_and_loaded(tmp_path: Path) -> None:
     document = Example(trials=3, budget_ms=0.1, parts=[Part(weight=2.0), Part(name="é")], device=Part())
     path = tmp_path / "new" / "folder" / "study.json"
     document.save(path)
@@ -179,13 +179,13 @@ def test_the_json_schema_of_a_document() -> None:
     assert schema["properties"]["trials"] == {"minimum": 1, "title": "Trials", "type": "integer"}
 
 
-def test_parsing_leaves_its_input_alone() -> None:
+def test_parsing_does_not_change_its_input() -> None:
     content = {"schema": "autotune.study/1", "trials": 1}
     Example.parse(content, source="x")
     assert content == {"schema": "autotune.study/1", "trials": 1}
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     missing, binary = tmp_path / "no.json", tmp_path / "binary.json"
     binary.write_bytes(b"\xff\xfe\x00")
     for path, message in (
@@ -206,7 +206,7 @@ def test_yaml(tmp_path: Path) -> None:
     path.write_text("depth: {low: 3\nhigh: ]")
     with pytest.raises(UserError, match=r"not YAML .*; fix the file"):
         files.read_yaml(path)
-    path.write_text("!!python/object/apply:os.getcwd []")  # nothing is ever executed
+    path.write_text("!!python/object/apply:os.getcwd []")  # YAML tags are never executed
     with pytest.raises(UserError, match="not YAML"):
         files.read_yaml(path)
 
@@ -220,12 +220,12 @@ def test_documents_are_frozen() -> None:
 
 
 class DiskError(OSError):
-    """What a failing disk raises, told apart from every other OSError."""
+    """Raised by the simulated failure of a disk."""
 
 
 @pytest.mark.parametrize("step", ["replace", "fsync", "chmod"])
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+def test_failed_write_leaves_the_old_file_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, exists: bool
 ) -> None:
     path = tmp_path / "study.json"
@@ -242,10 +242,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == ({"study.json": b"old"} if exists else {})
 
 
-def test_a_file_is_complete_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader, or a crash, at the moment of the renaming finds the old content under the name and the new one beside
-    it, in the same folder.
-    """
+def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the file is renamed, the old content is in place, and the new content is complete in the same folder."""
     path, replace, seen = tmp_path / "study.json", os.replace, []
     path.write_bytes(b"old")
 
@@ -261,8 +259,8 @@ def test_a_file_is_complete_before_it_takes_its_name(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("write_to", [files.require_writable, lambda path: files.write_bytes(path, b"")])
-def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path: Path, write_to: Any) -> None:
-    """A path below a regular file, since tests may run as root, whom permissions do not stop."""
+def test_output_that_cannot_be_written_is_refused(tmp_path: Path, write_to: Any) -> None:
+    """A path below a regular file, because permissions do not apply to root, who may run the tests."""
     (tmp_path / "file").write_bytes(b"")
     below = tmp_path / "file" / "folder" / "study.json"
     with pytest.raises(UserError) as caught:
@@ -273,7 +271,7 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path: Path
     assert str(caught.value) == f"{tmp_path}: the output must be a file; got a folder; add a file name"
 
 
-def test_asking_whether_an_output_can_be_written_leaves_it_alone(tmp_path: Path) -> None:
+def test_require_writable_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "study.json"
     path.write_bytes(b"old")
     files.require_writable(path)
@@ -282,44 +280,42 @@ def test_asking_whether_an_output_can_be_written_leaves_it_alone(tmp_path: Path)
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["study.json"]
 
 
-# ------------------------------------------------------------------------------------------------------------- ledgers
+# ---------------------------------------------------------------------------------------------------------- JSON Lines
 
 
-def test_a_ledger_reads_back_what_was_appended(tmp_path: Path) -> None:
+def test_appended_records_are_read(tmp_path: Path) -> None:
     path = tmp_path / "new" / "ledger.jsonl"
     assert files.read_lines(path) == []
     records = [{"key": number, "text": "a\nb\u2028c"} for number in range(3)]
     for record in records:
         files.append_line(path, record)
     assert files.read_lines(path) == records
-    assert path.read_bytes().count(b"\n") == 3, "one line each, whatever the text holds"
+    assert path.read_bytes().count(b"\n") == 3, "one line per record, also with line breaks in strings"
 
 
-def test_a_ledger_survives_a_crash_at_any_byte(tmp_path: Path) -> None:
-    """``kill -9`` in the middle of the second record: the first is kept, the torn one passed over, and what follows is
-    whole again.
-    """
+def test_crash_at_any_byte_loses_one_record_at_most(tmp_path: Path) -> None:
+    """If the second record is incomplete, the first is kept, the second skipped, and later ones are complete."""
     path = tmp_path / "ledger.jsonl"
     first, torn, following = {"key": 1}, {"key": 2, "nested": {"a": [1, 2]}}, {"key": 3}
     files.append_line(path, first)
     length = path.stat().st_size
     files.append_line(path, torn)
-    whole = path.read_bytes()
-    for end in range(length, len(whole) + 1):
-        path.write_bytes(whole[:end])
-        complete = [first, torn] if end >= len(whole) - 1 else [first]  # without its line end a record is whole
+    content = path.read_bytes()
+    for end in range(length, len(content) + 1):
+        path.write_bytes(content[:end])
+        complete = [first, torn] if end >= len(content) - 1 else [first]  # a record is complete without its line end
         assert files.read_lines(path) == complete
         files.append_line(path, following)
         assert files.read_lines(path) == [*complete, following]
 
 
-def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(b'{"a": 1}\n\n17\n[2]\n\xff\xfe\n"text"\n{"b": 2}\n')
     assert files.read_lines(path) == [{"a": 1}, {"b": 2}]
 
 
-def test_a_record_with_a_number_that_is_not_finite_is_not_appended(tmp_path: Path) -> None:
+def test_record_with_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     files.append_line(path, {"a": 1})
     with pytest.raises(ValueError, match="JSON compliant"):

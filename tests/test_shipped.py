@@ -1,4 +1,4 @@
-"""What is shipped: its size, and cards that speak of the very weights beside them."""
+"""Shipped files: their size, the cards of drafts, and the contents of the wheel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_bundled_weights_fit_their_budget() -> None:
     assert 0 < sum(path.stat().st_size for path in files) < 32e6
 
 
-def test_the_tracked_tree_is_small_enough_to_travel() -> None:
+def test_repository_is_small() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
@@ -33,8 +33,8 @@ def test_every_kind_of_draft_is_bundled() -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_draft_has_its_card(name: str) -> None:
-    """Kind, target, recipe, data, curve, acceptance by depth, licence, and the hash of the weights beside it."""
+def test_card_describes_the_weights(name: str) -> None:
+    """Kind, target, recipe, data, curve, acceptance by depth, licence, and the hash of the weights."""
     folder = DRAFTS[name]
     card = (folder / "README.md").read_text()
     sha256 = sha256_of(folder / "model.safetensors")
@@ -56,8 +56,8 @@ def test_a_draft_has_its_card(name: str) -> None:
     assert read_yaml(folder / "recipe.yaml")["name"] == name
 
 
-def test_a_wheel_holds_all_that_the_package_reads() -> None:
-    """Code, the page of reports, and the data folders; no checkpoints."""
+def test_wheel_is_complete() -> None:
+    """It has code, the template of reports and the data folders, and no checkpoints."""
     builders = pytest.importorskip("hatchling.builders.wheel")
     files = {file.distribution_path for file in builders.WheelBuilder(str(ROOT)).recurse_included_files()}
     assert {"autotune/cli/main.py", "autotune/report/page.html", "autotune/report/page.css"} <= files

@@ -1,4 +1,4 @@
-"""Profiling measures every size that it promises, and leaves the models as they were."""
+"""Profiling measures all parts of a table, and does not change the models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 @pytest.fixture(scope="module")
 def decoders(pair: Pair) -> tuple[Decoder, Decoder]:
-    """Decoders made before the profile is: a chain, and plain decoding."""
+    """Decoders that are made before profiling: SAGE, and plain decoding."""
     target = Target(pair.target)
     return Decoder(target, IndependentDraft(pair.draft), tree={"policy": "sage"}, visual_keep=0.5), Decoder(target)
 
@@ -77,8 +77,7 @@ def sizes(surface: Surface) -> set[tuple[int, int]]:
     return {(point.tokens, point.kv_length) for point in surface.points}
 
 
-def test_every_surface_is_a_grid_with_points_held_out(table: CostTable) -> None:
-    """Of the sizes that every grid has, at least, and of all those that test it."""
+def test_every_surface_is_a_full_grid_with_held_out_points(table: CostTable) -> None:
     coarse = {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)}
     for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
         assert coarse <= sizes(surface) <= {(n, m) for n in TOKENS for m in SETTINGS.kv_lengths}
@@ -96,15 +95,14 @@ def test_every_part_has_a_held_out_error(table: CostTable, pair: Pair) -> None:
         assert surface.held_out_error == min(surface.errors.values())
 
 
-def test_a_table_knows_the_shapes_of_its_models(table: CostTable) -> None:
-    """By which estimates of others on the same device go."""
+def test_table_has_the_shapes_of_its_models(table: CostTable) -> None:
     target, draft = table.target_shape, table.drafts[0].shape
     assert target is not None and draft is not None
     assert target.num_layers > draft.num_layers and target.text_parameters > draft.text_parameters > 0
     assert target.vision_parameters > 0
 
 
-def test_every_sample_is_kept_and_takes_time(table: CostTable) -> None:
+def test_samples_are_kept(table: CostTable) -> None:
     costs = table.drafts[0]
     for surface in (table.verify, costs.draft_first, costs.draft_level, table.decode):
         for point in [*surface.points, *surface.examined, *surface.held_out]:
@@ -117,7 +115,7 @@ def test_every_sample_is_kept_and_takes_time(table: CostTable) -> None:
         assert all(tokens > 0 and ms > 0 for tokens, _, ms in prefill.samples)
 
 
-def test_the_table_says_what_was_measured_where(table: CostTable, pair: Pair) -> None:
+def test_table_names_device_precision_and_models(table: CostTable, pair: Pair) -> None:
     assert table.device.key == fingerprint("cpu").key and not table.estimated and table.precision == "float32"
     assert table.target == reference(str(pair.target_folder))
     assert table.costs_of(reference(str(pair.draft_folder))).draft.id == str(pair.draft_folder)
@@ -131,46 +129,37 @@ def test_models_decode_as_before(
     workload: Workload,
     processor: Any,
 ) -> None:
-    """Profiling filled the caches with numbers that mean nothing."""
+    """Profiling leaves arbitrary numbers in the KV caches."""
     for decoder in decoders:
         assert tokens_of(decoder, workload, processor) == before
 
 
-def test_a_table_needs_a_draft(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
+def test_table_needs_a_draft(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a cost table needs a draft; name one with --draft"):
         profile(Target(pair.target), reference(str(pair.target_folder)), [], processor, workload)
 
 
-def test_a_single_prompt_is_enough(pair: Pair, processor: Any, workload: Workload) -> None:
+def test_overhead_of_a_single_prompt(pair: Pair, processor: Any, workload: Workload) -> None:
     single = Workload(workload.name, workload.split, workload.prompts[:1])
     runs = overhead_runs(Target(pair.target), IndependentDraft(pair.draft), processor, single)
     assert len(runs) == 3 and all(rounds <= levels <= nodes and ms > 0 for rounds, levels, nodes, ms in runs)
     counts = np.array([run[:3] for run in runs], float) / [[run[0]] for run in runs]
-    assert np.linalg.cond(counts / np.linalg.norm(counts, axis=0)) < 6, "rounds, levels and nodes can be told apart"
+    assert np.linalg.cond(counts / np.linalg.norm(counts, axis=0)) < 6, (
+        "costs of rounds, levels and nodes can be separated"
+    )
 
 
-@pytest.mark.parametrize(
-    ("shortest", "longest"),
-    [
-        (5, 29),
-        (20, 420),
-        (150, 400),
-        (1000, 5000),
-        pytest.param(100, 101),
-        pytest.param(31, 32),
-    ],
-)
-def test_kv_lengths_span_a_workload(shortest: int, longest: int) -> None:
-    """Three of them, and the one that tests them lies between the first two."""
-    lengths, between = kv_lengths_for(shortest, longest)
-    assert lengths[0] <= max(16, shortest) and lengths[-1] >= longest
-    assert lengths[0] < between < lengths[1]
+def test_kv_lengths_span_a_workload() -> None:
+    """The held-out one lies between the first two."""
+    for shortest, longest in ((5, 29), (20, 420), (150, 400), (1000, 5000), (100, 101), (31, 32)):
+        lengths, held_out = kv_lengths_for(shortest, longest)
+        assert lengths[0] <= max(16, shortest) and lengths[-1] >= longest
+        assert lengths[0] < held_out < lengths[1]
 
 
-def test_prepared_sizes_are_the_sizes_measured(
+def test_forwards_have_capture_sizes_only(
     pair: Pair, decoders: tuple[Decoder, Decoder], workload: Workload, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through forwards of these sizes and no others."""
     decoder = decoders[0]
     assert decoder.draft is not None
     sizes: set[int] = set()
@@ -180,13 +169,13 @@ def test_prepared_sizes_are_the_sizes_measured(
     settings = replace(SETTINGS, capture_sizes=(4, 9))
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     table = profile(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)
-    assert table.capture_sizes == (4, 9) and sizes == {1, 4, 9}, "1 is the plain step"
+    assert table.capture_sizes == (4, 9) and sizes == {1, 4, 9}, "1 is a plain step"
     for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
         assert {p.tokens for p in (*surface.points, *surface.examined, *surface.held_out)} == {4, 9}
 
 
-def test_slicing_shows_in_the_rows(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
-    """Half of the heads: fewer parameters, half the cache. A tenth of the visual tokens: fewer tokens in it."""
+def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
+    """Half of the heads: fewer parameters and half of the KV cache. A tenth of the visual tokens: a shorter KV cache."""
     target = Target(pair.target)
     save_draft(new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test"), tmp_path)
     whole, half = (load_draft(str(tmp_path), target, Subnet(heads=heads)) for heads in (None, 0.5))

@@ -1,4 +1,4 @@
-"""Estimates from datasheets: by hand, for every shipped device, and marked as what they are."""
+"""Roofline estimates: computed by hand, for every shipped device, and scaled to measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.device import short_name
 from autotune.documents.subnet import Subnet
 from tests.sample_documents import DRAFT, TARGET
 
-# One layer of a billion parameters in two bytes, a kilobyte of keys and values for a token.
+# One layer of a billion parameters of two bytes, and a kilobyte of keys and values per token.
 SHAPE = ModelShape(
     num_layers=1,
     hidden_size=1,
@@ -33,42 +33,41 @@ LIMITS = DeviceLimits(
 )
 
 
-def test_one_token_waits_for_the_memory() -> None:
-    """Two gigabytes of weights and a megabyte of cache at a terabyte a second."""
+def test_one_token_is_bound_by_memory() -> None:
+    """Two gigabytes of weights and a megabyte of KV cache, at a terabyte per second."""
     assert step_ms(SHAPE, LIMITS, 1, 999) == pytest.approx(2.001)
 
 
-def test_many_tokens_wait_for_the_arithmetic() -> None:
-    """1,000 tokens take 2e12 operations, at 1e14 a second, plus those of attention; in float32 ten times as long."""
+def test_many_tokens_are_bound_by_arithmetic() -> None:
+    """1,000 tokens take 2e12 operations and those of attention, at 1e14 per second; in float32 at a tenth of that."""
     operations = 2e12 + 4 * 1000 * 1000
     assert step_ms(SHAPE, LIMITS, 1000, 0) == pytest.approx(operations / 1e11)
     wide = SHAPE.model_copy(update={"bytes_per_parameter": 4})
     assert step_ms(wide, LIMITS, 1000, 0) == pytest.approx(operations / 1e10)
 
 
-def test_a_tiny_model_waits_for_the_host() -> None:
+def test_tiny_model_is_bound_by_launches() -> None:
     tiny = SHAPE.model_copy(update={"text_parameters": 1000, "num_layers": 24})
     assert step_ms(tiny, LIMITS, 1, 0) == pytest.approx(2.4)
 
 
-@pytest.mark.parametrize("name", datasheets())
-def test_every_shipped_datasheet_makes_a_table(name: str) -> None:
-    """Its file name is what the device itself is called, and latencies grow with tokens and cache."""
-    assert short_name(load_limits(name).model).startswith(name)
+def test_every_shipped_datasheet_gives_a_table() -> None:
+    """Files are named as the device is, and latencies increase with tokens and KV length."""
     small = SHAPE.model_copy(update={"text_parameters": 10**8})
-    table = estimate_table(
-        name, target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=small, precision="bfloat16"
-    )
-    assert table.estimated and table.device.name == name and load_limits(name).source
-    assert table.dump()
-    prices = table.prices(DRAFT, max_tokens=65, max_kv_length=4096)
-    for priced in (prices.verify_ms, prices.draft_ms):
-        assert (np.diff(priced[1:], axis=0) >= 0).all() and (np.diff(priced[1:], axis=1) >= 0).all()
-    assert (prices.draft_ms[1:] < prices.verify_ms[1:]).all()
+    for name in datasheets():
+        assert short_name(load_limits(name).model).startswith(name)
+        table = estimate_table(
+            name, target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=small, precision="bfloat16"
+        )
+        assert table.estimated and table.device.name == name and load_limits(name).source
+        assert table.dump()
+        prices = table.prices(DRAFT, max_tokens=65, max_kv_length=4096)
+        for ms in (prices.verify_ms, prices.draft_ms):
+            assert (np.diff(ms[1:], axis=0) >= 0).all() and (np.diff(ms[1:], axis=1) >= 0).all(), name
+        assert (prices.draft_ms[1:] < prices.verify_ms[1:]).all(), name
 
 
-def test_an_estimate_is_of_the_subnet_that_was_asked_for() -> None:
-    """Else a search for another device would find no price of a slice."""
+def test_estimate_has_the_given_subnet() -> None:
     half = Subnet(heads=0.5, injection_layer=3)
     table = estimate_table(
         "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=SHAPE, precision="bfloat16", subnet=half
@@ -81,7 +80,7 @@ def test_an_estimate_is_of_the_subnet_that_was_asked_for() -> None:
 
 
 def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
-    """Of a device that reaches those limits: a large target and a draft, both waiting for memory, arithmetic or the host."""
+    """A table of a device with the given limits, whose steps are bound by memory, arithmetic and launches."""
     draft = SHAPE.model_copy(update={"text_parameters": 10**6, "num_layers": 2})
     table = estimate_table(
         "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=draft, precision="bfloat16"
@@ -105,9 +104,9 @@ def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
     return table.model_copy(update={**own, "estimated": False, **fields})
 
 
-def test_limits_are_scaled_to_what_was_measured() -> None:
-    """Three quarters of the bandwidth, a thirtieth of the peak, twice as long for a launch: each is found from the steps that
-    wait for it, whatever the datasheet says.
+def test_limits_are_scaled_to_measurements() -> None:
+    """Three quarters of the bandwidth, a thirtieth of the peak, twice the launch time: each is found from the steps that it
+    bounds.
     """
     known = load_limits("h100")
     reached = known.model_copy(
@@ -117,15 +116,15 @@ def test_limits_are_scaled_to_what_was_measured() -> None:
             "eager_layer_ms": 2 * known.eager_layer_ms,
         }
     )
-    found = anchored(known, [measured_table(reached)])
+    scaled = anchored(known, [measured_table(reached)])
     for name in ("memory_gb_per_second", "bfloat16_tflops", "eager_layer_ms"):
-        assert getattr(found, name) == pytest.approx(getattr(reached, name), rel=0.01), name
-    assert found.round_ms == 0.7
+        assert getattr(scaled, name) == pytest.approx(getattr(reached, name), rel=0.01), name
+    assert scaled.round_ms == 0.7
     assert anchored(known, []) == known
 
 
-def test_an_estimate_goes_by_what_is_measured_on_the_device() -> None:
-    """Of other models; tables of another precision, runner or device, and estimates, tell nothing."""
+def test_estimate_is_scaled_to_tables_of_other_models() -> None:
+    """Tables of another precision or mode, estimates, and tables without shapes are not used."""
     known = load_limits("h100")
     slow = known.model_copy(update={"memory_gb_per_second": known.memory_gb_per_second / 2})
     other = SHAPE.model_copy(update={"text_parameters": 3 * 10**9})
@@ -147,11 +146,11 @@ def test_an_estimate_goes_by_what_is_measured_on_the_device() -> None:
     anchored_table = estimate(measured_table(slow))
     assert anchored_table.estimated and anchored_table.num_anchors == 1
     assert step(anchored_table) == pytest.approx(2 * step(estimate()), rel=0.01)
-    strangers = [
+    unusable = [
         measured_table(slow, precision="float32"),
         measured_table(slow, mode="cuda-graph"),
         measured_table(slow, estimated=True),
         measured_table(slow, target_shape=None),
     ]
-    table = estimate(*strangers)
+    table = estimate(*unusable)
     assert table.num_anchors == 0 and step(table) == step(estimate())

@@ -1,4 +1,4 @@
-"""Which steps are timed and which timings count, with a bench that says what it likes: no test depends on real times."""
+"""Sampling with a simulated bench and clock, so that no test depends on real times."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def draft_level(n: int, m: int) -> float:
 
 
 def stepping(n: int, m: int) -> float:
-    """A kernel works on 8, then on 16 tokens at once: the ninth costs a fifth more than the eighth, and the seventeenth."""
+    """A kernel with blocks of 8 tokens: latency jumps at the 9th and the 17th token."""
     return 10 + 0.01 * m + 2.5 * (n > 8) + 3 * (n > 16) + 0.1 * n
 
 
 class Bench:
-    """A target and a draft whose steps take what two functions say, on a clock of their own, times ``speed(seconds)``."""
+    """A simulated target and draft: two latency functions, times ``speed(seconds)`` and noise, on a clock of their own."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Bench:
 
 
 def measured(*benches: Bench, **changes: Any) -> Sampler:
-    """All of the benches' clocks are one."""
+    """A sampler after its run, on the sum of the benches' clocks."""
     sampler = Sampler(benches, replace(SETTINGS, **changes), clock=lambda: sum(bench.seconds for bench in benches))
     sampler.run()
     return sampler
@@ -87,7 +87,7 @@ def lengths_of(surface: Surface) -> list[int]:
 
 
 def worst_error(surface: Surface, truth: Latency, lengths: Sequence[int] = (32, 100, 128)) -> float:
-    """Of the linear model over every size that a table may have."""
+    """Largest relative error of the linear model over all numbers of tokens."""
     prices = surface.latency_ms(np.array(TOKENS, float), np.array(lengths, float), model="linear")
     expected = np.array([[truth(n, m) for m in lengths] for n in TOKENS])
     return float(np.abs(prices / expected - 1).max())
@@ -96,28 +96,27 @@ def worst_error(surface: Surface, truth: Latency, lengths: Sequence[int] = (32, 
 # ----------------------------------------------------------------------------------------------------------- the grid
 
 
-def test_a_straight_surface_keeps_its_coarse_grid() -> None:
-    """Which costs a fraction of the finest one."""
+def test_linear_surface_keeps_its_coarse_grid() -> None:
     sampler = measured(Bench())
     for grid, truth in ((sampler.verify, straight), (sampler.draft_levels[0], draft_level)):
         surface = grid.surface()
         assert tokens_of(surface) == list(COARSE_TOKENS) and lengths_of(surface) == [32, 128]
         assert worst_error(surface, truth) < 1e-9
         examined = {(p.tokens, p.kv_length) for p in surface.examined}
-        assert (17, 32) in examined and (65, 32) in examined, "just past a kernel's block"
+        assert (17, 32) in examined and (65, 32) in examined, "the first sizes after a kernel's block"
         assert {m for _, m in examined} == {32, 64}
     assert lengths_of(sampler.decode.surface()) == [32, 128]
 
 
-def test_steps_are_found_where_they_are() -> None:
-    """Both sides of each belong to the grid, so that no size is priced across one."""
+def test_jumps_are_found() -> None:
+    """Both sides of a jump join the grid, so that no interpolation crosses it."""
     surface = measured(Bench(stepping)).verify.surface()
     assert {8, 9, 16, 17} <= set(tokens_of(surface))
     assert len(tokens_of(surface)) < len(TOKENS)
     assert worst_error(surface, stepping) < 0.02
 
 
-def test_a_surface_bent_along_the_cache_gets_the_length_between() -> None:
+def test_surface_that_is_not_linear_in_kv_length_gets_the_middle_length() -> None:
     def bent(n: int, m: int) -> float:
         return straight(n, m) * (1.5 if m >= 64 else 1.0)
 
@@ -126,8 +125,8 @@ def test_a_surface_bent_along_the_cache_gets_the_length_between() -> None:
     assert len(surface.points) == 3 * len(tokens_of(surface)), "a full grid"
 
 
-def test_what_noise_explains_is_not_refined() -> None:
-    """A point that lies 4 % off, give or take 5 %, is no reason for more points; 4 % exactly is."""
+def test_differences_within_the_noise_are_not_refined() -> None:
+    """An interpolation error of 4 % refines the grid without noise, but not with 10 % noise."""
 
     def off(n: int, m: int) -> float:
         return straight(n, m) * (1.04 if n == 65 else 1.0)
@@ -148,21 +147,21 @@ def _filled(grid: AdaptiveGrid, truth: Latency) -> Surface:
     return grid.surface()
 
 
-def test_held_out_points_were_chosen_before_and_decide_nothing() -> None:
-    """Off the grid both ways; however wrong the grid is there, it is not refined for their sake."""
+def test_held_out_points_do_not_change_the_grid() -> None:
+    """However large the error at the held-out points, the grid is not refined there."""
     outside = {(n, SETTINGS.held_out_kv_lengths[i % 2]) for i, n in enumerate(HELD_OUT_TOKENS)}
     assert SETTINGS.held_out_kv_lengths == (48, 112)
 
-    def spiteful(n: int, m: int) -> float:
+    def doubled_there(n: int, m: int) -> float:
         return straight(n, m) * (2.0 if (n, m) in outside else 1.0)
 
-    surface = measured(Bench(spiteful)).verify.surface()
+    surface = measured(Bench(doubled_there)).verify.surface()
     assert {(p.tokens, p.kv_length) for p in surface.held_out} == outside
     assert tokens_of(surface) == list(COARSE_TOKENS)
-    assert surface.errors["linear"] == pytest.approx(0.5), "half of what they cost"
+    assert surface.errors["linear"] == pytest.approx(0.5), "half of the measured latency"
 
 
-def test_prepared_sizes_are_all_measured_and_nothing_between_them() -> None:
+def test_only_capture_sizes_are_measured() -> None:
     log: list[tuple[Any, ...]] = []
     sampler = measured(Bench(stepping, log=log), capture_sizes=(4, 9, 24))
     surface = sampler.verify.surface()
@@ -173,8 +172,8 @@ def test_prepared_sizes_are_all_measured_and_nothing_between_them() -> None:
 # -------------------------------------------------------------------------------------------------------------- rounds
 
 
-def test_rounds_are_in_the_order_of_decoding() -> None:
-    """A draft's first forward stands behind a verification, its levels behind that; a plain step behind plain steps."""
+def test_steps_run_in_the_order_of_decoding() -> None:
+    """A draft's first forward follows a verification, and its levels follow the first forward."""
     log: list[tuple[Any, ...]] = []
     measured(*(Bench(log=log, name=name) for name in ("a", "b")))
     for before, now in pairwise(log):
@@ -185,18 +184,18 @@ def test_rounds_are_in_the_order_of_decoding() -> None:
     assert {now[3] for before, now in pairwise(log) if now[0] == "draft_first"} == {"a", "b"}
 
 
-def test_rounds_to_spare_verify_what_scatters() -> None:
-    """Seven drafts need more rounds than the target's surface; where it scatters it is measured in all of them."""
+def test_spare_rounds_verify_noisy_sizes() -> None:
+    """Seven drafts need more rounds than the target's surface; noisy sizes of the target use the rest."""
     rng = np.random.default_rng(0)
-    scattered = measured(*(Bench(noise=lambda: 0.3 * float(rng.uniform())) for _ in range(7)))
-    most, found = SETTINGS.max_samples, scattered.verify.samples.values()
-    assert all(len(samples) >= most or standard_error(samples) <= SETTINGS.target_error for samples in found)
-    assert np.mean([len(samples) for samples in found]) > 1.5 * most
-    assert all(len(samples) <= most for grid in scattered.draft_firsts for samples in grid.samples.values())
+    sampler = measured(*(Bench(noise=lambda: 0.3 * float(rng.uniform())) for _ in range(7)))
+    most, verified = SETTINGS.max_samples, sampler.verify.samples.values()
+    assert all(len(samples) >= most or standard_error(samples) <= SETTINGS.target_error for samples in verified)
+    assert np.mean([len(samples) for samples in verified]) > 1.5 * most
+    assert all(len(samples) <= most for grid in sampler.draft_firsts for samples in grid.samples.values())
 
 
-def test_the_target_is_measured_once_whoever_drafts() -> None:
-    """Seven drafts need more rounds, but no surface of the target gets more samples than with one."""
+def test_drafts_share_the_measurement_of_the_target() -> None:
+    """With seven drafts the target gets as many samples as with one."""
     counts = []
     for num_drafts in (1, 7):
         sampler = measured(*(Bench() for _ in range(num_drafts)))
@@ -205,7 +204,7 @@ def test_the_target_is_measured_once_whoever_drafts() -> None:
     assert counts[0] == counts[1]
 
 
-def test_sizes_come_in_random_order_and_drafts_take_turns() -> None:
+def test_sizes_and_drafts_come_in_random_order() -> None:
     log: list[tuple[Any, ...]] = []
     benches = [Bench(log=log, name=name) for name in "ab"]
     sampler = Sampler(benches, SETTINGS, clock=lambda: 0.0)
@@ -217,8 +216,8 @@ def test_sizes_come_in_random_order_and_drafts_take_turns() -> None:
     assert turns != sorted(turns) and 5 < turns.count("a") < 25
 
 
-def test_the_first_time_at_a_size_does_not_count() -> None:
-    """It prepares kernels: a hundred times slower here."""
+def test_first_sample_of_a_size_is_discarded() -> None:
+    """It prepares kernels: here it is a hundred times slower."""
 
     class Cold(Bench):
         def __init__(self) -> None:
@@ -251,14 +250,13 @@ def test_noisy_sizes_get_more_samples_up_to_a_limit() -> None:
 
 
 def test_standard_errors_by_hand() -> None:
-    """The median deviation of 1, 2, 3, 4, 5 is 1."""
+    """The median absolute deviation of 1, 2, 3, 4, 5 is 1."""
     assert standard_error([1.0, 2, 3, 4, 5]) == pytest.approx(1.2533 * 1.4826 / 3 / 5**0.5)
-    assert standard_error([1.0, 2, 3, 4, 500]) == standard_error([1.0, 2, 3, 4, 5]), "interruptions do not move it"
+    assert standard_error([1.0, 2, 3, 4, 500]) == standard_error([1.0, 2, 3, 4, 5]), "interruptions have no effect"
     assert standard_error([2.0, 2.0]) == 0.0
 
 
-def test_past_the_time_limit_every_size_begun_has_its_fewest_samples() -> None:
-    """And none is added."""
+def test_after_the_time_limit_sizes_get_the_minimum_number_of_samples() -> None:
     rng = np.random.default_rng(0)
     sampler = measured(Bench(stepping, noise=lambda: 0.2 * rng.standard_normal()), time_limit_s=1e-3)
     surface = sampler.verify.surface()
@@ -266,8 +264,8 @@ def test_past_the_time_limit_every_size_begun_has_its_fewest_samples() -> None:
     assert {len(p.samples_ms) for p in (*surface.points, *surface.held_out)} == {SETTINGS.min_samples}
 
 
-def test_a_time_limit_leaves_time_for_refining() -> None:
-    """Noise that would fill any time does not keep the grid coarse."""
+def test_sampling_leaves_time_for_refining() -> None:
+    """Noise that could use all of the time does not keep the grid coarse."""
     rng = np.random.default_rng(0)
     bench = Bench(stepping, noise=lambda: 0.03 * rng.standard_normal())
     surface = measured(bench, target_error=0.0, max_samples=10**6, time_limit_s=100.0).verify.surface()
@@ -275,11 +273,11 @@ def test_a_time_limit_leaves_time_for_refining() -> None:
     assert bench.seconds < 130
 
 
-def test_progress_goes_up_to_one() -> None:
-    told: list[float] = []
+def test_progress_ends_at_one() -> None:
+    reports: list[float] = []
     bench = Bench()
-    Sampler([bench], replace(SETTINGS, time_limit_s=10.0), clock=lambda: bench.seconds).run(told.append)
-    assert told == sorted(told) and told[-1] == 1.0 and told[0] < 0.5
+    Sampler([bench], replace(SETTINGS, time_limit_s=10.0), clock=lambda: bench.seconds).run(reports.append)
+    assert reports == sorted(reports) and reports[-1] == 1.0 and reports[0] < 0.5
 
 
 # ------------------------------------------------------------------------------------------------------------- drifting
@@ -290,7 +288,7 @@ def throttled(begin: float, end: float, factor: float) -> Callable[[float], floa
 
 
 def test_throttled_samples_are_measured_again() -> None:
-    """For a while everything takes half as long again: none of it is left in the table."""
+    """For two seconds all steps take 50 % longer; no such sample is kept."""
     sampler = measured(Bench(speed=throttled(1.0, 3.0, 1.5)))
     for grid, truth in ((sampler.verify, straight), (sampler.draft_levels[0], draft_level)):
         for (n, m), samples in grid.samples.items():
@@ -299,8 +297,8 @@ def test_throttled_samples_are_measured_again() -> None:
     assert sampler.remeasured_samples > 50 and sampler.drifted_samples == 0
 
 
-def test_a_stage_out_of_time_still_measures_throttled_samples_again() -> None:
-    """What is short is the time for more samples, not for right ones."""
+def test_throttled_samples_are_measured_again_after_the_time_of_a_stage() -> None:
+    """A stage without time takes no additional samples, but replaces drifted ones."""
     rng = np.random.default_rng(0)
     bench = Bench(speed=throttled(1.0, 2.0, 1.5), noise=lambda: 0.03 * rng.standard_normal())
     sampler = measured(bench, target_error=0.0, max_samples=10**6, time_limit_s=20.0)
@@ -310,35 +308,35 @@ def test_a_stage_out_of_time_still_measures_throttled_samples_again() -> None:
 
 
 def test_a_cold_start_is_measured_again() -> None:
-    """Faster than usual is another speed as well."""
+    """Steps that are faster than usual drift too."""
     sampler = measured(Bench(speed=throttled(-1.0, 0.5, 0.6)))
     assert sampler.remeasured_samples > 0
     for (n, m), samples in sampler.verify.samples.items():
         assert min(samples) > 0.9 * straight(n, m)
 
 
-def test_small_drifts_are_left_alone() -> None:
+def test_small_drifts_are_ignored() -> None:
     sampler = measured(Bench(speed=throttled(1.0, 3.0, 1.1)))
     assert sampler.remeasured_samples == sampler.drifted_samples == 0
 
 
-def test_patience_with_a_restless_device_ends() -> None:
-    """What is kept although the device drifted is counted."""
+def test_retries_are_limited() -> None:
+    """Drifted samples that are kept are counted."""
     speeds = iter(range(10**9))
 
-    def restless(_: float) -> float:
-        return 2.0 if next(speeds) // 300 % 3 == 0 else 1.0  # every third stretch of 300 steps
+    def unsteady(_: float) -> float:
+        return 2.0 if next(speeds) // 300 % 3 == 0 else 1.0  # every third run of 300 steps
 
-    sampler = measured(Bench(speed=restless))
+    sampler = measured(Bench(speed=unsteady))
     assert sampler.remeasured_samples > 0 and sampler.drifted_samples > 0
     kept = Counter({size: len(samples) for size, samples in sampler.verify.samples.items()})
     assert min(kept.values()) >= SETTINGS.min_samples
-    none = measured(Bench(speed=restless), retries=0)
+    none = measured(Bench(speed=unsteady), retries=0)
     assert none.remeasured_samples == 0 and none.drifted_samples > 0
 
 
-def test_a_device_that_always_scatters_is_believed() -> None:
-    """Where references differ by a third from one to the next, a third is no drift."""
+def test_noise_of_the_references_is_no_drift() -> None:
+    """If references usually vary by a third, a third is no drift."""
     rng = np.random.default_rng(0)
     sampler = measured(Bench(noise=lambda: 0.3 * float(rng.uniform(-1, 1))))
     total = sum(len(samples) for grid in sampler.grids for samples in grid.samples.values())

@@ -1,16 +1,14 @@
-"""Prices are read off the surfaces; every part knows its error; a table of something else is refused."""
+"""Cost tables: fits, prices, held-out errors, and tables of another target, device or precision."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill, shipped_tables
-from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
@@ -18,33 +16,31 @@ from tests.sample_documents import DEVICE, DRAFT, TARGET, cost_table, surface
 
 
 def test_prefill_coefficients_are_recovered() -> None:
-    """From samples that follow the formula exactly, and from noisy ones nearly."""
+    """Exactly from exact samples, approximately from noisy ones."""
     rng = np.random.default_rng(0)
     sizes = [(int(n), int(i)) for n, i in zip(rng.integers(10, 500, 60), rng.integers(0, 2, 60), strict=True)]
     exact = fit_prefill([(n, i, 3.0 + 0.05 * n + 7.0 * i) for n, i in sizes])
     assert (exact.intercept_ms, exact.per_token_ms, exact.image_ms) == pytest.approx((3.0, 0.05, 7.0))
     noisy = fit_prefill([(n, i, 3.0 + 0.05 * n + 7.0 * i + rng.normal(0, 0.1)) for n, i in sizes])
     assert (noisy.intercept_ms, noisy.per_token_ms, noisy.image_ms) == pytest.approx((3.0, 0.05, 7.0), rel=0.1)
-    priced = exact.ms(np.array([100, 100]), np.array([False, True]))
-    np.testing.assert_allclose(priced, [8.0, 15.0])
+    np.testing.assert_allclose(exact.ms(np.array([100, 100]), np.array([False, True])), [8.0, 15.0])
 
 
-def test_a_prefill_is_never_paid_back() -> None:
-    """A free line through these two would begin at -1 ms."""
+def test_prefill_costs_are_not_negative() -> None:
+    """The line through these two samples has an intercept of -1 ms."""
     fitted = fit_prefill([(100, 0, 1.0), (200, 0, 3.0)])
     assert min(fitted.intercept_ms, fitted.per_token_ms, fitted.image_ms) >= 0
     assert (fitted.ms(np.array([1, 100, 150]), np.array([0, 0, 0])) > 0).all()
 
 
-def test_one_interrupted_prefill_moves_nothing() -> None:
-    """Sizes count by their medians."""
+def test_interrupted_prefill_has_no_effect() -> None:
     samples = [(n, 0, 3.0 + 0.05 * n) for n in (50, 100, 150, 200) for _ in range(3)]
     fitted = fit_prefill([(50, 0, 5000.0), *samples[1:]])
     assert (fitted.intercept_ms, fitted.per_token_ms) == pytest.approx((3.0, 0.05))
 
 
-def test_prefills_are_tested_by_sizes_left_out() -> None:
-    """Nothing of a size helps to predict it: what lies on one line does so exactly, what lies off it does not."""
+def test_prefill_error_is_cross_validated() -> None:
+    """The error is 0 for samples on a line, large for others, and None for a single size."""
     line = [(n, 0, 3.0 + 0.05 * n) for n in (50, 100, 150, 200)]
     assert fit_prefill(line).held_out_error == pytest.approx(0.0, abs=1e-9)
     bent = fit_prefill([(50, 0, 5.5), (100, 0, 16.0), (150, 0, 10.5), (200, 0, 26.0)])
@@ -52,8 +48,8 @@ def test_prefills_are_tested_by_sizes_left_out() -> None:
     assert fit_prefill(line[:1]).held_out_error is None
 
 
-def test_the_only_prompt_with_an_image_is_not_predicted_without_it() -> None:
-    """The others say nothing of images, which is no error of theirs."""
+def test_only_prompt_with_an_image_is_not_cross_validated() -> None:
+    """The other prompts cannot predict the cost of an image."""
     fitted = fit_prefill([*((n, 0, 3.0 + 0.05 * n) for n in (50, 100, 150)), (200, 1, 20.0)])
     assert fitted.image_ms == pytest.approx(7.0)
     assert fitted.held_out_error == pytest.approx(0.0, abs=1e-9)
@@ -71,8 +67,8 @@ def test_overhead_coefficients_are_recovered() -> None:
     assert [run[:3] for run in fitted.samples] == counts
 
 
-def test_overheads_are_tested_by_runs_left_out() -> None:
-    """One run of two is predicted by the other: 2 ms a round by 1, and 1 by 2."""
+def test_overhead_error_is_cross_validated() -> None:
+    """Each of two runs, of 1 and 2 ms per round, is predicted from the other."""
     fitted = fit_overhead([(10, 0, 0, 10.0), (10, 0, 0, 20.0)])
     assert fitted.held_out_error == pytest.approx((1.0 + 0.5) / 2)
     assert fit_overhead([(10, 0, 0, 10.0)]).held_out_error is None
@@ -82,15 +78,14 @@ def test_overheads_are_tested_by_runs_left_out() -> None:
 # --------------------------------------------------------------------------------------------------------------- prices
 
 
-def test_prices_are_read_off_the_surfaces() -> None:
-    """[tokens, KV length // 16], the first row free, a bin priced at its middle."""
+def test_prices_by_hand() -> None:
+    """Indexed by [tokens, KV length // 16]; 0 tokens cost nothing; a bin has the price of its middle."""
     table = cost_table()
     prices = table.prices(DRAFT, max_tokens=10, max_kv_length=100)
     num_bins = 100 // KV_STEP + 2  # the last one begins at 112
-    assert prices.draft_first_ms.shape == prices.draft_ms.shape == prices.verify_ms.shape == (
-        11,
-        num_bins,
-    ) and prices.decode_ms.shape == (num_bins,)
+    for ms in (prices.draft_first_ms, prices.draft_ms, prices.verify_ms):
+        assert ms.shape == (11, num_bins)
+    assert prices.decode_ms.shape == (num_bins,)
     assert prices.kv_step == KV_STEP == 16
     assert not prices.draft_ms[0].any() and not prices.verify_ms[0].any()
     # KV lengths 32 to 47 are priced at 40.
@@ -102,39 +97,33 @@ def test_prices_are_read_off_the_surfaces() -> None:
     assert prices.draft_prefill == table.drafts[0].prefill
 
 
-def test_a_prepared_size_costs_as_much_as_what_it_is_filled_up_to() -> None:
+def test_prices_of_padded_inputs() -> None:
     table = cost_table().model_copy(update={"capture_sizes": (3, 8)})
     rounded, exact = (t.prices(DRAFT, max_tokens=8, max_kv_length=200) for t in (table, cost_table()))
     for n in range(1, 9):
         size = 3 if n <= 3 else 8
         for prices in ("draft_first_ms", "draft_ms", "verify_ms"):
             assert getattr(rounded, prices)[n].tolist() == getattr(exact, prices)[size].tolist()
-    assert rounded.decode_ms.tolist() == exact.decode_ms.tolist(), "a plain step is no forward of a tree"
+    assert rounded.decode_ms.tolist() == exact.decode_ms.tolist(), "plain steps are not padded"
     assert (rounded.verify_ms[1] > exact.verify_ms[1]).all()
 
 
-def test_prices_beyond_the_table_are_refused() -> None:
+def test_prices_beyond_the_measured_sizes_are_refused() -> None:
     with pytest.raises(UserError, match="profile a larger grid"):
         cost_table().prices(DRAFT, max_tokens=66, max_kv_length=100)
     with pytest.raises(UserError, match="profile a larger grid"):
         cost_table().prices(DRAFT, max_tokens=8, max_kv_length=700)
 
 
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        ModelReference(id="tests/other", sha256="f" * 64),
-        ModelReference(id=DRAFT.id, sha256="f" * 64),  # the same name, other weights
-        ModelReference(id=DRAFT.id, sha256=""),
-    ],
-)
-def test_a_draft_that_was_not_measured_has_no_price(unknown: ModelReference) -> None:
-    with pytest.raises(UserError, match=r"no draft '.*' with these weights; it has: tests/draft; profile that draft"):
-        cost_table().costs_of(unknown)
+def test_unknown_draft_is_refused() -> None:
+    message = r"no draft '.*' with these weights; it has: tests/draft; profile that draft"
+    for draft, sha256 in (("tests/other", "f" * 64), (DRAFT.id, "f" * 64), (DRAFT.id, "")):
+        with pytest.raises(UserError, match=message):
+            cost_table().costs_of(ModelReference(id=draft, sha256=sha256))
 
 
-def test_a_draft_is_known_by_its_weights() -> None:
-    """The same weights under another name are the same draft; without a hash the name decides."""
+def test_drafts_are_identified_by_their_weights() -> None:
+    """Without hashes, names are compared."""
     moved = ModelReference(id="elsewhere", sha256=DRAFT.sha256)
     assert cost_table().costs_of(moved) == cost_table().drafts[0]
     unhashed = [ModelReference(id=name, sha256="") for name in ("hub/one", "hub/two")]
@@ -143,8 +132,8 @@ def test_a_draft_is_known_by_its_weights() -> None:
     assert table.costs_of(unhashed[1]).draft.id == "hub/two"
 
 
-def test_subnets_are_told_apart_by_their_heads() -> None:
-    """Visual tokens and the injection layer do not change what a step costs."""
+def test_subnets_are_identified_by_their_heads() -> None:
+    """Visual tokens and the injection layer do not change the cost of a step."""
     table = cost_table()
     (whole,) = table.drafts
     half = whole.model_copy(update={"heads": 0.5})
@@ -161,8 +150,7 @@ def test_subnets_are_told_apart_by_their_heads() -> None:
 # ---------------------------------------------------------------------------------------------------- held-out errors
 
 
-def test_every_part_has_its_error_under_its_name() -> None:
-    """Those that were tested; heads tell subnets apart."""
+def test_held_out_errors_by_part() -> None:
     tested = surface(lambda n, m: 1.0 + n, held_out=[(5, 100)]).with_best_model()
     (costs,) = cost_table().drafts
     half = costs.model_copy(update={"heads": 0.5, "draft_first": tested, "draft_level": tested})
@@ -174,21 +162,21 @@ def test_every_part_has_its_error_under_its_name() -> None:
         "tests/draft: overhead",
         "tests/draft heads-0.5: draft_first",
         "tests/draft heads-0.5: draft_level",
-    ], "an overhead is that of all subnets"
+    ], "the overhead is that of all subnets"
     assert table.held_out_errors["tests/draft: overhead"] == 0.25
     assert cost_table().held_out_errors == {}
 
 
-def test_samples_of_steps_are_counted() -> None:
-    """4 sizes x 3 KV lengths: verifications, first forwards, levels; 3 plain steps."""
+def test_number_of_samples() -> None:
+    """Three surfaces of 4 x 3 points, and 3 plain steps."""
     assert cost_table().num_samples == 3 * 12 + 3
 
 
-# ------------------------------------------------------------------------------------------------- tables of other things
+# ------------------------------------------------------------------------------------------------- tables of others
 
 
-def test_a_table_of_this_target_device_and_precision_is_accepted() -> None:
-    """Under whatever name the target lies here."""
+def test_table_of_the_same_target_device_and_precision_is_accepted() -> None:
+    """The name of the target does not matter if its hash is known."""
     cost_table().check_is_of(TARGET, DEVICE, "float32", source="x")
     moved = ModelReference(id="elsewhere", sha256=TARGET.sha256)
     cost_table().check_is_of(moved, DEVICE, "float32", source="x")
@@ -196,45 +184,23 @@ def test_a_table_of_this_target_device_and_precision_is_accepted() -> None:
     cost_table(target=unhashed).check_is_of(unhashed, DEVICE, "float32", source="x")
 
 
-@pytest.mark.parametrize(
-    ("target", "device", "precision", "message"),
-    [
-        (
-            ModelReference(id="tests/other", sha256="e" * 64),
-            DEVICE,
-            "float32",
-            r"valid for the model that it was measured with; this one is of 'tests/target' \(aaaaaaaa\), not of "
-            r"'tests/other' \(eeeeeeee\)",
-        ),
-        (
-            ModelReference(id=TARGET.id, sha256=""),
-            DEVICE,
-            "float32",
-            r"'tests/target' \(aaaaaaaa\), not of 'tests/target' \(no hash\)",
-        ),
-        (
-            TARGET,
-            DEVICE.model_copy(update={"num_cores": 8}),
-            "float32",
-            r"valid for the device that it was measured with; this one is of 'cpu/An abacus/1', not of 'cpu/An abacus/8'",
-        ),
-        (
-            TARGET,
-            DEVICE,
-            "bfloat16",
-            r"valid for the precision that it was measured with; this one is of float32, not of bfloat16",
-        ),
-    ],
-)
-def test_a_table_of_something_else_is_refused(
-    target: ModelReference, device: Fingerprint, precision: str, message: str
-) -> None:
-    """In one line that names the file, the rule, both values and what to do."""
-    with pytest.raises(UserError, match=message) as refused:
-        cost_table().check_is_of(target, device, precision, source="some/file.cost.json")
-    text = str(refused.value)
-    assert text.startswith("some/file.cost.json: a cost table is valid for") and "\n" not in text
-    assert re.search(r"; delete it, or run autotune profile for this (model|device|precision)$", text)
+def test_table_of_another_target_device_or_precision_is_refused() -> None:
+    """The message names the file, the rule, both values and the next step in one line."""
+    other = ModelReference(id="tests/other", sha256="e" * 64)
+    unhashed = ModelReference(id=TARGET.id, sha256="")
+    larger = DEVICE.model_copy(update={"num_cores": 8})
+    for target, device, precision, what, values in (
+        (other, DEVICE, "float32", "model", "'tests/target' (aaaaaaaa), not of 'tests/other' (eeeeeeee)"),
+        (unhashed, DEVICE, "float32", "model", "'tests/target' (aaaaaaaa), not of 'tests/target' (no hash)"),
+        (TARGET, larger, "float32", "device", "'cpu/An abacus/1', not of 'cpu/An abacus/8'"),
+        (TARGET, DEVICE, "bfloat16", "precision", "float32, not of bfloat16"),
+    ):
+        with pytest.raises(UserError) as refused:
+            cost_table().check_is_of(target, device, precision, source="some/file.cost.json")
+        assert str(refused.value) == (
+            f"some/file.cost.json: a cost table is valid for the {what} that it was measured with; this one is of {values}; "
+            f"delete it, or run autotune profile for this {what}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ other forms
@@ -257,7 +223,7 @@ def test_dataframe_has_a_row_for_every_measured_point() -> None:
     assert len(frame) == len(table.decode.points) + len(tested.points) + 1 + 2 * len(costs.draft_first.points)
 
 
-def test_a_table_survives_the_disk(tmp_path: Path) -> None:
+def test_table_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "pair.cost.json"
     table = cost_table()
     table.save(path)
@@ -268,7 +234,7 @@ def test_a_table_survives_the_disk(tmp_path: Path) -> None:
         CostTable.parse(content, source=path)
 
 
-def test_a_table_of_a_schema_without_migration_names_the_command(tmp_path: Path) -> None:
+def test_table_of_an_old_schema_names_the_command(tmp_path: Path) -> None:
     path = tmp_path / "old.cost.json"
     path.write_text(cost_table().dump().replace("cost-table/5", "cost-table/1"))
     with pytest.raises(UserError, match=r"cost-table/1' is older .*; make the file again with autotune profile"):
