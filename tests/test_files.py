@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,91 +49,66 @@ def test_document_is_saved_and_loaded(tmp_path: Path) -> None:
     assert path.read_bytes().endswith(b"}\n")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def assert_refused(path: Path, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Example.load(path)
+    assert str(caught.value) == f"{path}: {message}"
+
+
+def test_invalid_documents_are_refused(tmp_path: Path) -> None:
+    integer, array = "input should be a valid integer; got", "input should be a valid array; got"
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"trials": 1, "budget": 5}, "unknown key 'budget'; did you mean 'budget_ms'?"),
         ({"trials": 1, "zzz": 5}, "unknown key 'zzz'; known: budget_ms, device, parts, trials"),
         ({"trials": 1, "parts": [{}, {"wight": 2}]}, "unknown key 'parts.1.wight'; did you mean 'weight'?"),
         ({"trials": 1, "device": {"nam": "x"}}, "unknown key 'device.nam'; did you mean 'name'?"),
         ({"budget_ms": 1.0}, "key 'trials' is required and missing; add it"),
-        (
-            {"trials": "many"},
-            "trials: input should be a valid integer; got 'many'; fix that value",
-        ),
+        ({"trials": "many"}, f"trials: {integer} 'many'; fix that value"),
+        ({"trials": "3"}, f"trials: {integer} '3'; fix that value"),
+        ({"trials": True}, f"trials: {integer} True; fix that value"),
+        ({"trials": 1.5}, f"trials: {integer} 1.5; fix that value"),
+        ({"trials": None}, f"trials: {integer} None; fix that value"),
         ({"trials": 0}, "trials: input should be greater than or equal to 1; got 0; fix that value"),
-        (
-            {"trials": 1.5},
-            "trials: input should be a valid integer; got 1.5; fix that value",
-        ),
-        ({"trials": None}, "trials: input should be a valid integer; got None; fix that value"),
-        ({"trials": 1, "parts": {}}, "parts: input should be a valid array; got {}; fix that value"),
+        ({"trials": 1, "parts": {}}, f"parts: {array} {{}}; fix that value"),
         ({"trials": 1, "parts": [{"name": 3}]}, "parts.0.name: input should be a valid string; got 3; fix that value"),
-        (
-            {"trials": 1, "parts": "p" * 200},
-            "parts: input should be a valid array; got '" + "p" * 56 + "...; fix that value",
-        ),
-    ],
-)
-def test_a_document_that_breaks_a_rule(tmp_path: Path, content: dict[str, Any], message: str) -> None:
-    path = write(tmp_path / "study.json", content)
-    with pytest.raises(UserError) as caught:
-        Example.load(path)
-    assert str(caught.value) == f"{path}: {message}"
+        ({"trials": 1, "parts": "p" * 200}, f"parts: {array} '{'p' * 56}...; fix that value"),
+    ]
+    for content, message in cases:
+        assert_refused(write(tmp_path / "study.json", content), message)
 
 
-@pytest.mark.parametrize("trials", ["3", True])
-def test_a_number_in_another_type_is_a_wrong_type(tmp_path: Path, trials: object) -> None:
-    with pytest.raises(UserError, match="trials: input should be a valid integer"):
-        Example.load(write(tmp_path / "study.json", {"trials": trials}))
+def test_documents_of_another_kind_or_a_newer_version_are_refused(tmp_path: Path) -> None:
+    for schema in ("autotune.trace/1", "autotune.study", "autotune.study/one", "study/1", None):
+        path = write(tmp_path / "study.json", {"trials": 1}, schema)
+        assert_refused(path, f"schema must be 'autotune.study/1'; got {schema!r}; give a file of that kind")
+    path = write(tmp_path / "study.json", {"trials": 1}, "autotune.study/2")
+    message = "schema 'autotune.study/2' is newer than this program reads ('autotune.study/1'); update autotune"
+    assert_refused(path, message)
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        (
-            "autotune.study/2",
-            "schema 'autotune.study/2' is newer than this program reads ('autotune.study/1'); update autotune",
-        ),
-        ("autotune.trace/1", "schema must be 'autotune.study/1'; got 'autotune.trace/1'; give a file of that kind"),
-        ("autotune.study", "schema must be 'autotune.study/1'; got 'autotune.study'; give a file of that kind"),
-        ("autotune.study/one", "schema must be 'autotune.study/1'; got 'autotune.study/one'; give a file of that kind"),
-        ("study/1", "schema must be 'autotune.study/1'; got 'study/1'; give a file of that kind"),
-        (None, "schema must be 'autotune.study/1'; got None; give a file of that kind"),
-    ],
-)
-def test_another_kind_or_a_newer_version(tmp_path: Path, schema: str | None, message: str) -> None:
-    path = write(tmp_path / "study.json", {"trials": 1}, schema)
-    with pytest.raises(UserError) as caught:
-        Example.load(path)
-    assert str(caught.value) == f"{path}: {message}"
-
-
-@pytest.mark.parametrize(("text", "type_name"), [("[1, 2]", "list"), ('"text"', "str"), ("null", "NoneType")])
-def test_a_document_that_is_no_object(tmp_path: Path, text: str, type_name: str) -> None:
-    with pytest.raises(UserError, match=f"a study is an object with a 'schema'; got {type_name}; give another file"):
-        Example.load(write(tmp_path / "study.json", text))
+def test_documents_that_are_no_objects_are_refused(tmp_path: Path) -> None:
+    for text, name in (("[1, 2]", "list"), ('"text"', "str"), ("null", "NoneType")):
+        message = f"a study is an object with a 'schema'; got {name}; give another file"
+        assert_refused(write(tmp_path / "study.json", text), message)
 
 
 def test_every_truncation_of_a_document_is_refused(tmp_path: Path) -> None:
-    """A copy cut short at any byte: never half of it, never a traceback."""
-    whole = Example(trials=3, parts=[Part()]).dump()
-    for length in range(len(whole)):
+    text = Example(trials=3, parts=[Part()]).dump()
+    for length in range(len(text)):
         with pytest.raises(UserError, match="not a complete JSON document"):
-            Example.load(write(tmp_path / "study.json", whole[:length]))
+            Example.load(write(tmp_path / "study.json", text[:length]))
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
-def test_numbers_that_are_not_finite(tmp_path: Path, number: str) -> None:
-    """JSON has none, Python's reader takes them all the same. A YAML file can hold them too: there the document
-    refuses.
-    """
-    path = write(tmp_path / "study.json", f'{{"schema": "autotune.study/1", "trials": 1, "budget_ms": {number}}}')
-    with pytest.raises(UserError, match=f"{number} is not a finite number"):
-        Example.load(path)
-    value = float(number.replace("Infinity", "inf"))
-    with pytest.raises(UserError, match="budget_ms: input should be a finite number"):
-        Example.parse({"schema": "autotune.study/1", "trials": 1, "budget_ms": value}, source="study.yaml")
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """By the JSON reader, and by the document if they come from YAML."""
+    for number in ("NaN", "Infinity", "-Infinity"):
+        path = write(tmp_path / "study.json", f'{{"schema": "autotune.study/1", "trials": 1, "budget_ms": {number}}}')
+        with pytest.raises(UserError, match=f"{number} is not a finite number"):
+            Example.load(path)
+    for number in (".nan", ".inf", "-.inf"):
+        path = write(tmp_path / "study.yaml", f"schema: autotune.study/1\ntrials: 1\nbudget_ms: {number}")
+        with pytest.raises(UserError, match="budget_ms: input should be a finite number"):
+            Example.load(path)
 
 
 def rename_count(content: dict[str, Any]) -> None:
@@ -223,23 +199,20 @@ class DiskError(OSError):
     """Raised by the simulated failure of a disk."""
 
 
-@pytest.mark.parametrize("step", ["replace", "fsync", "chmod"])
-@pytest.mark.parametrize("exists", [True, False])
-def test_failed_write_leaves_the_old_file_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, exists: bool
-) -> None:
+def test_failed_write_leaves_the_old_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "study.json"
-    if exists:
-        path.write_bytes(b"old")
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise DiskError("disk full")
 
-    monkeypatch.setattr(os, step, fail)
-    with pytest.raises(DiskError):
-        Example(trials=1).save(path)
-    monkeypatch.undo()
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == ({"study.json": b"old"} if exists else {})
+    for before in ({}, {"study.json": b"old"}):
+        for name, content in before.items():
+            (tmp_path / name).write_bytes(content)
+        for step in ("replace", "fsync", "chmod"):
+            with monkeypatch.context() as patch, pytest.raises(DiskError):
+                patch.setattr(os, step, fail)
+                Example(trials=1).save(path)
+            assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, step
 
 
 def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,17 +231,19 @@ def test_write_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert path.stat().st_mode & 0o777 == 0o644, "not the private mode of a temporary file"
 
 
-@pytest.mark.parametrize("write_to", [files.require_writable, lambda path: files.write_bytes(path, b"")])
-def test_output_that_cannot_be_written_is_refused(tmp_path: Path, write_to: Any) -> None:
+def test_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """A path below a regular file, because permissions do not apply to root, who may run the tests."""
     (tmp_path / "file").write_bytes(b"")
     below = tmp_path / "file" / "folder" / "study.json"
-    with pytest.raises(UserError) as caught:
-        write_to(below)
-    assert str(caught.value) == f"{below}: cannot be written (Not a directory); choose another output with -o"
-    with pytest.raises(UserError) as caught:
-        write_to(tmp_path)
-    assert str(caught.value) == f"{tmp_path}: the output must be a file; got a folder; add a file name"
+    messages = {
+        below: f"{below}: cannot be written (Not a directory); choose another output with -o",
+        tmp_path: f"{tmp_path}: the output must be a file; got a folder; add a file name",
+    }
+    for path, message in messages.items():
+        for function in (files.require_writable, lambda path: files.write_bytes(path, b"")):
+            with pytest.raises(UserError) as caught:
+                function(path)
+            assert str(caught.value) == message
 
 
 def test_require_writable_writes_nothing(tmp_path: Path) -> None:
@@ -323,10 +298,17 @@ def test_record_with_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> N
     assert files.read_lines(path) == [{"a": 1}]
 
 
+def test_user_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert files.user_cache().name == "autotune"
+    if sys.platform == "linux":
+        assert files.user_cache() == tmp_path / "autotune"
+
+
 # -------------------------------------------------------------------------------------------------------------- hashes
 
 
-def test_hashes_depend_on_content_and_its_order_alone(tmp_path: Path) -> None:
+def test_hashes_depend_on_content_and_order(tmp_path: Path) -> None:
     a, b, copy = tmp_path / "a", tmp_path / "b", tmp_path / "copy"
     a.write_bytes(b"1" * 3_000_000)  # more than one block
     b.write_bytes(b"2")
@@ -340,12 +322,12 @@ def test_hashes_depend_on_content_and_its_order_alone(tmp_path: Path) -> None:
     )
 
 
-def test_the_nearest_word_or_all_of_them() -> None:
+def test_nearest() -> None:
     assert nearest("d_mx", ["w_max", "d_max"]) == "did you mean 'd_max'?"
     assert nearest("zzz", ["w_max", "d_max"]) == "known: d_max, w_max"
 
 
-def test_shipped_files_lie_beside_the_package_in_a_checkout() -> None:
+def test_data_root() -> None:
     root = files.data_root()
     assert root.is_dir()
     assert (root / "autotune").is_dir() or root.name == "_data"
