@@ -18,7 +18,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
 from autotune.trees.fallback import RequestHistory
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
-from tests.runtime.test_control import DEAR, stranger
+from tests.runtime.test_control import COSTLY, useless_draft
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Pair
 
@@ -103,7 +103,7 @@ PROMPTS = Workload(
 def tuned(pair: Pair, processor: Any) -> DecoderArm:
     """Two points: for hard prompts a draft that never helps, for all others one that always does."""
     when = Condition(workload="hard")
-    points = [LoadedPoint(stranger(), fallback=DEAR, when=when), LoadedPoint(pair.target, fallback=DEAR)]
+    points = [LoadedPoint(useless_draft(), fallback=COSTLY, when=when), LoadedPoint(pair.target, fallback=COSTLY)]
     point = decoding_profile().point
     profile: DecodingProfile = decoding_profile().model_copy(
         update={"points": [point.model_copy(update={"when": when}), point]}

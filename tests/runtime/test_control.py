@@ -1,6 +1,4 @@
-"""What steers decoding beside the tree: fallback to plain steps, prepared sizes, lossy verification, and the counts of
-what the draft got accepted.
-"""
+"""Decoding beside the tree: fallback to plain steps, capture sizes, lossy verification, acceptance counts."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.tree import ROOT
 from autotune.trees.verification import WetapVerification
 from tests.obvious import ancestors_of, logits_after
-from tests.runtime.test_decoder import TREES
+from tests.runtime.conftest import TREES
 from tests.tiny_models import Inputs, Pair, new_llama
 
 NEW_TOKENS = 40
-DEAR = RoundPrice(round_steps=1.2, level_steps=0.3, node_steps=0.03)
+COSTLY = RoundPrice(round_steps=1.2, level_steps=0.3, node_steps=0.03)
 
 
-def stranger() -> Any:
-    """A draft that was never taught anything."""
+def useless_draft() -> Any:
+    """An untrained draft, whose tokens the target never accepts."""
     torch.manual_seed(5)
     return new_llama(1, hidden_size=16)
 
@@ -35,64 +33,62 @@ def stranger() -> Any:
 # ------------------------------------------------------------------------------------------------------------ fallback
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs], tree: str, temperature: float) -> None:
-    """Neither with a draft that mostly helps nor with one that never does, whose requests go on by plain steps."""
-    settings = {"max_new_tokens": 2 * NEW_TOKENS, "temperature": temperature, "seed": 3}
-    expected = Decoder(pair.target).generate(**prompts["image"], **settings).sequences
-    for draft in (pair.draft, stranger()):
-        decoder = Decoder(pair.target, draft, tree=TREES[tree], fallback=DEAR)
-        out = decoder.generate(**prompts["image"], **settings)
-        assert torch.equal(out.sequences, expected)
-        assert out.stats.rounds == out.stats.target_forwards >= out.stats.plain_steps
-    assert out.stats.plain_steps > NEW_TOKENS
+def test_a_fallback_changes_no_token(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Neither with a draft that mostly helps nor with a useless one, whose requests fall back to plain steps."""
+    plain, useless = Decoder(pair.target), useless_draft()
+    settings = [{"max_new_tokens": 60, "temperature": temperature, "seed": 3} for temperature in (0.0, 1.0)]
+    expected = [plain.generate(**prompts["image"], **setting).sequences for setting in settings]
+    for number, tree in enumerate(TREES.values()):
+        for draft in (pair.draft, useless):
+            decoder = Decoder(pair.target, draft, tree=tree, fallback=COSTLY)
+            out = decoder.generate(**prompts["image"], **settings[number % 2])
+            assert torch.equal(out.sequences, expected[number % 2])
+            assert out.stats.rounds == out.stats.target_forwards >= out.stats.plain_steps
+        assert out.stats.plain_steps > 30
 
 
-def test_a_useless_draft_is_probed_less_and_less_and_in_the_end_not_read_at_all(
-    pair: Pair, prompts: dict[str, Inputs]
-) -> None:
-    decoder = Decoder(pair.target, stranger(), tree={"policy": "chain"}, fallback=DEAR)
+def test_a_useless_draft_is_probed_less_often_and_then_left_out(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    decoder = Decoder(pair.target, useless_draft(), tree={"policy": "chain"}, fallback=COSTLY)
     stats = [decoder.generate(**prompts["image"], max_new_tokens=100).stats for _ in range(9)]
     drafting = [s.rounds - s.plain_steps for s in stats]
-    # One round loses 1.2 + 5 x 0.3 + 5 x 0.03 - 1 = 1.85 steps at least: 4 rounds end the trust, then one probe behind
-    # 8 steps, one behind 16, one behind 32. The third request is not trusted, and 4 after it are left alone.
+    # One round loses at least 1.2 + 5 x 0.3 + 5 x 0.03 - 1 = 1.85 steps: fallback after 4 rounds, then one probe after
+    # 8 plain steps, one after 16, one after 32. After two such requests, the next 4 decode without the draft.
     assert drafting[0] == drafting[1] == 7 and drafting[2:6] == [0] * 4 and drafting[6] < 7 and drafting[7:] == [0] * 2
     assert [s.draft_prefill_ms > 0 for s in stats] == [count > 0 for count in drafting]
 
 
-def test_a_draft_that_helps_is_never_left(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    decoder = Decoder(pair.target, pair.target, tree={"policy": "chain"}, fallback=DEAR)
+def test_a_draft_that_helps_is_never_left_out(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    decoder = Decoder(pair.target, pair.target, tree={"policy": "chain"}, fallback=COSTLY)
     for _ in range(3):
         assert decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS).stats.plain_steps == 0
 
 
-def test_without_a_price_nothing_rests(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    decoder = Decoder(pair.target, stranger(), tree={"policy": "chain"})
+def test_without_a_price_there_is_no_fallback(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    decoder = Decoder(pair.target, useless_draft(), tree={"policy": "chain"})
     assert decoder.point.fallback.price is None
     for _ in range(4):
         assert decoder.generate(**prompts["text"], max_new_tokens=NEW_TOKENS).stats.plain_steps == 0
     assert Fallback(None).begin_request()
 
 
-# ------------------------------------------------------------------------------------------------------------- buckets
+# ------------------------------------------------------------------------------------------------------- capture sizes
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_prepared_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs], tree: str) -> None:
-    """Neither the tokens nor the counts: what fills a forward up is seen by nobody."""
-    plain, rounded = (
-        Decoder(pair.target, pair.draft, tree=TREES[tree], capture_sizes=capture_sizes)
-        for capture_sizes in ((), (8, 3, 64, 16))
-    )
-    for settings in ({}, {"temperature": 1.0, "seed": 4}):
-        one, other = (d.generate(**prompts["image"], max_new_tokens=NEW_TOKENS, **settings) for d in (plain, rounded))
-        assert torch.equal(one.sequences, other.sequences)
-        assert one.stats.accepted_lengths == other.stats.accepted_lengths
-        assert one.stats.verified_nodes == other.stats.verified_nodes
+def test_capture_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Neither tokens nor counts: padding is masked."""
+    for tree in TREES.values():
+        plain, rounded = (
+            Decoder(pair.target, pair.draft, tree=tree, capture_sizes=capture_sizes)
+            for capture_sizes in ((), (8, 3, 64, 16))
+        )
+        for settings in ({}, {"temperature": 1.0, "seed": 4}):
+            expected, found = (d.generate(**prompts["image"], max_new_tokens=20, **settings) for d in (plain, rounded))
+            assert torch.equal(expected.sequences, found.sequences)
+            assert expected.stats.accepted_lengths == found.stats.accepted_lengths
+            assert expected.stats.verified_nodes == found.stats.verified_nodes
 
 
-def test_forwards_have_prepared_sizes(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_have_capture_sizes(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(pair.target, pair.draft, tree={"policy": "sage"}, capture_sizes=(4, 12, 70))
     sizes: set[int] = set()
     forward = decoder.target.forward
@@ -116,8 +112,8 @@ def test_a_size_out_of_range(pair: Pair, size: int) -> None:
 
 
 def test_wetap_accepts_by_the_ratio_of_probabilities(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Round for round: the deepest node whose path the target finds at least ``threshold`` times as probable as the
-    draft does, computed from whole forwards of the target.
+    """In every round it accepts the deepest node whose path is at least ``threshold`` times as probable under the target
+    as under the draft, computed from forward passes of the target over the whole text.
     """
     inputs, verification = prompts["image"], WetapVerification(threshold=0.4)
     decoder = Decoder(pair.target, pair.draft, tree=TREES["wetap-tight"], verification=verification)
@@ -146,7 +142,7 @@ def test_wetap_accepts_by_the_ratio_of_probabilities(pair: Pair, prompts: dict[s
     assert sum(len(path) for _, path in rounds) > 10
 
 
-def test_a_lower_threshold_accepts_more_and_says_worse_things(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_a_lower_threshold_accepts_more_and_raises_perplexity(pair: Pair, prompts: dict[str, Inputs]) -> None:
     inputs = prompts["image"]
     found = []
     for threshold in (1.0, 1e-9):
@@ -174,13 +170,13 @@ def test_a_mistake_in_the_verification(pair: Pair, verification: Any, message: s
         Decoder(pair.target, pair.draft, verification=verification)
 
 
-def test_a_verification_may_be_typed_in(pair: Pair) -> None:
+def test_a_verification_may_be_a_dictionary(pair: Pair) -> None:
     decoder = Decoder(pair.target, pair.draft, verification={"kind": "wetap", "threshold": 0.5})
     assert decoder.point.verification == WetapVerification(threshold=0.5)
     assert Decoder(pair.target, pair.draft, verification={"kind": "lossless"}).point.verification.is_lossless
 
 
-def test_a_threshold_reads_no_logits_processors(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_lossy_verification_supports_no_logits_processors(pair: Pair, prompts: dict[str, Inputs]) -> None:
     decoder = Decoder(pair.target, pair.draft, verification=WetapVerification())
     with pytest.raises(
         UserError, match="wetap verification supports no logits processors that read the prefix; drop them"
@@ -188,22 +184,20 @@ def test_a_threshold_reads_no_logits_processors(pair: Pair, prompts: dict[str, I
         pair.target.generate(**prompts["text"], custom_generate=decoder, repetition_penalty=1.3, max_new_tokens=5)
 
 
-@pytest.mark.parametrize("prompt", ["text", "image"])
-@pytest.mark.parametrize("count", [1, 2, 30])
-def test_perplexity_is_that_of_one_forward_over_everything(
-    pair: Pair, prompts: dict[str, Inputs], prompt: str, count: int
-) -> None:
-    inputs, target = prompts[prompt], Target(pair.target)
-    answer = np.random.default_rng(0).integers(4, 300, count).tolist()
-    expected = logits_after(pair.target, inputs, answer)[:-1].log_softmax(-1)[torch.arange(count), answer]
-    torch.testing.assert_close(answer_logprobs(target, inputs, answer), expected, atol=1e-4, rtol=1e-4)
-    assert perplexity(target, inputs, answer) == pytest.approx(math.exp(-float(expected.mean())), rel=1e-4)
+def test_perplexity_is_that_of_one_forward_over_everything(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    target = Target(pair.target)
+    for inputs in (prompts["text"], prompts["image"]):
+        for count in (1, 2, 30):
+            answer = np.random.default_rng(0).integers(4, 300, count).tolist()
+            expected = logits_after(pair.target, inputs, answer)[:-1].log_softmax(-1)[torch.arange(count), answer]
+            torch.testing.assert_close(answer_logprobs(target, inputs, answer), expected, atol=1e-4, rtol=1e-4)
+            assert perplexity(target, inputs, answer) == pytest.approx(math.exp(-float(expected.mean())), rel=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------------- counts
 
 
-def test_health_counts_the_accepted_tokens_near_the_image_and_behind(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_acceptance_is_counted_near_the_image_and_in_text(pair: Pair, prompts: dict[str, Inputs]) -> None:
     decoder = Decoder(pair.target, pair.draft, tree=TREES["sage"])
     for prompt, has_image in (("text", False), ("image", True)):
         stats = decoder.generate(**prompts[prompt], max_new_tokens=120).stats

@@ -1,4 +1,4 @@
-"""Hugging Face habits: what a call or the model's generation config asks for is done as ``generate`` does it, or refused."""
+"""Settings of a call or of the model's generation config mean what they mean to ``generate``, or are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autotune.errors import UserError
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import DEFAULT_MAX_NEW_TOKENS
 from autotune.runtime.token_sampler import TokenSampler
-from tests.runtime.test_decoder import TREES
+from tests.runtime.conftest import TREES, new_tokens
 from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 30
@@ -38,19 +38,15 @@ def decoder(pair: Pair, processor: Any) -> Decoder:
 
 @pytest.fixture
 def configured(pair: Pair) -> Iterator[Any]:
-    """The target's generation config, to be changed by the test and put back behind it."""
+    """The target's generation config, which the test may change; it is restored afterwards."""
     before = copy.deepcopy(pair.target.generation_config)
     yield pair.target.generation_config
     pair.target.generation_config = before
 
 
-def new_tokens(sequences: Tensor, inputs: Inputs) -> list[int]:
-    return sequences[0, inputs["input_ids"].shape[1] :].tolist()
-
-
 @pytest.fixture
 def text(pair: Pair, prompts: dict[str, Inputs]) -> list[int]:
-    """What the target says to the image, greedy."""
+    """The target's greedy answer to the image."""
     inputs = prompts["image"]
     return new_tokens(pair.target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False), inputs)
 
@@ -76,24 +72,23 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("where", ["call", "config"])
 def test_settings_mean_what_they_mean_to_generate(
-    pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, configured: Any, text: list[int], name: str, where: str
+    pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, configured: Any, text: list[int], name: str
 ) -> None:
     """Given with the call, or in the model's generation config."""
     given = SETTINGS[name](text)
     settings = given if isinstance(given, dict) else {name: given}
-    call = {**prompts["image"], "max_new_tokens": NEW_TOKENS}
-    if where == "config":
-        configured.update(**settings)
-    else:
-        call |= settings
+    plain, inputs = Decoder(pair.target), {**prompts["image"], "max_new_tokens": NEW_TOKENS}
+    call = {**inputs, **settings}
     expected = pair.target.generate(**call, do_sample=False)
     assert new_tokens(expected, prompts["image"]) != text, "the setting must have an effect"
-    for point in (decoder, Decoder(pair.target)):
-        assert torch.equal(point.generate(**call).sequences, expected)
-        assert torch.equal(pair.target.generate(**call, do_sample=False, custom_generate=point), expected)
-    assert list(Decoder(pair.target, pair.draft).stream(**call)) == new_tokens(expected, prompts["image"])
+    for method in (decoder, plain):
+        assert torch.equal(method.generate(**call).sequences, expected)
+    assert torch.equal(pair.target.generate(**call, do_sample=False, custom_generate=decoder), expected)
+    configured.update(**settings)
+    assert torch.equal(decoder.generate(**inputs).sequences, expected)
+    assert torch.equal(pair.target.generate(**inputs, do_sample=False, custom_generate=plain), expected)
+    assert list(decoder.stream(**inputs)) == new_tokens(expected, prompts["image"])
 
 
 def test_how_long_an_answer_may_be(
@@ -126,7 +121,7 @@ def test_stop_strings(
     text: list[int],
     where: str,
 ) -> None:
-    """The tokenizer is the processor's own; without one, what is missing is said."""
+    """They need the processor's tokenizer."""
     words = [processor.tokenizer.decode(text[at : at + 2]) for at in range(2, 20)]
     stop = next(word for word in words if word.isascii() and word.strip())
     expected = pair.target.generate(
@@ -152,7 +147,7 @@ def test_stop_strings(
 
 
 class Never(LogitsProcessor):
-    """Somebody's own: forbids a token."""
+    """A user's own processor: forbids a token."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -163,8 +158,8 @@ class Never(LogitsProcessor):
         return scores
 
 
-class Behind(StoppingCriteria):
-    """Somebody's own: ends the text behind a token."""
+class StopAfter(StoppingCriteria):
+    """A user's own criterion: ends the text after a token."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -173,14 +168,14 @@ class Behind(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
-def test_processors_and_criteria_of_one_s_own(
+def test_processors_and_criteria_of_the_user(
     pair: Pair, prompts: dict[str, Inputs], decoder: Decoder, text: list[int]
 ) -> None:
     call = {
         **prompts["image"],
         "max_new_tokens": NEW_TOKENS,
         "logits_processor": [Never(text[4])],
-        "stopping_criteria": StoppingCriteriaList([Behind(text[2])]),
+        "stopping_criteria": StoppingCriteriaList([StopAfter(text[2])]),
     }
     for one in ({}, {"stopping_criteria": StoppingCriteriaList()}):
         expected = pair.target.generate(**{**call, **one}, do_sample=False)
@@ -221,7 +216,7 @@ def test_processors_that_look_at_logits_alone_decide_a_round_at_once() -> None:
 def test_a_streamer_gets_the_prompt_and_then_round_by_round(
     pair: Pair, prompts: dict[str, Inputs], processor: Any, decoder: Decoder, text: list[int]
 ) -> None:
-    """transformers' own, which skips the prompt because it comes first."""
+    """transformers' streamer, which skips the prompt."""
     streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True)
     decoder.generate(**prompts["image"], max_new_tokens=NEW_TOKENS, streamer=streamer)
     assert "".join(streamer) == processor.tokenizer.decode(text)
@@ -250,21 +245,19 @@ def batch(prompts: dict[str, Inputs], pair: Pair) -> Inputs:
     return padded(texts, "left", pair.target.generation_config.pad_token_id)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"repetition_penalty": 1.4}, {"min_new_tokens": 5, "no_repeat_ngram_size": 2}]
-)
-def test_a_batch_equals_that_of_generate(pair: Pair, decoder: Decoder, batch: Inputs, settings: dict[str, Any]) -> None:
+def test_a_batch_equals_that_of_generate(pair: Pair, decoder: Decoder, batch: Inputs) -> None:
     """Rows that end early are padded. Processors read a row as it was given, its padding included."""
-    call = {**batch, "max_new_tokens": NEW_TOKENS, **settings}
-    eos = pair.target.generate(**call, do_sample=False)[0, batch["input_ids"].shape[1] + 6].item()
-    for ends in ({}, {"eos_token_id": eos}):
-        expected = pair.target.generate(**call, **ends, do_sample=False)
-        assert torch.equal(decoder.generate(**call, **ends).sequences, expected)
-        found = pair.target.generate(**call, **ends, do_sample=False, custom_generate=decoder)
-        assert torch.equal(found, expected)
-        assert [s.new_tokens for s in decoder.last_output.row_stats] == [
-            s.new_tokens for s in decoder.generate(**call, **ends).row_stats
-        ]
+    for settings in ({}, {"repetition_penalty": 1.4}, {"min_new_tokens": 5, "no_repeat_ngram_size": 2}):
+        call = {**batch, "max_new_tokens": 20, **settings}
+        eos = pair.target.generate(**call, do_sample=False)[0, batch["input_ids"].shape[1] + 6].item()
+        for ends in ({}, {"eos_token_id": eos}):
+            expected = pair.target.generate(**call, **ends, do_sample=False)
+            out = decoder.generate(**call, **ends)
+            assert torch.equal(out.sequences, expected) and decoder.last_output is out
+            found = pair.target.generate(**call, **ends, do_sample=False, custom_generate=decoder)
+            assert torch.equal(found, expected)
+            row_stats = decoder.last_output.row_stats
+            assert [s.new_tokens for s in row_stats] == [s.new_tokens for s in out.row_stats]
 
 
 def test_padding_on_either_side_is_left_out(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
@@ -294,12 +287,12 @@ def test_stats_of_a_batch_are_its_rows_(decoder: Decoder, batch: Inputs) -> None
         out.stats  # noqa: B018
 
 
-def test_what_looks_at_all_rows_together_is_refused(
+def test_hooks_that_read_all_rows_together_are_refused(
     decoder: Decoder, batch: Inputs, prompts: dict[str, Inputs]
 ) -> None:
     for given, name in (
         ({"logits_processor": [Never(3)]}, "Never"),
-        ({"stopping_criteria": StoppingCriteriaList([Behind(3)])}, "Behind"),
+        ({"stopping_criteria": StoppingCriteriaList([StopAfter(3)])}, "StopAfter"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [4, 5]}, "PrefixConstrainedLogitsProcessor"),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
     ):
@@ -313,7 +306,9 @@ def test_what_looks_at_all_rows_together_is_refused(
         decoder.generate(**batch, streamer=TextIteratorStreamer(decoder.processor.tokenizer))
 
 
-def test_what_looks_at_all_rows_together_works_on_one(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+def test_hooks_that_read_all_rows_together_work_on_one(
+    pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]
+) -> None:
     """Each token is decided once, in the order of the text, as those that keep a state expect it."""
     call = {"input_ids": prompts["text"]["input_ids"], "max_new_tokens": 12}
     allowed = list(range(10, 40))
@@ -325,12 +320,11 @@ def test_what_looks_at_all_rows_together_works_on_one(pair: Pair, decoder: Decod
 # -------------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("name", ["output_scores", "output_logits", "output_attentions", "output_hidden_states"])
-def test_outputs_of_single_steps(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs], name: str) -> None:
-    with pytest.raises(UserError, match=f"keeps no outputs of single steps; {name} must be off; leave it out"):
-        pair.target.generate(
-            **prompts["text"], max_new_tokens=2, custom_generate=decoder, return_dict_in_generate=True, **{name: True}
-        )
+def test_outputs_of_single_steps(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    options = {"max_new_tokens": 2, "custom_generate": decoder, "return_dict_in_generate": True}
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        with pytest.raises(UserError, match=f"keeps no outputs of single steps; {name} must be off; leave it out"):
+            pair.target.generate(**prompts["text"], **options, **{name: True})
 
 
 def test_a_cache_of_the_caller_s(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
@@ -347,13 +341,11 @@ def test_a_cache_of_the_caller_s(pair: Pair, decoder: Decoder, prompts: dict[str
     assert torch.equal(decoder.generate(**ids, max_new_tokens=3, past_key_values=DynamicCache()).sequences, plain)
 
 
-@pytest.mark.parametrize("kind", ["quantized", "offloaded"])
-def test_a_cache_that_cannot_be_compacted(
-    decoder: Decoder, prompts: dict[str, Inputs], configured: Any, kind: str
-) -> None:
-    configured.cache_implementation = kind
-    with pytest.raises(UserError, match=kind):
-        decoder.generate(**prompts["text"], max_new_tokens=3)
+def test_a_cache_that_cannot_be_compacted(decoder: Decoder, prompts: dict[str, Inputs], configured: Any) -> None:
+    for kind in ("quantized", "offloaded"):
+        configured.cache_implementation = kind
+        with pytest.raises(UserError, match=kind):
+            decoder.generate(**prompts["text"], max_new_tokens=3)
 
 
 def test_embeddings_in_place_of_tokens(pair: Pair, decoder: Decoder, prompts: dict[str, Inputs]) -> None:
@@ -364,7 +356,7 @@ def test_embeddings_in_place_of_tokens(pair: Pair, decoder: Decoder, prompts: di
         decoder.generate(**prompts["text"], inputs_embeds=embeddings)
 
 
-def test_what_generate_itself_refuses_is_one_line(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+def test_calls_that_generate_refuses_give_one_line(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
     with pytest.raises(UserError, match=r"generate refuses the call: .*strictly positive") as caught:
         decoder.generate(**prompts["text"], max_new_tokens=3, repetition_penalty=-1.0)
     assert "\n" not in str(caught.value)

@@ -33,8 +33,8 @@ from autotune.trees import policy as policies
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import WetapVerification
 from tests.drafters.test_feature_draft import agreeing_draft
-from tests.runtime.test_control import DEAR, stranger
-from tests.runtime.test_decoder import TREES
+from tests.runtime.conftest import TREES
+from tests.runtime.test_control import COSTLY, useless_draft
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
@@ -256,8 +256,8 @@ def test_caches_are_reserved_for_the_largest_trees_of_all(pair: Pair, monkeypatc
 
 def test_each_point_remembers_its_own_requests(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """A point whose draft never helps gives up; the other one's requests, in turn with its own, are drafted as ever."""
-    useless = LoadedPoint(stranger(), fallback=DEAR, when=Condition(workload="hard"))
-    decoder = Decoder(pair.target, points=[useless, LoadedPoint(pair.target, fallback=DEAR)])
+    useless = LoadedPoint(useless_draft(), fallback=COSTLY, when=Condition(workload="hard"))
+    decoder = Decoder(pair.target, points=[useless, LoadedPoint(pair.target, fallback=COSTLY)])
     drafted: dict[str, list[bool]] = {"hard": [], "easy": []}
     for _ in range(4):
         for tag, rounds in drafted.items():
