@@ -27,7 +27,7 @@ from autotune.modeling.threads import limited_threads
 from autotune.modeling.tree_model import TreeModel
 from autotune.modeling.vision_timing import vision_parts
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.generate_args import Request
+from autotune.runtime.generate_args import Call, Request
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 from autotune.workloads.workload import Workload
@@ -136,7 +136,7 @@ class _Bench:
 
     def _request(self) -> Request:
         tokens = torch.zeros(1, dtype=torch.long)
-        return Request(self.token_sampler, Prompt(tokens, tokens.bool()), tokens[None], 1, tokens=[1])
+        return Request(Call({}, 1), self.token_sampler, Prompt(tokens, tokens.bool()), tokens[None], tokens=[1])
 
     def round_ms(self) -> float:
         """Two rounds of typical sizes: a chain and a small tree."""

@@ -129,11 +129,7 @@ class Decoder:
 
     @property
     def profile(self) -> DecodingProfile:
-        """The decoding profile in force.
-
-        Raises:
-            UserError: the decoder was created without one.
-        """
+        """The decoding profile in force; a ``UserError`` if the decoder was created without one."""
         if self._profile is None:
             raise UserError("this decoder was created without a decoding profile; load one with autotune.load")
         return self._profile
@@ -196,7 +192,7 @@ class Decoder:
         requests = self._requests(call)
         if len(requests) != 1:
             raise UserError(f"a stream is of one prompt; input_ids has {len(requests)} rows; stream them one by one")
-        with closing(self._decode(requests[0], call)) as rounds:
+        with closing(self._decode(requests[0])) as rounds:
             for tokens in rounds:
                 yield from tokens
 
@@ -310,16 +306,8 @@ class Decoder:
                 f"{point.verification.kind} verification supports no logits processors that read the prefix; "
                 "drop them, or verify losslessly"
             )
-        return Request(
-            sampler=sampler,
-            prompt=prompt,
-            prefix=call.inputs["input_ids"][row : row + 1].to(self.target.device),
-            max_new_tokens=call.max_new_tokens,
-            eos_token_ids=call.eos_token_ids,
-            stops=call.stops,
-            row=row,
-            stats=DecodingStats(point=number),
-        )
+        prefix = call.inputs["input_ids"][row : row + 1].to(self.target.device)
+        return Request(call, sampler, prompt, prefix, row, DecodingStats(point=number))
 
     def _generate(self, call: Call, streamer: Any) -> DecodingOutput:
         requests = self._requests(call)
@@ -330,7 +318,7 @@ class Decoder:
                 )
             streamer.put(call.inputs["input_ids"].cpu())
         for request in requests:
-            with closing(self._decode(request, call)) as rounds:
+            with closing(self._decode(request)) as rounds:
                 for tokens in rounds:
                     if streamer is not None:
                         streamer.put(torch.tensor(tokens))
@@ -342,29 +330,25 @@ class Decoder:
         self.last_output = DecodingOutput(torch.cat(rows), [request.stats for request in requests])
         return self.last_output
 
-    def _decode(self, request: Request, call: Call) -> Generator[list[int], None, None]:
+    def _decode(self, request: Request) -> Generator[list[int], None, None]:
         """Yield the prefill's token, then the tokens of each round or plain step.
 
         The caller's time and grad mode between two yields are its own.
         """
         self.point = self.points[request.stats.point]
-        session = self._session(request, call)
+        # The largest tree of any point, so that caches do not grow when the point changes.
+        largest_tree = max(point.policy.max_grown for point in self.points) + 1 + max(self.capture_sizes, default=0)
+        session = Session(
+            request,
+            self.point,
+            host_round=self.host_round,
+            device_rounds=self._device_rounds,
+            capacity=len(request.prompt) + request.call.max_new_tokens + largest_tree,
+            threads=self.threads,
+        )
         try:
             yield session.prefill()
             while not session.is_finished:
                 yield session.plain_step() if session.is_plain else session.round()
         finally:
             session.close()
-
-    def _session(self, request: Request, call: Call) -> Session:
-        # The largest tree of any point, so that caches do not grow when the point changes.
-        largest_tree = max(point.policy.max_grown for point in self.points) + 1 + max(self.capture_sizes, default=0)
-        return Session(
-            request,
-            call,
-            self.points[request.stats.point],
-            host_round=self.host_round,
-            device_rounds=self._device_rounds,
-            capacity=len(request.prompt) + request.max_new_tokens + largest_tree,
-            threads=self.threads,
-        )

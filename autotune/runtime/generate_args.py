@@ -45,11 +45,10 @@ class Call:
     inputs: dict[str, Any]
     max_new_tokens: int
     """Counted from the length of the padded prompts."""
-    eos_token_ids: frozenset[int]
-    pad_token_id: int
-    temperature: float
-    """0 is greedy."""
-    seed: int
+    eos_token_ids: frozenset[int] = frozenset()
+    pad_token_id: int = 0
+    temperature: float = 0.0
+    seed: int = 0
     """Row r is decoded with ``seed + r``, so that equal prompts give different samples."""
     processors: Sequence[Any] = ()
     stops: Sequence[Any] = ()
@@ -71,13 +70,11 @@ class Call:
 class Request:
     """One row of a call: its prompt, when it stops, and the tokens and statistics so far."""
 
+    call: Call
     sampler: TokenSampler
     prompt: Prompt
     prefix: Tensor
     """The row with its padding, [1, tokens]: logits processors read it, and it is returned before the new tokens."""
-    max_new_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
-    stops: Sequence[Any] = ()
     row: int = 0
     stats: DecodingStats = field(default_factory=DecodingStats)
     tokens: list[int] = field(default_factory=list)
@@ -91,9 +88,9 @@ class Request:
             emitted.append(token)
             self.tokens.append(token)
             if (
-                token in self.eos_token_ids
-                or len(self.tokens) >= self.max_new_tokens
-                or any(bool(stop(self.sequence(), None).all()) for stop in self.stops)
+                token in self.call.eos_token_ids
+                or len(self.tokens) >= self.call.max_new_tokens
+                or any(bool(stop(self.sequence(), None).all()) for stop in self.call.stops)
             ):
                 self.is_finished = True
                 break
@@ -105,11 +102,7 @@ class Request:
 
 
 def check_names(model: Any, names: Iterable[str]) -> None:
-    """Refuse misspelt arguments, which transformers would ignore.
-
-    Raises:
-        UserError: a name is neither a generation setting nor an input of the model.
-    """
+    """Refuse a name that is neither a setting nor an input of the model: transformers would ignore it."""
     known = _known_names(model.__class__)
     for name in names:
         if name not in known:
@@ -124,11 +117,7 @@ def _known_names(model_class: Any) -> tuple[str, ...]:
 
 
 def generation_settings(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Translate the arguments of ``Decoder.generate`` to those of Hugging Face's; None leaves a setting to the config.
-
-    Raises:
-        UserError: a setting is out of range.
-    """
+    """Translate the arguments of ``Decoder.generate`` to those of Hugging Face's; None leaves a setting to the config."""
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     settings = {name: value for name, value in arguments.items() if name not in names}
     max_new_tokens, temperature, top_k, top_p = (arguments.get(name) for name in names)
@@ -211,12 +200,7 @@ def prepared_call(
 
 
 def _check_call(config: Any, inputs: dict[str, Any], processors: Iterable[Any], stops: Iterable[Any]) -> None:
-    """Refuse what trees cannot honour.
-
-    Raises:
-        UserError: several beams or sequences, a filled cache, outputs of single steps, or a batch with processors or
-            criteria that may read all rows together.
-    """
+    """Refuse what trees cannot honour."""
     if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
         raise UserError("trees decode one sequence: num_beams and num_return_sequences must be 1; set them to 1")
     for name in _OUTPUTS:

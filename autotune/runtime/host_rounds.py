@@ -51,11 +51,11 @@ class HostRound:
 
     def plain_step(self, request: Request) -> int:
         """One autoregressive step through the same model, cache and sampler as rounds."""
-        started = self._clock()
+        started = now_ms(self.target.device)
         logits = self.target.step(request.tokens[-1])
         prefix = request.sequence() if request.sampler.needs_prefix else None
         token = request.sampler.token(logits, self.target.length, prefix)
-        request.stats.verify_ms += self._clock() - started
+        request.stats.verify_ms += now_ms(self.target.device) - started
         return token
 
     def _grow_tree(self, request: Request, draft: Draft, grower: TreeGrower) -> int:
@@ -63,9 +63,9 @@ class HostRound:
         num_levels = 0
         grower.plant(request.tokens[-1])
         while len(grower.frontier):
-            started = self._clock()
+            started = now_ms(self.target.device)
             tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals)
-            request.stats.draft_ms += self._clock() - started
+            request.stats.draft_ms += now_ms(self.target.device) - started
             grower.grow(tokens, logprobs)
             num_levels += 1
         grower.prune()
@@ -80,7 +80,7 @@ class HostRound:
         size = round_up(count, self.capture_sizes)
         tree_mask = self._tree_mask[:size, :size]
         write_tree_mask(tree, tree_mask, self.target.mask_value)
-        started = self._clock()
+        started = now_ms(self.target.device)
         nodes, offsets = np.zeros(size, np.int64), np.zeros(size, np.int64)
         nodes[:count] = np.maximum(tree.token[:count], 0)
         offsets[:count] = tree.depth[:count]
@@ -96,7 +96,7 @@ class HostRound:
                 num_accepted = accept_path(tree, tokens, self._path)
             path = self._path[:num_accepted].copy()
             token = int(tokens[path[-1] if num_accepted else ROOT])
-        request.stats.verify_ms += self._clock() - started
+        request.stats.verify_ms += now_ms(self.target.device) - started
         return path, token
 
     def _accept_with_prefix(self, logits: Tensor, request: Request, tree: Tree) -> tuple[Ints, int]:
@@ -111,6 +111,3 @@ class HostRound:
             path.append(child)
             node = child
             prefix = torch.cat([prefix, torch.tensor([[token]], device=prefix.device)], dim=1)
-
-    def _clock(self) -> float:
-        return now_ms(self.target.device)

@@ -15,7 +15,7 @@ from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Prefilled
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
-from autotune.runtime.generate_args import Call, Request
+from autotune.runtime.generate_args import Request
 from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.points import LoadedPoint
 from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
@@ -44,7 +44,6 @@ class Session:
     def __init__(
         self,
         request: Request,
-        call: Call,
         point: LoadedPoint,
         *,
         host_round: HostRound,
@@ -52,7 +51,7 @@ class Session:
         capacity: int,
         threads: int | None,
     ) -> None:
-        self.request, self.call, self.point = request, call, point
+        self.request, self.point = request, point
         self.target = host_round.target
         self.draft: Draft | None = None
         """The point's draft, unless the fallback leaves it out of this request."""
@@ -112,21 +111,19 @@ class Session:
             _open_sessions[model] = self
             self._cleanup.callback(_open_sessions.pop, model)
         draft = self.draft = self.point.draft if self.point.fallback.begin_request() else None
-        self._use_mode(self.target)
-        self._set(self.target, "output_layers", () if draft is None else draft.aux_layers)
+        self._configure(self.target, output_layers=() if draft is None else draft.aux_layers)
         if draft is not None:
-            self._use_mode(draft)
-            self._set(draft, "visual_keep", self.point.visual_keep)
-            self._set(draft, "capture_sizes", self._host_round.capture_sizes)
+            capture_sizes = self._host_round.capture_sizes
+            self._configure(draft, visual_keep=self.point.visual_keep, capture_sizes=capture_sizes)
             self._device_round = self._device_rounds.get(self.point, self.request.sampler)
 
-    def _set(self, model: Any, name: str, value: Any) -> None:
-        self._cleanup.callback(setattr, model, name, getattr(model, name))
-        setattr(model, name, value)
-
-    def _use_mode(self, model: Any) -> None:
+    def _configure(self, model: Any, **settings: Any) -> None:
+        """Set the mode and other attributes of a model until the session is closed."""
         self._cleanup.callback(model.use_mode, model.mode)
         model.use_mode(self._device_rounds.mode)
+        for name, value in settings.items():
+            self._cleanup.callback(setattr, model, name, getattr(model, name))
+            setattr(model, name, value)
 
     def _end_request(self) -> None:
         self._is_open = False
@@ -154,7 +151,7 @@ class Session:
     def _prefill_draft(self, draft: Draft) -> None:
         """Prefill the draft: not before the first new token is out, which it does not delay."""
         assert self._prefilled is not None
-        prompt = self.call.draft_prompt(draft, self.request.row)
+        prompt = self.request.call.draft_prompt(draft, self.request.row)
         draft.prefill(prompt, self._prefilled.visual_scores, capacity=self.capacity)
         draft.append(self.request.tokens[-1])
         self.point.grower.reset()

@@ -108,19 +108,22 @@ class TokenSampler:
         """``tokens`` at the positions ``first + depths``, where ``depths`` [n] < ``num_depths`` is known to the device only.
         The result stays on the device.
         """
-        if self.temperature == 0.0:
-            return self._warped(logits).argmax(-1)
-        noise = torch.stack([self.noise(first + depth, logits.shape[-1]) for depth in range(num_depths)])
-        return (self._warped(logits.float() / self.temperature) + noise[depths]).argmax(-1)
+        positions = range(first, first + num_depths)
+        return self._scores(logits, positions, depths).argmax(-1)
 
     def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
         """The scores whose argmax is the token, [n, vocabulary]."""
         if self.temperature == 0.0:
             return self._warped(logits)
-        scores = self._warped(logits.float() / self.temperature)
         distinct, inverse = np.unique(positions, return_inverse=True)
-        noise = torch.stack([self.noise(int(position), logits.shape[-1]) for position in distinct])
-        return scores + noise[torch.from_numpy(inverse)]
+        return self._scores(logits, distinct.tolist(), torch.from_numpy(inverse))
+
+    def _scores(self, logits: Tensor, positions: Sequence[int], index: Tensor) -> Tensor:
+        """Scores of rows at ``positions[index]``."""
+        if self.temperature == 0.0:
+            return self._warped(logits)
+        noise = torch.stack([self.noise(position, logits.shape[-1]) for position in positions])
+        return self._warped(logits.float() / self.temperature) + noise[index]
 
     def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Log-probabilities of ``tokens`` [n] in the rows ``rows`` [n] of ``logits``, after a 0 for the root, [n + 1]. They
