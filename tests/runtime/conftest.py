@@ -12,7 +12,7 @@ from torch import Tensor
 from autotune.runtime.decoder import Decoder
 from tests.tiny_models import Inputs, Pair
 
-NEW_TOKENS = 40
+NEW_TOKENS = 30
 TREES: dict[str, dict[str, Any]] = {
     "chain": {"policy": "chain", "depth": 4},
     "sage": {"policy": "sage"},

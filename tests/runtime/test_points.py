@@ -1,5 +1,5 @@
-"""Several operating points: every request is decoded by the first whose condition it meets, to the target's own tokens, and
-a change of points makes nothing anew.
+"""Several operating points: the first whose condition a request meets decodes it, losslessly, and switching creates
+nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from autotune.device import fingerprint
-from autotune.documents import decoding_profile as profiles
 from autotune.documents.condition import Condition
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice, OperatingPoint
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
-from autotune.drafters import checkpoint
-from autotune.drafters.checkpoint import save_draft
+from autotune.drafters.checkpoint import load_draft, save_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
-from autotune.modeling import loading
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
@@ -29,6 +26,7 @@ from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
 from autotune.runtime.points import LoadedPoint
+from autotune.runtime.stats import DecodingOutput
 from autotune.trees import policy as policies
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import WetapVerification
@@ -40,7 +38,7 @@ from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 NEW_TOKENS = 24
 READ, SHORT, SAMPLED, HALF, OTHERS = range(5)
-# What each is decoded with: tag, temperature, prompt, and the point that it gets.
+# Workload tag, temperature, prompt, and the expected point.
 REQUESTS: list[tuple[str | None, float, str, int]] = [
     ("read", 0.0, "image", READ),
     ("read", 1.0, "text", READ),
@@ -75,7 +73,7 @@ def point(when: dict[str, Any], draft: ModelReference | None, tree: Any = None, 
 
 @pytest.fixture(scope="module")
 def profile(pair: Pair, star: ModelReference, prompts: dict[str, Inputs]) -> DecodingProfile:
-    """Points that differ in all that points may differ in."""
+    """Points that differ in every field."""
     target, draft = (reference(str(folder)) for folder in (pair.target_folder, pair.draft_folder))
     shortest = prompts["text"]["input_ids"].shape[1]
     points = [
@@ -108,25 +106,27 @@ def plainly(pair: Pair, settings: dict[str, Any]) -> Tensor:
 def test_every_request_gets_its_point_and_the_target_s_own_tokens(
     decoder: Decoder, profile: DecodingProfile, pair: Pair, prompts: dict[str, Inputs]
 ) -> None:
-    """Twice over, so that each follows others: as a decoder of that point alone decodes it, round for round."""
+    """In two orders, so that each follows others: as a decoder of that point alone decodes it, round by round."""
     assert {expected for *_, expected in REQUESTS} == {*range(5)}
-    for request in REQUESTS + REQUESTS[::-1]:
-        tag, temperature, prompt, expected = request
-        settings = settings_of(request, prompts)
+    alone: dict[int, DecodingOutput] = {}
+    for number in [*range(len(REQUESTS)), *reversed(range(len(REQUESTS)))]:
+        tag, temperature, _, expected = REQUESTS[number]
+        settings, point = settings_of(REQUESTS[number], prompts), profile.points[expected]
         out = decoder.generate(**settings, workload=tag)
         assert out.stats.point == out.stats.to_json()["point"] == expected
-        assert profile.point_for(temperature, out.stats.prompt_tokens, tag) is profile.points[expected]
-        assert torch.equal(out.sequences, plainly(pair, settings))
-        found = profile.points[expected]
-        lone = found.model_copy(update={"when": Condition()})
-        alone = load(profile.model_copy(update={"points": [lone]}), target=pair.target).generate(**settings)
-        assert out.stats.accepted_lengths == alone.stats.accepted_lengths and alone.stats.point == 0
-        assert out.stats.verified_nodes == alone.stats.verified_nodes
-        assert (out.stats.draft_forwards > 0) == (found.draft is not None) and prompt in prompts
+        assert profile.point_for(temperature, out.stats.prompt_tokens, tag) is point
+        if number not in alone:
+            assert torch.equal(out.sequences, plainly(pair, settings))
+            lone = profile.model_copy(update={"points": [point.model_copy(update={"when": Condition()})]})
+            alone[number] = load(lone, target=pair.target).generate(**settings)
+        assert torch.equal(out.sequences, alone[number].sequences) and alone[number].stats.point == 0
+        assert out.stats.accepted_lengths == alone[number].stats.accepted_lengths
+        assert out.stats.verified_nodes == alone[number].stats.verified_nodes
+        assert (out.stats.draft_forwards > 0) == (point.draft is not None)
 
 
 def test_the_points_differ_in_what_they_do(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
-    """All that the test above holds would hold of five equal ones."""
+    """Otherwise the test above would pass with five equal points."""
     counts = {
         expected: decoder.generate(**prompts["image"], max_new_tokens=60, **chosen).stats.verified_nodes[:5]
         for expected, chosen in ((READ, {"workload": "read"}), (SAMPLED, {"temperature": 1.0}), (OTHERS, {}))
@@ -134,8 +134,8 @@ def test_the_points_differ_in_what_they_do(decoder: Decoder, prompts: dict[str, 
     assert counts[OTHERS] == [0] * 5 and counts[READ] != counts[SAMPLED] and min(counts[READ] + counts[SAMPLED]) > 0
 
 
-def test_hugging_face_s_way_picks_alike(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """The temperature is that of the generation config; the tag is an argument of ``generate``."""
+def test_custom_generate_picks_the_same_point(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """The temperature is the generation config's; the tag is an argument of ``generate``."""
     generate, settings = pair.target.generate, {"max_new_tokens": NEW_TOKENS, "custom_generate": decoder}
     for given, expected in (
         ({"do_sample": False}, OTHERS),
@@ -151,7 +151,7 @@ def test_hugging_face_s_way_picks_alike(decoder: Decoder, pair: Pair, prompts: d
             assert torch.equal(found, generate(**prompts["image"], max_new_tokens=NEW_TOKENS, do_sample=False))
 
 
-def test_a_stream_picks_alike(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_a_stream_picks_the_same_point(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
     for tag, expected in (("read", READ), (None, OTHERS), ("read", READ)):
         found = list(decoder.stream(**prompts["image"], max_new_tokens=NEW_TOKENS, workload=tag))
         assert decoder.point is decoder.points[expected]
@@ -159,7 +159,7 @@ def test_a_stream_picks_alike(decoder: Decoder, pair: Pair, prompts: dict[str, I
         assert found == plainly(pair, {**prompts["image"], "max_new_tokens": NEW_TOKENS})[0, length:].tolist()
 
 
-def test_rows_of_a_batch_have_points_of_their_own(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_each_row_of_a_batch_picks_its_point(decoder: Decoder, pair: Pair, prompts: dict[str, Inputs]) -> None:
     """By their lengths without padding."""
     rows = [prompts["text"]["input_ids"][0], torch.cat([prompts["text"]["input_ids"][0]] * 2)]
     longest = max(len(row) for row in rows)
@@ -181,7 +181,9 @@ def test_a_misspelt_tag_argument_is_named(decoder: Decoder, prompts: dict[str, I
         decoder.generate(**prompts["text"], worklaod="read")
 
 
-def test_what_a_point_cannot_honour_is_refused_where_it_is_chosen(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_settings_that_a_point_cannot_honour_are_refused_where_it_is_chosen(
+    pair: Pair, prompts: dict[str, Inputs]
+) -> None:
     """A lossy point among lossless ones, and a logits processor."""
     lossy = LoadedPoint(pair.draft, verification=WetapVerification(), when=Condition(workload="fast"))
     decoder = Decoder(pair.target, points=[lossy, LoadedPoint(pair.draft)])
@@ -195,7 +197,7 @@ def test_what_a_point_cannot_honour_is_refused_where_it_is_chosen(pair: Pair, pr
 
 
 def buffers_of(decoder: Decoder) -> list[int]:
-    """Identities of what is reserved: caches with their memory, masks, trees, drafts."""
+    """Identities of caches, masks, trees and drafts."""
     found: list[Any] = [decoder.target, decoder.host_round._tree_mask]
     for model in (decoder.target, *(point.draft for point in decoder.points if point.draft is not None)):
         assert isinstance(model, CachedModel)
@@ -206,10 +208,10 @@ def buffers_of(decoder: Decoder) -> list[int]:
     return [id(one) for one in found]
 
 
-def test_switching_makes_nothing_anew(
+def test_switching_creates_nothing(
     decoder: Decoder, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No draft is loaded, no cache or tree reserved, nothing compiled."""
+    """No draft is loaded, no cache or tree is allocated, nothing is compiled."""
 
     def decode_all() -> None:
         for request in REQUESTS:
@@ -219,18 +221,17 @@ def test_switching_makes_nothing_anew(
     before, compiled = buffers_of(decoder), [len(f.signatures) for f in (policies.grow, policies.prune)]
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("made anew")
+        raise AssertionError("created again")
 
-    for place in (TreeModel, FeatureDraft):
-        monkeypatch.setattr(place, "_allocate", refuse)
-    for place, name in (
+    for model in (TreeModel, FeatureDraft):
+        monkeypatch.setattr(model, "_allocate", refuse)
+    for owner, name in (
         (TreeGrower, "__init__"),
         (LoadedPoint, "__init__"),
-        (checkpoint, "load_draft"),
-        (loading, "load_model"),
-        (profiles, "parse_policy"),
     ):
-        monkeypatch.setattr(place, name, refuse)
+        monkeypatch.setattr(owner, name, refuse)
+    for name in ("load_draft", "load_model", "LoadedPoint"):
+        monkeypatch.setattr(f"autotune.runtime.load.{name}", refuse)
     for _ in range(2):
         decode_all()
     assert buffers_of(decoder) == before
@@ -255,7 +256,7 @@ def test_caches_are_reserved_for_the_largest_trees_of_all(pair: Pair, monkeypatc
 
 
 def test_each_point_remembers_its_own_requests(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """A point whose draft never helps gives up; the other one's requests, in turn with its own, are drafted as ever."""
+    """A point with a useless draft stops drafting; the requests of the other point, in turn with its own, do not."""
     useless = LoadedPoint(useless_draft(), fallback=COSTLY, when=Condition(workload="hard"))
     decoder = Decoder(pair.target, points=[useless, LoadedPoint(pair.target, fallback=COSTLY)])
     drafted: dict[str, list[bool]] = {"hard": [], "easy": []}
@@ -272,26 +273,25 @@ def test_each_point_remembers_its_own_requests(pair: Pair, prompts: dict[str, In
 
 
 def test_each_draft_is_loaded_once(profile: DecodingProfile, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Points that differ in visual tokens alone share one; other heads or another layer make another."""
+    """Points that differ in visual tokens only share a draft; other heads or another layer need another draft."""
     loaded: list[Subnet] = []
-    original = checkpoint.load_draft
 
     def counted(name: str, target: Target, subnet: Subnet) -> Any:
         loaded.append(subnet)
-        return original(name, target, subnet)
+        return load_draft(name, target, subnet)
 
-    monkeypatch.setattr(checkpoint, "load_draft", counted)
+    monkeypatch.setattr("autotune.runtime.load.load_draft", counted)
     decoder = load(profile, target=pair.target)
     drafts = [point.draft for point in decoder.points]
     assert len(loaded) == 3 and drafts[READ] is drafts[SHORT] and drafts[OTHERS] is None
     assert len({id(draft) for draft in drafts}) == 4
     assert (drafts[SAMPLED].aux_layers, drafts[HALF].aux_layers) == ((2,), (4,))
     assert drafts[HALF].cache.memory_bytes * 2 == drafts[SAMPLED].cache.memory_bytes
-    assert decoder.draft is drafts[HALF], "the last that there is"
+    assert decoder.draft is drafts[HALF], "the last one"
     assert [point.visual_keep for point in decoder.points] == [0.5, 1.0, 0.3, 1.0, 1.0] and NUM_VISUAL_TOKENS > 10
 
 
-def test_a_draft_of_one_s_own_serves_points_that_name_one(profile: DecodingProfile, pair: Pair) -> None:
+def test_a_given_draft_serves_points_that_name_one_draft(profile: DecodingProfile, pair: Pair) -> None:
     with pytest.raises(UserError, match=r"its points name 3 drafts; leave draft= out, and they are loaded by name"):
         load(profile, target=pair.target, draft=pair.draft)
     same = profile.model_copy(update={"points": [profile.points[n] for n in (READ, SHORT, OTHERS)]})
@@ -308,7 +308,7 @@ def test_the_weights_of_every_point_are_checked(profile: DecodingProfile, pair: 
         load(profile.model_copy(update={"points": points}), target=pair.target)
 
 
-def test_a_decoder_may_be_given_another_way_for_all_requests(decoder: Decoder, pair: Pair) -> None:
+def test_a_decoder_may_be_given_another_tree_for_all_requests(decoder: Decoder, pair: Pair) -> None:
     points = [LoadedPoint(pair.draft, when=Condition(workload="read")), LoadedPoint(None)]
     made = Decoder(pair.target, points=points)
     made.configure(TREES["sage"], visual_keep=0.5)

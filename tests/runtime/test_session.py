@@ -106,7 +106,7 @@ def test_a_session_is_closed_however_its_request_ends(
         end(stream)
         del stream
         assert state_of(decoder) == before
-        assert decoder.point.fallback.memory.num_failed == 1
+        assert decoder.point.fallback.history.num_failed == 1
         assert torch.equal(Decoder(target).generate(**inputs, max_new_tokens=NEW_TOKENS).sequences, greedy("image"))
 
 
