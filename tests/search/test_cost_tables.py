@@ -1,4 +1,4 @@
-"""The cost table of a search: measured once, found again, and never somebody else's."""
+"""The cost table of a search is measured once and reused; tables of other models or devices are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_pool(pair: Pair) -> ModelPool:
 
 @pytest.fixture
 def measured(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> list[CostTable]:
-    """Every table that is measured: numbers typed in, for these models on this device."""
+    """Tables that were measured; each has fixed numbers for these models on this device."""
     found: list[CostTable] = []
 
     def measure(*_: object) -> CostTable:
@@ -41,10 +41,10 @@ def measured(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> list[Cos
     return found
 
 
-def test_a_table_is_measured_once(
+def test_table_is_measured_once(
     model_pool: ModelPool, evaluate: Workload, measured: list[CostTable], tmp_path: Path
 ) -> None:
-    """Whoever asks for it: from the folder, or, where that is gone, from the ledger; but with more time anew."""
+    """It is reused from the folder or, if its file is gone, from the ledger; another time limit measures again."""
     ledger = Ledger(tmp_path / "ledger.sqlite")
     priced = priced_variants(model_pool.subnets(load_space("quick")))
 
@@ -60,28 +60,23 @@ def test_a_table_is_measured_once(
     assert len(measured) == 2 and len(list(tmp_path.glob("*.cost.json"))) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target": ModelReference(id="tests/other", sha256="e" * 64)}, "this one is of 'tests/other'"),
-        ({"device": cost_table().device}, "this one is of 'cpu/An abacus/1'"),
-        ({"precision": "bfloat16"}, "this one is of bfloat16, not of float32"),
-    ],
-    ids=["model", "device", "precision"],
-)
-def test_a_table_put_in_its_place_is_refused(
+def test_table_of_another_model_device_or_precision_is_refused(
     model_pool: ModelPool,
     evaluate: Workload,
     measured: list[CostTable],
     tmp_path: Path,
-    change: dict[str, object],
-    message: str,
 ) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     priced = priced_variants(model_pool.subnets(load_space("quick")))
     table = local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
     (path,) = tmp_path.glob("*.cost.json")
-    table.model_copy(update=change).save(path)
-    with pytest.raises(UserError, match=message) as refused:
-        local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
-    assert str(refused.value).startswith(f"{path}: ")
+    changes: list[tuple[dict[str, object], str]] = [
+        ({"target": ModelReference(id="tests/other", sha256="e" * 64)}, "this one is of 'tests/other'"),
+        ({"device": cost_table().device}, "this one is of 'cpu/An abacus/1'"),
+        ({"precision": "bfloat16"}, "this one is of bfloat16, not of float32"),
+    ]
+    for change, message in changes:
+        table.model_copy(update=change).save(path)
+        with pytest.raises(UserError, match=message) as refused:
+            local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
+        assert str(refused.value).startswith(f"{path}: ")

@@ -1,4 +1,4 @@
-"""Configurations priced by replay: what a candidate's figures are, and what is refused."""
+"""Configurations evaluated by replay: figures of candidates, constraints and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def variant(keep: float) -> tuple[str, Subnet]:
     return DRAFT.id, Subnet(visual_keep=keep)
 
 
-def test_a_candidate_is_its_replay() -> None:
+def test_candidate_has_the_figures_of_its_replay() -> None:
     found = evaluator()
     configuration = Configuration(tree={"policy": "sage", "k": 4, "d_max": 4}, subnet=Subnet(visual_keep=0.5))
     candidate = found.evaluate(configuration)
@@ -43,7 +43,7 @@ def test_a_candidate_is_its_replay() -> None:
     assert candidate.speedup == pytest.approx(plain / candidate.ms_per_token)
 
 
-def test_a_configuration_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_replays_a_configuration_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(evaluator_module, "replay", lambda *args: calls.append(args) or replay(*args))
     found = evaluator()
@@ -52,15 +52,15 @@ def test_a_configuration_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(calls) == 1
 
 
-def test_a_subnet_without_a_trace_is_refused() -> None:
+def test_subnet_without_a_trace_is_refused() -> None:
     with pytest.raises(
         UserError, match=rf"no trace has {DRAFT.id} keep=0\.3; there are {DRAFT.id} keep=1; .*record it, or"
     ):
         evaluator().evaluate(Configuration(tree={"policy": "chain"}, subnet=Subnet(visual_keep=0.3)))
 
 
-def test_what_a_configuration_leaves_open_is_the_draft_s_own() -> None:
-    """Published defaults name neither a draft nor the layer that it reads."""
+def test_configuration_is_resolved_to_a_draft_and_its_last_layer() -> None:
+    """Published defaults name neither a draft nor its injection layer."""
     layers = [Subnet(injection_layer=layer) for layer in (3, 4)]
     traces = [random_trace(number) for number in range(2)]
     traces = [
@@ -74,8 +74,8 @@ def test_what_a_configuration_leaves_open_is_the_draft_s_own() -> None:
     assert found.evaluate(default) == found.evaluate(own) != found.evaluate(other)
 
 
-def test_short_prompts_are_within_their_own_table() -> None:
-    """The table that ``autotune search`` measures for a workload prices every tree along it."""
+def test_table_of_short_prompts_covers_their_answers() -> None:
+    """The KV lengths that ``autotune search`` measures for a workload suffice to evaluate it."""
     lengths, _ = kv_lengths_for(20, 60)
     flat = surface(lambda n, m: 1.0, kv_lengths=lengths)
     table = cost_table(decode=surface(lambda n, m: 1.0, tokens=(1,), kv_lengths=lengths), verify=flat)
@@ -104,8 +104,8 @@ def test_ties_go_to_the_smaller_tree() -> None:
     assert [candidate.nodes_per_round for candidate in sorted(same, key=lambda one: one.rank)] == [2.0, 3.0, 4.0]
 
 
-def test_many_at_once_are_what_each_is_alone() -> None:
-    """On all cores, over both visual keeps, every policy."""
+def test_replay_many_equals_single_replays() -> None:
+    """In parallel threads, for both visual keeps and every policy."""
     trees = [
         {"policy": "chain", "depth": 2},
         {"policy": "sage", "k": 4, "d_max": 4},
@@ -121,8 +121,8 @@ def test_many_at_once_are_what_each_is_alone() -> None:
     assert together.prompt_ms(wanted).sum(1) == pytest.approx([result.decode_ms.sum() for result in results])
 
 
-def test_a_round_s_price_adds_up_to_what_its_rounds_cost() -> None:
-    """In plain steps: rounds, draft forwards and nodes by the price are the replayed time, but for the draft's prefill."""
+def test_round_price_adds_up_to_the_replayed_time() -> None:
+    """Rounds, draft forwards and nodes times their prices equal the replayed time without the draft's prefill."""
     found = evaluator()
     for tree in ({"policy": "chain", "depth": 3}, {"policy": "sage", "k": 4, "d_max": 4}):
         wanted = Configuration(tree=tree)
@@ -131,11 +131,11 @@ def test_a_round_s_price_adds_up_to_what_its_rounds_cost() -> None:
         steps += price.node_steps * replayed.verified_nodes.sum()
         expected = (replayed.decode_ms - replayed.draft_prefill_ms).sum() / found.ar_ms_per_token
         assert steps == pytest.approx(expected)
-        guarded = found.with_fallback(found.evaluate(wanted))
-        assert guarded.configuration.fallback == price and guarded.key != found.evaluate(wanted).key
+        fallback = found.with_fallback(found.evaluate(wanted))
+        assert fallback.configuration.fallback == price and fallback.key != found.evaluate(wanted).key
 
 
-def test_memory_of_the_draft_is_a_constraint() -> None:
+def test_draft_memory_is_a_constraint() -> None:
     table = cost_table()
     costs = table.drafts[0].model_copy(update={"num_parameters": 2**18, "kv_bytes_per_token": 2**14})
     table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
@@ -157,8 +157,7 @@ def test_published_defaults_are_replayed_where_the_traces_reach() -> None:
         assert (default in reached) == (fits and default.visual_keep in KEEPS)
 
 
-def test_real_defaults_are_within_the_default_bounds() -> None:
-    """What records by default can replay every published default."""
+def test_default_bounds_cover_published_defaults() -> None:
     from autotune.acceptance.trace import ForestBounds
 
     bounds = ForestBounds()
@@ -167,8 +166,8 @@ def test_real_defaults_are_within_the_default_bounds() -> None:
         assert policy.num_proposals <= bounds.num_proposals and policy.max_depth <= bounds.depth
 
 
-def test_constraints_that_nothing_keeps_are_refused_before_anything_is_recorded() -> None:
-    """With the cost table alone; what an empty cache allows may yet be refused by a full one."""
+def test_infeasible_constraints_are_refused_by_the_cost_table_alone() -> None:
+    """The check assumes empty KV caches: a search may still refuse the constraints later."""
     table = cost_table()
     least = largest_round_ms(table.prices(DRAFT, max_tokens=2, max_kv_length=0), SMALLEST)
     with pytest.raises(UserError, match="--max-round-ms"):

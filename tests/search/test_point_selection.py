@@ -1,4 +1,4 @@
-"""Which kinds of requests get a point of their own: those that gain by it on requests that did not choose, and none by luck."""
+"""Groups of requests get an operating point only if they gain on held-out requests, significantly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def times(best: list[int], *, advantage: float = 0.8, noise: float = 0.03, seed:
 
 
 def chosen(ms: NDArray[np.float64], groupings: list[Any], common: int | None = None, **options: Any) -> list[Point]:
-    """With the best single configuration in common, if no other is named."""
+    """Points with the best single configuration as the common one, unless ``common`` is given."""
     return choose_points(ms, groupings, int(ms.sum(1).argmin()) if common is None else common, **options)
 
 
@@ -33,23 +33,23 @@ def conditions(points: Any) -> list[tuple[dict[str, Any], int]]:
     return [(point.condition.model_dump(exclude_none=True), point.configuration) for point in points]
 
 
-def test_one_configuration_for_all_is_one_point() -> None:
+def test_one_best_configuration_is_one_point() -> None:
     tags = ["read", "count"] * 16
     groupings = [by_workload(tags), *by_prompt_tokens(range(32))]
     assert conditions(chosen(times([7] * 32), groupings)) == [({}, 7)]
 
 
-def test_a_task_with_a_best_of_its_own_gets_a_point() -> None:
-    """The larger group's best is everybody else's as well: unknown tags are decoded by it."""
+def test_task_with_its_own_best_configuration_gets_a_point() -> None:
+    """The best configuration of the larger group also decodes requests with unknown tags."""
     tags = ["read"] * 20 + ["count"] * 10
     points = chosen(times([7] * 20 + [3] * 10), [by_workload(tags)])
     assert conditions(points) == [({"workload": "count"}, 3), ({}, 7)]
     assert points[0].gain == pytest.approx(0.2, abs=0.05) and points[1].gain == 0.0
 
 
-def test_every_group_may_leave_the_common_one() -> None:
-    """A compromise decodes all: nobody's best, and the best of all together. Who is left has it, new tags as well; a group
-    that has it for its best needs no point.
+def test_several_groups_may_get_points() -> None:
+    """The common configuration is the best over all requests together. Groups that it suits best, and small groups, get no
+    point.
     """
     tags = ["read"] * 20 + ["count"] * 20 + ["sum"] * 20 + ["other"] * 3
     ms = times([7] * 20 + [5] * 20 + [9] * 20 + [3] * 3, advantage=0.7)
@@ -59,33 +59,34 @@ def test_every_group_may_leave_the_common_one() -> None:
     assert [point.gain for point in points] == pytest.approx([1 - 0.7 / 0.8] * 2 + [0.0], abs=0.05)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_luck_earns_no_point(seed: int) -> None:
-    """500 configurations that differ by chance alone. Judged by the requests that chose, every task would gain."""
-    rng = np.random.default_rng(seed)
-    ms = rng.uniform(50, 150, 64) * rng.normal(1, 0.1, (500, 64))
-    tags = [f"task {number % 8}" for number in range(64)]
-    groupings = [by_workload(tags), *by_prompt_tokens(rng.integers(50, 500, 64)), by_temperature([0.0, 1.0] * 32)]
-    single = ms[ms.sum(1).argmin()]
-    own_ms = sum(ms[:, group.is_member].sum(1).min() for group in groupings[0])
-    assert 1 - own_ms / single.sum() > 0.02, "nothing to be fooled by: the test proves nothing"
-    assert conditions(chosen(ms, groupings)) == [({}, int(ms.sum(1).argmin()))]
+def test_random_differences_give_no_point() -> None:
+    """500 configurations differ by chance alone. On the requests that choose, every task would gain."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        ms = rng.uniform(50, 150, 64) * rng.normal(1, 0.1, (500, 64))
+        tags = [f"task {number % 8}" for number in range(64)]
+        groupings = [by_workload(tags), *by_prompt_tokens(rng.integers(50, 500, 64)), by_temperature([0.0, 1.0] * 32)]
+        single = ms[ms.sum(1).argmin()]
+        own_ms = sum(ms[:, group.is_member].sum(1).min() for group in groupings[0])
+        assert 1 - own_ms / single.sum() > 0.02, "without apparent gains the test proves nothing"
+        assert conditions(chosen(ms, groupings)) == [({}, int(ms.sum(1).argmin()))]
 
 
-@pytest.mark.parametrize(("options", "is_split"), [
-    ({}, True),
-    ({"min_gain": 0.3}, False),
-    ({"min_requests": 11}, False),
-    ({"min_requests": 10}, True),
-])  # fmt: skip
-def test_a_point_must_gain_enough_on_enough_requests(options: dict[str, Any], is_split: bool) -> None:
+def test_point_needs_a_minimum_gain_and_size() -> None:
     tags = ["read"] * 20 + ["count"] * 10
-    points = chosen(times([7] * 20 + [3] * 10), [by_workload(tags)], **options)
-    assert (len(points) == 2) == is_split
+    options: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"min_gain": 0.3}, False),
+        ({"min_requests": 11}, False),
+        ({"min_requests": 10}, True),
+    ]
+    for option, is_split in options:
+        points = chosen(times([7] * 20 + [3] * 10), [by_workload(tags)], **option)
+        assert (len(points) == 2) == is_split, option
 
 
-def test_a_gain_that_one_request_makes_is_chance() -> None:
-    """A tenth of the group's time, all of it in one of ten requests; in nine of ten it is none."""
+def test_gain_of_a_single_request_is_not_significant() -> None:
+    """One of ten requests saves a tenth of the group's time; then nine of ten requests save as much."""
     tags = ["read"] * 20 + ["count"] * 10
     for num_gaining, share, is_split in ((1, 0.1, False), (9, 0.9, True)):
         ms = np.full((NUM_CONFIGURATIONS, 30), 200.0)
@@ -96,15 +97,15 @@ def test_a_gain_that_one_request_makes_is_chance() -> None:
         assert (len(chosen(ms, [by_workload(tags)])) == 2) == is_split
 
 
-def test_prompts_are_split_by_length_where_it_pays_most() -> None:
-    """At the quantile nearest to where the best changes; the longer ones have the common one."""
+def test_length_boundary_is_the_one_that_saves_most() -> None:
+    """It is the quantile nearest to the change of the best configuration; longer prompts use the common one."""
     lengths = np.arange(100, 140)
     best = [3 if length < 110 else 7 for length in lengths]
     points = chosen(times(best), by_prompt_tokens(lengths))
     assert conditions(points) == [({"prompt_tokens": {"max": 109}}, 3), ({}, 7)]
 
 
-def test_only_the_long_ones_may_differ() -> None:
+def test_long_prompts_alone_may_get_a_point() -> None:
     lengths = np.arange(100, 140)
     ms = times([7 if length < 130 else 3 for length in lengths])
     points = chosen(ms, by_prompt_tokens(lengths))
@@ -116,8 +117,8 @@ def test_prompts_of_one_length_are_not_split() -> None:
     assert [len(grouping) for grouping in by_prompt_tokens([80] * 8 + [90])] == [2]
 
 
-def test_a_temperature_belongs_to_the_nearest_that_was_recorded() -> None:
-    """Each has its best; what most requests want needs no condition."""
+def test_temperatures_belong_to_the_nearest_recorded_one() -> None:
+    """Each recorded temperature has its own best configuration; the most frequent one needs no condition."""
     temperatures = [0.0, 0.6, 1.0, 1.0] * 10
     best = [{0.0: 3, 0.6: 5, 1.0: 7}[value] for value in temperatures]
     points = chosen(times(best), [by_temperature(temperatures)])
@@ -129,7 +130,7 @@ def test_a_temperature_belongs_to_the_nearest_that_was_recorded() -> None:
     assert by_temperature([0.7] * 9) == ()
 
 
-def test_of_several_groupings_the_one_that_saves_most_is_used() -> None:
+def test_grouping_that_saves_most_is_used() -> None:
     tags, lengths = ["read", "count"] * 20, np.arange(40)
     best = [{"read": 3, "count": 7}[tag] for tag in tags]
     ms = times(best)
@@ -140,34 +141,34 @@ def test_of_several_groupings_the_one_that_saves_most_is_used() -> None:
     assert conditions(chosen(ms, groupings[::-1])) == found
 
 
-def test_the_same_figures_give_the_same_points() -> None:
+def test_selection_is_deterministic() -> None:
     ms = times([number % 5 for number in range(60)], advantage=0.93)
     groupings = [by_workload([f"task {number % 5}" for number in range(60)])]
     assert chosen(ms, groupings) == chosen(ms.copy(), groupings)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_points_are_in_an_order_that_a_profile_takes(seed: int) -> None:
-    """Every request reaches a point, the last matches all, none hides another, and what was recorded is decoded no slower
-    than by any single configuration.
+def test_points_form_a_valid_profile() -> None:
+    """The last point matches every request, no point hides another, and the recorded requests are decoded no slower than
+    by any single configuration.
     """
-    rng = np.random.default_rng(seed)
-    tags = [f"task {number}" for number in rng.integers(0, 4, 80)]
-    lengths = rng.integers(20, 300, 80)
-    temperatures = rng.choice([0.0, 0.5, 1.0], 80).tolist()
-    ms = times([int(tag[-1]) for tag in tags], advantage=0.85, seed=seed)
-    for groupings in ([by_workload(tags)], by_prompt_tokens(lengths), [by_temperature(temperatures)]):
-        points = chosen(ms, groupings)
-        whens = [point.condition for point in points]
-        assert whens[-1] == Condition() and whens.count(Condition()) == 1
-        assert not any(a.covers(b) for number, b in enumerate(whens) for a in whens[:number])
-        decoding = [
-            points[first_match(whens, temperature=t, prompt_tokens=int(n), workload=tag)].configuration
-            for tag, n, t in zip(tags, lengths, temperatures, strict=True)
-        ]
-        assert ms[decoding, np.arange(80)].sum() <= ms.sum(1).min() * (1 + 1e-9)
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        tags = [f"task {number}" for number in rng.integers(0, 4, 80)]
+        lengths = rng.integers(20, 300, 80)
+        temperatures = rng.choice([0.0, 0.5, 1.0], 80).tolist()
+        ms = times([int(tag[-1]) for tag in tags], advantage=0.85, seed=seed)
+        for groupings in ([by_workload(tags)], by_prompt_tokens(lengths), [by_temperature(temperatures)]):
+            points = chosen(ms, groupings)
+            whens = [point.condition for point in points]
+            assert whens[-1] == Condition() and whens.count(Condition()) == 1
+            assert not any(a.covers(b) for number, b in enumerate(whens) for a in whens[:number])
+            decoding = [
+                points[first_match(whens, temperature=t, prompt_tokens=int(n), workload=tag)].configuration
+                for tag, n, t in zip(tags, lengths, temperatures, strict=True)
+            ]
+            assert ms[decoding, np.arange(80)].sum() <= ms.sum(1).min() * (1 + 1e-9)
 
 
-def test_answers_of_one_token_take_no_time_and_earn_no_point() -> None:
+def test_answers_of_one_token_give_no_point() -> None:
     ms = np.zeros((NUM_CONFIGURATIONS, 20))
     assert conditions(chosen(ms, [by_workload(["read", "count"] * 10)])) == [({}, 0)]

@@ -1,6 +1,4 @@
-"""Who wins, which points stand beside the winner, and what the profile says: with typed-in times, for what decides is not
-the clock.
-"""
+"""Finalists, operating points and the measured profile, with given times in place of the clock."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ Speed = Callable[[Arm, WorkloadPrompt], float]
 
 @pytest.fixture(scope="module")
 def workloads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workload, Workload]:
-    folder = tmp_path_factory.mktemp("judged")
+    folder = tmp_path_factory.mktemp("prompts")
     images = [write_image(folder / "0.png", 0)]
     known: dict[str, Any] = {"images": images, "task": "read", "max_new_tokens": 24}
     lines = [
@@ -60,7 +58,7 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workload, Workl
 def selection(
     pair: Pair, workloads: tuple[Workload, Workload], tmp_path_factory: pytest.TempPathFactory
 ) -> ProfileSelection:
-    """A tree stage over real traces of the tiny pair."""
+    """A selection after a tree search over real traces of the tiny pair."""
     folder = tmp_path_factory.mktemp("study")
     model_pool = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
     known = cost_table()
@@ -77,9 +75,9 @@ def selection(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], None]:
-    """Arms take the time that they are told to."""
+    """Sets the decoding time of every arm and prompt."""
 
-    def told(speed: Speed) -> None:
+    def set_speed(speed: Speed) -> None:
         def compare(self: ArmRunner, arms: Sequence[Arm], workload: Workload, **_: Any) -> dict[str, list[Run]]:
             return {
                 arm.name: [run(TOKENS * speed(arm, prompt), tokens=TOKENS) for prompt in workload.prompts]
@@ -88,15 +86,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], None]:
 
         monkeypatch.setattr(ArmRunner, "compare", compare)
 
-    return told
+    return set_speed
 
 
 def finalists_of(selection: ProfileSelection) -> list[Candidate]:
     return [selection.evaluator.with_fallback(one) for one in selection.trees.fastest[:4]]
 
 
-def test_the_fastest_in_real_runs_wins(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
-    """Whatever was predicted; and what is stored is the prediction for the very prompts."""
+def test_fastest_finalist_in_real_runs_wins(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
+    """The stored prediction is for the prompts that were run."""
     finalists = finalists_of(selection)
     clock(lambda arm, prompt: {AR: 10.0, "finalist 3": 5.0}.get(arm.name, 6.0))
     assert selection.measure_finalists(finalists) is finalists[2]
@@ -105,7 +103,7 @@ def test_the_fastest_in_real_runs_wins(selection: ProfileSelection, clock: Calla
     assert [one.speedup for one in selection.finalists] == pytest.approx([10 / 6, 10 / 6, 2.0, 10 / 6])
     for one, candidate in zip(selection.finalists, finalists, strict=True):
         replayed_ms = selection.evaluator.replay(candidate.configuration).decode_ms
-        ran = slice(8)  # one block of prompts told them apart
+        ran = slice(8)  # one round of prompts sufficed
         assert one.predicted_speedup == pytest.approx(selection.evaluator.ar_ms[ran].sum() / replayed_ms[ran].sum())
 
 
@@ -117,7 +115,7 @@ def test_ties_go_to_the_smaller_tree(selection: ProfileSelection, clock: Callabl
     assert max(one.nodes_per_round for one in finalists) > smallest
 
 
-def test_a_point_of_its_own_must_be_faster_in_real_runs(
+def test_operating_point_must_be_faster_in_real_runs(
     selection: ProfileSelection, clock: Callable[[Speed], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     winner, other = finalists_of(selection)[:2]
@@ -128,15 +126,13 @@ def test_a_point_of_its_own_must_be_faster_in_real_runs(
     clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0}.get(arm.name, 10.0))
     kept = selection.confirmed(points, winner)
     assert f"on {POINT_PROMPTS} tuning prompts: an operating point" in " ".join(capsys.readouterr().err.split()), (
-        "more would say no more"
+        "a significant difference ends the runs"
     )
     assert [when.workload for when, _ in kept] == ["read", None] and kept[0][1].key == other.key
 
 
-def test_temperatures_may_have_points_of_their_own(
-    selection: ProfileSelection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the winner loses half of the time whenever tokens are sampled."""
+def test_temperature_may_get_an_operating_point(selection: ProfileSelection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The winner takes twice as long whenever tokens are sampled."""
     winner, other = finalists_of(selection)[0], selection.trees.fastest[1]
     sampled = np.array([prompt.settings.temperature == 1.0 for prompt in selection.tune.prompts])
 
@@ -149,7 +145,7 @@ def test_temperatures_may_have_points_of_their_own(
     assert [when.label for when, _ in points] == ["temperature from 0.5", "any request"]
 
 
-def test_a_profile_says_what_was_measured(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
+def test_profile_has_the_measurements(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0}.get(arm.name, 5.0))
     document = selection.measured_profile()
     (point,) = document.points
@@ -164,8 +160,10 @@ def test_a_profile_says_what_was_measured(selection: ProfileSelection, clock: Ca
     assert configuration.key in {selection.evaluator.with_fallback(one).key for one in selection.trees.fastest}
 
 
-def test_only_the_fastest_default_goes_on(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
-    """All published defaults decode the first prompts, the profile and the fastest of them every one."""
+def test_only_the_fastest_default_decodes_all_prompts(
+    selection: ProfileSelection, clock: Callable[[Speed], None]
+) -> None:
+    """All published defaults decode the first prompts; the fastest of them and the profile decode all prompts."""
     prompts = tuple(replace(prompt, name=f"{n}") for n in range(5) for prompt in selection.evaluate.prompts)
     more = replace(selection, evaluate=Workload("x", "evaluate", prompts))
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0, "dream": 4.5}.get(arm.name, 5.0))
@@ -179,10 +177,10 @@ def test_only_the_fastest_default_goes_on(selection: ProfileSelection, clock: Ca
     assert len(document.evidence.prompts) == 20
 
 
-def test_a_draft_that_loses_on_held_out_prompts_is_left_alone(
+def test_profile_decodes_plainly_if_the_draft_is_slower_on_held_out_prompts(
     selection: ProfileSelection, clock: Callable[[Speed], None]
 ) -> None:
-    """The profile is never slower than plain decoding; what was tried stays in the evidence."""
+    """The measurements of the draft remain in the evidence."""
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 11.0}.get(arm.name, 5.0))
     document = selection.measured_profile()
     (point,) = document.points
@@ -191,10 +189,10 @@ def test_a_draft_that_loses_on_held_out_prompts_is_left_alone(
     assert {one.name: one.speedup for one in document.evidence.compared}["tuned"] == pytest.approx(10 / 11)
     assert {(one.decode_ms, one.ar_decode_ms) for one in document.evidence.prompts} == {
         (10.0 * TOKENS, 10.0 * TOKENS)
-    }, "of plain decoding, for that is what a check will compare them with"
+    }, "a check compares with plain decoding"
 
 
-def test_another_device_s_profile_has_predictions_alone(selection: ProfileSelection) -> None:
+def test_profile_for_another_device_has_predictions_only(selection: ProfileSelection) -> None:
     points: list[OperatingPoint] = selection.predicted_profile().points
     fastest = selection.trees.fastest[0]
     assert all(point.measured is None for point in points)

@@ -1,4 +1,4 @@
-"""The subnet stage: all of a grid, each once, and what is said of a subnet is what decoding does."""
+"""Screening evaluates every subnet once, and its figures equal those of decoding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GRID = {
 
 @pytest.fixture(scope="module")
 def model_pool(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> ModelPool:
-    """A supernet, and a draft of its own model."""
+    """A pool with a supernet and an independent draft."""
     folder = tmp_path_factory.mktemp("star")
     with torch.inference_mode():
         save_draft(agreeing_draft("star", Target(pair.target), injection_layer=4).network, folder)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 @pytest.fixture(scope="module")
 def table(model_pool: ModelPool) -> CostTable:
-    """Typed in: every draft costs the same."""
+    """A table in which every draft costs the same."""
     known = cost_table()
     grid = SearchSpace.model_validate(GRID)
     drafts = [
@@ -73,13 +73,13 @@ def table(model_pool: ModelPool) -> CostTable:
     return known.model_copy(update={"drafts": drafts, "target": model_pool.target_reference})
 
 
-def test_every_draft_has_its_own_subnets(model_pool: ModelPool) -> None:
+def test_subnets_of_every_draft(model_pool: ModelPool) -> None:
     star, independent = model_pool.references
     found = model_pool.subnets(SearchSpace.model_validate(GRID))
     layers = sorted({subnet.injection_layer for draft, subnet in found if draft == star})
     assert len(found) == len(set(found)) == 2 * len(layers) * 2 + 2 and layers[-1] == 4
     assert [subnet for draft, subnet in found if draft == independent] == [Subnet(), Subnet(visual_keep=0.5)]
-    assert len(priced_variants(found)) == 3, "two shares of heads, and the other draft: all else costs the same"
+    assert len(priced_variants(found)) == 3, "two shares of heads of the supernet, and the other draft"
     whole = model_pool.draft(star)
     assert model_pool.draft(star, Subnet(injection_layer=4)) is whole
     half = model_pool.draft(star, Subnet(heads=0.25, injection_layer=2))
@@ -94,7 +94,7 @@ def test_heads_without_a_supernet_are_refused(pair: Pair) -> None:
     assert len(alone.subnets(load_space("quick"))) == 3
 
 
-def test_all_are_screened_and_each_is_what_decoding_does(
+def test_screened_figures_equal_decoding(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path
 ) -> None:
     variants = model_pool.subnets(SearchSpace.model_validate(GRID))
@@ -102,7 +102,7 @@ def test_all_are_screened_and_each_is_what_decoding_does(
     found = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
     assert {one.variant for one in found} == set(variants) and len(found) == len(variants)
     assert [one.speedup for one in found] == sorted((one.speedup for one in found), reverse=True)
-    assert len({round(one.tokens_per_round, 6) for one in found}) > 3, "subnets that all draft alike show nothing"
+    assert len({round(one.tokens_per_round, 6) for one in found}) > 3, "equal subnets would prove nothing"
     for one in found:
         assert one.depth in DEPTHS
         tree = {"policy": "chain", "depth": one.depth}
@@ -115,10 +115,10 @@ def test_all_are_screened_and_each_is_what_decoding_does(
         assert one.tokens_per_round == pytest.approx(tokens / rounds), one.variant
 
 
-def test_what_is_screened_stays_screened(
+def test_screening_resumes_from_its_records(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some first, then all: nothing is recorded twice, and another table is another matter."""
+    """After some variants, then all: nothing is recorded twice, and another table makes new records."""
     variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     recorded: list[Subnet] = []
     trace = Recorder.trace
@@ -139,10 +139,10 @@ def test_what_is_screened_stays_screened(
         screen(model_pool, variants[:1], dearer, workload, tmp_path, ledger, Console())
 
 
-def test_a_helper_s_records_are_the_search_s_own(
+def test_records_of_workers_are_reused(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It loads the models for itself, uses fewer threads, and names what it makes as the search does."""
+    """A worker loads the models itself and uses fewer threads; its records have the same keys."""
     variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     threads = torch.get_num_threads()
     try:
@@ -167,7 +167,7 @@ def test_a_helper_s_records_are_the_search_s_own(
     ]
 
 
-def test_helpers_have_room(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_limits(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_pool, "arguments", model_pool.arguments._replace(num_threads=8))
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 50)
     assert model_pool.worker_limits(None) == (7, 1)
@@ -176,13 +176,13 @@ def test_helpers_have_room(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(model_pool, "arguments", model_pool.arguments._replace(num_threads=64))
     assert model_pool.worker_limits(None) == (MAX_WORKERS, 8)
     monkeypatch.setattr("autotune.search.model_pool.free_memory", lambda device: 1 << 31)
-    assert model_pool.worker_limits(None) == (0, 64), "half of 2 GiB holds no other process"
+    assert model_pool.worker_limits(None) == (0, 64), "half of 2 GiB is too little for a worker"
 
 
 def test_every_subnet_can_be_measured(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real runs, one record each; they decide who survives."""
+    """Real runs make one record per variant, and determine the order."""
     star, independent = model_pool.references
     variants = [(independent, Subnet()), (independent, Subnet(visual_keep=0.5)), (star, Subnet(injection_layer=4))]
     ledger = Ledger(tmp_path / "ledger.sqlite")
@@ -195,7 +195,7 @@ def test_every_subnet_can_be_measured(
     assert [one.measured_speedup for one in found] == sorted((one.measured_speedup for one in found), reverse=True)  # type: ignore[type-var]
 
 
-def test_survivors_are_the_best_of_each_draft_and_then_the_best() -> None:
+def test_survivors_include_the_best_subnet_of_each_draft() -> None:
     def one(draft: str, keep: float, speedup: float) -> ScreenedSubnet:
         return ScreenedSubnet(
             draft=draft, subnet=Subnet(visual_keep=keep), depth=1, tokens_per_round=2, ms_per_token=1, speedup=speedup
@@ -203,5 +203,5 @@ def test_survivors_are_the_best_of_each_draft_and_then_the_best() -> None:
 
     ranked = [one("a", 1.0, 2.0), one("a", 0.5, 1.9), one("a", 0.4, 1.8), one("b", 1.0, 1.2), one("b", 0.5, 1.1)]
     assert survivors(ranked, 3) == [ranked[0].variant, ranked[3].variant, ranked[1].variant]
-    assert survivors(ranked, 1) == [ranked[0].variant, ranked[3].variant], "no draft is left out by a chain alone"
+    assert survivors(ranked, 1) == [ranked[0].variant, ranked[3].variant], "every draft has a survivor"
     assert survivors(ranked, 9) == [ranked[n].variant for n in (0, 3, 1, 2, 4)]

@@ -1,4 +1,4 @@
-"""Sequoia's dynamic programme against every small tree there is, and the acceptance it is given against a plain count."""
+"""Sequoia's dynamic programme against all small trees, and rank acceptance against a plain count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_RANKS, LARGEST = 3, 6
 
 @functools.cache
 def all_trees() -> list[Tree]:
-    """Every tree of up to 6 draft nodes whose ranks are 0, 1 and 2: 9,524 of them."""
+    """All 9,524 trees of up to 6 draft nodes with ranks 0, 1 and 2."""
     levels: list[set[Tree]] = [{frozenset()}]
     for _ in range(LARGEST):
         larger = set()
@@ -35,19 +35,19 @@ def all_trees() -> list[Tree]:
 
 @functools.cache
 def counted_trees() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every tree: how many of its nodes have which ranks on their path [trees, ranks' counts], its size, its depth."""
+    """Nodes of each tree by the ranks on their paths [trees, counts of ranks], sizes and depths of the trees."""
     trees = all_trees()
     counts = np.zeros((len(trees), *[LARGEST + 1] * NUM_RANKS))
-    for variant, tree in enumerate(trees):
+    for number, tree in enumerate(trees):
         for path in tree:
-            counts[variant, path.count(0), path.count(1), path.count(2)] += 1
+            counts[number, path.count(0), path.count(1), path.count(2)] += 1
     size = np.array([len(tree) for tree in trees])
     depth = np.array([max(map(len, tree), default=0) for tree in trees])
     return counts.reshape(len(trees), -1), size, depth
 
 
 def tokens_of_all_trees(acceptance: np.ndarray) -> np.ndarray:
-    """Expected tokens of a round with each of them: a node is accepted if all ranks on its path are; and one is free."""
+    """Expected tokens of a round with each tree: accepted nodes, and the target's own token."""
     powers = [acceptance[rank] ** np.arange(LARGEST + 1) for rank in range(NUM_RANKS)]
     return 1.0 + counted_trees()[0] @ np.einsum("a,b,c->abc", *powers).reshape(-1)
 
@@ -62,7 +62,7 @@ def best_tree(acceptance: np.ndarray, budget: int, depth: int) -> StaticPolicy:
 
 
 def random_acceptances() -> list[np.ndarray]:
-    """As measured on a trace: mostly falling with the rank, but not always, and some ranks are never accepted."""
+    """Acceptances as in traces: mostly decreasing with the rank; some ranks are never accepted."""
     rng, some = np.random.default_rng(71), []
     for number in range(60):
         acceptance = rng.dirichlet([3.0, 1.0, 0.5, 1.0])[:3]
@@ -78,14 +78,14 @@ def random_acceptances() -> list[np.ndarray]:
 
 
 def test_expected_tokens_by_hand() -> None:
-    """The draft's first guess is right in 0.6 of all places, its second in 0.3.
+    """The acceptance of rank 0 is 0.6, that of rank 1 is 0.3.
 
     One level: 1 + 0.6, 1 + 0.6 + 0.3, and a third node has nowhere to go.
     Two levels: (0), then (0,0) at 0.36 rather than (1) at 0.3, then (1), then (0,1) or (1,0) at 0.18, both, and (1,1) at
     0.09.
     """
     expected, _ = plan(np.array([0.6, 0.3]), 6, 2)
-    assert expected[0, 1:] == pytest.approx([1.0] * 7), "no level: the free token"
+    assert expected[0, 1:] == pytest.approx([1.0] * 7), "no level: only the target's own token"
     assert expected[1, 1:] == pytest.approx([1.0, 1.6, 1.9, 1.9, 1.9, 1.9, 1.9])
     assert expected[2, 1:] == pytest.approx([1.0, 1.6, 1.96, 2.26, 2.44, 2.62, 2.71])
 
@@ -99,21 +99,20 @@ def test_trees_by_hand() -> None:
     assert set(best_tree(acceptance, 3, 1).paths) == {(0,), (1,)}
 
 
-def test_a_draft_that_is_always_right_gets_a_chain() -> None:
+def test_perfect_draft_gets_a_chain() -> None:
     assert set(best_tree(np.array([1.0, 0.0]), 20, 7).paths) == {(0,) * level for level in range(1, 8)}
 
 
 # ------------------------------------------------------------------------------------------------------- brute force
 
 
-def test_all_small_trees_are_there() -> None:
+def test_number_of_small_trees() -> None:
     """Ternary trees of 1 to 7 nodes, the root included: 1, 3, 12, 55, 273, 1428, 7752."""
     sizes = counted_trees()[1]
     assert [int((sizes == size).sum()) for size in range(LARGEST + 1)] == [1, 3, 12, 55, 273, 1428, 7752]
 
 
-def test_no_small_tree_is_better_than_planned() -> None:
-    """For every budget up to 6 and every depth."""
+def test_plan_is_the_maximum_over_all_small_trees() -> None:
     _, size, depth = counted_trees()
     for acceptance in random_acceptances():
         tokens = tokens_of_all_trees(acceptance)
@@ -123,10 +122,8 @@ def test_no_small_tree_is_better_than_planned() -> None:
             assert expected[most_levels, most_nodes + 1] == pytest.approx(best, abs=1e-12)
 
 
-def test_the_tree_that_is_given_is_as_good_as_planned() -> None:
-    """Within its budget and depth; also where a later rank is accepted more often than one before it, as the tail of a
-    measured acceptance has it, or one in between is never accepted.
-    """
+def test_small_trees_reach_the_plan() -> None:
+    """Also where acceptance increases with the rank, or a rank in between is never accepted."""
     _, size, depth = counted_trees()
     for acceptance in random_acceptances():
         if not acceptance.any():
@@ -139,37 +136,37 @@ def test_the_tree_that_is_given_is_as_good_as_planned() -> None:
             best = tokens[(size <= most_nodes) & (depth <= most_levels)].max()
             assert tokens_of(trees[0], acceptance) == pytest.approx(best, abs=1e-12)
             is_best = (tokens > best - 1e-12) & (depth <= most_levels)
-            assert trees[0].max_nodes == size[is_best].min(), "a node that adds nothing"
+            assert trees[0].max_nodes == size[is_best].min(), "no node is superfluous"
 
 
-def test_of_equally_good_trees_the_smallest_is_given() -> None:
-    """A node that is never accepted is dead weight in verification."""
+def test_smallest_of_equally_good_trees() -> None:
+    """Nodes that are never accepted are left out."""
     assert set(best_tree(np.array([0.5, 0.0, 0.0]), 6, 2).paths) == {(0,), (0, 0)}
     assert set(best_tree(np.array([0.5, 0.0, 0.3]), 6, 1).paths) == {(0,), (2,)}
 
 
-def test_of_equally_accepted_ranks_the_first_is_taken() -> None:
-    """As small counts often make them; the draft then has fewer proposals to give."""
+def test_lowest_of_equally_accepted_ranks() -> None:
+    """Ties are frequent with small counts; low ranks need fewer proposals."""
     assert set(best_tree(np.array([0.4, 0.1, 0.1]), 3, 1).paths) == {(0,), (1,), (2,)}
     assert set(best_tree(np.array([0.4, 0.1, 0.1]), 2, 1).paths) == {(0,), (1,)}
     assert set(best_tree(np.array([0.5, 0.5]), 1, 1).paths) == {(0,)}
 
 
-def test_a_draft_that_is_never_right_gets_no_tree() -> None:
+def test_draft_that_is_never_accepted_gets_no_tree() -> None:
     assert sequoia_trees(np.zeros(4), budgets=[1, 4, 16], depths=[1, 4]) == []
 
 
 # ---------------------------------------------------------------------------------------------------------- properties
 
 
-def test_more_nodes_and_more_levels_never_expect_fewer_tokens() -> None:
+def test_expected_tokens_increase_with_nodes_and_levels() -> None:
     for acceptance in random_acceptances():
         expected, _ = plan(acceptance, 40, 8)
         assert (np.diff(expected[:, 1:], axis=1) >= 0).all()
         assert (np.diff(expected[:, 1:], axis=0) >= 0).all()
 
 
-def test_large_trees_keep_to_budget_and_depth_and_are_as_good_as_planned() -> None:
+def test_large_trees_reach_the_plan() -> None:
     acceptance = np.array([0.62, 0.14, 0.06, 0.03, 0.02, 0.01, 0.01, 0.005])
     expected, _ = plan(acceptance, 128, 24)
     for budget, depth in itertools.product((1, 5, 17, 64, 128), (1, 3, 8, 24)):
@@ -178,8 +175,8 @@ def test_large_trees_keep_to_budget_and_depth_and_are_as_good_as_planned() -> No
         assert tokens_of(tree, acceptance) == pytest.approx(expected[depth, budget + 1])
 
 
-def test_a_tree_that_is_best_for_several_budgets_or_depths_stands_once() -> None:
-    """Two ranks, one level: two trees, however large the budget. A budget of 1 is the same tree at any depth."""
+def test_trees_are_distinct() -> None:
+    """Two ranks and one level allow two trees; a budget of 1 allows one tree at any depth."""
     trees = sequoia_trees(np.array([0.6, 0.3]), budgets=[1, 2, 3, 4, 2], depths=[1])
     assert [set(tree.paths) for tree in trees] == [{(0,)}, {(0,), (1,)}]
     assert len(sequoia_trees(np.array([0.6, 0.3]), budgets=[1], depths=[1, 2, 3])) == 1
@@ -189,8 +186,8 @@ def test_a_tree_that_is_best_for_several_budgets_or_depths_stands_once() -> None
         assert set(best_tree(np.array([0.6, 0.3, 0.1]), budget, depth).paths) in [set(tree.paths) for tree in many]
 
 
-def test_ranks_beyond_those_of_a_static_tree_are_left_out() -> None:
-    """A trace may hold 32 proposals, a rank path 16."""
+def test_ranks_are_limited_to_those_of_static_trees() -> None:
+    """Traces may have 32 proposals per node, static trees 16."""
     tree = best_tree(np.full(32, 1 / 32), 20, 1)
     assert set(tree.paths) == {(rank,) for rank in range(16)}
 
@@ -199,26 +196,24 @@ def test_ranks_beyond_those_of_a_static_tree_are_left_out() -> None:
 
 
 def test_rank_acceptance_by_hand() -> None:
-    """Two answers, 7 8 9 and 7 9: after 7 comes 8, the draft's first guess, then 9, its second; in the other answer 9,
-    which it did not propose. What follows an answer's last token is no one's matter.
-    """
+    """Answers 7 8 9 and 7 9: 8 has rank 0 and 9 has rank 1 in the first, 9 was not proposed in the second."""
     first = forest_of([7, 8, 9], [[(8, 0.6, 1), (1, 0.4, -1)], [(3, 0.5, -1), (9, 0.2, -1)]])
     second = forest_of([7, 9], [[(8, 0.6, -1), (1, 0.4, -1)]])
     trace = join(header(2), [RecordedPrompt(forest, 10, 10, 0) for forest in (first, second)])
     assert rank_acceptance(trace) == pytest.approx([1 / 3, 1 / 3])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_rank_acceptance_against_a_plain_count(seed: int) -> None:
-    trace = random_trace(seed, num_prompts=5)
-    forest, hits, num_places = trace.forest, np.zeros(4), 0
-    for prompt in range(trace.num_prompts):
-        answer = forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]]
-        for variant, following in enumerate(answer[1:]):
-            proposed = forest.child_token[trace.first_node[prompt] + variant].tolist()
-            num_places += 1
-            if following in proposed:
-                hits[proposed.index(following)] += 1
-    assert num_places == trace.num_tokens
-    assert rank_acceptance(trace) == pytest.approx(hits / num_places)
-    assert hits.sum() > 0
+def test_rank_acceptance_against_a_plain_count() -> None:
+    for seed in range(4):
+        trace = random_trace(seed, num_prompts=5)
+        forest, hits, num_positions = trace.forest, np.zeros(4), 0
+        for prompt in range(trace.num_prompts):
+            answer = forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]]
+            for position, next_token in enumerate(answer[1:]):
+                proposed = forest.child_token[trace.first_node[prompt] + position].tolist()
+                num_positions += 1
+                if next_token in proposed:
+                    hits[proposed.index(next_token)] += 1
+        assert num_positions == trace.num_tokens
+        assert rank_acceptance(trace) == pytest.approx(hits / num_positions)
+        assert hits.sum() > 0

@@ -1,4 +1,4 @@
-"""Search spaces: the shipped ones load, every mistake has its line, and what is suggested can be decoded with."""
+"""Search spaces: shipped files, error messages, and the configurations that they contain."""
 
 from __future__ import annotations
 
@@ -41,23 +41,22 @@ def suggestions(of: SearchSpace, count: int, seed: int = 0) -> list[dict[str, An
 # -------------------------------------------------------------------------------------------------------------- shipped
 
 
-def test_the_default_space_is_shipped() -> None:
+def test_default_space_is_shipped() -> None:
     assert "quick" in SHIPPED
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_space_holds_what_can_be_decoded(name: str) -> None:
-    """Whatever is drawn from it is a policy, and its visual keeps are shares."""
-    found = load_space(name)
-    assert found.name == name and found.description
-    keeps = found.visual_keep.values
-    assert keeps is not None and all(0 < keep <= 1 for keep in keeps)
-    sampled = found.model_copy(update={"trees": {name: d for name, d in found.trees.items() if name != "static"}})
-    assert all(parse_policy(tree) for tree in suggestions(sampled, 100))
+def test_shipped_spaces_contain_valid_policies() -> None:
+    for name in SHIPPED:
+        found = load_space(name)
+        assert found.name == name and found.description
+        keeps = found.visual_keep.values
+        assert keeps is not None and all(0 < keep <= 1 for keep in keeps)
+        sampled = found.model_copy(update={"trees": {name: d for name, d in found.trees.items() if name != "static"}})
+        assert all(parse_policy(tree) for tree in suggestions(sampled, 100))
 
 
 def test_published_defaults_are_configurations() -> None:
-    """Under the policy's own name, but for two methods whose trees are others' policies."""
+    """They have their policies' names, except for two papers that use the policies of others."""
     borrowed = {"star": "chain", "dream": "eagle2"}
     for name, default in PUBLISHED_DEFAULTS.items():
         assert parse_policy(default.tree).policy == borrowed.get(name, name) and 0 < default.visual_keep <= 1
@@ -67,60 +66,60 @@ def test_published_defaults_are_configurations() -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_an_unknown_space_names_the_nearest() -> None:
+def test_unknown_space_names_the_nearest() -> None:
     with pytest.raises(UserError, match="unknown search space 'quik'; did you mean 'quick'"):
         load_space("quik")
 
 
-def test_a_missing_file_is_named() -> None:
+def test_missing_file_is_named() -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml: no such file"):
         load_space("nowhere.yaml")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"trees": {"chian": {}}}, "unknown tree policy 'chian'; did you mean 'chain'"),
-        (
-            {"trees": {"sage": {"d_mni": {"low": 1, "high": 2}}}},
-            "sage has no hyperparameter 'd_mni'; did you mean 'd_min'",
-        ),
-        ({"trees": {"chain": {"policy": {"choices": ["sage"]}}}}, "chain has no hyperparameter 'policy'"),
-        ({"trees": {}}, "trees: .*at least 1 item"),
-        ({"trees": {"chain": {"depth": {"low": 5, "high": 2}}}}, "low must be at most high, which is 2"),
-        (
-            {"trees": {"chain": {"depth": {"choices": [1], "low": 1, "high": 2}}}},
-            "give either choices, or low and high",
-        ),
-        ({"trees": {"chain": {"depth": {"low": 1}}}}, "give either choices, or low and high"),
-        ({"trees": {"chain": {"depth": {}}}}, "give either choices, or low and high"),
-        ({"trees": {"chain": {"depth": {"choices": []}}}}, "at least 1 item"),
-        ({"trees": {"chain": {"depth": {"low": 1, "hihg": 2}}}}, "unknown key 'trees.chain.depth.hihg'"),
-        ({"trees": {"chain": {"depth": {"low": 0, "high": 4}}}}, "chain: depth: .*greater than or equal to 1; got 0"),
-        ({"trees": {"chain": {"depth": {"low": 1, "high": 99}}}}, "chain: depth: .*less than or equal to 24; got 99"),
-        ({"trees": {"sage": {"confidence": {"choices": ["previous", "now"]}}}}, "sage: confidence: .*got 'now'"),
-        ({"trees": {"sage": {"k": {"choices": [4, 99, 5]}}}}, "k: .*got 99"),
-        ({"trees": {"sage": {"lower": {"low": 0.0, "high": 2.0, "log": True}}}}, "log"),
-        ({"trees": {"chain": {"depth": {"low": 1, "high": 4, "step": 0}}}}, "step"),
-        ({"trees": {"chain": {"depth": {"low": 1, "high": 4, "step": -1}}}}, "step"),
-        ({"trees": {"chain": {"depth": {"choices": [1], "low": 1}}}}, "choices"),
-        ({"visual_keeps": {"choices": [1.0]}}, "unknown key 'visual_keeps'; did you mean 'visual_keep'"),
-        ({"schema": "autotune.search-space/9"}, "newer than this program reads"),
-    ],
-)
-def test_a_mistake_is_one_line_that_names_it(content: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message) as refused:
-        load_space(str(write_space(tmp_path, content)))
-    assert "space.yaml" in str(refused.value) and "\n" not in str(refused.value)
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"trees": {"chian": {}}}, "unknown tree policy 'chian'; did you mean 'chain'"),
+    (
+        {"trees": {"sage": {"d_mni": {"low": 1, "high": 2}}}},
+        "sage has no hyperparameter 'd_mni'; did you mean 'd_min'",
+    ),
+    ({"trees": {"chain": {"policy": {"choices": ["sage"]}}}}, "chain has no hyperparameter 'policy'"),
+    ({"trees": {}}, "trees: .*at least 1 item"),
+    ({"trees": {"chain": {"depth": {"low": 5, "high": 2}}}}, "low must be at most high, which is 2"),
+    (
+        {"trees": {"chain": {"depth": {"choices": [1], "low": 1, "high": 2}}}},
+        "give either choices, or low and high",
+    ),
+    ({"trees": {"chain": {"depth": {"low": 1}}}}, "give either choices, or low and high"),
+    ({"trees": {"chain": {"depth": {}}}}, "give either choices, or low and high"),
+    ({"trees": {"chain": {"depth": {"choices": []}}}}, "at least 1 item"),
+    ({"trees": {"chain": {"depth": {"low": 1, "hihg": 2}}}}, "unknown key 'trees.chain.depth.hihg'"),
+    ({"trees": {"chain": {"depth": {"low": 0, "high": 4}}}}, "chain: depth: .*greater than or equal to 1; got 0"),
+    ({"trees": {"chain": {"depth": {"low": 1, "high": 99}}}}, "chain: depth: .*less than or equal to 24; got 99"),
+    ({"trees": {"sage": {"confidence": {"choices": ["previous", "now"]}}}}, "sage: confidence: .*got 'now'"),
+    ({"trees": {"sage": {"k": {"choices": [4, 99, 5]}}}}, "k: .*got 99"),
+    ({"trees": {"sage": {"lower": {"low": 0.0, "high": 2.0, "log": True}}}}, "log"),
+    ({"trees": {"chain": {"depth": {"low": 1, "high": 4, "step": 0}}}}, "step"),
+    ({"trees": {"chain": {"depth": {"low": 1, "high": 4, "step": -1}}}}, "step"),
+    ({"trees": {"chain": {"depth": {"choices": [1], "low": 1}}}}, "choices"),
+    ({"visual_keeps": {"choices": [1.0]}}, "unknown key 'visual_keeps'; did you mean 'visual_keep'"),
+    ({"schema": "autotune.search-space/9"}, "newer than this program reads"),
+]
 
 
-@pytest.mark.parametrize("choices", [[1.5], [0.0, 1.0], ["all"]])
-def test_visual_keeps_are_shares(choices: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="visual_keep"):
-        load_space(str(write_space(tmp_path, {"visual_keep": {"choices": choices}})))
+def test_errors_are_one_line_with_the_file_and_the_rule(tmp_path: Path) -> None:
+    for content, message in MISTAKES:
+        with pytest.raises(UserError, match=message) as refused:
+            load_space(str(write_space(tmp_path, content)))
+        assert "space.yaml" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_what_is_no_yaml_is_refused(tmp_path: Path) -> None:
+def test_visual_keeps_are_shares(tmp_path: Path) -> None:
+    for choices in ([1.5], [0.0, 1.0], ["all"]):
+        with pytest.raises(UserError, match="visual_keep"):
+            load_space(str(write_space(tmp_path, {"visual_keep": {"choices": choices}})))
+
+
+def test_invalid_yaml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text("trees: [")
     with pytest.raises(UserError, match="not YAML"):
@@ -130,8 +129,8 @@ def test_what_is_no_yaml_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- configurations
 
 
-def test_ordered_pairs_are_put_in_order() -> None:
-    """Sampled freely, so that neither end of a pair restricts the other's sampler."""
+def test_ordered_pairs_are_swapped_where_needed() -> None:
+    """Both are drawn independently: neither restricts the other's distribution."""
     drawn = ordered("sage", {"d_min": 9, "d_max": 2, "w_min": 3, "w_max": 5, "lower": 4.0, "upper": 1.0})
     assert drawn == {"policy": "sage", "d_min": 2, "d_max": 9, "w_min": 3, "w_max": 5, "lower": 1.0, "upper": 4.0}
     crossing = space({"sage": {"d_min": {"low": 1, "high": 12}, "d_max": {"low": 1, "high": 12}}})
@@ -140,7 +139,7 @@ def test_ordered_pairs_are_put_in_order() -> None:
 
 
 def test_small_policies_are_enumerated() -> None:
-    """All of them, once each: 3 depths, and 2 x 2 x 2; and pairs that are put in order only once."""
+    """Each tree once: 3 depths, 2 x 2 x 2 trees, and swapped pairs only once."""
     found = space(
         {
             "chain": {"depth": {"low": 1, "high": 5, "step": 2}},
@@ -150,23 +149,20 @@ def test_small_policies_are_enumerated() -> None:
     assert [tree["depth"] for tree in found.enumerated("chain") or ()] == [1, 3, 5]
     trees = found.enumerated("sage") or []
     assert len({str(tree) for tree in trees}) == len(trees) == 8
-    assert space({"sage": {}}).enumerated("sage") == [{"policy": "sage"}], "without dimensions it is its defaults"
+    assert space({"sage": {}}).enumerated("sage") == [{"policy": "sage"}], "without dimensions: the defaults"
     crossing = space({"sage": {"d_min": {"low": 1, "high": 3}, "d_max": {"low": 1, "high": 3}}})
     assert len(crossing.enumerated("sage") or ()) == 6
 
 
-@pytest.mark.parametrize(
-    ("depths", "is_few"),
-    [({"low": 1, "high": 20}, True), ({"low": 1, "high": 21}, False), ({"low": 1.0, "high": 2.0}, False)],
-)
-def test_only_few_are_enumerated(depths: dict[str, Any], is_few: bool) -> None:
-    """10 times 15 times the depths; a continuous dimension never ends."""
+def test_large_and_continuous_policies_are_not_enumerated() -> None:
     assert MAX_ENUMERATED == 10 * 15 * 20
-    found = space({"sage": {"d_min": depths, "w_min": {"low": 1, "high": 15}, "k": {"low": 1, "high": 10}}})
-    assert (found.enumerated("sage") is not None) == is_few
+    cases = [({"low": 1, "high": 20}, True), ({"low": 1, "high": 21}, False), ({"low": 1.0, "high": 2.0}, False)]
+    for depths, is_small in cases:
+        found = space({"sage": {"d_min": depths, "w_min": {"low": 1, "high": 15}, "k": {"low": 1, "high": 10}}})
+        assert (found.enumerated("sage") is not None) == is_small
 
 
-def test_dimensions_say_their_values() -> None:
+def test_values_of_dimensions() -> None:
     assert Dimension(choices=["a", "b"]).values == ["a", "b"]
     assert Dimension(low=1, high=4).values == [1, 2, 3, 4]
     assert Dimension(low=1, high=6, step=3).values == [1, 4]
@@ -185,7 +181,7 @@ def test_suggestions_stay_within_their_dimensions() -> None:
 
 
 def test_equal_configurations_have_equal_keys() -> None:
-    """However they are written: defaults left out or spelled out."""
+    """Defaults may be given or left out."""
     short = Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.5))
     full = Configuration(tree=parse_policy(short.tree).model_dump(), subnet=Subnet(visual_keep=0.5))
     assert short.key == full.key
@@ -197,19 +193,17 @@ def test_equal_configurations_have_equal_keys() -> None:
     assert len({short.key, *(other.key for other in others)}) == 4
 
 
-@pytest.mark.parametrize(
-    ("tree", "label"),
-    [
+def test_labels_omit_defaults() -> None:
+    labels: list[tuple[dict[str, Any], str]] = [
         ({"policy": "chain", "depth": 5}, "chain(depth=5) keep=0.5"),
         ({"policy": "sage"}, "sage() keep=0.5"),
         ({"policy": "sage", "d_max": 8, "k": 4, "upper": 4.25}, "sage(k=4, upper=4.25) keep=0.5"),
-    ],
-)
-def test_labels_say_what_is_not_default(tree: dict[str, Any], label: str) -> None:
-    assert Configuration(tree=tree, subnet=Subnet(visual_keep=0.5)).label == label
+    ]
+    for tree, label in labels:
+        assert Configuration(tree=tree, subnet=Subnet(visual_keep=0.5)).label == label
 
 
-def test_a_sweep_fills_every_dimension_evenly() -> None:
+def test_sweep_fills_every_dimension_evenly() -> None:
     found = space(
         {
             "sage": {
@@ -233,26 +227,25 @@ def test_a_sweep_fills_every_dimension_evenly() -> None:
     assert abs(np.mean([values["lower"] for values in swept]) - 1.0) < 0.01
     assert found.sweep("sage", 16, seed=0) == swept[:16] != found.sweep("sage", 16, seed=1)
     parts = [tree for first in range(0, 64, 16) for tree in found.sweep("sage", 16, seed=0, first=first)]
-    assert parts == swept[:64], "parts of a sweep are the sweep"
+    assert parts == swept[:64], "the parts of a sweep make the sweep"
 
 
 # -------------------------------------------------------------------------------------------------------------- subnets
 
 
-def test_the_full_space_has_200_subnets_of_a_supernet() -> None:
-    """STAR's grid, and ten of every other draft."""
+def test_full_space_has_200_subnets_of_a_supernet() -> None:
+    """The grid of STAR; other drafts have ten subnets."""
     full = load_space("full")
     found = full.subnets("star", Subnet(injection_layer=12), range(8, 13))
     assert len({subnet.name for subnet in found}) == len(found) == 200
     assert {subnet.injection_layer for subnet in found} == {8, 9, 10, 11, 12}
     assert {subnet.head_shares for subnet in found} == {(s, s, s) for s in (0.25, 0.5, 0.75, 1.0)}
     assert {subnet.visual_keep for subnet in found} == {tenths / 10 for tenths in range(1, 11)}
-    assert Subnet(injection_layer=12) in found, "the whole draft is one of them, by its own name"
+    assert Subnet(injection_layer=12) in found, "the whole draft is one of them"
     assert len(full.subnets("other", Subnet(), ())) == 10
 
 
-def test_any_grid_can_be_named(tmp_path: Path) -> None:
-    """Shares for each block, and layers by number."""
+def test_heads_per_block_and_layers_by_number(tmp_path: Path) -> None:
     content = {"heads": [[1.0, 0.5, 0.25], 0.5], "injection_layers": [9, 11]}
     found = load_space(str(write_space(tmp_path, content))).subnets("star", Subnet(injection_layer=12), range(8, 13))
     assert [(s.head_shares, s.injection_layer) for s in found] == [
@@ -260,7 +253,7 @@ def test_any_grid_can_be_named(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_layer_that_a_draft_cannot_read_is_refused(tmp_path: Path) -> None:
+def test_layer_that_a_draft_cannot_read_is_refused(tmp_path: Path) -> None:
     found = load_space(str(write_space(tmp_path, {"injection_layers": [3]})))
     with pytest.raises(UserError, match="star can read the target's layers 8, 9, 10, 11, 12; got 3; name one of them"):
         found.subnets("star", Subnet(injection_layer=12), range(8, 13))
@@ -269,17 +262,13 @@ def test_a_layer_that_a_draft_cannot_read_is_refused(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- static
 
 
-@pytest.mark.parametrize(
-    ("dimensions", "message"),
-    [
+def test_static_trees_are_searched_by_budget_and_depth(tmp_path: Path) -> None:
+    mistakes: list[tuple[dict[str, Any], str]] = [
         ({"budget": {"low": 1, "high": 9}}, "static needs depth, integers from 1 to 24"),
         ({"budget": {"low": 1.0, "high": 9.0}, "depth": {"low": 1, "high": 2}}, "static needs budget, integers"),
         ({"budget": {"low": 1, "high": 300}, "depth": {"low": 1, "high": 2}}, "integers from 1 to 128"),
         ({"budgett": {"low": 1, "high": 9}}, "static trees have no dimension 'budgett'; did you mean 'budget'"),
-    ],
-)
-def test_static_trees_are_searched_by_budget_and_depth(
-    tmp_path: Path, dimensions: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        load_space(str(write_space(tmp_path, {"trees": {"static": dimensions}})))
+    ]
+    for dimensions, message in mistakes:
+        with pytest.raises(UserError, match=message):
+            load_space(str(write_space(tmp_path, {"trees": {"static": dimensions}})))

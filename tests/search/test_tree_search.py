@@ -1,4 +1,4 @@
-"""The search over trees: without torch, repeatable, resumable, and no worse than trying everything."""
+"""Tree search: needs no torch, is deterministic, resumes, and finds the best of exhaustive search."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.sample_documents import cost_table, random_trace
 from tests.search.test_evaluator import KEEPS, evaluator, variant
 
 REPOSITORY = Path(__file__).parents[2]
-# Everything here fits what the random traces hold: four levels, four children.
+# The random traces have four levels and four children per node; all trees here fit.
 SMALL = {"chain": {"depth": {"low": 1, "high": 4}}, "sage": {"k": {"choices": [2, 4]}, "d_min": {"choices": [1, 2]}, "d_max": {"choices": [3, 4]}}}  # fmt: skip
 LARGE = {
     "chain": {"depth": {"low": 1, "high": 4}},
@@ -62,7 +62,7 @@ def figures(candidates: list[Candidate]) -> list[tuple[str, float]]:
 
 
 def ten_prompts() -> Evaluator:
-    """Five of each of two tasks."""
+    """An evaluator with five prompts of each of two tasks."""
     traces = [random_trace(int(10 * keep), visual_keep=keep, num_prompts=10) for keep in KEEPS]
     tasks = ["a"] * 5 + ["b"] * 5
     return Evaluator([replace(t, header=t.header.model_copy(update={"tasks": tasks})) for t in traces], cost_table())
@@ -70,13 +70,13 @@ def ten_prompts() -> Evaluator:
 
 @pytest.fixture(autouse=True)
 def small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The traces here are tiny; so is what their space is swept with."""
+    """Small sweeps, as the traces are small."""
     monkeypatch.setattr(tree_search, "NUM_SWEPT", 32)
     monkeypatch.setattr(tree_search, "SWEEP_SIZE", 32)
 
 
-def test_tpe_begins_with_the_best_of_an_even_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may find better ones, and never ends with less."""
+def test_tpe_starts_from_the_best_of_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is at least as good as the best tree of the sweep."""
     begun: list[float] = []
     finished = tree_search._finished_trial
     monkeypatch.setattr(
@@ -95,8 +95,10 @@ def test_tpe_begins_with_the_best_of_an_even_sweep(tmp_path: Path, monkeypatch: 
     assert candidates[0].ms_per_token <= best[0]
 
 
-def test_what_is_slow_over_the_first_prompts_goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sweep of 128 the fastest 24 are replayed over all prompts, and the best of all are among them."""
+def test_only_the_fastest_over_the_first_prompts_are_replayed_over_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest 24 of a sweep of 128 trees are promoted, and contain the five best trees."""
     monkeypatch.setattr(tree_search, "NUM_SWEPT", 128)
     monkeypatch.setattr(tree_search, "SWEEP_SIZE", 128)
     trees = {"sage": LARGE["sage"]}
@@ -105,15 +107,15 @@ def test_what_is_slow_over_the_first_prompts_goes_no_further(tmp_path: Path, mon
     monkeypatch.setattr(tree_search, "NUM_PROMOTED", 24)
     monkeypatch.setattr(tree_search, "NUM_TASK_PROMOTED", 2)
     found = ten_prompts()
-    asked: list[list[int] | None] = []
+    replayed: list[list[int] | None] = []
     inner = found.replay
     monkeypatch.setattr(
-        found, "replay", lambda one, prompts=None: (asked.append(prompts if prompts is None else [*prompts]), inner(one, prompts))[1]
+        found, "replay", lambda one, prompts=None: (replayed.append(prompts if prompts is None else [*prompts]), inner(one, prompts))[1]
     )  # fmt: skip
     result = stage(found, trees, tmp_path / "race", num_trials=1)
     assert result.num_replayed == 128 * len(KEEPS) + 1
-    assert asked.count([0, 1, 5, 6]) == 128 * len(KEEPS), "two of each task"
-    assert len(KEEPS) * 24 <= asked.count(None) <= len(KEEPS) * (24 + 2 * 2) + 1
+    assert replayed.count([0, 1, 5, 6]) == 128 * len(KEEPS), "two prompts of each task"
+    assert len(KEEPS) * 24 <= replayed.count(None) <= len(KEEPS) * (24 + 2 * 2) + 1
     assert figures(result.fastest)[:5] == figures(by_force)[:5]
 
 
@@ -127,8 +129,8 @@ def test_static_trees_come_from_the_dynamic_programme(tmp_path: Path) -> None:
         assert policy.policy == "static" and policy.max_nodes <= 6 and policy.max_depth <= 3
 
 
-def test_a_tiny_space_is_searched_whole(tmp_path: Path) -> None:
-    """The same best as trying everything, and what is behind it in the same order."""
+def test_small_space_is_searched_exhaustively(tmp_path: Path) -> None:
+    """The order of all candidates equals that of single replays."""
     found = evaluator()
     result = stage(found, SMALL, tmp_path / "ledger", num_trials=3)
     candidates = result.fastest
@@ -151,8 +153,8 @@ def test_a_tiny_space_is_searched_whole(tmp_path: Path) -> None:
     assert (candidates[0].configuration.visual_keep, str(candidates[0].configuration.tree)) == by_force[0][1:]
 
 
-def test_sampling_is_repeatable(tmp_path: Path) -> None:
-    """The same seed and documents find the same winner; another seed looks elsewhere."""
+def test_search_is_deterministic(tmp_path: Path) -> None:
+    """Equal seeds and documents give equal results; another seed samples other trees."""
     runs = [
         search(evaluator(), LARGE, tmp_path / name, num_trials=70, seed=seed)
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
@@ -163,8 +165,8 @@ def test_sampling_is_repeatable(tmp_path: Path) -> None:
         assert [c.ms_per_token for c in candidates] == sorted(c.ms_per_token for c in candidates)
 
 
-def test_a_search_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 trials, then 120: the first 50 come from the ledger, and 70 are drawn anew."""
+def test_search_resumes_from_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 50 trials, a search with 120 trials draws 70."""
     drawn: list[dict[str, Any]] = []
     suggest = SearchSpace.suggest
     monkeypatch.setattr(SearchSpace, "suggest", lambda self, *a: (drawn.append(suggest(self, *a)), drawn[-1])[1])
@@ -172,15 +174,15 @@ def test_a_search_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(drawn) == 50
     second = search(evaluator(), LARGE, tmp_path / "l", num_trials=120)
     assert len(drawn) == 120 and second[0].ms_per_token <= first[0].ms_per_token
-    assert drawn[50:100] != drawn[:50], "a resumed sampler does not draw the same trees again"
+    assert drawn[50:100] != drawn[:50], "a resumed search draws other trees"
     again = search(evaluator(), LARGE, tmp_path / "l", num_trials=120)
     assert len(drawn) == 120 and figures(again) == figures(second), "a finished search draws nothing"
     search(evaluator(), LARGE, tmp_path / "l", num_trials=5, documents="other traces")
-    assert len(drawn) == 125, "other documents are another study"
+    assert len(drawn) == 125, "other documents have other records"
 
 
-def test_what_one_worker_finds_several_find(tmp_path: Path) -> None:
-    """Whoever makes a record, and in whatever order: here every second one is made by another worker beforehand."""
+def test_several_workers_have_the_result_of_one(tmp_path: Path) -> None:
+    """Another worker has made every second record of the sweeps."""
     alone = stage(evaluator(), LARGE, tmp_path / "alone", num_trials=60, seed=3)
     other = tree_search._TreeStage(
         evaluator(),
@@ -214,8 +216,8 @@ print(found.num_replayed, found.fastest[0].key, found.fastest[0].ms_per_token)
 """
 
 
-def test_workers_on_postgresql_find_what_one_finds(postgresql: str, tmp_path: Path) -> None:
-    """Two processes at once share a database: both end with the same winner, and with all that was replayed."""
+def test_workers_on_postgresql_have_the_result_of_one(postgresql: str, tmp_path: Path) -> None:
+    """Two processes share a database: both end with the same winner and the same number of replays."""
     commands = [[sys.executable, "-c", WORKER, storage] for storage in (str(tmp_path / "l"), postgresql, postgresql)]
     alone = subprocess.run(commands[0], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     workers = [subprocess.Popen(c, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for c in commands[1:]]
@@ -223,8 +225,8 @@ def test_workers_on_postgresql_find_what_one_finds(postgresql: str, tmp_path: Pa
     assert [worker.returncode for worker in workers] == [0, 0]
 
 
-def test_trials_are_shown_to_optuna(tmp_path: Path) -> None:
-    """Each once, however often the same command runs."""
+def test_trials_are_published_to_optuna(tmp_path: Path) -> None:
+    """Each trial is published once, also by a repeated search."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -236,8 +238,7 @@ def test_trials_are_shown_to_optuna(tmp_path: Path) -> None:
     assert summary.n_trials == 60 and summary.study_name.startswith("trees-")
 
 
-def test_past_the_deadline_nothing_is_begun(tmp_path: Path) -> None:
-    """And what there is not cannot be chosen from."""
+def test_no_unit_is_started_after_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no tree of space x was found within the budget; raise it"):
         search(evaluator(), LARGE, tmp_path / "l", deadline=time.monotonic() - 1)
 
@@ -254,8 +255,8 @@ def test_progress_is_reported(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- constraints
 
 
-def test_the_longest_round_is_a_constraint(tmp_path: Path) -> None:
-    """Nothing that may exceed it is chosen, and its bound holds for every round replayed."""
+def test_round_latency_is_a_constraint(tmp_path: Path) -> None:
+    """No candidate may exceed the limit, and no replayed round does on average."""
     free = evaluator()
     limit = free.round_ms(variant(1.0), parse_policy({"policy": "chain", "depth": 2}))
     kept = search(evaluator(Constraints(max_round_ms=limit)), LARGE, tmp_path / "l")
@@ -272,29 +273,24 @@ def test_the_longest_round_is_a_constraint(tmp_path: Path) -> None:
         assert mean_ms <= limit
 
 
-@pytest.mark.parametrize(
-    ("constraints", "said"),
-    [
-        (
-            Constraints(max_round_ms=0.01),
-            r"--max-round-ms 0\.01 excludes every tree: a round with one draft token takes",
-        ),
-        (Constraints(max_draft_mib=0.5), r"--max-draft-mib 0\.5 excludes every draft: the smallest takes 2"),
-    ],
-)
-def test_constraints_that_nothing_keeps_are_named(constraints: Constraints, said: str, tmp_path: Path) -> None:
+def test_infeasible_constraints_are_named(tmp_path: Path) -> None:
     table = cost_table()
     costs = table.drafts[0].model_copy(update={"num_parameters": 2**19, "kv_bytes_per_token": 16})
     table = table.model_copy(update={"drafts": [costs], "precision": "float32"})
-    with pytest.raises(UserError, match=said):
-        search(Evaluator([random_trace(0)], table, constraints=constraints), LARGE, tmp_path / "l")
+    messages = {
+        Constraints(max_round_ms=0.01): r"--max-round-ms 0\.01 excludes every tree: a round with one draft token takes",
+        Constraints(max_draft_mib=0.5): r"--max-draft-mib 0\.5 excludes every draft: the smallest takes 2",
+    }
+    for constraints, message in messages.items():
+        with pytest.raises(UserError, match=message):
+            search(Evaluator([random_trace(0)], table, constraints=constraints), LARGE, tmp_path / "l")
 
 
 # ------------------------------------------------------------------------------------------------------------ finalists
 
 
-def test_finalists_are_no_neighbours_of_one_winner(tmp_path: Path) -> None:
-    """The best of each subnet and policy, two of a policy at most, and none that is surely too slow."""
+def test_finalists_are_distinct(tmp_path: Path) -> None:
+    """The best of each subnet and policy, at most two of a policy, and none that is significantly slower."""
     found = evaluator()
     candidates = search(found, LARGE, tmp_path / "l")
     finalists = choose_finalists(candidates, found, 9, slack=10.0)
@@ -332,8 +328,8 @@ assert not loaded, loaded
 """
 
 
-def test_searching_over_documents_loads_no_torch(tmp_path: Path) -> None:
-    """In a process of its own, for this one has torch loaded already."""
+def test_search_over_documents_loads_no_torch(tmp_path: Path) -> None:
+    """In a new process: this one has loaded torch."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "journal")], cwd=REPOSITORY, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Processes beside a search: started when there is enough to do, ended with the stage, and with their parent."""
+"""Workers are started for enough work, and end with their stage or their parent."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.search.test_worker_pool import stay
 
 if __name__ == "__main__":
     worker_pool.MIN_REMAINING_S = 0.0
-    with worker_pool.WorkerPool(1, stay, Path(sys.argv[1])) as found:
-        found.report(0, 9), found.report(1, 9)
-        print(found.processes[0].pid, flush=True)
+    with worker_pool.WorkerPool(1, stay, Path(sys.argv[1])) as pool:
+        pool.report(0, 9), pool.report(1, 9)
+        print(pool.processes[0].pid, flush=True)
         time.sleep(60)
 """
 
@@ -41,7 +41,7 @@ def stay(rank: int, folder: Path) -> None:
 
 
 def fail(rank: int) -> None:
-    raise RuntimeError("an error of a helper")
+    raise RuntimeError("an error of a worker")
 
 
 def waited(until: Callable[[], bool], seconds: float = 30.0) -> bool:
@@ -61,7 +61,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Seconds as they are told."""
+    """A clock that the test sets."""
 
     class Clock:
         now = 0.0
@@ -69,62 +69,62 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
         def monotonic(self) -> float:
             return self.now
 
-    found = Clock()
-    monkeypatch.setattr(worker_pool, "time", found)
-    return found
+    settable = Clock()
+    monkeypatch.setattr(worker_pool, "time", settable)
+    return settable
 
 
-def test_short_work_is_done_alone(clock: Any) -> None:
-    """As far as speed tells: what was there before took no time."""
-    with WorkerPool(1, fail) as found:
+def test_short_work_starts_no_workers(clock: Any) -> None:
+    """Pieces that were pool on disk do not count towards the speed."""
+    with WorkerPool(1, fail) as pool:
         for second, done in enumerate((10, 11, 12, 13, 14)):
             clock.now = float(second)
-            found.report(done, 20)
-        assert not found.processes
-    with WorkerPool(0, fail) as found:
+            pool.report(done, 20)
+        assert not pool.processes
+    with WorkerPool(0, fail) as pool:
         for second, done in enumerate((0, 1)):
             clock.now = 100.0 * second
-            found.report(done, 20)
-        assert not found.processes, "as many as were asked for"
+            pool.report(done, 20)
+        assert not pool.processes, "no more than the number of workers"
 
 
-def test_helpers_work_and_end_with_the_block(clock: Any, tmp_path: Path) -> None:
-    with WorkerPool(2, sign, tmp_path) as found:
-        found.report(3, 99)
+def test_workers_run_the_task_and_end_with_the_block(clock: Any, tmp_path: Path) -> None:
+    with WorkerPool(2, sign, tmp_path) as pool:
+        pool.report(3, 99)
         clock.now = 1.0
-        found.report(4, 99)
-        assert len(found.processes) == 2
-        found.report(5, 99)
-        assert len(found.processes) == 2
+        pool.report(4, 99)
+        assert len(pool.processes) == 2
+        pool.report(5, 99)
+        assert len(pool.processes) == 2
         assert waited(lambda: all((tmp_path / f"{rank}").exists() for rank in (1, 2)))
     own = {(tmp_path / f"{rank}").read_text() for rank in (1, 2)}
     assert len(own) == 2 and f"{os.getpid()}" not in own
-    with WorkerPool(1, stay, tmp_path) as found:
-        found.report(0, 99)
+    with WorkerPool(1, stay, tmp_path) as pool:
+        pool.report(0, 99)
         clock.now = 2.0
-        found.report(1, 99)
-        (process,) = found.processes
+        pool.report(1, 99)
+        (process,) = pool.processes
         assert process.is_alive()
     assert not process.is_alive()
 
 
-def test_a_helper_that_fails_stops_nobody(clock: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    with WorkerPool(1, fail) as found:
-        found.report(0, 99)
+def test_failed_worker_does_not_stop_the_search(clock: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with WorkerPool(1, fail) as pool:
+        pool.report(0, 99)
         clock.now = 1.0
-        found.report(1, 99)
-        assert waited(lambda: not found.processes[0].is_alive())
-    assert "an error of a helper" in capfd.readouterr().err
+        pool.report(1, 99)
+        assert waited(lambda: not pool.processes[0].is_alive())
+    assert "an error of a worker" in capfd.readouterr().err
 
 
-def test_a_helper_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout is not None
-    helper = int(parent.stdout.readline())
-    assert waited(lambda: (tmp_path / "1").exists()) and is_alive(helper)
+    worker = int(parent.stdout.readline())
+    assert waited(lambda: (tmp_path / "1").exists()) and is_alive(worker)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert waited(lambda: not is_alive(helper))
+    assert waited(lambda: not is_alive(worker))
