@@ -209,9 +209,9 @@ from pathlib import Path
 from autotune.search import tree_search
 from autotune.study.ledger import Ledger
 from tests.search.test_tree_search import LARGE, evaluator, stage
-tree_search.NUM_SWEPT, tree_search.SWEEP_SIZE = 256, 32
+tree_search.NUM_SWEPT, tree_search.SWEEP_SIZE = 128, 32
 storage = sys.argv[1]
-found = stage(evaluator(jobs=1), LARGE, storage if "://" in storage else Path(storage), num_trials=120)
+found = stage(evaluator(jobs=1), LARGE, storage if "://" in storage else Path(storage), num_trials=100)
 print(found.num_replayed, found.fastest[0].key, found.fastest[0].ms_per_token)
 """
 
