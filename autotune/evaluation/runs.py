@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-NESTED = ("arm", "acceptance_counts", "health", "comparison")  # of a run's JSON, not columns of a table
+NESTED = ("arm", "acceptance_counts", "health")  # of a run's JSON, not columns of a table
 
 
 class Run(Document):

@@ -17,7 +17,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
 from autotune.search.evaluator import Evaluator
-from autotune.study.folder import points_of_prompts, studies_beside, study_of
+from autotune.study.folder import points_of_prompts, find_studies, find_study
 
 EAGLE3 = "eagle3"
 INDEPENDENT = "independent"
@@ -135,11 +135,11 @@ def find_search_documents(profile: DecodingProfile, source: Path, folder: Path |
         UserError: nothing was found, or a document of ``folder`` cannot be read.
     """
     if folder is None:
-        folders = studies_beside(profile, source)
+        folders = find_studies(profile, source)
     elif not folder.is_dir():
         raise UserError(f"--study {folder}: no such folder; give the study folder that autotune search named")
     else:
-        folders = [found] if (found := study_of(profile, folder)) is not None else []
+        folders = [found] if (found := find_study(profile, folder)) is not None else []
     documents = []
     for study in folders:
         for table in study.tables:

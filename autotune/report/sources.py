@@ -17,7 +17,7 @@ from autotune.files import WORKSPACE, read_lines
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.tree_search import optuna_storage
 from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
-from autotune.study.folder import load_headers, load_tables, points_of_prompts, studies_beside, study_of
+from autotune.study.folder import load_headers, load_tables, points_of_prompts, find_studies, find_study
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet
 
@@ -106,11 +106,11 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
         return _read_study(None, None, given, storage)
     profile = DecodingProfile.load(given)
     if study is None:
-        own = next((folder for folder in studies_beside(profile, given) if folder.holds_all), None)
+        own = next((folder for folder in find_studies(profile, given) if folder.is_complete), None)
         return _read_study(profile, given, own.path, storage) if own else Sources(profile=profile, profile_path=given)
     if not study.is_dir():
         raise UserError(f"--study {study}: no such folder; give the one in {WORKSPACE}/ that autotune search named")
-    if not ((own := study_of(profile, study)) and own.holds_all):
+    if not ((own := find_study(profile, study)) and own.is_complete):
         raise UserError(
             f"--study {study}: its documents belong to another target, device or workload than {given}; give that profile's "
             "own study"
@@ -184,13 +184,13 @@ def _trials(ledger: Ledger | None, study: StudyDocument | None) -> list[Any]:
     """The completed trials of TPE."""
     import optuna
 
-    if ledger is None or study is None or study.sampled is None:
+    if ledger is None or study is None or study.optuna_study is None:
         return []
     if isinstance(ledger.storage, Path) and not ledger.storage.with_suffix(".optuna").exists():
         return []
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        found = optuna.load_study(study_name=study.sampled, storage=optuna_storage(ledger.storage))
+        found = optuna.load_study(study_name=study.optuna_study, storage=optuna_storage(ledger.storage))
     except KeyError:  # the search drew no trials
         return []
     return found.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE])

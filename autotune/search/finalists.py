@@ -95,7 +95,7 @@ def measure_finalists(
                 speedup=summary.speedup,
                 ci95=summary.ci95,
                 num_runs=len(runs[name]),
-                is_standing=name in elimination.remaining,
+                is_eliminated=name not in elimination.remaining,
             )
         )
     print_finalists(results, console)
@@ -121,7 +121,7 @@ def print_finalists(finalists: Sequence[Finalist], console: Console) -> None:
             f"{finalist.speedup:.2f}x",
             f"{finalist.ci95[0]:.2f}-{finalist.ci95[1]:.2f}",
             f"{100 * finalist.prediction_error:+.1f} %",
-            f"{finalist.num_runs}" + ("" if finalist.is_standing else ", eliminated"),
+            f"{finalist.num_runs}" + (", eliminated" if finalist.is_eliminated else ""),
         ]
         for name, finalist in named.items()
     ]

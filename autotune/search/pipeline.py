@@ -25,7 +25,7 @@ from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
-from autotune.study.document import LEDGER, PROFILE, DraftEntry, StudyDocument, save_study
+from autotune.study.document import LEDGER, PROFILE, StudyDraft, StudyDocument, save_study
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import load_workload
 
@@ -122,7 +122,7 @@ class _SearchRun:
             target=self.model_pool.target_reference,
             target_shape=shape_of(self.model_pool.target),
             drafts=[
-                DraftEntry(kind=draft.kind, reference=reference, shape=shape_of(draft))
+                StudyDraft(kind=draft.kind, reference=reference, shape=shape_of(draft))
                 for id, reference in self.model_pool.references.items()
                 for draft in [self.model_pool.draft(id)]
             ],
@@ -182,7 +182,7 @@ class _SearchRun:
             f"{result.num_replayed:,} configurations replayed; plain decoding: {evaluator.ar_ms_per_token:.2f} ms/token"
         )
         assert self.study is not None
-        self.study = self.study.model_copy(update={"sampled": result.optuna_study})
+        self.study = self.study.model_copy(update={"optuna_study": result.optuna_study})
         return result
 
     def select_profile(self, evaluator: Evaluator, trees: TreeSearchResult) -> DecodingProfile:

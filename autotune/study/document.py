@@ -1,11 +1,13 @@
-"""``study.json``, which a search leaves in its study's folder as its stages end: what it was asked, which of the folder's
-documents and of the ledger's records are its own, and how its finalists did. A folder, and a ledger more so, may hold those
-of other searches: other workloads, other prices.
+"""``study.json``: what a search was asked for, which documents and ledger records it used, and how its finalists did.
+
+A study folder, and even more so a shared ledger, may hold documents and records of other searches as well: of other
+workloads or other cost tables.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -13,14 +15,14 @@ from autotune.cost.table import ModelShape
 from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.files import Document
+from autotune.files import Document, rename_keys
 
 STUDY, PROFILE, RUNS, LEDGER = "study.json", "profile.json", "runs.jsonl", "ledger.sqlite"
-"""Files of a study's folder."""
+"""Files in a study folder."""
 
 
-class DraftEntry(Document):
-    """A draft that took part, in the order in which the user named them."""
+class StudyDraft(Document):
+    """A draft that was searched."""
 
     kind: str
     reference: ModelReference
@@ -28,60 +30,70 @@ class DraftEntry(Document):
 
 
 class Finalist(Document):
-    """A configuration that ran for real on tuning prompts."""
+    """A configuration that was measured on tuning prompts."""
 
     configuration: Configuration
     predicted_speedup: float
-    """On the very prompts that it ran."""
+    """On the prompts that it was measured on."""
     speedup: float
     ci95: tuple[float, float]
     num_runs: int
-    is_standing: bool
-    """It was not surely slower than the fastest."""
+    is_eliminated: bool
+    """Whether it was significantly slower than the fastest finalist."""
 
     @property
     def prediction_error(self) -> float:
-        """Predicted over measured speedup, minus 1. Not of times: a machine that has become slower since its cost table was
-        measured is slower with and without a draft.
+        """Predicted over measured speedup, minus 1.
+
+        Speedups are compared, not times: if the machine is slower than when its cost table was measured, it is slower
+        with and without a draft.
         """
         return self.predicted_speedup / self.speedup - 1
 
 
-class StudyDocument(Document, kind="study", made_by="autotune search"):
-    """What a search used and made."""
+def _rename_keys(content: dict[str, Any]) -> None:
+    """Migrate from version 1."""
+    rename_keys(content, {"sampled": "optuna_study"})
+    for finalist in content.get("finalists", []):
+        finalist["is_eliminated"] = not finalist.pop("is_standing")
+
+
+class StudyDocument(Document, kind="study", version=2, made_by="autotune search", migrations={1: _rename_keys}):
+    """What a search used and what it produced."""
 
     provenance: Provenance
     command: str
-    """That repeats it."""
+    """Command line that repeats the search."""
     target: ModelReference
     target_shape: ModelShape
-    drafts: list[DraftEntry]
+    drafts: list[StudyDraft]
+    """In the order of the command line."""
     hardware: Fingerprint
     workload: str
-    """As the user named it."""
+    """``--workload``."""
     tune_sha256: str
     space: str
     cost_table: str
-    """``CostTable.content_hash``: its file is in the folder."""
+    """``CostTable.content`` of the table in the folder that was used."""
     records: dict[str, list[str]] = Field(default_factory=dict)
-    """Keys in the ledger, by stage, of the stages that have ended."""
-    sampled: str | None = None
-    """Name of the Optuna study that shows TPE's trials; None before there are trees."""
+    """Keys of ledger records by stage, for the stages that have ended."""
+    optuna_study: str | None = None
+    """Name of the Optuna study with TPE's trials; None before the tree stage has ended."""
     finalists: list[Finalist] = Field(default_factory=list)
     stage_seconds: dict[str, float] = Field(default_factory=dict)
-    """How long this run of the search took; what it found done took no time."""
+    """Duration of each stage in the latest run of the search, in which finished work is not repeated."""
 
 
 def save_study(folder: Path, study: StudyDocument) -> None:
-    """Write it into the study's folder."""
+    """Write ``study.json``."""
     study.save(folder / STUDY)
 
 
 def load_study(folder: Path) -> StudyDocument | None:
-    """That of a study's folder; None where its search did not come so far.
+    """Read ``study.json``; None if the search has not written it yet.
 
     Raises:
-        UserError: it is there, and cannot be read.
+        UserError: the file cannot be read.
     """
     path = folder / STUDY
     return StudyDocument.load(path) if path.exists() else None

@@ -1,4 +1,4 @@
-"""Folders of studies, found again from the profile that a search wrote: what of their documents speaks of it."""
+"""Study folders, and the documents in them that belong to a decoding profile."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from autotune.trees.tree import Ints
 
 @dataclass(frozen=True)
 class StudyFolder:
-    """Of a folder, the documents of a profile's target, device, precision, drafts and tuning prompts; the newest tables
-    first, the newest traces last.
-    """
+    """Documents in a folder that have a profile's target, device, precision, drafts and tuning prompts."""
 
     path: Path
     tables: list[CostTable]
+    """Newest first."""
     headers: dict[Path, TraceHeader]
-    """Of traces, by file."""
-    holds_all: bool
-    """Every draft of the profile was recorded: these may be the documents of its own search."""
+    """Of the traces, by file, newest last."""
+    is_complete: bool
+    """Whether all drafts of the profile have traces, so that this may be the folder of its own search."""
 
 
-def study_of(profile: DecodingProfile, folder: Path) -> StudyFolder | None:
-    """What a folder holds of a profile; None: no cost table, or no traces.
+def find_study(profile: DecodingProfile, folder: Path) -> StudyFolder | None:
+    """The documents in a folder that belong to a profile; None without a cost table or without traces.
 
     Raises:
-        UserError: one of its documents cannot be read.
+        UserError: a document cannot be read.
     """
     tables = [
         table
@@ -58,35 +57,35 @@ def study_of(profile: DecodingProfile, folder: Path) -> StudyFolder | None:
     return StudyFolder(folder, tables, headers, weights.keys() <= recorded) if headers else None
 
 
-def studies_beside(profile: DecodingProfile, source: Path) -> list[StudyFolder]:
-    """Those in ``.autotune`` beside the profile and here, the newest first; studies that cannot be read, older ones say,
-    are passed over.
+def find_studies(profile: DecodingProfile, source: Path) -> list[StudyFolder]:
+    """Studies of a profile in ``.autotune`` beside its file and in the working directory, newest first.
+
+    Folders with documents that cannot be read are skipped.
     """
     roots = [source.parent / WORKSPACE, WORKSPACE]
-    beside = {path.resolve(): path for root in roots if root.is_dir() for path in root.iterdir() if path.is_dir()}
+    folders = {path.resolve(): path for root in roots if root.is_dir() for path in root.iterdir() if path.is_dir()}
     found = []
-    for path in sorted(beside.values(), key=lambda path: (-path.stat().st_mtime, path.name)):
+    for path in sorted(folders.values(), key=lambda path: (-path.stat().st_mtime, path.name)):
         with suppress(UserError):
-            found.append(study_of(profile, path))
+            found.append(find_study(profile, path))
     return [study for study in found if study is not None]
 
 
 def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:
-    """Number of the operating point that decodes each tuning prompt greedily, [prompts]."""
+    """Index of the operating point that decodes each tuning prompt greedily, [prompts]."""
     conditions = [point.when for point in profile.points]
     prompts = zip(trace.prompt_length.tolist(), trace.header.tasks, strict=True)
     return np.array([first_match(conditions, temperature=0.0, prompt_tokens=n, workload=task) for n, task in prompts])
 
 
 def load_tables(folder: Path) -> list[CostTable]:
-    """Of a study, the newest first."""
+    """Cost tables in a study folder, newest first."""
     return [CostTable.load(path) for path in reversed(_by_age(folder, "*.cost.json"))]
 
 
 def load_headers(folder: Path) -> dict[Path, TraceHeader]:
-    """Of a study's traces, the newest last."""
-    paths = _by_age(folder, "traces/*/*.trace.json")
-    return {path: TraceHeader.load(path) for path in paths}
+    """Headers of the traces in a study folder by file, newest last."""
+    return {path: TraceHeader.load(path) for path in _by_age(folder, "traces/*/*.trace.json")}
 
 
 def _by_age(folder: Path, pattern: str) -> list[Path]:

@@ -1,8 +1,8 @@
-"""The ledger of a study: records under content hashes, each made once, by whichever worker claims it first.
+"""The ledger of a study: records under content hashes, each computed once by the worker that claims it first.
 
-A record is there as a whole or not at all. A worker that is killed leaves at most a claim, which lapses: what it had
-begun is done anew, what it had finished never is. Any number of processes share a ledger; hosts share one in a database
-that they all reach.
+Records are written atomically, so work is crash-safe: a worker that is killed leaves at most a claim that lapses, after
+which another worker computes that record. Any number of processes can share a ledger; several hosts share it through a
+database.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import sqlalchemy as sql
 
 from autotune.errors import UserError
@@ -25,18 +26,18 @@ from autotune.study.storage import NOW, storage_url
 
 Record = dict[str, Any]
 Report = Callable[[int, int], None]
-"""Called as report(done, of)."""
+"""Called with the number of finished units and the number of all units."""
 
-LEASE_S = 60.0  # a claim lapses so long after its worker was last heard of
+LEASE_S = 60.0  # a claim that is not renewed lapses after this time
 POLL_S = 0.2
 
 
 class Ledger:
-    """Records of one study, in a SQLite file or a database."""
+    """Records in a SQLite file or a database."""
 
     def __init__(self, storage: str | Path, *, lease_s: float = LEASE_S) -> None:
         """Raises:
-        UserError: the storage does not answer, or its driver is missing.
+        UserError: the storage does not answer, or its driver is not installed.
         """
         self.storage = storage
         self.lease_s = lease_s
@@ -56,7 +57,7 @@ class Ledger:
             wait = {"timeout": 60} if url.startswith("sqlite") else {"connect_timeout": 10}
             self._engine = sql.create_engine(url, connect_args=wait, pool_pre_ping=True)
             self._now: sql.ColumnElement[float] = sql.literal_column(NOW[self._engine.dialect.name])
-            # Two workers that begin at the same moment both find no table, and one of them fails to make it.
+            # Of two workers that start at the same time and find no table, one fails to create it.
             with contextlib.suppress(sql.exc.SQLAlchemyError), self._engine.begin() as connection:
                 self._table.create(connection, checkfirst=True)
             self.missing([""])
@@ -67,31 +68,29 @@ class Ledger:
 
     @property
     def used_keys(self) -> dict[str, list[str]]:
-        """Of the records that this worker's calls of ``work`` returned, by stage."""
+        """Keys of the records that this worker's calls of ``work`` returned, by stage."""
         return {stage: list(keys) for stage, keys in self._used.items()}
 
     def records(self, keys: list[str]) -> dict[str, Record]:
-        """Those of the records that were made, in the order of ``keys``."""
-        table = self._table
-        found: dict[str, str] = {}
-        with self._engine.connect() as connection:
-            for begin in range(0, len(keys), 500):
-                chosen = table.c.key.in_(keys[begin : begin + 500]) & table.c.record.is_not(None)
-                found.update(connection.execute(sql.select(table.c.key, table.c.record).where(chosen)).tuples().all())
+        """The finished records of these keys, in their order."""
+        found = dict(self._finished(keys, self._table.c.key, self._table.c.record))
         return {key: json.loads(found[key]) for key in keys if key in found}
 
     def missing(self, keys: list[str]) -> list[str]:
-        """Those of ``keys`` that have no record."""
+        """The keys without a finished record."""
+        finished = {key for (key,) in self._finished(keys, self._table.c.key)}
+        return [key for key in keys if key not in finished]
+
+    def _finished(self, keys: list[str], *columns: sql.Column[Any]) -> Iterator[Any]:
+        """Rows of the finished records, 500 keys to a query."""
         table = self._table
-        made: set[str] = set()
         with self._engine.connect() as connection:
-            for begin in range(0, len(keys), 500):
-                chosen = table.c.key.in_(keys[begin : begin + 500]) & table.c.record.is_not(None)
-                made.update(connection.execute(sql.select(table.c.key).where(chosen)).scalars())
-        return [key for key in keys if key not in made]
+            for start in range(0, len(keys), 500):
+                chosen = table.c.key.in_(keys[start : start + 500]) & table.c.record.is_not(None)
+                yield from connection.execute(sql.select(*columns).where(chosen))
 
     def claim(self, key: str, stage: str) -> bool:
-        """Whether this worker is now the one to make a record: nobody has made it, and nobody alive is at it."""
+        """Try to claim a record for this worker; fails if it is finished, or claimed by another live worker."""
         from sqlalchemy.dialects import postgresql, sqlite
 
         table = self._table
@@ -109,7 +108,7 @@ class Ledger:
             return connection.execute(statement.returning(table.c.key)).first() is not None
 
     def put(self, key: str, record: Record) -> None:
-        """Write a record that this worker has claimed. The first one counts."""
+        """Write a record that this worker has claimed. A finished record is never replaced."""
         table = self._table
         text = json.dumps(record, allow_nan=False)
         with self._engine.begin() as connection:
@@ -117,7 +116,7 @@ class Ledger:
             connection.execute(table.update().where(chosen).values(record=text, owner=self.owner))
 
     def release(self, key: str) -> None:
-        """Give up a claim."""
+        """Give up a claim, so that other workers can take it."""
         table = self._table
         with self._engine.begin() as connection:
             chosen = (table.c.key == key) & table.c.record.is_(None) & (table.c.owner == self.owner)
@@ -131,8 +130,9 @@ class Ledger:
         deadline: float | None = None,
         report: Report | None = None,
     ) -> dict[str, Record]:
-        """Make what is missing of ``units`` together with all other workers of the study, and return the records, in the
-        order of ``units``: all of them, unless the deadline (of ``time.monotonic``) has passed.
+        """Compute the missing records of ``units``, shared with all other workers of the ledger.
+
+        Returns the records in the order of ``units``: all of them, unless the deadline (of ``time.monotonic``) has passed.
         """
         keys = list(units)
         while len(waiting := self.missing(keys)) > 0:
@@ -141,7 +141,7 @@ class Ledger:
             if deadline is not None and time.monotonic() > deadline:
                 break
             mine = next((key for key in waiting if self.claim(key, stage)), None)
-            if mine is None:  # others are at the rest
+            if mine is None:  # other workers have claimed the rest
                 time.sleep(POLL_S)
                 continue
             with self._held(mine):
@@ -154,40 +154,32 @@ class Ledger:
 
     @contextlib.contextmanager
     def _held(self, key: str) -> Iterator[None]:
-        """The claim is renewed until the block ends, and given up if it fails."""
-        over = threading.Event()
+        """Renew a claim until the block ends, and release it if the block raises."""
+        ended = threading.Event()
         table = self._table
 
         def renew() -> None:
-            while not over.wait(self.lease_s / 3):
+            while not ended.wait(self.lease_s / 3):
                 with contextlib.suppress(sql.exc.SQLAlchemyError), self._engine.begin() as connection:
                     chosen = (table.c.key == key) & (table.c.owner == self.owner)
                     connection.execute(table.update().where(chosen).values(lapses=self._now + self.lease_s))
 
-        renewing = threading.Thread(target=renew, daemon=True)
-        renewing.start()
+        renewer = threading.Thread(target=renew, daemon=True)
+        renewer.start()
         try:
             yield
         except BaseException:
             self.release(key)
             raise
         finally:
-            over.set()
-            renewing.join()
+            ended.set()
+            renewer.join()
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether a worker of this host is no more: its claims need not lapse."""
+    """Whether a worker of this host has ended, so that its claims are free before they lapse."""
     host, pid, _ = owner.rsplit(":", 2)
-    if host != socket.gethostname():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    return host == socket.gethostname() and not psutil.pid_exists(int(pid))
 
 
 def _first_line(error: Exception) -> str:

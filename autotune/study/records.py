@@ -1,4 +1,4 @@
-"""What screening says of a subnet: a record of the ledger."""
+"""Ledger records of the subnet stage."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from autotune.files import Document
 
 
 class ScreenedSubnet(Document):
-    """A subnet, and its best chain."""
+    """A subnet with its best chain. Speeds are predicted from trace and cost table."""
 
     draft: str
     subnet: Subnet
     depth: int
     tokens_per_round: float
     ms_per_token: float
-    """Predicted."""
     speedup: float
-    """Over plain decoding, predicted by the same table."""
+    """Over plain decoding."""
     measured_speedup: float | None = None
-    """Of real runs with the same chain, where they were asked for."""
+    """Of real runs with the same chain; None where none were requested."""
 
     @property
     def variant(self) -> DraftVariant:
@@ -27,5 +26,5 @@ class ScreenedSubnet(Document):
 
     @property
     def rank(self) -> tuple[float, float, str]:
-        """The best first; of equal ones the smaller."""
+        """Sort key: the fastest first, the smaller of equally fast subnets."""
         return -(self.measured_speedup or self.speedup), sum(self.subnet.head_shares), self.subnet.name

@@ -33,7 +33,7 @@ from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
-from autotune.study.document import LEDGER, PROFILE, RUNS, DraftEntry, Finalist, StudyDocument, save_study
+from autotune.study.document import LEDGER, PROFILE, RUNS, StudyDraft, Finalist, StudyDocument, save_study
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet
 from autotune.trees.policy import parse_policy
@@ -117,22 +117,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         speedup=1.8,
         ci95=(1.7, 1.9),
         num_runs=8,
-        is_standing=True,
+        is_eliminated=False,
     )
     study = StudyDocument(
         provenance=PROVENANCE,
         command="autotune search --draft '<evil>'",
         target=TARGET,
         target_shape=SHAPE,
-        drafts=[DraftEntry(kind="independent", reference=EVIL, shape=SHAPE)],
+        drafts=[StudyDraft(kind="independent", reference=EVIL, shape=SHAPE)],
         hardware=DEVICE,
         workload=workload.name,
         tune_sha256=workload.sha256,
         space=space.name,
         cost_table=table.content_hash,
         records=ledger.used_keys,
-        sampled=found.optuna_study,
-        finalists=[finalist, finalist.model_copy(update={"is_standing": False, "speedup": 1.4, "ci95": (1.2, 1.6)})],
+        optuna_study=found.optuna_study,
+        finalists=[finalist, finalist.model_copy(update={"is_eliminated": True, "speedup": 1.4, "ci95": (1.2, 1.6)})],
         stage_seconds={"cost table": 12.0, "trees": 3.0},
     )
     save_study(folder, study)

@@ -1,0 +1,72 @@
+"""Studies as pandas data frames."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autotune.documents.configuration import Configuration
+from autotune.errors import UserError
+from autotune.evaluation.runs import runs_dataframe
+from autotune.files import read_lines
+from autotune.study.document import LEDGER, RUNS, STUDY, load_study
+from autotune.study.ledger import Ledger
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+class Study:
+    """A search's results as data frames: ``Study(".autotune/NAME").trials_dataframe()``.
+
+    Args:
+        folder: the study folder.
+        storage: the database of the ledger, if workers shared one.
+
+    Raises:
+        UserError: the folder holds no study, or the storage does not answer.
+    """
+
+    def __init__(self, folder: Path | str, *, storage: str | None = None) -> None:
+        self.folder = Path(folder)
+        document = load_study(self.folder)
+        if document is None:
+            raise UserError(f"{folder}: no {STUDY}; give a folder that autotune search has written")
+        self.document = document
+        self.ledger = Ledger(storage or self.folder / LEDGER)
+
+    def trials_dataframe(self) -> DataFrame:
+        """A row for every replayed configuration in the ledger, the fastest first.
+
+        Columns: key, draft, subnet, policy, hyperparameters (NaN where a policy has no such hyperparameter), and the
+        predicted ``speedup``, ``ms_per_token``, ``tokens_per_round`` and ``nodes_per_round``. Each work unit of the search
+        keeps its fastest configurations only.
+        """
+        import pandas as pd
+
+        rows = {}
+        for record in self.ledger.records(self.document.records.get("trees", [])).values():
+            for trial in record.get("fastest", ()):
+                configuration = Configuration.model_validate(trial["configuration"], strict=False)
+                tree = {name: json.dumps(v) if isinstance(v, list) else v for name, v in configuration.tree.items()}
+                rows[configuration.key] = {
+                    "key": configuration.key,
+                    "draft": configuration.draft,
+                    "subnet": configuration.subnet.label,
+                    **{name: value for name, value in trial.items() if name != "configuration"},
+                    **tree,
+                }
+        frame = pd.DataFrame(list(rows.values()))
+        return frame if frame.empty else frame.sort_values(["ms_per_token", "key"], ignore_index=True)
+
+    def runs_dataframe(self) -> DataFrame:
+        """A row for every real run of the study, as in ``evaluation.runs.runs_dataframe``.
+
+        ``arm`` is the key of a configuration (as in ``trials_dataframe``) or the name of another arm. Runs of one
+        ``comparison`` are interleaved; only these may be compared.
+        """
+        runs: dict[str, list[dict[str, object]]] = {}
+        for line in read_lines(self.folder / RUNS):
+            runs.setdefault(str(line["arm"]), []).append(line)
+        return runs_dataframe(runs)
