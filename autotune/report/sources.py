@@ -17,7 +17,7 @@ from autotune.files import WORKSPACE, read_lines
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.tree_search import optuna_storage
 from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
-from autotune.study.folder import load_headers, load_tables, points_of_prompts, find_studies, find_study
+from autotune.study.folder import find_studies, find_study, load_headers, load_tables, points_of_prompts
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet
 

@@ -25,7 +25,7 @@ from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
-from autotune.study.document import LEDGER, PROFILE, StudyDraft, StudyDocument, save_study
+from autotune.study.document import LEDGER, PROFILE, StudyDocument, StudyDraft, save_study
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import load_workload
 

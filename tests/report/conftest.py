@@ -33,7 +33,7 @@ from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
-from autotune.study.document import LEDGER, PROFILE, RUNS, StudyDraft, Finalist, StudyDocument, save_study
+from autotune.study.document import LEDGER, PROFILE, RUNS, Finalist, StudyDocument, StudyDraft, save_study
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet
 from autotune.trees.policy import parse_policy
