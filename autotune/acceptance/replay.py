@@ -106,7 +106,7 @@ def replay(
         trace.draft_prompt_length,
         prices.decode_ms,
         prices.draft_first_ms,
-        prices.draft_ms,
+        prices.draft_level_ms,
         prices.verify_ms,
         prices.kv_step,
         trace.header.rereads_accepted,

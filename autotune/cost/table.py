@@ -306,7 +306,7 @@ class CostTable(
         return DensePrices(
             decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],
             draft_first_ms=np.concatenate([free, costs.draft_first.latency_ms(tokens, lengths)]),
-            draft_ms=np.concatenate([free, costs.draft_level.latency_ms(tokens, lengths)]),
+            draft_level_ms=np.concatenate([free, costs.draft_level.latency_ms(tokens, lengths)]),
             verify_ms=np.concatenate([free, self.verify.latency_ms(tokens, lengths)]),
             kv_step=KV_STEP,
             overhead_round_ms=costs.overhead.round_ms,
@@ -322,7 +322,7 @@ class DensePrices:
 
     decode_ms: Floats
     draft_first_ms: Floats
-    draft_ms: Floats
+    draft_level_ms: Floats
     verify_ms: Floats
     kv_step: int
     overhead_round_ms: float

@@ -88,7 +88,9 @@ class EngineReplay:
         result = replay(self.trace, tree, prices)
         # An engine drafts the levels that our trees skip too; they are priced at the middle of each answer.
         middle = (self.trace.draft_prompt_length + result.tokens // 2) // prices.kv_step
-        level_ms = prices.draft_ms[-1, np.minimum(middle, prices.draft_ms.shape[1] - 1)] + prices.overhead_level_ms
+        level_ms = (
+            prices.draft_level_ms[-1, np.minimum(middle, prices.draft_level_ms.shape[1] - 1)] + prices.overhead_level_ms
+        )
         skipped_ms = level_ms * (result.rounds * tree.max_depth - result.draft_forwards)
         per_prompt = (result.decode_ms + skipped_ms, plain_decode_ms(self.trace, prices), result.tokens, result.rounds)
         ms, plain_ms, tokens, rounds = (float(values[self._prompts].sum()) for values in per_prompt)
@@ -147,7 +149,7 @@ def _fixed_shape_prices(prices: DensePrices, tree: EngineTree, batch: int) -> De
         prices,
         decode_ms=prices.decode_ms if batch == 1 else prices.verify_ms[batch],
         draft_first_ms=np.ascontiguousarray(prices.draft_first_ms[::batch][: size + 1]),
-        draft_ms=fixed(prices.draft_ms, width * batch, rows=width),
+        draft_level_ms=fixed(prices.draft_level_ms, width * batch, rows=width),
         verify_ms=fixed(prices.verify_ms, size * batch, rows=size),
         draft_prefill=prefill.model_copy(
             update={name: batch * getattr(prefill, name) for name in ("intercept_ms", "per_token_ms", "image_ms")}

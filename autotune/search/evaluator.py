@@ -95,7 +95,7 @@ class Constraints:
 def largest_round_ms(prices: DensePrices, policy: Policy) -> float:
     """Latency of the largest round that a policy can make, at the longest KV length that is priced."""
     levels = policy.max_depth
-    level_ms = prices.draft_ms[min(policy.max_width, len(prices.draft_ms) - 1), -1]
+    level_ms = prices.draft_level_ms[min(policy.max_width, len(prices.draft_level_ms) - 1), -1]
     draft_ms = prices.draft_first_ms[1, -1] + (levels - 1) * level_ms
     overhead_ms = (
         prices.overhead_round_ms + levels * prices.overhead_level_ms + policy.max_nodes * prices.overhead_node_ms

@@ -62,9 +62,9 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
         assert table.estimated and table.device.name == name and load_limits(name).source
         assert table.dump()
         prices = table.prices(DRAFT, max_tokens=65, max_kv_length=4096)
-        for ms in (prices.verify_ms, prices.draft_ms):
+        for ms in (prices.verify_ms, prices.draft_level_ms):
             assert (np.diff(ms[1:], axis=0) >= 0).all() and (np.diff(ms[1:], axis=1) >= 0).all(), name
-        assert (prices.draft_ms[1:] < prices.verify_ms[1:]).all(), name
+        assert (prices.draft_level_ms[1:] < prices.verify_ms[1:]).all(), name
 
 
 def test_estimate_has_the_given_subnet() -> None:

@@ -83,14 +83,14 @@ def test_prices_by_hand() -> None:
     table = cost_table()
     prices = table.prices(DRAFT, max_tokens=10, max_kv_length=100)
     num_bins = 100 // KV_STEP + 2  # the last one begins at 112
-    for ms in (prices.draft_first_ms, prices.draft_ms, prices.verify_ms):
+    for ms in (prices.draft_first_ms, prices.draft_level_ms, prices.verify_ms):
         assert ms.shape == (11, num_bins)
     assert prices.decode_ms.shape == (num_bins,)
     assert prices.kv_step == KV_STEP == 16
-    assert not prices.draft_ms[0].any() and not prices.verify_ms[0].any()
+    assert not prices.draft_level_ms[0].any() and not prices.verify_ms[0].any()
     # KV lengths 32 to 47 are priced at 40.
     assert prices.verify_ms[5, 2] == pytest.approx(1.0 + 0.02 * 5 + 0.001 * 40)
-    assert prices.draft_ms[10, 2] == pytest.approx(0.2 + 0.01 * 10 + 0.0001 * 40)
+    assert prices.draft_level_ms[10, 2] == pytest.approx(0.2 + 0.01 * 10 + 0.0001 * 40)
     assert prices.draft_first_ms[10, 2] == pytest.approx(0.3 + 0.01 * 10 + 0.0001 * 40)
     assert prices.decode_ms[2] == pytest.approx(1.0 + 0.001 * 40)
     assert (prices.overhead_round_ms, prices.overhead_level_ms, prices.overhead_node_ms) == (0.05, 0.01, 0.0)
@@ -102,7 +102,7 @@ def test_prices_of_padded_inputs() -> None:
     rounded, exact = (t.prices(DRAFT, max_tokens=8, max_kv_length=200) for t in (table, cost_table()))
     for n in range(1, 9):
         size = 3 if n <= 3 else 8
-        for prices in ("draft_first_ms", "draft_ms", "verify_ms"):
+        for prices in ("draft_first_ms", "draft_level_ms", "verify_ms"):
             assert getattr(rounded, prices)[n].tolist() == getattr(exact, prices)[size].tolist()
     assert rounded.decode_ms.tolist() == exact.decode_ms.tolist(), "plain steps are not padded"
     assert (rounded.verify_ms[1] > exact.verify_ms[1]).all()
