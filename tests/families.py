@@ -1,8 +1,8 @@
-"""Every model family that must decode exactly: tiny random models of real classes, with the family's real processor.
+"""Every model family that must decode exactly: tiny random models of the real classes with the family's real processor.
 
 A contract test runs over ``FAMILIES``: it saves a target and a draft (``save``), loads them as users do (``load``,
-``load_processor``) and decodes random prompts (``random_inputs``, ``random_batch``). The weights are random, but scaled
-as in ``conftest.sharpen`` and for its reasons: peaked distributions, long varied outputs, a draft that often agrees.
+``load_processor``) and decodes random prompts (``random_inputs``, ``random_batch``). The random weights are scaled as in
+``tiny_models.sharpen``, for peaked distributions, long varied outputs and a draft that often agrees.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from transformers.video_utils import make_batched_metadata
 
 from tests.tiny_models import DRAFT_LAYERS, TARGET_LAYERS, copy_common_weights
 
-WINDOW = 12  # positions: far less than most prompts, so that a cache which forgets or keeps too much shows
+WINDOW = 12  # tokens; shorter than most prompts, so that a cache that drops or keeps too much shows
 IMAGE_SIDES = (10, 80)  # pixels, smallest and largest side of a random image: narrow, wide, small and large ones
-TEXT_LENGTHS = (3, 60)  # tokens of text in a random prompt, visual tokens not counted
+TEXT_LENGTHS = (3, 60)  # tokens of text in a random prompt, without visual tokens
 NUM_IMAGES = (1, 3)
 NUM_FRAMES = (2, 5)  # an odd number is padded to whole temporal patches
 
@@ -63,7 +63,7 @@ CORPUS = (
 @cache
 def _trained() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    # Digits apart, as in Qwen's tokenizers: AutoTokenizer makes one of theirs of what a Qwen2 folder holds.
+    # Digits are split as in Qwen's tokenizers, because AutoTokenizer loads a Qwen2 folder as one of them.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
@@ -84,7 +84,7 @@ def token_id(token: str) -> int:
 
 
 def new_tokenizer(**named: str) -> PreTrainedTokenizerFast:
-    """A copy, as processors add to theirs. ``named``: attributes by which a processor asks for its special tokens."""
+    """A copy, because processors add tokens. ``named``: attributes under which a processor finds its special tokens."""
     return PreTrainedTokenizerFast(
         tokenizer_object=_trained(),
         pad_token=PAD,
@@ -101,8 +101,8 @@ def new_tokenizer(**named: str) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class VideoFrames:
-    """What a Qwen-VL or LLaVA-OneVision video processor, which needs torchvision, makes of small videos: all frames,
-    scaled and normalised like the family's images. ``test_families.py`` compares the two where torchvision is there.
+    """Replaces the video processors of Qwen-VL and LLaVA-OneVision, which need torchvision: all frames, scaled and
+    normalized like the family's images. ``test_families.py`` compares the two if torchvision is installed.
     """
 
     images: Any  # the family's image processor
@@ -136,7 +136,7 @@ class VideoFrames:
         return normalised.astype(np.float32).transpose(2, 0, 1)
 
     def _patches(self, frames: np.ndarray) -> tuple[Tensor, tuple[int, int, int]]:
-        """Patches [time x rows x columns, pixels], those that will be merged side by side; and their grid."""
+        """Patches [time x rows x columns, pixels], ordered so that merged ones are adjacent, and their grid."""
         time, patch, merge = self.images.temporal_patch_size, self.images.patch_size, self.images.merge_size
         frames = np.concatenate([frames, *[frames[-1:]] * (-len(frames) % time)])
         grid = (len(frames) // time, frames.shape[2] // patch, frames.shape[3] // patch)
@@ -147,7 +147,7 @@ class VideoFrames:
 
 
 class _WithoutTorchvision:
-    """A processor whose video processor is ``VideoFrames``, as it cannot have its own without torchvision."""
+    """A processor whose video processor is ``VideoFrames``."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -159,13 +159,13 @@ class _WithoutTorchvision:
 
 
 def _without_torchvision(processor: type) -> Any:
-    """The class under its own name, so that the saved files are those of the real one."""
+    """A subclass with the same name, so that the saved files are those of the real class."""
     return type(processor.__name__, (_WithoutTorchvision, processor), {})
 
 
 @cache
 def _pixtral_processor() -> Any:
-    """The class is hidden without torchvision, though it only imports a function that its PIL sibling has as well."""
+    """The class is not importable without torchvision, although it needs only a function that its PIL version has too."""
     package = "transformers.models.pixtral"
     pil = importlib.import_module(f"{package}.image_processing_pil_pixtral")
     hidden = f"{package}.image_processing_pixtral"
@@ -182,7 +182,7 @@ def _pixtral_processor() -> Any:
 
 @cache
 def _smolvlm_processor() -> Any:
-    """Without its video prompts, which alone need num2words; it insists on that and on a video processor."""
+    """Makes num2words, which only video prompts need, and the video processor optional."""
     module = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
     module.num2words = module.num2words or str
 
@@ -288,7 +288,7 @@ def _gemma3_processor() -> Any:
 
 
 def _text(num_layers: int, **options: Any) -> dict[str, Any]:
-    """What all text configs share: four queries, two keys and values per layer."""
+    """Options of all text configs: four query heads and two key-value heads."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     special = {"pad_token_id": token_id(PAD), "bos_token_id": token_id(BOS), "eos_token_id": token_id(EOS)}
     common = {"num_hidden_layers": num_layers, "vocab_size": VOCABULARY_SIZE, "max_position_embeddings": 4096}
@@ -296,7 +296,7 @@ def _text(num_layers: int, **options: Any) -> dict[str, Any]:
 
 
 def _alternating(num_layers: int) -> list[str]:
-    """Layer types; a draft of two layers has both as well."""
+    """Layer types; a draft of two layers has both."""
     return [("sliding_attention", "full_attention")[index % 2] for index in range(num_layers)]
 
 
@@ -381,7 +381,7 @@ def _onevision(num_layers: int) -> PreTrainedModel:
 
 
 def _qwen_vl(model: Any, config: Any, text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool) -> Any:
-    """``mrope_section``: how many of half a head's dimensions rotate with time, row and column."""
+    """A model of the Qwen-VL family."""
     return model(
         config(
             text_config={**text, "tie_word_embeddings": tied},
@@ -492,8 +492,8 @@ def _gemma3(num_layers: int) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Family:
-    """``model``: random weights with that many text layers. ``placeholders``: what stands for an image or a video in a
-    prompt. ``processor_class``: whose ``from_pretrained`` loads the processor.
+    """``model``: makes random weights with that many text layers. ``placeholders``: text for an image or a video in a
+    prompt. ``processor_class``: class whose ``from_pretrained`` loads the processor.
     """
 
     name: str
@@ -564,20 +564,20 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 # -------------------------------------------------------------------------------------------------------------- weights
 
-EMBEDDING = 0.7  # deviation of a token's embedding as the first layer sees it, and of a visual feature
-LOGITS = 4.0  # deviation of the logits: a best token of 10 to 90 %
+EMBEDDING = 0.7  # standard deviation of embeddings at the first layer's input, and of visual features
+LOGITS = 4.0  # standard deviation of the logits: best tokens have 10 to 90 %
 PROJECTIONS = (
     "multi_modal_projector.linear_2.weight",
     "multi_modal_projector.mm_input_projection_weight",
     "modality_projection.proj.weight",
     "merger.mlp.2.weight",
     "merger.linear_fc2.weight",
-)  # what makes the visual features, by the end of its name
+)  # suffixes of the weights that produce the visual features
 
 
 @torch.no_grad()
 def sharpen(model: PreTrainedModel, image_inputs: Inputs | None) -> None:
-    """``conftest.sharpen`` for every family: weights of twice the size that keeps a signal's size, decisive first
+    """``tiny_models.sharpen`` for every family: weights of twice the size that keeps a signal's size, decisive first
     layers, late layers that add little, logits of deviation 4, and visual features as large as embeddings.
     """
     for name, weight in model.named_parameters():
@@ -589,9 +589,9 @@ def sharpen(model: PreTrainedModel, image_inputs: Inputs | None) -> None:
     text = model.get_decoder()
     for index, layer in enumerate(text.layers):
         if hasattr(layer.self_attn, "q_norm"):
-            layer.self_attn.q_norm.weight += 3.0  # scores of deviation 4, as they are without this norm
+            layer.self_attn.q_norm.weight += 3.0  # attention scores of standard deviation 4, as without this norm
         gain = 1.0 if index < DRAFT_LAYERS else 0.3
-        if hasattr(layer, "post_feedforward_layernorm"):  # Gemma normalises what a layer adds
+        if hasattr(layer, "post_feedforward_layernorm"):  # Gemma normalizes the output of each sublayer
             for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
                 norm.weight += 4.0 * gain - 1.0
             continue
@@ -602,11 +602,11 @@ def sharpen(model: PreTrainedModel, image_inputs: Inputs | None) -> None:
     width = embeddings.weight.shape[1]
     embeddings.weight.normal_(0.0, EMBEDDING / getattr(embeddings, "scalar_embed_scale", 1.0))
     if head.weight is embeddings.weight:
-        # Added to the norm's gain, so that it does not matter that Gemma's gain is 1 + weight.
+        # Added, because Gemma's gain is 1 + weight.
         text.norm.weight += LOGITS / (embeddings.weight.std() * width**0.5) - 1.0
     else:
         head.weight.normal_(0.0, LOGITS / width**0.5)
-    # As in trained models, tokens that only a processor writes are hardly ever the answer.
+    # As in trained models, tokens that only a processor inserts are hardly ever generated.
     head.weight[[token_id(PAD), token_id(BOS), *map(token_id, VISUAL_TOKENS)]] *= 0.3
     if image_inputs is not None:
         gain = EMBEDDING / visual_features(model, image_inputs).std()
@@ -616,7 +616,7 @@ def sharpen(model: PreTrainedModel, image_inputs: Inputs | None) -> None:
 
 
 def visual_features(model: PreTrainedModel, inputs: Inputs) -> Tensor:
-    """The text model's inputs at the image's tokens, [tokens, hidden]."""
+    """The text model's inputs for image tokens, [tokens, hidden]."""
     seen: list[Tensor] = []
     hook = model.get_decoder().register_forward_pre_hook(
         lambda module, arguments, options: seen.append(options["inputs_embeds"]), with_kwargs=True
@@ -627,8 +627,8 @@ def visual_features(model: PreTrainedModel, inputs: Inputs) -> Tensor:
 
 
 def save(family: Family, folder: Path) -> None:
-    """``folder/target`` and ``folder/draft``, which is the target without its late layers; a processor in both."""
-    seed = zlib.crc32(family.name.encode())  # one seed would make families alike
+    """Save ``folder/target`` and ``folder/draft``, the target without its last layers, each with a processor."""
+    seed = zlib.crc32(family.name.encode())  # not one seed for all, which would make families alike
     torch.manual_seed(seed)
     processor = family.processor()
     target, draft = family.model(TARGET_LAYERS), family.model(DRAFT_LAYERS)
@@ -644,14 +644,14 @@ def save(family: Family, folder: Path) -> None:
 
 
 def load(folder: Path, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Any:
-    """The model of one folder, ``target`` or ``draft``, as users load it."""
+    """Load ``target`` or ``draft`` as users do."""
     vision = "vision_config" in json.loads((folder / "config.json").read_text())
     auto = hf.AutoModelForImageTextToText if vision else hf.AutoModelForCausalLM
     return auto.from_pretrained(folder, attn_implementation=attention, dtype=dtype).eval()
 
 
 def load_processor(family: Family, folder: Path) -> Any:
-    """The family's processor or tokenizer; one that ``AutoProcessor`` refuses without torchvision by its class."""
+    """The family's processor or tokenizer, by its class where ``AutoProcessor`` needs torchvision."""
     return family.processor_class().from_pretrained(folder)
 
 
@@ -660,9 +660,7 @@ def load_processor(family: Family, folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Prompt:
-    """``text`` holds a placeholder for each image or video. A video: frames [frames, height, width, 3], and when they
-    were taken.
-    """
+    """``text`` has a placeholder for each image or video. A video is frames [frames, height, width, 3] and metadata."""
 
     text: str
     images: Sequence[Image.Image] = ()
@@ -672,9 +670,9 @@ class Prompt:
 def random_prompts(
     family: Family, processor: Any, rng: np.random.Generator, sights: Sequence[str | None]
 ) -> list[Prompt]:
-    """Random text, and in it at random places what ``sights`` asks for: an "image" or up to three, a "video" or None."""
+    """Random text with random images ("image": up to three), a "video", or neither (None) at random positions."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    num_frames = int(rng.integers(*NUM_FRAMES, endpoint=True))  # of all videos: LLaVA-OneVision stacks them
+    num_frames = int(rng.integers(*NUM_FRAMES, endpoint=True))  # equal for all videos, because LLaVA-OneVision stacks them
     prompts = []
     for sight in sights:
         images = [_random_image(rng) for _ in range(_num_images(family, rng))] if sight == "image" else []
@@ -685,7 +683,7 @@ def random_prompts(
 
 
 def encode(processor: Any, prompts: Sequence[Prompt], *, padding_side: str = "left") -> Inputs:
-    """What the processor makes of the prompts, padded to one length."""
+    """The processor's outputs for the prompts, padded to one length."""
     call: dict[str, Any] = {"text": [prompt.text for prompt in prompts]}
     if any(prompt.images for prompt in prompts):
         call["images"] = [list(prompt.images) for prompt in prompts]
@@ -717,7 +715,7 @@ def _num_images(family: Family, rng: np.random.Generator) -> int:
 
 
 def _random_text(tokenizer: Any, rng: np.random.Generator, placeholders: Sequence[str]) -> str:
-    """About as many tokens as a random number, short and long ones alike, with the placeholders at random places."""
+    """Text of a random length (log-uniform), with the placeholders at random positions."""
     length = round(math.exp(rng.uniform(*np.log(TEXT_LENGTHS))))
     words = " ".join(CORPUS).split()
     random_words = ("".join(rng.choice(list(string.printable[:94]), rng.integers(1, 8))) for _ in range(length))
@@ -729,7 +727,7 @@ def _random_text(tokenizer: Any, rng: np.random.Generator, placeholders: Sequenc
 
 
 def random_picture(rng: np.random.Generator, size: tuple[int, int]) -> Image.Image:
-    """A few colours that run into each other: finer noise would be grey once the processor has scaled it."""
+    """A few blended colours; finer noise would turn grey when the processor scales it."""
     return Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
 
 
@@ -738,7 +736,7 @@ def _random_image(rng: np.random.Generator) -> Image.Image:
 
 
 def _random_video(rng: np.random.Generator, num_frames: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """Frames [frames, height, width, 3], all of one size, and when they were taken."""
+    """Frames [frames, height, width, 3] of one size, and metadata."""
     size = tuple(rng.integers(16, 33, 2).tolist())
     frames = np.stack([np.asarray(random_picture(rng, size)) for _ in range(num_frames)])
     fps = float(rng.choice([0.5, 1.0, 2.0, 24.0]))
