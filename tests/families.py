@@ -479,7 +479,7 @@ def _gemma3(num_layers: int) -> PreTrainedModel:
         hf.Gemma3Config(
             vision_config=hf.SiglipVisionConfig(**TOWER, image_size=32, patch_size=4, vision_use_head=False),
             text_config=_gemma3_text(num_layers),
-            mm_tokens_per_image=16,  # attend to each other both ways, and are more than the window
+            mm_tokens_per_image=16,  # with bidirectional attention, and more than the window
             image_token_id=token_id("<image_soft_token>"),
             boi_token_id=token_id("<start_of_image>"),
             eoi_token_id=token_id("<end_of_image>"),
@@ -672,7 +672,9 @@ def random_prompts(
 ) -> list[Prompt]:
     """Random text with random images ("image": up to three), a "video", or neither (None) at random positions."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    num_frames = int(rng.integers(*NUM_FRAMES, endpoint=True))  # equal for all videos, because LLaVA-OneVision stacks them
+    num_frames = int(
+        rng.integers(*NUM_FRAMES, endpoint=True)
+    )  # equal for all videos, because LLaVA-OneVision stacks them
     prompts = []
     for sight in sights:
         images = [_random_image(rng) for _ in range(_num_images(family, rng))] if sight == "image" else []

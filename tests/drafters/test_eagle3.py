@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in both published formats: tiny checkpoints written here, against EAGLE's algorithm in plain torch."""
+"""EAGLE-3 heads in both published formats: tiny checkpoints against EAGLE's algorithm in plain torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ FORMATS = ("eagle3", "speculators")
 
 
 def write_head(folder: Path, kind: str, *, norm_before_residual: bool = False, **changes: Any) -> Path:
-    """A head with random weights for the tiny target, whose four layers are too few for the published default (2, 2, 1
-    would be read): its own layers stand in the config.
+    """Write a head with random weights for the tiny target. Its config names the layers, because the target's four layers
+    are too few for the published default.
     """
     rng = torch.Generator().manual_seed(7)
 
@@ -97,7 +97,7 @@ def write_head(folder: Path, kind: str, *, norm_before_residual: bool = False, *
 
 
 class Reference:
-    """One forward over everything, as EAGLE's own code words it: no cache, no tree, the first token left out."""
+    """One forward pass over the whole text as in EAGLE's code: no cache, no tree, without the first token."""
 
     def __init__(self, folder: Path, model: Any, *, norm_before_residual: bool) -> None:
         self.model, self.norm_before_residual = model, norm_before_residual
@@ -108,8 +108,8 @@ class Reference:
     def normed(self, states: Tensor, name: str) -> Tensor:
         return states * (states.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * self.w[f"{name}.weight"]
 
-    def turned(self, states: Tensor) -> Tensor:
-        """Rotated by halves, [n, heads, size]; where counting begins does not matter."""
+    def rotated(self, states: Tensor) -> Tensor:
+        """Rotated halves, [n, heads, size]; only relative positions matter."""
         angles = torch.arange(len(states))[:, None] / 500.0 ** (torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         first, second = states[..., : HEAD_SIZE // 2], states[..., HEAD_SIZE // 2 :]
@@ -121,7 +121,7 @@ class Reference:
         query, key, value = (
             (rows @ self.w[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, HEAD_SIZE)) for name in "qkv"
         )
-        query, key = self.turned(query), self.turned(key)
+        query, key = self.rotated(query), self.rotated(key)
         heads = []
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)
@@ -137,7 +137,7 @@ class Reference:
         return stream + gated @ self.w["mlp.down_proj.weight"].T
 
     def logprobs_after(self, inputs: Inputs, committed: list[int], path: list[int]) -> Tensor:
-        """Over the target's vocabulary, behind prompt, committed tokens and a path of drafted ones."""
+        """Over the target's vocabulary, after prompt, committed tokens and a path of drafted ones."""
         ids = torch.cat([inputs["input_ids"], torch.tensor([committed], dtype=torch.long)], 1)
         extra = {n: v for n, v in inputs.items() if n not in ("input_ids", "attention_mask")}
         hidden = self.model(input_ids=ids, **extra, output_hidden_states=True).hidden_states
@@ -195,10 +195,10 @@ def test_proposals_equal_eagles_algorithm(
     for committed, paths, tokens, logprobs in seen:
         for row, path in enumerate(paths):
             expected = reference.logprobs_after(inputs, answer[:committed], path[1:])
-            # The states of drafted tokens are large and feed on themselves: rounding adds up, mistakes are whole numbers.
+            # Rounding errors accumulate over drafted tokens, but stay far below the effect of a mistake.
             found = torch.from_numpy(logprobs[row].copy())
             torch.testing.assert_close(found, expected[torch.from_numpy(tokens[row]).long()], atol=1e-3, rtol=0)
-            assert expected.argmax() == tokens[row, 0], "the target's name of the token"
+            assert expected.argmax() == tokens[row, 0], "the target's id of the token"
             num_checked += 1
     assert num_checked > 20 and max(out.stats.accepted_lengths) > 0
 
@@ -224,7 +224,7 @@ def test_decoding_is_lossless_and_replayed(pair: Pair, prompts: dict[str, Inputs
 
 
 def test_the_published_default_layers(pair: Pair, tmp_path: Path) -> None:
-    """{2, L/2, L - 3}, where the config names none."""
+    """{2, L/2, L - 3}, if the config names none."""
     target = Target(pair.target)
     draft = load_draft(str(write_head(tmp_path / "head", "eagle3", eagle_aux_hidden_state_layer_ids=None)), target)
     assert draft.aux_layers == (2, 2, 1)

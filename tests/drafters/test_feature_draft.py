@@ -1,5 +1,5 @@
-"""Drafts that read the target's features: what they propose with caches, masks, pruning and the target's own forwards,
-against whole forwards of the same network over features of the stock model.
+"""Drafts that read the target's features: proposals with caches, masks and pruning against forward passes of the same
+network over the whole text with features of the stock model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TREES = (
 
 
 def new_draft(kind: str, target: Target, *, injection_layer: int | None = None, **sizes: Any) -> FeatureDraft:
-    """A draft with random weights, each of its norms another one, so that a norm taken for another shows."""
+    """A draft with random weights. All its norms differ, so that a mistaken norm shows."""
     torch.manual_seed(5)
     network = new_network(kind, {**SIZES, **sizes}, target, source="test")
     for parameter in network.parameters():
@@ -53,8 +53,8 @@ def new_draft(kind: str, target: Target, *, injection_layer: int | None = None, 
 
 
 def agreeing_draft(kind: str, target: Target, *, injection_layer: int) -> FeatureDraft:
-    """One that is right now and then, as random weights are not: its blocks add little to the embedding, so that it says
-    the token before again, and the targets of these tests repeat themselves.
+    """A draft that is sometimes right: its blocks add little to the embedding, so it repeats the token before, and the
+    targets of these tests repeat themselves.
     """
     draft = new_draft(kind, target, injection_layer=injection_layer)
     for block in draft.network.blocks:
@@ -67,22 +67,20 @@ def agreeing_draft(kind: str, target: Target, *, injection_layer: int) -> Featur
 
 
 class Stock:
-    """The network over one whole text, as training reads it: no cache, no tree, features of the stock model."""
+    """The network over one whole text as in training: no cache, no tree, features of the stock model."""
 
     def __init__(self, target: Target, draft: FeatureDraft, inputs: Inputs, kept: Tensor) -> None:
         self.target, self.draft, self.inputs, self.kept = target, draft, inputs, kept
 
     @property
     def prompt_length(self) -> int:
-        """Rows that the draft keeps of the prompt: with half of the images' tokens or all, ``prune`` leaves one."""
+        """Rows of the prompt in the draft's cache; ``prune`` leaves one visual row."""
         num_text = int((self.inputs["input_ids"] != self.target.model.config.image_token_id).sum())
         is_condensed = self.draft.kind == "specvlm" and num_text < self.inputs["input_ids"].shape[1]
         return num_text + 1 if is_condensed else len(self.kept)
 
     def logits_after(self, committed: list[int], path: list[int]) -> Tensor:
-        """Behind the last token of prompt, committed tokens and a path of nodes, of which only the features of the
-        committed ones are the target's.
-        """
+        """Logits after prompt, committed tokens and a path of nodes. Features of nodes are the draft's own."""
         network, (layer,) = self.draft.network, self.draft.aux_layers
         ids = torch.cat([self.inputs["input_ids"], torch.tensor([committed], dtype=torch.long)], 1)
         extra = {n: v for n, v in self.inputs.items() if n not in ("input_ids", "attention_mask")}
@@ -90,8 +88,8 @@ class Stock:
         hidden = model(input_ids=ids, **extra, output_hidden_states=True).hidden_states
         more = model.get_input_embeddings()(torch.tensor([path], dtype=torch.long))
         embeddings = torch.cat([hidden[0], more], 1)[0]
-        true = network.target_features({layer: hidden[layer][0, :-1]})
-        features = torch.cat([network.first_feature[None], true])
+        committed_features = network.target_features({layer: hidden[layer][0, :-1]})
+        features = torch.cat([network.first_feature[None], committed_features])
         number, length = ids.shape[1], self.inputs["input_ids"].shape[1]
         kept = torch.cat([self.kept, torch.arange(length, number)])
         is_visual = ids[0, kept] == model.config.image_token_id
@@ -102,10 +100,10 @@ class Stock:
         )
         for depth in range(len(path) + 1):
             rows = torch.cat([offsets, torch.arange(number, number + depth)])
-            behind = features[number : number + depth]
-            stream = torch.cat([prompt_stream, network.fuse(embeddings[number : number + depth], behind)])
-            read = torch.cat([prompt_features, behind])
-            states = network(stream[None], read[None], network.factors(rows)[None])
+            own = features[number : number + depth]
+            stream = torch.cat([prompt_stream, network.fuse(embeddings[number : number + depth], own)])
+            all_features = torch.cat([prompt_features, own])
+            states = network(stream[None], all_features[None], network.factors(rows)[None])
             features = torch.cat([features, network.own_features(states[0, -1:])])
         return model.lm_head(states[0, -1])
 
@@ -116,7 +114,7 @@ class Stock:
     [("dream", 0.75, 4), ("star", 1.0, 4), ("star", 0.3, 2), ("specvlm", 1.0, 4), ("specvlm", 0.5, 4)],
 )
 @torch.inference_mode()
-def test_proposals_equal_whole_forwards(
+def test_proposals_equal_forward_passes_over_the_whole_text(
     pair: Pair,
     prompts: dict[str, Inputs],
     monkeypatch: pytest.MonkeyPatch,
@@ -125,8 +123,8 @@ def test_proposals_equal_whole_forwards(
     layer: int,
     prompt: str,
 ) -> None:
-    """Every level of every round, accepted nodes among them: the next true token is slipped in as the best of every other
-    node's proposals, for a draft with random weights would find few.
+    """At every level of every round. A draft with random weights would have few accepted nodes, so at every other level
+    the target's token replaces the best proposal.
     """
     target, inputs = Target(pair.target), prompts[prompt]
     draft = new_draft(kind, target, injection_layer=layer)
@@ -144,10 +142,10 @@ def test_proposals_equal_whole_forwards(
         tokens, logprobs = inner(tree, frontier, num_proposals)
         paths = [tokens_to(tree, int(node)) for node in frontier]
         seen.append((draft.length - prompt_length, paths, tokens.copy(), logprobs))
-        at = draft.length - prompt_length - 1  # of the root in the answer
+        root = draft.length - prompt_length - 1  # index in the answer
         for row, path in enumerate(paths):
-            following = at + len(path)
-            if path == answer[at:following] and following < len(answer) and len(seen) % 2:
+            following = root + len(path)
+            if path == answer[root:following] and following < len(answer) and len(seen) % 2:
                 tokens[row, 0] = answer[following]
         return tokens, logprobs
 
@@ -164,23 +162,22 @@ def test_proposals_equal_whole_forwards(
     assert num_checked > 20 and max(out.stats.accepted_lengths) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("capture_sizes", [(), (4, 16, 32)])
-@pytest.mark.parametrize("prompt", ["text", "image", "long"])
-def test_decoding_is_lossless(
-    pair: Pair, prompts: dict[str, Inputs], kind: str, prompt: str, capture_sizes: tuple[int, ...]
-) -> None:
+def test_decoding_is_lossless(pair: Pair, prompts: dict[str, Inputs]) -> None:
     target = Target(pair.target)
-    draft = new_draft(kind, target)
-    for settings in ({}, {"temperature": 1.0, "seed": 3}):
-        expected = Decoder(target).generate(**prompts[prompt], max_new_tokens=32, **settings).sequences
-        for keep, tree in zip((1.0, 0.5, 0.1), TREES, strict=True):
-            decoder = Decoder(target, draft, tree=tree, visual_keep=keep, capture_sizes=capture_sizes)
-            actual = decoder.generate(**prompts[prompt], max_new_tokens=32, **settings).sequences
-            assert actual.tolist() == expected.tolist()
+    drafts = [new_draft(kind, target) for kind in KINDS]
+    for number, inputs in enumerate(prompts.values()):
+        for settings in ({}, {"temperature": 1.0, "seed": 3}):
+            expected = Decoder(target).generate(**inputs, max_new_tokens=32, **settings).sequences
+            for draft in drafts:
+                for keep, tree in zip((1.0, 0.5, 0.1), TREES, strict=True):
+                    number += 1
+                    capture_sizes = (4, 16, 32) if number % 2 else ()
+                    decoder = Decoder(target, draft, tree=tree, visual_keep=keep, capture_sizes=capture_sizes)
+                    actual = decoder.generate(**inputs, max_new_tokens=32, **settings).sequences
+                    assert actual.tolist() == expected.tolist(), (draft.kind, tree, settings)
 
 
-def test_two_requests_in_turn_do_not_mix(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_alternating_requests_do_not_mix(pair: Pair, prompts: dict[str, Inputs]) -> None:
     target = Target(pair.target)
     decoder = Decoder(target, new_draft("dream", target), tree=TREES[1])
     first = decoder.generate(**prompts["image"], max_new_tokens=24)
@@ -194,8 +191,9 @@ def test_two_requests_in_turn_do_not_mix(pair: Pair, prompts: dict[str, Inputs])
     assert target.output_layers == (), "plain decoding reads no output layers"
 
 
-def test_another_decoder_of_the_same_draft_disturbs_nothing(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Its cache is not made anew in the middle of a request."""
+def test_a_new_decoder_with_the_same_draft_keeps_the_cache_of_a_running_request(
+    pair: Pair, prompts: dict[str, Inputs]
+) -> None:
     target = Target(pair.target)
     draft = agreeing_draft("dream", target, injection_layer=4)
     decoder = Decoder(target, draft, tree=TREES[1])
@@ -204,13 +202,13 @@ def test_another_decoder_of_the_same_draft_disturbs_nothing(pair: Pair, prompts:
     next(requests), next(requests)
     cache = draft.cache
     Decoder(target, draft)
-    rest = list(requests)
-    assert draft.cache is cache and len(rest) == alone.new_tokens - 2
+    remaining = list(requests)
+    assert draft.cache is cache and len(remaining) == alone.new_tokens - 2
 
 
 @pytest.mark.parametrize(("kind", "layer"), [("dream", 4), ("star", 2), ("specvlm", 4)])
 def test_replay_counts_the_rounds_of_decoding(pair: Pair, prompts: dict[str, Inputs], kind: str, layer: int) -> None:
-    """A trace holds what the draft says with its own features below every root, and the target's up to it."""
+    """A trace has the proposals with the target's features up to every root and the draft's own below."""
     target = Target(pair.target)
     draft = agreeing_draft(kind, target, injection_layer=layer)
     bounds = ForestBounds(depth=5, num_proposals=16, width=128, floor=1e-9, beam=24)
@@ -259,7 +257,7 @@ def test_every_subnet_sliced_equals_the_masked_supernet(pair: Pair) -> None:
 
 
 def test_slicing_is_real(pair: Pair) -> None:
-    """Half the heads: fewer parameters, and a smaller cache for the same tokens."""
+    """A slice with half the heads has fewer parameters and a smaller cache."""
     target = Target(pair.target)
     network = new_draft("star", target).network
     assert isinstance(network, StarNetwork)
@@ -282,7 +280,7 @@ def test_a_share_that_would_cut_a_head_is_refused(pair: Pair) -> None:
 
 
 def test_head_importance_is_gradient_times_weight(pair: Pair) -> None:
-    """Equation 1 by hand, for every head of a block of each sort."""
+    """Equation 1 by hand, for every head of each kind of block."""
     network = new_draft("star", Target(pair.target)).network.requires_grad_(True)
     rng = torch.Generator().manual_seed(0)
     embeddings, features = torch.randn(2, 2, 9, 32, generator=rng)
@@ -302,7 +300,7 @@ def test_head_importance_is_gradient_times_weight(pair: Pair) -> None:
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def test_a_draft_comes_back_as_it_was_saved(pair: Pair, tmp_path: Any) -> None:
+def test_a_saved_draft_is_loaded_unchanged(pair: Pair, tmp_path: Any) -> None:
     target = Target(pair.target)
     network = new_draft("star", target).network
     save_draft(network, tmp_path)
@@ -320,7 +318,7 @@ def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Any) -> None
         load_draft(str(tmp_path), target)
 
 
-def test_a_layer_that_is_not_injected_is_refused(pair: Pair) -> None:
+def test_a_layer_that_the_network_cannot_read_is_refused(pair: Pair) -> None:
     network = new_draft("dream", Target(pair.target)).network
     with pytest.raises(
         UserError, match="dream reads the output of one of the target's layers 4; got injection_layer 2"

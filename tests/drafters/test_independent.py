@@ -1,6 +1,4 @@
-"""The independent draft: what it proposes with caches, masks and pruning, against the same model run alone on the whole
-text.
-"""
+"""The independent draft: proposals with caches, masks and pruning against the same model on the whole text."""
 
 from __future__ import annotations
 
@@ -22,17 +20,15 @@ from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
 
 NUM_PROPOSALS = 10
 CAPACITY = 512
-FIRST_TOKEN = 40  # what the target is supposed to have said after the prompt
+FIRST_TOKEN = 40  # the target's first token after the prompt
 
 
 def explore(
     draft: IndependentDraft, rng: Generator, root_token: int, num_levels: int
 ) -> tuple[Tree, dict[int, Proposals]]:
-    """A round of drafting with random choices in place of a policy; returns the tree and what was proposed at each node
-    that was asked.
+    """Draft a round with random choices in place of a policy; returns the tree and the proposals at each expanded node.
 
-    Of each level some nodes are asked and some are not, in random order: the draft may rely on one level at a time, and
-    on nothing else.
+    A random part of each level is expanded, in random order, because a draft may rely only on one level at a time.
     """
     tree, proposals, frontier = new_tree(200), {}, np.array([ROOT])
     plant(tree, root_token, -1)
@@ -49,7 +45,7 @@ def explore(
 
 
 def random_path(rng: Generator, tree: Tree) -> list[int]:
-    """Down from the root by chance, to stop anywhere."""
+    """A random path from the root to any node."""
     path: list[int] = []
     while (children := children_of(tree, path[-1] if path else ROOT)) and rng.random() < 0.8:
         path.append(int(rng.choice(children)))
@@ -57,9 +53,7 @@ def random_path(rng: Generator, tree: Tree) -> list[int]:
 
 
 def assert_same_proposals(actual: Proposals, logits: Tensor) -> None:
-    """The model's best tokens with its log-probabilities, to 1e-5 of its largest logit; near ties may stand in either
-    order.
-    """
+    """The model's best tokens and log-probabilities, to 1e-5 of its largest logit; near ties may be in either order."""
     expected, atol = logits.log_softmax(-1).numpy(), 1e-5 * float(logits.abs().max())
     tokens, logprobs = actual[0][0], actual[1][0]
     assert len(set(tokens.tolist())) == NUM_PROPOSALS
@@ -69,10 +63,10 @@ def assert_same_proposals(actual: Proposals, logits: Tensor) -> None:
 
 @pytest.mark.parametrize("prompt", ["text", "image", "long"])
 @torch.inference_mode()
-def test_proposals_equal_those_of_the_model_alone_on_root_and_path(
+def test_proposals_equal_those_of_the_model_on_the_whole_text(
     pair: Pair, prompts: dict[str, Inputs], prompt: str
 ) -> None:
-    """Round after round: the cache that a commit leaves behind is the prefix of the next."""
+    """Over several rounds: the cache after a commit is the prefix of the next round."""
     rng, inputs = np.random.default_rng(4), prompts[prompt]
     draft = IndependentDraft(pair.draft)
     draft.prefill(draft.prompts(inputs)[0], None, capacity=CAPACITY)
@@ -88,25 +82,23 @@ def test_proposals_equal_those_of_the_model_alone_on_root_and_path(
 
 
 def paths_to_commit(tree: Tree, proposals: dict[int, Proposals]) -> dict[str, list[int]]:
-    """One path of each kind that a round can accept."""
-    depth_of_read = {node: len(ancestors_of(tree, node)) - 1 for node in proposals}
-    deepest_read = max(depth_of_read, key=lambda node: depth_of_read[node])
-    leaf = next(child for child in children_of(tree, deepest_read) if child not in proposals)
+    """A path of each kind that a round can accept."""
+    depth_of_expanded = {node: len(ancestors_of(tree, node)) - 1 for node in proposals}
+    deepest_expanded = max(depth_of_expanded, key=lambda node: depth_of_expanded[node])
+    leaf = next(child for child in children_of(tree, deepest_expanded) if child not in proposals)
     first_leaf = next(node for node in range(1, int(tree.size[0])) if tree.depth[node] == 1 and node not in proposals)
     return {
         "nothing": [],
-        "read nodes only": ancestors_of(tree, deepest_read)[1:],
-        "an unread leaf at the end": ancestors_of(tree, leaf)[1:],
-        "an unread leaf alone": [first_leaf],
+        "expanded nodes": ancestors_of(tree, deepest_expanded)[1:],
+        "a leaf at the end": ancestors_of(tree, leaf)[1:],
+        "a leaf alone": [first_leaf],
     }
 
 
-@pytest.mark.parametrize("kind", ["nothing", "read nodes only", "an unread leaf at the end", "an unread leaf alone"])
+@pytest.mark.parametrize("kind", ["nothing", "expanded nodes", "a leaf at the end", "a leaf alone"])
 @torch.inference_mode()
-def test_after_a_commit_the_draft_is_as_if_it_had_read_the_committed_tokens_and_nothing_else(
-    pair: Pair, prompts: dict[str, Inputs], kind: str
-) -> None:
-    """Cache content and next proposals, against a fresh prefill to which the tokens were told one by one."""
+def test_a_commit_leaves_exactly_the_committed_tokens(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
+    """Cache content and next proposals equal those of a draft to which the same tokens were appended one by one."""
     rng, inputs = np.random.default_rng(5), prompts["image"]
     draft, fresh = IndependentDraft(pair.draft), IndependentDraft(pair.draft)
     for each in (draft, fresh):
@@ -135,8 +127,9 @@ def test_after_a_commit_the_draft_is_as_if_it_had_read_the_committed_tokens_and_
 
 
 def logits_with_pruned_image(model: Any, inputs: Inputs, kept_visual: list[int], tokens: list[int]) -> Tensor:
-    """The logits after the last of ``tokens``: the embeddings of all tokens with the image's features in their places,
-    of which the kept ones are selected together with their positions; one forward, no cache."""
+    """Logits after ``tokens``, in one forward pass without a cache: embeddings and image features are merged, then the kept
+    ones are selected with their positions.
+    """
     ids = inputs["input_ids"]
     embeddings = model.get_input_embeddings()(ids)
     offsets = (ids[0] == model.config.image_token_id).nonzero().squeeze(1)
@@ -144,10 +137,10 @@ def logits_with_pruned_image(model: Any, inputs: Inputs, kept_visual: list[int],
         list(model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output)
     )
     pruned = set(offsets.tolist()) - {int(offsets[visual]) for visual in kept_visual}
-    kept = [place for place in range(ids.shape[1]) if place not in pruned]
+    kept = [index for index in range(ids.shape[1]) if index not in pruned]
     embeddings = torch.cat([embeddings[:, kept], model.get_input_embeddings()(torch.tensor([tokens]))], 1)
     positions = torch.tensor([[*kept, *range(ids.shape[1], ids.shape[1] + len(tokens))]])
-    # Without a mask of ones, transformers takes the gaps between positions for the ends of packed texts.
+    # Without a mask of ones, transformers takes gaps between positions for packed sequences.
     mask = torch.ones_like(positions)
     hidden = model.model.language_model(
         inputs_embeds=embeddings, position_ids=positions, attention_mask=mask, use_cache=False
@@ -183,16 +176,16 @@ def test_pruned_visual_tokens_never_enter_the_cache_and_the_others_keep_their_po
 
 
 @torch.inference_mode()
-def test_pruning_changes_what_is_proposed(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Else the comparisons above would hold of a draft that is blind."""
+def test_pruning_changes_proposals(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Otherwise the comparisons above would also hold for a draft that ignores images."""
     inputs = prompts["image"]
     whole = logits_with_pruned_image(pair.draft, inputs, list(range(NUM_VISUAL_TOKENS)), [FIRST_TOKEN])
     assert (whole - logits_with_pruned_image(pair.draft, inputs, [0, 1, 2], [FIRST_TOKEN])).abs().max() > 0.1
 
 
 @torch.inference_mode()
-def test_one_request_s_pruning_ends_with_it(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """The hook before the text model is gone, also after an error, and tokens stand behind each other again."""
+def test_pruning_does_not_affect_the_next_request(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """The text model's hook is removed, also after an error, and positions are consecutive again."""
     draft = IndependentDraft(pair.draft, visual_keep=0.3)
     scores = torch.arange(NUM_VISUAL_TOKENS).float()
     draft.prefill(draft.prompts(prompts["image"])[0], scores, capacity=CAPACITY)
@@ -210,11 +203,11 @@ def test_one_request_s_pruning_ends_with_it(pair: Pair, prompts: dict[str, Input
 
 
 def test_the_number_of_visual_tokens_kept() -> None:
-    """Rounded; at least one of any image; none of none."""
+    """It is rounded, and at least 1 for an image."""
     assert [num_kept(0.1, number) for number in (0, 1, 4, 16, 144)] == [0, 1, 1, 2, 14]
 
 
-# ---------------------------------------------------------------------------------------------------------------- rest
+# -------------------------------------------------------------------------------------------------------------- others
 
 
 @torch.inference_mode()
@@ -237,7 +230,7 @@ def test_top_proposals_are_sorted_log_probabilities() -> None:
 
 
 def test_an_unsupported_draft_is_refused() -> None:
-    """Its layers keep a state instead of keys and values: rejected tokens cannot be taken out of it."""
+    """Its layers keep a state instead of keys and values, from which rejected tokens cannot be removed."""
     config = MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(
         UserError, match=r"text models of type .mamba. cannot be decoded with trees: .*; known: llama, "

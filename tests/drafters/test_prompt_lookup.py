@@ -1,4 +1,4 @@
-"""Prompt lookup: its index against reading the whole text again, and what decoding with it emits."""
+"""Prompt lookup: its index against a scan of the whole text, and lossless decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAIN = {"policy": "chain", "depth": 5}
 
 
 def draft_after(*tokens: int, **options: Any) -> PromptLookupDraft:
-    """A draft that has read all of ``tokens`` but the last as its prompt, and was told the last."""
+    """A draft with all of ``tokens`` but the last as its prompt, and the last appended."""
     draft = PromptLookupDraft(VOCABULARY_SIZE, **options)
     draft.prefill(list(tokens[:-1]), None, capacity=0)
     draft.append(tokens[-1])
@@ -27,7 +27,7 @@ def draft_after(*tokens: int, **options: Any) -> PromptLookupDraft:
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> Any:
-    """What the draft reads of a tree; the root stands first."""
+    """The fields of a tree that the draft reads; the root is first."""
     return SimpleNamespace(token=np.array(tokens), parent=np.array(parents))
 
 
@@ -36,7 +36,7 @@ def root_of(token: int) -> Any:
 
 
 def tokens_below_root(tree: Any, node: int) -> list[int]:
-    """Those on the path from the root, left out, down to the node."""
+    """Tokens on the path from the root, excluded, to the node."""
     return [] if node == ROOT else [*tokens_below_root(tree, int(tree.parent[node])), int(tree.token[node])]
 
 
@@ -47,7 +47,7 @@ def proposed(draft: PromptLookupDraft, token: int, num_proposals: int) -> list[t
 
 
 def rescan(committed: list[int], context: list[int], *, max_ngram: int, never: int | None) -> list[tuple[int, float]]:
-    """The obvious way: look at every place of the text, for the longest n-gram first."""
+    """Scan the whole text, for the longest n-gram first."""
     for length in range(min(max_ngram, len(context)), 0, -1):
         offsets = [
             end
@@ -55,8 +55,8 @@ def rescan(committed: list[int], context: list[int], *, max_ngram: int, never: i
             if committed[end - length : end] == context[-length:] and committed[end] != never
         ]
         if offsets:
-            counts = Counter(committed[place] for place in offsets)
-            last = {committed[place]: place for place in offsets}
+            counts = Counter(committed[index] for index in offsets)
+            last = {committed[index]: index for index in offsets}
             best = sorted(counts, key=lambda token: (-counts[token], -last[token]))
             return [(token, counts[token] / len(offsets)) for token in best]
     return []
@@ -64,7 +64,7 @@ def rescan(committed: list[int], context: list[int], *, max_ngram: int, never: i
 
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
 def test_the_index_equals_a_rescan_of_the_text(max_ngram: int) -> None:
-    """Over rounds of random trees and accepted paths, on texts of few words, so that long n-grams recur."""
+    """Over rounds of random trees and accepted paths. Texts have few words, so that long n-grams recur."""
     rng = np.random.default_rng(max_ngram)
     num_matches = 0
     for num_words in (2, 4, 9):
@@ -105,7 +105,7 @@ def test_frequent_followers_come_first_and_of_equal_ones_the_most_recent() -> No
     assert proposed(draft_after(5, 7, 5, 6, 5), 5, 1) == [(6, 0.5)]
 
 
-def test_a_node_goes_on_from_its_path() -> None:
+def test_a_node_s_context_includes_its_path() -> None:
     """The text repeats 1 2 3 4: the root 1 is followed by 2, and the path 1 2 3 by 4."""
     tree = tree_of([1, 2, 3, 9], [-1, ROOT, 1, 1])
     tokens, _ = draft_after(1, 2, 3, 4, 9, 1).propose(tree, np.array([ROOT, 1, 2, 3]), 1)
@@ -113,7 +113,7 @@ def test_a_node_goes_on_from_its_path() -> None:
 
 
 def test_a_row_is_filled_with_other_tokens_of_probability_zero() -> None:
-    """Valid ones, each once, and never the image's: they are embedded by the target like any other."""
+    """The tokens are valid and distinct, and never image placeholders."""
     draft = draft_after(5, 2, 5, placeholders=frozenset({1}))
     tokens, logprobs = draft.propose(root_of(5), np.array([ROOT]), 5)
     assert tokens.tolist() == [[2, 0, 3, 4, 5]]
@@ -123,7 +123,7 @@ def test_a_row_is_filled_with_other_tokens_of_probability_zero() -> None:
 
 
 def test_the_image_is_never_proposed() -> None:
-    """Its placeholders follow each other hundreds of times."""
+    """Although its placeholders follow each other hundreds of times."""
     image = 1
     draft = draft_after(5, image, image, image, 6, 5, placeholders=frozenset({image}))
     assert proposed(draft, 5, 3) == []
@@ -132,7 +132,7 @@ def test_the_image_is_never_proposed() -> None:
     assert proposed(after_image, image, 3) == [(6, 1.0)]
 
 
-def test_a_request_knows_nothing_of_the_one_before() -> None:
+def test_a_request_starts_with_an_empty_index() -> None:
     draft = draft_after(5, 6, 5)
     draft.prefill([8, 9], None, capacity=0)
     draft.append(5)
@@ -151,7 +151,7 @@ def test_decoding_emits_the_target_s_own_tokens(pair: Pair, prompts: dict[str, I
 def test_a_repetitive_answer_is_accepted(
     pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its layers silenced a tied head says the last token again, for ever: from the second on it is looked up."""
+    """With zero weights in its layers, a tied head repeats the last token, which prompt lookup then finds."""
     for layer in pair.target.model.language_model.layers:
         for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
             monkeypatch.setattr(weight, "data", torch.zeros_like(weight))

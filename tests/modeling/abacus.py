@@ -1,4 +1,4 @@
-"""A clock on which only forwards take time, as many milliseconds as a test says: so that times are sums done by hand."""
+"""A clock that only forward passes advance, by costs that a test sets, so that times are exact sums."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Abacus:
-    """Inside, every forward of a module moves the clock by its cost."""
+    """Inside the context, every forward pass of a module advances the clock by its cost."""
 
     def __init__(self, costs_ms: dict[Any, int]) -> None:
         self.costs_ms = costs_ms
@@ -17,7 +17,7 @@ class Abacus:
         return self.ms
 
     def __enter__(self) -> Abacus:
-        # Registered before those of the code under test: the time has passed when that looks at the clock again.
+        # Registered before the hooks of the code under test, so that time has passed when those read the clock.
         self.handles = [module.register_forward_hook(self._pass_time) for module in self.costs_ms]
         return self
 

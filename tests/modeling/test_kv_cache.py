@@ -1,6 +1,4 @@
-"""The slab cache: dropping rejected nodes against a plain gather, and a tree in one forward against each of its
-branches alone.
-"""
+"""The slab cache: dropping rejected nodes against a gather, and a tree in one forward pass against its branches."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def new_cache(num_layers: int = NUM_LAYERS, capacity: int = 32) -> SlabCache:
 
 
 def write(cache: SlabCache, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What a forward of that many tokens does to the cache; returns the keys and values of each layer."""
+    """Update the cache like a forward pass; returns the keys and values of each layer."""
     states = [
         (torch.randn(1, NUM_HEADS, num_tokens, HEAD_SIZE), torch.randn(1, NUM_HEADS, num_tokens, HEAD_SIZE))
         for _ in range(NUM_LAYERS)
@@ -37,25 +35,25 @@ def write(cache: SlabCache, num_tokens: int) -> list[tuple[torch.Tensor, torch.T
     return states
 
 
-@pytest.mark.parametrize("offsets", [[], [0], [0, 1, 2], [4], [0, 2, 5], [1, 2, 3], [0, 1, 2, 3, 4, 5]])
-def test_keep_gathers_the_kept_places_behind_the_committed_ones(offsets: list[int]) -> None:
+@pytest.mark.parametrize("slots", [[], [0], [0, 1, 2], [4], [0, 2, 5], [1, 2, 3], [0, 1, 2, 3, 4, 5]])
+def test_keep_moves_the_kept_tokens_after_the_committed_ones(slots: list[int]) -> None:
     torch.manual_seed(0)
     cache = new_cache()
     prefix = write(cache, 7)
     cache.advance(7)
-    block = write(cache, 6)
-    cache.keep(offsets)
+    tree = write(cache, 6)
+    cache.keep(slots)
     following = write(cache, 2)
-    assert cache.length == 7 + len(offsets)
+    assert cache.length == 7 + len(slots)
     for layer in range(NUM_LAYERS):
         for which, shown in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
-            expected = torch.cat([prefix[layer][which], block[layer][which][:, :, offsets], following[layer][which]], 2)
+            expected = torch.cat([prefix[layer][which], tree[layer][which][:, :, slots], following[layer][which]], 2)
             assert torch.equal(shown[:, :, : expected.shape[2]], expected)
 
 
-@pytest.mark.parametrize("offsets", [[0, 1, 2], [4], [0, 2, 5], [1, 2, 3]])
-def test_the_device_keeps_what_the_host_keeps(offsets: list[int]) -> None:
-    """The longest path's worth of columns moves, whatever was accepted."""
+@pytest.mark.parametrize("slots", [[0, 1, 2], [4], [0, 2, 5], [1, 2, 3]])
+def test_the_device_keeps_the_same_tokens_as_the_host(slots: list[int]) -> None:
+    """It always moves as many tokens as the longest path has."""
     caches = new_cache(), new_cache()
     for cache in caches:
         torch.manual_seed(0)
@@ -63,9 +61,9 @@ def test_the_device_keeps_what_the_host_keeps(offsets: list[int]) -> None:
         cache.advance(7)
         write(cache, 6)
     host, device = caches
-    host.keep(offsets)
-    others = [place for place in range(6) if place not in offsets]
-    device.compact(torch.tensor(7), torch.tensor((offsets + others)[:5]))
+    host.keep(slots)
+    others = [slot for slot in range(6) if slot not in slots]
+    device.compact(torch.tensor(7), torch.tensor((slots + others)[:5]))
     for layer in range(NUM_LAYERS):
         for name in ("keys", "values"):
             kept, found = getattr(host.layers[layer], name), getattr(device.layers[layer], name)
@@ -73,8 +71,8 @@ def test_the_device_keeps_what_the_host_keeps(offsets: list[int]) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 4, 9])
-def test_a_windowed_layer_shows_what_its_window_reaches(window: int) -> None:
-    """From the first token on that the token behind the committed ones sees, up to the last one written."""
+def test_a_sliding_layer_shows_the_tokens_in_its_window(window: int) -> None:
+    """From the first token that the next token sees to the last one written."""
     torch.manual_seed(0)
     cache = SlabCache([None, window], [CPU] * 2, 32)
     assert cache.is_sliding == [False, True]
@@ -90,19 +88,19 @@ def test_a_windowed_layer_shows_what_its_window_reaches(window: int) -> None:
 
 
 def test_layers_on_two_devices_have_slabs_of_their_own() -> None:
-    """And are compacted alike. A meta tensor has a device and no numbers: all that is asked of it here."""
+    """Each device is compacted. A meta tensor serves as the second device."""
     cache = SlabCache([None] * 3, [CPU, torch.device("meta"), CPU], 16)
     torch.manual_seed(0)
     states = [torch.randn(1, 2, 4, 3, device=device) for device in ("cpu", "meta", "cpu")]
-    for layer, one in zip(cache.layers, states, strict=True):
-        layer.update(one, one)
+    for layer, tensor in zip(cache.layers, states, strict=True):
+        layer.update(tensor, tensor)
     cache.keep([0, 2, 3])
     assert cache.layers[1].keys is not None and cache.layers[1].keys.device.type == "meta"
-    for layer, one in ((cache.layers[0], states[0]), (cache.layers[2], states[2])):
-        assert layer.keys is not None and torch.equal(layer.keys[:, :, :3], one[:, :, [0, 2, 3]])
+    for layer, tensor in ((cache.layers[0], states[0]), (cache.layers[2], states[2])):
+        assert layer.keys is not None and torch.equal(layer.keys[:, :, :3], tensor[:, :, [0, 2, 3]])
 
 
-def test_clear_forgets_tokens_and_keeps_memory() -> None:
+def test_clear_drops_tokens_and_keeps_memory() -> None:
     cache = new_cache()
     assert cache.memory_bytes == 0
     write(cache, 7)
@@ -128,8 +126,10 @@ def test_layers_of_different_shapes_are_refused() -> None:
 
 @pytest.mark.parametrize("prompt", ["text", "image"])
 @torch.inference_mode()
-def test_a_tree_in_one_forward_equals_each_branch_alone(pair: Pair, prompts: dict[str, Inputs], prompt: str) -> None:
-    """Mask, positions and cache together: no node sees a cousin. Three rounds on one cache, so that the nodes dropped
+def test_a_tree_in_one_forward_pass_equals_each_branch_alone(
+    pair: Pair, prompts: dict[str, Inputs], prompt: str
+) -> None:
+    """Mask, positions and cache together: no node sees another branch. Three rounds share one cache, so that nodes dropped
     by ``keep`` must leave no trace.
     """
     rng, inputs = np.random.default_rng(3), prompts[prompt]

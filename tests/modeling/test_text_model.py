@@ -1,4 +1,4 @@
-"""What is derived from a model, and which models are refused: by name, or by a self-check."""
+"""Properties derived from a model, and models that are refused by name or by the self-check."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10}
 
 
 def test_every_known_type_is_tested() -> None:
-    """``tests/families.py`` has a model of each."""
+    """``tests/families.py`` has a model of each type."""
     models = [family.model(1) for family in FAMILIES.values()]
     assert {model.config.model_type for model in models if model.config is not model.config.get_text_config()} == set(
         KNOWN_VISION_TYPES
@@ -40,8 +40,8 @@ def test_every_known_type_is_tested() -> None:
     assert {model.config.get_text_config().model_type for model in models} == set(KNOWN_TEXT_TYPES)
 
 
-def test_everything_that_image_encoders_take_reaches_the_decoder() -> None:
-    """What its signature does not name, ``generate`` encodes or drops before it calls."""
+def test_the_decoder_names_all_inputs_of_image_encoders() -> None:
+    """``generate`` encodes or drops inputs that a custom method does not name."""
     named = set(inspect.signature(Decoder.__call__).parameters)
     for family in FAMILIES.values():
         for sight in family.sees:
@@ -63,7 +63,7 @@ def mixtral() -> Any:
 
 
 def gpt2() -> Any:
-    """Learned positions, other names of everything."""
+    """Learned positions and other attribute names."""
     return hf.GPT2LMHeadModel(
         hf.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=128, eos_token_id=None)
     )
@@ -75,14 +75,14 @@ def granite() -> Any:
 
 
 def cohere() -> Any:
-    """A head that multiplies them, and attention and perceptron side by side."""
+    """A head that multiplies its logits; attention and MLP in parallel."""
     return hf.CohereForCausalLM(hf.CohereConfig(**SIZES, logit_scale=0.5))
 
 
 @pytest.mark.parametrize("build", [gemma2, mixtral, gpt2, granite, cohere])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_unlisted_text_model_that_passes_the_self_check_is_decoded(build: Any, dtype: torch.dtype) -> None:
-    """And says that it was not tested before."""
+    """With a notice that it is not in the test suite."""
     torch.manual_seed(0)
     model = build().eval().to(dtype)
     for weight in model.parameters():
@@ -97,12 +97,12 @@ def test_an_unlisted_text_model_that_passes_the_self_check_is_decoded(build: Any
 
 
 def bloom() -> Any:
-    """Positions are slopes that it computes from a mask of its own."""
+    """ALiBi positions, computed from its own mask."""
     return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4))
 
 
 def mpt() -> Any:
-    """The same, but it runs: its siblings stand at different distances."""
+    """ALiBi too, but it runs; siblings would get different positions."""
     return hf.MptForCausalLM(hf.MptConfig(vocab_size=300, d_model=32, n_layers=2, n_heads=4))
 
 
@@ -120,7 +120,7 @@ def test_a_text_model_that_fails_the_self_check_is_refused() -> None:
 
 
 def test_a_wrong_answer_anywhere_fails_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that computes something else when several tokens come at once."""
+    """A model with other results for several tokens at once."""
     torch.manual_seed(0)
     model = mixtral().eval()
     layer = model.model.layers[1]
@@ -144,7 +144,7 @@ def test_a_cache_that_cannot_be_compacted(build: Any, reason: str) -> None:
         Decoder(build())
 
 
-def test_an_unknown_family_that_sees() -> None:
+def test_an_unknown_vision_family() -> None:
     config = hf.PaliGemmaConfig(
         vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8},
         text_config={**SIZES, "model_type": "gemma", "head_dim": 8},
@@ -155,13 +155,13 @@ def test_an_unknown_family_that_sees() -> None:
     assert "models of type 'paligemma' cannot be decoded with trees yet; known: llava, llava_next" in str(caught.value)
 
 
-def test_attention_that_reads_no_mask() -> None:
+def test_attention_without_a_mask() -> None:
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, attn_implementation="flex_attention"))
     with pytest.raises(UserError, match="trees need attention that takes a mask: sdpa or eager; the model runs 'flex_"):
         Decoder(model)
 
 
-# ------------------------------------------------------------------------------------------------------- what is derived
+# ---------------------------------------------------------------------------------------------------- derived properties
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_attention_that_reads_no_mask() -> None:
         ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0, "original_max_position_embeddings": 64}, 64),
     ],
 )  # fmt: skip
-def test_scaled_rotary_embeddings_are_decoded_as_far_as_they_do_not_change(rope: dict[str, Any], longest: int) -> None:
-    """Frequencies that depend on the sequence's length are those of its longest branch for the whole tree: such a model
-    is decoded up to where they change. The last tree reaches beyond that, and must not change anything.
+def test_the_context_ends_where_rotary_frequencies_change(rope: dict[str, Any], longest: int) -> None:
+    """Frequencies that depend on the sequence length would be those of the longest branch for a whole tree. The last tree
+    reaches past the limit and must not change any token.
     """
     torch.manual_seed(0)
     config = hf.LlamaConfig(**SIZES, max_position_embeddings=256, rope_parameters={"rope_theta": 1e4, **rope})
@@ -193,8 +193,8 @@ def test_scaled_rotary_embeddings_are_decoded_as_far_as_they_do_not_change(rope:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_vl", "gemma3"])
-def test_models_that_accelerate_spread(name: str, tmp_path: Path) -> None:
-    """Half of the layers on disk, from where hooks bring them for each forward; the rest in memory."""
+def test_models_with_offloaded_layers(name: str, tmp_path: Path) -> None:
+    """Accelerate's hooks load half of the layers from disk for each forward pass."""
     family = FAMILIES[name]
     save(family, tmp_path)
     processor = load_processor(family, tmp_path / "target")

@@ -1,4 +1,4 @@
-"""Steps use the threads that they were told to use, prefills and callers all of them."""
+"""Steps use a limited number of threads; prefills and callers use all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_the_number_comes_back_even_after_an_error() -> None:
+def test_the_number_of_threads_is_restored_even_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), limited_threads(1):
         assert torch.get_num_threads() == 1
         raise ZeroDivisionError
@@ -44,19 +44,19 @@ def test_only_steps_are_limited(
     target, draft = Target(pair.target), IndependentDraft(pair.draft)
     seen: dict[str, set[int]] = {"prefill": set(), "step": set(), "caller": set()}
 
-    def watch(runner: Any, name: str, kind: str) -> None:
-        inner = getattr(runner, name)
+    def record(model: Any, name: str, kind: str) -> None:
+        inner = getattr(model, name)
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
             seen[kind].add(torch.get_num_threads())
             return inner(*args, **kwargs)
 
-        monkeypatch.setattr(runner, name, noting)
+        monkeypatch.setattr(model, name, recording)
 
-    watch(target, "prefill", "prefill")
-    watch(target, "forward", "step")
-    watch(draft, "prefill", "prefill")
-    watch(draft, "forward", "step")
+    record(target, "prefill", "prefill")
+    record(target, "forward", "step")
+    record(draft, "prefill", "prefill")
+    record(draft, "forward", "step")
     decoder = Decoder(target, draft if drafts else None, threads=1)
     for _ in decoder.stream(**prompts["image"], max_new_tokens=12):
         seen["caller"].add(torch.get_num_threads())

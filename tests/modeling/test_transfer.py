@@ -1,4 +1,4 @@
-"""What crosses between host and device."""
+"""Transfers between host and device."""
 
 from __future__ import annotations
 

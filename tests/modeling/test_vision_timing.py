@@ -1,4 +1,4 @@
-"""Vision's share of the prefill: tower and projector, and nothing else."""
+"""Vision's share of the prefill: tower and projector only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def vision_ms(model: Any, inputs: Inputs) -> float:
         return Target(model).encode(inputs).vision_ms
 
 
-def test_encoding_a_prompt_says_what_vision_took(
+def test_encoding_a_prompt_measures_vision(
     pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tower's 3 and the projector's 2 milliseconds; not the text model's 10."""
@@ -33,21 +33,21 @@ def test_encoding_a_prompt_says_what_vision_took(
     assert not model.vision_tower._forward_hooks and not model.vision_tower._forward_pre_hooks
 
 
-def test_a_model_that_reads_text_alone_has_no_eyes(text_pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_a_text_model_has_no_vision_parts(text_pair: Pair, prompts: dict[str, Inputs]) -> None:
     assert vision_parts(text_pair.target) == []
     text = {"input_ids": prompts["text"]["input_ids"]}
     assert vision_ms(text_pair.target, text) == 0
 
 
-def test_eyes_go_by_the_names_of_their_families() -> None:
-    """LLaVA has a projector beside its tower, Qwen has it inside; an empty slot is none."""
+def test_vision_parts_have_family_specific_names() -> None:
+    """LLaVA has a projector beside its tower, Qwen inside it. A None attribute does not count."""
     tower, projector = torch.nn.Identity(), torch.nn.Identity()
     llava = SimpleNamespace(model=SimpleNamespace(vision_tower=tower, multi_modal_projector=projector))
     qwen = SimpleNamespace(model=SimpleNamespace(visual=tower, vision_tower=None))
     assert vision_parts(llava) == [tower, projector] and vision_parts(qwen) == [tower]
 
 
-def test_after_an_error_nothing_is_timed_any_more(pair: Pair) -> None:
+def test_hooks_are_removed_after_an_error(pair: Pair) -> None:
     tower = pair.target.model.vision_tower
     with pytest.raises(KeyError), timed_vision(pair.target):
         assert tower._forward_hooks

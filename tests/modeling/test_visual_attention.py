@@ -1,6 +1,4 @@
-"""Attention to visual tokens, read off one prefill of a model that is not eager, against an eager model that returns
-all of it.
-"""
+"""Attention to visual tokens, observed during the prefill of an sdpa model, against the weights of an eager model."""
 
 from __future__ import annotations
 
@@ -28,19 +26,19 @@ def prefill(model: Any, inputs: Inputs, *, rank_visual_tokens: bool = True) -> P
 
 
 def obvious_scores(eager_target: Any, inputs: Inputs) -> Tensor:
-    """Mean over heads and over the text behind the image of the last layer's attention to each visual token."""
+    """Mean over heads and the text after the image of the last layer's attention to each visual token."""
     is_visual = inputs["input_ids"][0] == eager_target.config.image_token_id
     with torch.inference_mode():
         attention = eager_target(**inputs, output_attentions=True).attentions[-1][0]  # [heads, tokens, tokens]
-    text_behind = range(int(is_visual.nonzero()[-1]) + 1, len(is_visual))
-    return torch.stack([attention[:, row, is_visual] for row in text_behind]).mean((0, 1))
+    text_after = range(int(is_visual.nonzero()[-1]) + 1, len(is_visual))
+    return torch.stack([attention[:, row, is_visual] for row in text_after]).mean((0, 1))
 
 
 @pytest.mark.parametrize("prompt", ["image", "long"])
-def test_captured_scores_equal_those_of_an_eager_model(
+def test_scores_equal_those_of_an_eager_model(
     pair: Pair, eager_target: Any, prompts: dict[str, Inputs], prompt: str
 ) -> None:
-    assert pair.target.config.text_config._attn_implementation == "sdpa", "else this compares eager with eager"
+    assert pair.target.config.text_config._attn_implementation == "sdpa", "otherwise this compares eager with eager"
     expected = obvious_scores(eager_target, prompts[prompt])
     with torch.inference_mode():
         scores = prefill(pair.target, prompts[prompt]).visual_scores
@@ -49,8 +47,8 @@ def test_captured_scores_equal_those_of_an_eager_model(
     assert expected.max() > 2 * expected.min(), "a ranking of equal scores proves nothing"
 
 
-def test_an_eager_target_is_captured_too(eager_target: Any, prompts: dict[str, Inputs]) -> None:
-    """Its attention is a function of the model's own file, which transformers' table does not list."""
+def test_an_eager_target_is_observed_too(eager_target: Any, prompts: dict[str, Inputs]) -> None:
+    """Its attention is a function in the model's module, which transformers' table does not list."""
     with torch.inference_mode():
         scores = prefill(eager_target, prompts["image"]).visual_scores
     torch.testing.assert_close(scores, obvious_scores(eager_target, prompts["image"]), atol=1e-5, rtol=0)
@@ -59,7 +57,7 @@ def test_an_eager_target_is_captured_too(eager_target: Any, prompts: dict[str, I
 def test_an_image_that_ends_the_prompt_is_ranked_by_its_last_token(
     pair: Pair, eager_target: Any, prompts: dict[str, Inputs]
 ) -> None:
-    """No text stands behind it that could be asked."""
+    """There is no text after it."""
     ids = prompts["image"]["input_ids"]
     end = int((ids[0] == eager_target.config.image_token_id).nonzero()[-1]) + 1
     inputs = {"input_ids": ids[:, :end], "pixel_values": prompts["image"]["pixel_values"]}
@@ -69,11 +67,11 @@ def test_an_image_that_ends_the_prompt_is_ranked_by_its_last_token(
     torch.testing.assert_close(scores, attention[:, -1, end - NUM_VISUAL_TOKENS :].mean(0), atol=1e-5, rtol=0)
 
 
-def test_logits_are_those_of_a_prefill_without_capture(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Bit for bit: every layer runs the kernel that it had."""
+def test_observing_does_not_change_logits(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """They are bitwise equal: every layer runs its own kernel."""
     with torch.inference_mode():
-        with_capture = prefill(pair.target, prompts["image"]).logits.clone()
-        assert torch.equal(with_capture, prefill(pair.target, prompts["image"], rank_visual_tokens=False).logits)
+        observed = prefill(pair.target, prompts["image"]).logits.clone()
+        assert torch.equal(observed, prefill(pair.target, prompts["image"], rank_visual_tokens=False).logits)
 
 
 def test_a_prompt_without_an_image_has_no_scores(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -83,9 +81,7 @@ def test_a_prompt_without_an_image_has_no_scores(pair: Pair, prompts: dict[str, 
 
 
 def test_the_config_is_restored(pair: Pair, prompts: dict[str, Inputs]) -> None:
-    """Saved models and later calls must not know that they were watched; an error inside must not leave our name behind
-    either.
-    """
+    """Saved models and later calls are not affected, even after an error inside the context."""
     target = Target(pair.target)
     before = pair.target.config.to_dict()
     with torch.inference_mode():
