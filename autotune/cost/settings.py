@@ -1,4 +1,4 @@
-"""What the profiler measures, and how precisely."""
+"""Settings of the profiler: the sizes that it measures, and the precision."""
 
 from __future__ import annotations
 
