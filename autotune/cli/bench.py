@@ -6,24 +6,32 @@ from pathlib import Path
 
 import click
 
-from autotune.cli.options import Verb, device_option, json_option, print_json, prompts_option, workload_option
+from autotune.cli import options
 
 
-@click.command(cls=Verb, short_help="Compare a profile with plain decoding and other configurations.")
+@click.command(cls=options.Verb, short_help="Compare a profile with plain decoding and other configurations.")
 @click.argument("profile", type=click.Path(path_type=Path))
-@workload_option
+@options.workload
 @click.option(
     "--against",
     default=None,
     show_default="all lossless arms that can run",
     help="Arms, separated by commas: ar, hf, hf-assisted, prompt_lookup, or the name of a published configuration.",
 )
-@prompts_option(32)
+@options.num_prompts(32)
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
-@device_option
-@json_option
+@options.device
+@options.table("a row for every run")
+@options.as_json
 def command(
-    profile: Path, workload: str, against: str | None, num_prompts: int, seed: int, device: str, as_json: bool
+    profile: Path,
+    workload: str,
+    against: str | None,
+    num_prompts: int,
+    seed: int,
+    device: str,
+    table: Path | None,
+    as_json: bool,
 ) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
     from autotune.cli.preflight import require_arms, require_profile, require_workload
@@ -35,7 +43,10 @@ def command(
 
     from autotune.console import Console
     from autotune.evaluation.bench import run_bench
+    from autotune.evaluation.runs import runs_dataframe
 
     result = run_bench(profile, workload, arms, num_prompts, seed, device, Console())
+    if table is not None:
+        options.write_table(table, runs_dataframe(result["runs"]))
     if as_json:
-        print_json(result)
+        options.print_json(result)

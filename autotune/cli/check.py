@@ -9,22 +9,22 @@ from typing import Any
 import click
 
 from autotune.check.settings import CheckSettings
-from autotune.cli.options import Verb, json_option, settings_options
+from autotune.cli import options
 from autotune.settings import make_settings
 
 
-@click.command(cls=Verb, short_help="Check that a profile is still lossless and as fast as before.")
+@click.command(cls=options.Verb, short_help="Check that a profile is still lossless and as fast as before.")
 @click.argument("profile", type=click.Path(path_type=Path))
-@settings_options(CheckSettings)
-@json_option
-def command(as_json: bool, **options: Any) -> None:
+@options.settings_options(CheckSettings)
+@options.as_json
+def command(as_json: bool, **values: Any) -> None:
     """Check that a profile is still lossless, that its counts are unchanged, and that it is not significantly slower.
 
     Exit codes: 0 passed, 1 regressed, 2 a mistake that the user can fix, 3 inconclusive, 4 not comparable.
     """
     from autotune.cli.preflight import require_profile, require_workload
 
-    settings = make_settings(CheckSettings, options)
+    settings = make_settings(CheckSettings, values)
     settings.require_consistent()
     require_profile(settings.profile)
     for workload in settings.workloads:

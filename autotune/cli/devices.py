@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from autotune.cli.options import Verb, json_option, print_json
+from autotune.cli import options
 
 
-@click.command(cls=Verb, short_help="List this machine's devices and those with shipped cost tables.")
-@json_option
+@click.command(cls=options.Verb, short_help="List this machine's devices and those with shipped cost tables.")
+@options.as_json
 def command(as_json: bool) -> None:
     """List this machine's devices, and the devices that searches can be made for without having them."""
     from autotune.console import Console
@@ -22,7 +22,7 @@ def command(as_json: bool) -> None:
         name: [path.name.removesuffix(".cost.json") for path in paths] for name, paths in shipped_tables().items()
     }
     if as_json:
-        print_json(
+        options.print_json(
             {
                 "local": {name: {**found.model_dump(), "key": found.key} for name, found in local.items()},
                 "measured": measured,

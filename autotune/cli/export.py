@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from autotune.cli.options import Verb, json_option, output_option
+from autotune.cli import options
 
 EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
 
 
-@click.command(cls=Verb, short_help="Write the nearest configuration of a serving engine.")
+@click.command(cls=options.Verb, short_help="Write the nearest configuration of a serving engine.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option("--to", "engine", type=click.Choice(EXPORT_ENGINES), required=True, help="The engine.")
 @click.option(
@@ -28,9 +28,9 @@ EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
     help="Operating point of the profile, for a server of such requests only.  [default: the last, for all requests]",
 )
 @click.option("--draft", default=None, help="Another draft that the search recorded, instead of the point's draft.")
-@output_option(None, "Folder to write.  [default: exports/ENGINE]")
-@json_option
-def command(profile: Path, engine: str, as_json: bool, **options: Any) -> None:
+@options.output(None, "Folder to write.  [default: exports/ENGINE]")
+@options.as_json
+def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
     """Write the nearest configuration that a serving engine can run, chosen by replay, and print its start command."""
     from autotune.cli.preflight import require_profile
 
@@ -39,7 +39,7 @@ def command(profile: Path, engine: str, as_json: bool, **options: Any) -> None:
     from autotune.console import Console
     from autotune.export.exporter import export_profile
 
-    result = export_profile(profile, engine, console=Console(), **options)
+    result = export_profile(profile, engine, console=Console(), **choices)
     if as_json:
         click.echo(result.dump())
     else:

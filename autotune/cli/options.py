@@ -120,13 +120,13 @@ class TableFile(click.Path):
 
 # ------------------------------------------------------------------------------------------------------- shared options
 
-target_option = click.option(
+target = click.option(
     "--target",
     default=BUNDLED_TARGET,
     show_default=True,
     help="Target: the name of a bundled model, a path or a Hugging Face id.",
 )
-drafts_option = click.option(
+drafts = click.option(
     "--draft",
     "drafts",
     multiple=True,
@@ -134,36 +134,36 @@ drafts_option = click.option(
     show_default=True,
     help="Draft: the name of a bundled model, a path or a Hugging Face id. Repeatable.",
 )
-workload_option = click.option(
+workload = click.option(
     "--workload", default=BUNDLED_WORKLOAD, show_default=True, help="'digits', or a JSONL file of prompts."
 )
-device_option = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
-injection_option = click.option(
+device = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
+injection_layer = click.option(
     "--injection-layer", type=int, default=None, help="Target layer whose output the draft reads; star has five."
 )
-mode_option = click.option(
+mode = click.option(
     "--mode",
     type=Mode(MODES),
     default="eager",
     show_default=True,
     help="How forward passes run. compile and cuda-graph prepare the sizes of --capture-sizes.",
 )
-capture_sizes_option = click.option(
+capture_sizes = click.option(
     "--capture-sizes",
     type=CaptureSizes(),
     default=(),
     help="Numbers of tokens that forward passes are padded to, as 4,8,16,32,64.  [default: none in mode eager]",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 
 
-def heads_option(*, multiple: bool = False) -> Decorator:
+def heads(*, multiple: bool = False) -> Decorator:
     repeatable = " Repeatable: each share is measured." if multiple else ""
     help_text = f"Share of attention heads kept; star has quarters.{repeatable}"
     return click.option("--heads", type=float, multiple=multiple, default=None, help=help_text)
 
 
-def prompts_option(default: int) -> Decorator:
+def num_prompts(default: int) -> Decorator:
     return click.option(
         "--prompts",
         "num_prompts",
@@ -174,7 +174,7 @@ def prompts_option(default: int) -> Decorator:
     )
 
 
-def output_option(default: str | None, help_text: str) -> Decorator:
+def output(default: str | None, help_text: str) -> Decorator:
     return click.option(
         "-o",
         "--output",
@@ -185,7 +185,7 @@ def output_option(default: str | None, help_text: str) -> Decorator:
     )
 
 
-def table_option(contents: str) -> Decorator:
+def table(contents: str) -> Decorator:
     return click.option("--table", type=TableFile(), default=None, help=f"Write {contents} to a .csv or .parquet file.")
 
 

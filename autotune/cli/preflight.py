@@ -9,19 +9,7 @@ from autotune.errors import UserError, nearest
 from autotune.files import read_json
 
 # The arms of autotune bench; a test compares them with those of evaluation/bench.py.
-ARMS = (
-    "ar",
-    "hf",
-    "hf-assisted",
-    "prompt_lookup",
-    "chain",
-    "star",
-    "eagle2",
-    "dream",
-    "sage",
-    "wetap",
-    "wetap-lossy",
-)
+ARMS = ("ar", "hf", "hf-assisted", "prompt_lookup", "chain", "star", "eagle2", "dream", "sage", "wetap", "wetap-lossy")
 
 
 def require_profile(path: Path) -> None:

@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from autotune.cli.options import (
-    Duration,
-    Verb,
-    capture_sizes_option,
-    device_option,
-    drafts_option,
-    heads_option,
-    injection_option,
-    json_option,
-    mode_option,
-    output_option,
-    target_option,
-    workload_option,
+from autotune.cli import options
+
+
+@click.command(cls=options.Verb, short_help="Measure a cost table: latencies of target and drafts on a device.")
+@options.target
+@options.drafts
+@options.heads(multiple=True)
+@options.injection_layer
+@options.workload
+@options.device
+@click.option(
+    "--budget", type=options.Duration(), default="90s", show_default=True, help="Time limit of the measurements."
 )
-
-
-@click.command(cls=Verb, short_help="Measure a cost table: latencies of target and drafts on a device.")
-@target_option
-@drafts_option
-@heads_option(multiple=True)
-@injection_option
-@workload_option
-@device_option
-@click.option("--budget", type=Duration(), default="90s", show_default=True, help="Time limit of the measurements.")
-@capture_sizes_option
-@mode_option
-@output_option("pair.cost.json", "Cost table to write.")
-@json_option
+@options.capture_sizes
+@options.mode
+@options.output("pair.cost.json", "Cost table to write.")
+@options.table("a row for every measured point")
+@options.as_json
 def command(
-    target: str,
-    drafts: tuple[str, ...],
-    heads: tuple[float, ...],
-    injection_layer: int | None,
-    workload: str,
-    device: str,
-    budget: float,
-    capture_sizes: tuple[int, ...],
-    mode: str,
-    output: Path,
-    as_json: bool,
+    target: str, drafts: tuple[str, ...], workload: str, device: str, output: Path, as_json: bool, **choices: Any
 ) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_workload
@@ -63,11 +44,13 @@ def command(
 
     console = Console()
     prompts = load_workload(workload, "tune")
-    model_pool = ModelPool(target, drafts, choose_device(device), capture_sizes, mode)
-    subnets = [Subnet(heads=share, injection_layer=injection_layer) for share in heads or (None,)]
+    model_pool = ModelPool(target, drafts, choose_device(device), choices["capture_sizes"], choices["mode"])
+    subnets = [Subnet(heads=share, injection_layer=choices["injection_layer"]) for share in choices["heads"] or (None,)]
     variants = [(draft, subnet) for draft in model_pool.references for subnet in subnets]
-    table = measure_table(model_pool, variants, prompts, console, budget)
+    table = measure_table(model_pool, variants, prompts, console, choices["budget"])
     table.save(output)
+    if choices["table"] is not None:
+        options.write_table(choices["table"], table.to_dataframe())
     print_table(table, console)
     console.say(f"cost table written to {output}")
     if as_json:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from autotune.cli.options import Verb, output_option
+from autotune.cli import options
 
 
-@click.command(cls=Verb, short_help="Write an HTML page that explains a profile.")
+@click.command(cls=options.Verb, short_help="Write an HTML page that explains a profile.")
 @click.argument("source", metavar="PROFILE|STUDY", type=click.Path(path_type=Path))
-@output_option("report.html", "Page to write.")
+@options.output("report.html", "Page to write.")
 @click.option(
     "--study",
     type=click.Path(path_type=Path),

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autotune.cli.options import BUNDLED_WORKLOAD, Verb, device_option, json_option, print_json
+from autotune.cli import options
 from autotune.errors import UserError
 
 if TYPE_CHECKING:
     from autotune.workloads.workload import WorkloadPrompt
 
 
-@click.command(cls=Verb, short_help="Decode with a profile.")
+@click.command(cls=options.Verb, short_help="Decode with a profile.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option("--prompt", default=None, help="Text of the prompt.  [default: a bundled prompt]")
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Image file. Repeatable.")
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy decoding.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus of the sampled tokens.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the sampled tokens.")
-@device_option
-@json_option
+@options.device
+@options.as_json
 def command(
     profile: Path,
     prompt: str | None,
@@ -57,7 +57,7 @@ def command(
             click.echo()
             click.echo(answer["summary"], err=True)
     if as_json:
-        print_json(answers if workload is not None else answers[0])
+        options.print_json(answers if workload is not None else answers[0])
 
 
 def _prompts(
@@ -81,7 +81,7 @@ def _prompts(
         Prompt(prompt="", **settings)  # refuses values out of range before the workload is read
         prompts = []
         for prompt in load_workload(
-            workload or BUNDLED_WORKLOAD, "evaluate", num_prompts=None if workload else 1
+            workload or options.BUNDLED_WORKLOAD, "evaluate", num_prompts=None if workload else 1
         ).prompts:
             limit = {"max_new_tokens": min(prompt.settings.max_new_tokens, settings["max_new_tokens"])}
             prompts.append(replace(prompt, settings=Prompt(**{**prompt.settings.model_dump(), **settings, **limit})))

@@ -7,15 +7,15 @@ from typing import Any
 
 import click
 
-from autotune.cli.options import Verb, json_option, settings_options
+from autotune.cli import options
 from autotune.search.settings import SearchSettings
 from autotune.settings import make_settings
 
 
-@click.command(cls=Verb, short_help="Find the fastest draft and token tree; write a decoding profile.")
-@settings_options(SearchSettings)
-@json_option
-def command(as_json: bool, **options: Any) -> None:
+@click.command(cls=options.Verb, short_help="Find the fastest draft and token tree; write a decoding profile.")
+@options.settings_options(SearchSettings)
+@options.as_json
+def command(as_json: bool, **values: Any) -> None:
     """Measure costs, record traces, search trees by replay, measure the finalists, and write a decoding profile.
 
     An interrupted search is continued by the same command.
@@ -24,7 +24,7 @@ def command(as_json: bool, **options: Any) -> None:
     from autotune.cli.preflight import require_workload
     from autotune.search.settings import check_settings
 
-    settings = make_settings(SearchSettings, options)
+    settings = make_settings(SearchSettings, values)
     check_settings(settings)
     require_workload(settings.workload)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from autotune.cli.options import Verb, output_option
+from autotune.cli import options
 
 
-@click.command(cls=Verb, short_help="Train a draft, or the bundled pair, from a recipe.")
+@click.command(cls=options.Verb, short_help="Train a draft, or the bundled pair, from a recipe.")
 @click.argument("recipe", type=click.Path(path_type=Path))
-@output_option(None, "Folder to write.  [default: the folder that the recipe names]")
+@options.output(None, "Folder to write.  [default: the folder that the recipe names]")
 def command(recipe: Path, output: Path | None) -> None:
     """Train a draft, or the bundled pair, from a recipe. Interrupted training continues at its last checkpoint."""
     from autotune.files import read_yaml

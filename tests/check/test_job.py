@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def world(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lossy.save(tmp_path / "lossy.json")
     write_workload(tmp_path, [{"prompt": "Go on.", "split": "evaluate", "max_new_tokens": 20}] * 2)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # takes longer in the heap of pytest than decoding
     return tmp_path
 
 

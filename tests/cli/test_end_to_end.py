@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from autotune.documents.configuration import PUBLISHED_DEFAULTS
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.modeling.loading import reference
@@ -53,9 +55,12 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr and "Warning" not in done.stderr
         return json.loads(done.stdout)
 
-    table = stage("profile", *models, *workload, "-o", "pair.cost.json")
+    table = stage("profile", *models, *workload, "--budget", "5s", "-o", "pair.cost.json", "--table", "cost.parquet")
     assert table == json.loads((tmp_path / "pair.cost.json").read_text())
-    assert table["schema"] == "autotune.cost-table/4"
+    assert table["schema"] == "autotune.cost-table/5"
+
+    frame = pd.read_parquet(tmp_path / "cost.parquet")
+    assert {"part", "tokens", "kv_length", "ms"} <= set(frame.columns) and len(frame) > 20
 
     traces = stage("record", *models, *workload, "--visual-keep", "1", "--visual-keep", "0.5", "-o", "traces")
     assert [trace["visual_keep"] for trace in traces] == [1.0, 0.5]
@@ -79,9 +84,12 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     answers = stage("run", "tree.json", *workload, "--temperature", "1")
     assert len(answers) == 3
 
-    bench = stage("bench", "tree.json", *workload, "--against", "ar,hf,chain,sage")
+    bench = stage("bench", "tree.json", *workload, "--against", "ar,hf,chain,sage", "--table", "runs.csv")
     assert [arm["name"] for arm in bench["arms"]] == ["ar", "hf", "chain", "sage", "tuned"]
     assert {arm["num_prompts"] for arm in bench["arms"]} == {3}
+    assert Counter(pd.read_csv(tmp_path / "runs.csv")["arm"]) == dict.fromkeys(
+        ["ar", "hf", "chain", "sage", "tuned"], 3
+    )
     identical = {arm["name"]: arm["identical_outputs"] for arm in bench["arms"]}
     assert identical.pop("hf") >= 2 and set(identical.values()) == {3}, "Hugging Face samples other numbers"
     assert bench["speedup_by_task"]["ar"] == {"prompt": 1.0, "read": 1.0}
