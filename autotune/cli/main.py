@@ -25,6 +25,7 @@ class Verbs(click.Group):
         if cmd_name not in VERBS:
             return None
         command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name}").command
+        command.name = cmd_name
         return command
 
     def resolve_command(
