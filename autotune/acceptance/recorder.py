@@ -148,11 +148,9 @@ class Recorder:
     def _reading(
         self, prompt: WorkloadPrompt, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]
     ) -> Reading | None:
-        """The target's reading for a draft that reads ``layers``; None where it reads none."""
-        if not layers:
+        """The target's reading, kept in memory, for a draft that reads ``layers``; None where they are not in ``self.layers``."""
+        if not layers or not set(layers) <= set(self.layers):
             return None
-        if not set(layers) <= set(self.layers):
-            return read_target(self.target, inputs, answer, layers)
         key = prompt.sha256, len(answer.tokens)
         if key not in self._readings:
             reading = read_target(self.target, inputs, answer, self.layers)
@@ -163,7 +161,7 @@ class Recorder:
 
 
 def _read_answer(path: Path) -> Answer | None:
-    """The recorded answer; None where there is none, or it is damaged."""
+    """None where the record is missing or damaged."""
     try:
         return Answer(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -174,7 +172,7 @@ _FOREST = tuple(field.name for field in fields(Forest))
 
 
 def _read_part(path: Path) -> RecordedPrompt | None:
-    """The recorded forest; None where there is none, or it is damaged."""
+    """None where the record is missing or damaged."""
     try:
         arrays = load(path.read_bytes())
         return RecordedPrompt(Forest(*(arrays[name] for name in _FOREST)), *map(int, arrays["lengths"]))
@@ -222,8 +220,8 @@ def record_forest(
     bounds: ForestBounds,
     reading: Reading | None = None,
 ) -> RecordedPrompt:
-    """The forest along one answer of the target to which the draft is attached. ``reading`` holds the layers that the draft
-    reads; None: run the target now.
+    """The forest along one answer of the target to which the draft is attached. Without a ``reading`` the target is run for
+    the layers that the draft reads.
     """
     tokens = np.array(answer.tokens, np.int64)
     num_roots = max(0, len(tokens) - 1)  # nothing follows the last token

@@ -80,7 +80,7 @@ def update(params: Floats, state: Floats, draft_forwards: int, nodes: int, accep
 
 
 class RequestHistory(NamedTuple):
-    """What ``Fallback`` remembers of earlier requests."""
+    """Memory of earlier requests."""
 
     num_failed: int = 0
     """Consecutive requests that lost time."""

@@ -33,10 +33,8 @@ class WetapVerification(Document):
     threshold: float = Field(default=1.0, gt=0, le=1)
 
 
-VERIFICATIONS: dict[str, type[LosslessVerification | WetapVerification]] = {
-    "lossless": LosslessVerification,
-    "wetap": WetapVerification,
-}
+VERIFICATIONS: dict[str, type[LosslessVerification | WetapVerification]]
+VERIFICATIONS = {"lossless": LosslessVerification, "wetap": WetapVerification}
 Verification = Annotated[LosslessVerification | WetapVerification, Field(discriminator="kind")]
 
 
@@ -82,7 +80,7 @@ def accept_path(tree: Tree, target_token: Ints, path: Ints) -> int:
 
 @compiled
 def accept_by_ratio(tree: Tree, target_logprob: Floats, log_threshold: float, path: Ints) -> int:
-    """WETAP's acceptance (eq. 9, algorithm 1 from line 27): among the nodes whose cumulative target probability is at
+    """WETAP's acceptance (eq. 9, algorithm 1, lines 27 to 46): among the nodes whose cumulative target probability is at
     least the threshold times the draft's, the deepest, and of those the one most probable to the target.
 
     ``target_logprob[node]`` is the target's log-probability of the node's token after its parent; it is summed along
