@@ -66,7 +66,7 @@ class DecodingStats:
 
 @dataclass(frozen=True)
 class DecodingOutput:
-    """What ``Decoder.generate`` returns."""
+    """The output of ``Decoder.generate``."""
 
     sequences: Tensor
     """[batch, prompt + new tokens], as from Hugging Face's generate: rows that end early are padded."""

@@ -1,4 +1,4 @@
-"""Trees grown by tensor operations against those of the policies' compiled steps: node by node, bit for bit."""
+"""Tree policies as tensor operations grow the trees of the compiled policies, node by node and bit for bit."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def grown_on_device(tree: dict[str, Any], draft: Draft) -> DeviceTree:
     return grower.pruned(torch.tensor([ROOT_TOKEN]))
 
 
-def without_ideas(draft: Draft) -> Draft:
-    """Behind a node of ``static`` that holds no token nothing is proposed."""
+def without_empty_nodes(draft: Draft) -> Draft:
+    """Nothing is proposed after a node of ``static`` that holds no token."""
     return lambda path: [] if -1 in path else draft(path)
 
 
 def proposed(draft: Draft, path: tuple[int, ...], k: int) -> np.ndarray:
-    """Of what is no node certainties, so that it shows if they matter."""
+    """Proposals of an absent node are certain, so that a mistake shows if they are used."""
     return np.zeros(k, np.float32) if -1 in path else logprobs_of(draft, path, k)
 
 
@@ -71,7 +71,7 @@ def proposed(draft: Draft, path: tuple[int, ...], k: int) -> np.ndarray:
 def test_trees_are_those_of_the_compiled_steps(tree: dict[str, Any]) -> None:
     session = Session(**tree)
     rng = np.random.default_rng(0)
-    for draft in (without_ideas(draft) for draft in DRAFTS):
+    for draft in (without_empty_nodes(draft) for draft in DRAFTS):
         session.grow(draft)
         expected, found = session.tree, grown_on_device(tree, draft)
         size = int(expected.size[0])
@@ -96,7 +96,7 @@ def test_trees_are_those_of_the_compiled_steps(tree: dict[str, Any]) -> None:
 
 
 def read_in_order(found: DeviceTree, session: Session) -> bool:
-    """Slots ascend in the order in which the host asked for children, level by level."""
+    """Slots ascend in the order in which the host read the nodes, level by level."""
     asked = [path for level in session.asked[1:] for path in level if -1 not in path]
     paths = [(node, path) for node, path in enumerate(session.paths, 1) if -1 not in path]
     slots = {path: int(found.kv_slot[node]) for node, path in paths}
@@ -104,6 +104,6 @@ def read_in_order(found: DeviceTree, session: Session) -> bool:
     return in_tree == sorted(in_tree) and all((slots[path] >= 0) == (path in asked) for path in slots)
 
 
-def test_policies_that_decide_by_what_is_proposed_stay_on_the_host() -> None:
+def test_policies_whose_level_sizes_depend_on_proposals_stay_on_the_host() -> None:
     for name in ("sage", "wetap"):
         assert device_grower(parse_policy({"policy": name}), CPU) is None

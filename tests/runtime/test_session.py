@@ -68,7 +68,7 @@ def test_a_stream_that_another_request_interrupts_is_refused(
 
 
 def state_of(decoder: Decoder) -> list[Any]:
-    """What a session configures on the shared models."""
+    """The settings of the shared models that a session changes."""
     target, draft = decoder.target, decoder.draft
     assert draft is not None
     return [target.mode, target.output_layers, draft.mode, draft.visual_keep, draft.capture_sizes]

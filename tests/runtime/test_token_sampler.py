@@ -1,4 +1,4 @@
-"""The token rule samples the right distribution, and its noise belongs to (seed, position) alone."""
+"""The token sampler draws from the right distribution, with noise that depends on seed and position only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def expected_distribution(temperature: float, top_k: int = 0, top_p: float = 1.0) -> NDArray[np.float64]:
-    """In the usual order: temperature, the k best, then the fewest best whose probabilities reach p."""
+    """Temperature, then top-k, then top-p."""
     logits = np.array(LOGITS) / temperature  # most probable first
     if top_k:
         logits[top_k:] = -np.inf
@@ -47,15 +47,15 @@ def expected_distribution(temperature: float, top_k: int = 0, top_p: float = 1.0
     ],
 )
 def test_tokens_over_positions_follow_the_distribution(settings: dict[str, Any]) -> None:
-    rule = TokenSampler(**settings, seed=3)
-    tokens = rule.tokens(torch.tensor([LOGITS]).repeat(NUM_DRAWS, 1), np.arange(NUM_DRAWS))
+    sampler = TokenSampler(**settings, seed=3)
+    tokens = sampler.tokens(torch.tensor([LOGITS]).repeat(NUM_DRAWS, 1), np.arange(NUM_DRAWS))
     observed = np.bincount(tokens, minlength=len(LOGITS))
-    # A right implementation fails this for one seed in a thousand; the seed is fixed.
+    # A correct implementation fails for one seed in a thousand; the seed is fixed.
     assert chi_square_p_value(observed, expected_distribution(**settings)) > 0.001
 
 
 def test_tokens_over_seeds_follow_the_distribution() -> None:
-    """At one position: what a user who varies the seed sees."""
+    """At one position."""
     logits = torch.tensor(LOGITS)
     tokens = [TokenSampler(temperature=1.0, seed=seed).token(logits, 17) for seed in range(NUM_DRAWS // 2)]
     assert chi_square_p_value(np.bincount(tokens, minlength=len(LOGITS)), expected_distribution(1.0)) > 0.001
@@ -63,25 +63,25 @@ def test_tokens_over_seeds_follow_the_distribution() -> None:
 
 def test_temperature_0_is_argmax_whatever_else_is_set() -> None:
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    rule = TokenSampler(temperature=0.0, top_k=3, top_p=0.1, seed=9)
-    assert rule.tokens(logits, np.arange(50)).tolist() == logits.argmax(-1).tolist()
+    sampler = TokenSampler(temperature=0.0, top_k=3, top_p=0.1, seed=9)
+    assert sampler.tokens(logits, np.arange(50)).tolist() == logits.argmax(-1).tolist()
 
 
 def test_noise_does_not_depend_on_the_order_or_company_of_calls() -> None:
-    """Plain decoding asks position after position, verification asks for many at once and some twice."""
+    """Plain decoding samples position by position, verification many positions at once and some twice."""
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
     positions = np.random.default_rng(0).integers(0, 10, 40)
     at_once = TokenSampler(temperature=1.0, seed=5).tokens(logits, positions)
-    rule, one_by_one = TokenSampler(temperature=1.0, seed=5), np.zeros(40, np.int64)
+    sampler, one_by_one = TokenSampler(temperature=1.0, seed=5), np.zeros(40, np.int64)
     for node in reversed(range(40)):
-        one_by_one[node] = rule.token(logits[node], int(positions[node]))
+        one_by_one[node] = sampler.token(logits[node], int(positions[node]))
     assert at_once.tolist() == one_by_one.tolist()
     assert at_once.tolist() != TokenSampler(temperature=1.0, seed=6).tokens(logits, positions).tolist()
 
 
 def noise_of(seed: int, positions: range, vocabulary: int = 8) -> NDArray[np.float64]:
-    rule = TokenSampler(temperature=1.0, seed=seed)
-    return np.stack([rule.noise(position, vocabulary).double().numpy() for position in positions])
+    sampler = TokenSampler(temperature=1.0, seed=seed)
+    return np.stack([sampler.noise(position, vocabulary).double().numpy() for position in positions])
 
 
 def test_noise_of_neighbours_is_uncorrelated() -> None:
@@ -115,9 +115,7 @@ def test_generator_seeds_are_distinct_and_valid() -> None:
 
 
 class Forbid:
-    """A logits processor that reads the prefix, in the simplest way: the last token must not be repeated. It notes the
-    prefixes that it was shown.
-    """
+    """A logits processor that forbids repeating the last token, and records the prefixes that it reads."""
 
     def __init__(self) -> None:
         self.prefixes: list[list[int]] = []
@@ -130,11 +128,11 @@ class Forbid:
 
 def test_processors_see_the_prefix_and_leave_the_logits_alone() -> None:
     processor, logits = Forbid(), torch.tensor(LOGITS)
-    rule = TokenSampler(processors=[processor])
-    assert rule.needs_prefix and not TokenSampler().needs_prefix
-    assert rule.token(logits, 3, torch.tensor([[4, 4, 0]])) == 1
+    sampler = TokenSampler(processors=[processor])
+    assert sampler.needs_prefix and not TokenSampler().needs_prefix
+    assert sampler.token(logits, 3, torch.tensor([[4, 4, 0]])) == 1
     assert processor.prefixes == [[4, 4, 0]]
-    assert logits.tolist() == LOGITS, "the tree's other nodes still need them"
+    assert logits.tolist() == LOGITS, "other nodes of the tree read them"
 
 
 @pytest.mark.parametrize(
@@ -157,10 +155,10 @@ def test_a_setting_out_of_range_says_rule_and_value(settings: dict[str, Any], me
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
 def test_tokens_of_a_tree_whose_depths_the_device_knows(settings: dict[str, Any]) -> None:
-    """The same as where the host knows them."""
-    rule = TokenSampler(**settings, seed=6)
+    """They equal the tokens where the host knows the depths."""
+    sampler = TokenSampler(**settings, seed=6)
     logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(1))
     depths = np.array([0, 1, 1, 2, 2, 2, 4])
-    found = rule.tokens_on_device(logits, 30, torch.from_numpy(depths), 6)
-    assert np.array_equal(found.numpy(), rule.tokens(logits, 30 + depths))
-    assert rule.is_greedy == (not settings)
+    found = sampler.tokens_on_device(logits, 30, torch.from_numpy(depths), 6)
+    assert np.array_equal(found.numpy(), sampler.tokens(logits, 30 + depths))
+    assert sampler.is_greedy == (not settings)
