@@ -76,16 +76,16 @@ def test_without_a_price_there_is_no_fallback(pair: Pair, prompts: dict[str, Inp
 
 def test_capture_sizes_change_no_token(pair: Pair, prompts: dict[str, Inputs]) -> None:
     """Neither tokens nor counts: padding is masked."""
-    for tree in TREES.values():
+    for number, tree in enumerate(TREES.values()):
         plain, rounded = (
             Decoder(pair.target, pair.draft, tree=tree, capture_sizes=capture_sizes)
             for capture_sizes in ((), (8, 3, 64, 16))
         )
-        for settings in ({}, {"temperature": 1.0, "seed": 4}):
-            expected, found = (d.generate(**prompts["image"], max_new_tokens=20, **settings) for d in (plain, rounded))
-            assert torch.equal(expected.sequences, found.sequences)
-            assert expected.stats.accepted_lengths == found.stats.accepted_lengths
-            assert expected.stats.verified_nodes == found.stats.verified_nodes
+        settings: dict[str, Any] = ({}, {"temperature": 1.0, "seed": 4})[number % 2]
+        expected, found = (d.generate(**prompts["image"], max_new_tokens=30, **settings) for d in (plain, rounded))
+        assert torch.equal(expected.sequences, found.sequences)
+        assert expected.stats.accepted_lengths == found.stats.accepted_lengths
+        assert expected.stats.verified_nodes == found.stats.verified_nodes
 
 
 def test_forwards_have_capture_sizes(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:

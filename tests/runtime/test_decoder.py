@@ -83,10 +83,10 @@ def test_a_draft_changes_no_token(
     tree: str,
 ) -> None:
     """Greedy output equals Hugging Face's, sampled output equals plain decoding with the same seed, token by token."""
-    for number, (prompt, keep) in enumerate(itertools.product(PROMPTS, KEEPS)):
+    for number, prompt in enumerate(PROMPTS, list(TREES).index(tree)):
+        keep, setting = KEEPS[number % len(KEEPS)], number % len(SAMPLED)
         decoder = Decoder(pair.target, pair.draft, tree=TREES[tree], visual_keep=keep)
         assert torch.equal(decoder.generate(**prompts[prompt], max_new_tokens=NEW_TOKENS).sequences, greedy(prompt))
-        setting = (number + list(TREES).index(tree)) % len(SAMPLED)
         out = decoder.generate(**prompts[prompt], max_new_tokens=NEW_TOKENS, **SAMPLED[setting])
         assert torch.equal(out.sequences, sampled_plainly(prompt, setting)), (prompt, keep, setting)
 

@@ -97,11 +97,11 @@ def test_trees_are_those_of_the_compiled_steps(tree: dict[str, Any]) -> None:
 
 def read_in_order(found: DeviceTree, session: Session) -> bool:
     """Slots ascend in the order in which the host read the nodes, level by level."""
-    asked = [path for level in session.asked[1:] for path in level if -1 not in path]
+    expanded = [path for level in session.expanded[1:] for path in level if -1 not in path]
     paths = [(node, path) for node, path in enumerate(session.paths, 1) if -1 not in path]
     slots = {path: int(found.kv_slot[node]) for node, path in paths}
-    in_tree = [slots[path] for path in asked if path in slots]
-    return in_tree == sorted(in_tree) and all((slots[path] >= 0) == (path in asked) for path in slots)
+    in_tree = [slots[path] for path in expanded if path in slots]
+    return in_tree == sorted(in_tree) and all((slots[path] >= 0) == (path in expanded) for path in slots)
 
 
 def test_policies_whose_level_sizes_depend_on_proposals_stay_on_the_host() -> None:

@@ -43,7 +43,7 @@ from tests.families import (
 from tests.obvious import ancestors_of, assert_same_logits, leaves_of, random_tree, tokens_to
 from tests.sample_documents import free_prices, header
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 NUM_SPECIAL_TOKENS = 3 + len(VISUAL_TOKENS)
 NUM_NIGHTLY_PROMPTS = 40
 REPLAYED = ("llama", "gemma3_text", "qwen2_5_vl")  # replay does not depend on the family
