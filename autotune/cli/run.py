@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +49,9 @@ def command(
     from autotune.evaluation.answers import answer_prompts
 
     answers = []
-    write = None if as_json else partial(click.echo, nl=False)
-    for answer in answer_prompts(profile, prompts, device=device, write=write):
+    for answer in answer_prompts(profile, prompts, device=device, prints=not as_json):
         answers.append(answer)
         if not as_json:
-            click.echo()
             click.echo(answer["summary"], err=True)
     if as_json:
         options.print_json(answers if workload is not None else answers[0])

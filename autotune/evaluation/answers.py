@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +13,19 @@ from autotune.runtime.load import load
 from autotune.workloads.workload import WorkloadPrompt
 
 
-class _PieceStreamer(TextStreamer):
-    """Passes an answer on in pieces, without the whitespace around it."""
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._write = write
-        self._whitespace = ""  # at the end of the last piece: written once text follows
-        self._has_text = False
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        text = self._whitespace + text if self._has_text else text.lstrip()
-        piece = text.rstrip()
-        self._whitespace = text[len(piece) :]
-        if piece:
-            self._has_text = True
-            self._write(piece)
-
-
 def answer_prompts(
-    profile: Path, prompts: Sequence[WorkloadPrompt], *, device: str, write: Callable[[str], None] | None = None
+    profile: Path, prompts: Sequence[WorkloadPrompt], *, device: str, prints: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Decode prompts one after the other; yields the text of each answer, its statistics and a summary line.
 
-    Args:
-        write: called with pieces of each answer's text as soon as their tokens are verified.
+    With ``prints``, each answer is printed to stdout while it is decoded, word by word.
     """
     decoder = load(profile, device=device)
     points = decoder.profile.points
     for prompt in prompts:
         inputs = prompt.inputs(decoder.processor, decoder.target.device)
         tokenizer = getattr(decoder.processor, "tokenizer", decoder.processor)
-        streamer = None if write is None else _PieceStreamer(tokenizer, write)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if prints else None
         options = {**prompt.settings.generation, "workload": prompt.settings.task, "streamer": streamer}
         output = decoder.generate(**inputs, **options)
         stats = output.stats

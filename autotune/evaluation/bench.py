@@ -207,32 +207,32 @@ def geomeans(by_task: DataFrame) -> Series[float]:
     return np.exp(np.log(by_task).mean(axis=1))
 
 
+ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
+    "speedup": lambda s: f"{s.speedup:.2f}x",
+    "interval": lambda s: f"{s.ci95[0]:.2f}-{s.ci95[1]:.2f}",
+    "per prompt": lambda s: f"{s.median_speedup:.2f}x",
+    "M": lambda s: f"{s.tokens_per_round:.2f}" if s.tokens_per_round else "-",
+    "tokens/s": lambda s: f"{s.tokens_per_second:.0f}",
+    "prefill ms": lambda s: f"{s.prefill_ms:.1f}",
+    "vision ms": lambda s: f"{s.vision_ms:.1f}",
+    "draft prefill ms": lambda s: f"{s.draft_prefill_ms:.1f}",
+    "outside models": lambda s: "-" if s.outside_share is None else f"{100 * s.outside_share:.1f} %",
+    "us a round": lambda s: "-" if s.outside_us_per_round is None else f"{s.outside_us_per_round:.0f}",
+    "same output": lambda s: f"{s.identical_outputs}/{s.num_prompts}",
+    "perplexity": lambda s: "-" if s.perplexity is None else f"{s.perplexity:.3f}",
+}
+
+
 def print_arms(summaries: Sequence[Summary], console: Console) -> None:
     """Print a row for each arm; that of the profile is emphasised."""
-    rows = [
-        [
-            s.name,
-            f"{s.speedup:.2f}x",
-            f"{s.ci95[0]:.2f}-{s.ci95[1]:.2f}",
-            f"{s.median_speedup:.2f}x",
-            f"{s.tokens_per_round:.2f}" if s.tokens_per_round else "-",
-            f"{s.tokens_per_second:.0f}",
-            f"{s.prefill_ms:.1f}",
-            f"{s.vision_ms:.1f}",
-            f"{s.draft_prefill_ms:.1f}",
-            f"{100 * s.outside_share:.1f} %" if s.outside_share is not None else "-",
-            f"{s.outside_us_per_round:.0f}" if s.outside_us_per_round is not None else "-",
-            f"{s.identical_outputs}/{s.num_prompts}",
-            *([] if s.perplexity is None else [f"{s.perplexity:.3f}"]),
-        ]
-        for s in summaries
-    ]
     first = summaries[0]
-    title = f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval"
-    columns = ["arm", "speedup", "interval", "per prompt", "M", "tokens/s", "prefill ms", "vision ms"]
-    columns += ["draft prefill ms", "outside models", "us a round", "same output"]
-    columns += [] if first.perplexity is None else ["perplexity"]
-    console.table(title, columns, rows, emphasised=_tuned([s.name for s in summaries]))
+    columns = [name for name in ARM_COLUMNS if name != "perplexity" or first.perplexity is not None]
+    console.table(
+        f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval",
+        ["arm", *columns],
+        [[s.name, *(ARM_COLUMNS[name](s) for name in columns)] for s in summaries],
+        emphasised=_tuned([s.name for s in summaries]),
+    )
 
 
 def print_tasks(by_task: DataFrame, console: Console) -> None:

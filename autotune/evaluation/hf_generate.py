@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autotune.modeling.clock import now_ms
-from autotune.modeling.vision_timing import timed_vision
+from autotune.modeling.vision_timing import timed_forwards, timed_vision
 from autotune.runtime.stats import DecodingStats
 
 
@@ -27,37 +27,6 @@ class _TokenClock:
 
     def end(self) -> None:
         pass
-
-
-class _ForwardClock:
-    """Counts a model's forwards and times the first; it does not synchronise on the others."""
-
-    def __init__(self) -> None:
-        self.num_forwards = 0
-        self.first_ms = 0.0
-
-    @contextmanager
-    def attached(self, model: Any | None) -> Iterator[None]:
-        """Record the model's forwards inside the context."""
-        if model is None:
-            yield
-            return
-
-        def begin(*_: Any) -> None:
-            if self.num_forwards == 0:
-                self.first_ms = -now_ms(model.device)
-
-        def end(*_: Any) -> None:
-            if self.num_forwards == 0:
-                self.first_ms += now_ms(model.device)
-            self.num_forwards += 1
-
-        handles = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def hf_generate(
@@ -80,14 +49,14 @@ def hf_generate(
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     settings = sampling if temperature > 0 else {"do_sample": False}
     assisted = {} if assistant is None else {"assistant_model": assistant}
-    clock, target, draft = _TokenClock(model.device), _ForwardClock(), _ForwardClock()
+    clock, drafts = _TokenClock(model.device), [] if assistant is None else [assistant]
     torch.manual_seed(seed)
     with (
         torch.inference_mode(),
         _quiet(),
         timed_vision(model) as vision,
-        target.attached(model),
-        draft.attached(assistant),
+        timed_forwards([model], model.device, first_only=True) as target,
+        timed_forwards(drafts, model.device, first_only=True) as draft,
     ):
         started_ms = now_ms(model.device)
         sequences = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=clock, **settings, **assisted)
@@ -97,8 +66,8 @@ def hf_generate(
         prefill_ms, decode_ms = first_ms - started_ms, last_ms - first_ms
         rounds = clock.num_tokens[2:]  # without the prompt and the token that the prefill emits
     else:
-        prefill_ms = prompt_ms - started_ms + target.first_ms
-        decode_ms = last_ms - prompt_ms - target.first_ms
+        prefill_ms = prompt_ms - started_ms + target.ms
+        decode_ms = last_ms - prompt_ms - target.ms
         rounds = clock.num_tokens[1:]
     tokens = sequences[0, length:].tolist()
     return tokens, DecodingStats(
@@ -109,7 +78,7 @@ def hf_generate(
         draft_forwards=draft.num_forwards,
         target_prefill_ms=prefill_ms,
         vision_ms=vision.ms,
-        draft_prefill_ms=draft.first_ms,
+        draft_prefill_ms=draft.ms,
         decode_ms=decode_ms,
     )
 

@@ -186,28 +186,16 @@ class ArmRunner:
             _restore(arm, histories)
             self._warm.add(shape)
         tokens, stats = arm.decode(inputs, prompt.settings)
+        values = {name: getattr(stats, name) for name in Run.model_fields if hasattr(stats, name)}
+        values |= {"acceptance_counts": stats.acceptance_counts.to_json(), "verified_nodes": sum(stats.verified_nodes)}
         return Run(
             arm=arm.key,
             prompt=prompt.name,
             prompt_sha256=prompt.sha256,
-            tokens_sha256=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
-            new_tokens=stats.new_tokens,
-            rounds=stats.rounds,
-            accepted_lengths=stats.accepted_lengths,
-            target_forwards=stats.target_forwards,
-            draft_forwards=stats.draft_forwards,
-            target_prefill_ms=stats.target_prefill_ms,
-            vision_ms=stats.vision_ms,
-            draft_prefill_ms=stats.draft_prefill_ms,
-            draft_ms=stats.draft_ms,
-            verify_ms=stats.verify_ms,
-            decode_ms=stats.decode_ms,
-            acceptance_counts=stats.acceptance_counts.to_json(),
-            perplexity=perplexity(self.decoder.target, inputs, tokens) if self.with_perplexity else None,
-            point=stats.point,
-            plain_steps=stats.plain_steps,
-            verified_nodes=sum(stats.verified_nodes),
             task=prompt.settings.task,
+            tokens_sha256=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
+            perplexity=perplexity(self.decoder.target, inputs, tokens) if self.with_perplexity else None,
+            **values,
         )
 
     # ----------------------------------------------------------------------------------------------------------- ledger

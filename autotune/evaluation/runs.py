@@ -62,16 +62,9 @@ def prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
     return PromptEvidence(
         name=run.prompt,
         sha256=run.prompt_sha256,
-        tokens_sha256=run.tokens_sha256,
-        rounds=run.rounds,
-        draft_forwards=run.draft_forwards,
         accepted_tokens=sum(run.accepted_lengths),
-        target_forwards=run.target_forwards,
-        plain_steps=run.plain_steps,
-        verified_nodes=run.verified_nodes,
-        accepted_lengths=run.accepted_lengths,
-        decode_ms=run.decode_ms,
         ar_decode_ms=plain.decode_ms,
+        **{name: getattr(run, name) for name in PromptEvidence.model_fields if hasattr(run, name)},
     )
 
 

@@ -52,10 +52,9 @@ def summarize(
     Raises:
         UserError: no answer has more than one token.
     """
-    pairs = decoded_pairs(runs, baseline)
-    if not pairs:
+    ms, tokens, baseline_ms, baseline_tokens = _decoded(runs, baseline)
+    if not len(ms):
         raise UserError("every answer has one token, so nothing was decoded that could be timed; raise max_new_tokens")
-    ms, tokens, baseline_ms, baseline_tokens = _columns(pairs)
     total_ms = sum(run.decode_ms for run in runs)
     num_tokens = sum(run.new_tokens - 1 for run in runs)
     rounds = sum(run.rounds for run in runs)
@@ -90,27 +89,23 @@ def _pooled_perplexity(runs: Sequence[Run]) -> float | None:
     return math.exp(total / sum(run.new_tokens for run in runs))
 
 
-def decoded_pairs(runs: Sequence[Run], baseline: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Runs with their baseline where both answers have more than one token; the prefill emits the first."""
-    return [(a, b) for a, b in zip(runs, baseline, strict=True) if a.new_tokens > 1 and b.new_tokens > 1]
-
-
 def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
     """Pooled decoding time per token of the baseline over that of ``runs``; NaN where nothing was decoded.
 
     Time per token, not time: a lossy arm gains nothing by a shorter answer.
     """
-    pairs = decoded_pairs(runs, baseline)
-    if not pairs:
-        return float("nan")
-    ms, tokens, baseline_ms, baseline_tokens = (column.sum() for column in _columns(pairs))
-    return float((baseline_ms / baseline_tokens) / (ms / tokens))
+    ms, tokens, baseline_ms, baseline_tokens = _decoded(runs, baseline).sum(1)
+    return float((baseline_ms / baseline_tokens) / (ms / tokens)) if tokens else float("nan")
 
 
-def _columns(pairs: Sequence[tuple[Run, Run]]) -> NDArray[np.float64]:
-    """Decoding times and decoded tokens of runs and of their baseline, [4, pairs]."""
-    rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in pairs]
-    return np.array(rows, np.float64).T
+def _decoded(runs: Sequence[Run], baseline: Sequence[Run]) -> NDArray[np.float64]:
+    """Decoding times and decoded tokens of runs and of their baseline, [4, prompts].
+
+    Only prompts for which both answers have more than one token; the prefill emits the first.
+    """
+    rows = [(a.decode_ms, a.new_tokens - 1, b.decode_ms, b.new_tokens - 1) for a, b in zip(runs, baseline, strict=True)]
+    columns = np.array(rows, np.float64).reshape(-1, 4).T
+    return columns[:, (columns[1] > 0) & (columns[3] > 0)]
 
 
 def bootstrap_ratio(

@@ -1,9 +1,9 @@
-"""Times the vision tower and the projector of a model."""
+"""Times forward passes, above all those of the vision tower and the projector of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ _PROJECTORS = ("multi_modal_projector", "connector")
 
 
 @dataclass
-class VisionClock:
-    """Times measured inside ``timed_vision``."""
+class ForwardClock:
+    """Times measured inside ``timed_forwards``."""
 
     ms: float = 0.0
     num_forwards: int = 0
@@ -32,20 +32,27 @@ def vision_parts(model: Any) -> list[Any]:
     return [part for part in parts if part is not None]
 
 
-@contextmanager
-def timed_vision(model: Any) -> Iterator[VisionClock]:
+def timed_vision(model: Any) -> AbstractContextManager[ForwardClock]:
     """Add up the wall-clock time of the forward passes of tower and projector, each synchronized before and after."""
-    clock = VisionClock()
+    return timed_forwards(vision_parts(model), model.device)
+
+
+@contextmanager
+def timed_forwards(parts: list[Any], device: Any, *, first_only: bool = False) -> Iterator[ForwardClock]:
+    """Count the forward passes of modules and add up their times; ``first_only`` times, and synchronizes, the first alone."""
+    clock = ForwardClock()
 
     def begin(*_: Any) -> None:
-        clock._started_ms.append(now_ms(model.device))
+        if not (first_only and clock.num_forwards):
+            clock._started_ms.append(now_ms(device))
 
     def end(*_: Any) -> None:
-        clock.ms += now_ms(model.device) - clock._started_ms.pop()
+        if clock._started_ms:
+            clock.ms += now_ms(device) - clock._started_ms.pop()
         clock.num_forwards += 1
 
     handles = []
-    for part in vision_parts(model):
+    for part in parts:
         handles += [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
     try:
         yield clock

@@ -25,7 +25,7 @@ from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
-from autotune.study.document import LEDGER, PROFILE, StudyDocument, StudyDraft, save_study
+from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import load_workload
 
@@ -102,7 +102,7 @@ class _SearchRun:
         if self.study is not None:
             update = {"records": self.ledger.used_keys, "stage_seconds": self.stage_seconds}
             self.study = self.study.model_copy(update=update)
-            save_study(self.folder, self.study)
+            self.study.save(self.folder / STUDY)
 
     def cost_table(self) -> CostTable:
         """The device's cost table, and the study document."""

@@ -84,11 +84,6 @@ class StudyDocument(Document, kind="study", version=2, made_by="autotune search"
     """Duration of each stage in the latest run of the search, in which finished work is not repeated."""
 
 
-def save_study(folder: Path, study: StudyDocument) -> None:
-    """Write ``study.json``."""
-    study.save(folder / STUDY)
-
-
 def load_study(folder: Path) -> StudyDocument | None:
     """Read ``study.json``; None if the search has not written it yet.
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TextStreamer
 
 from autotune.cli import main as cli
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
-from autotune.evaluation.answers import _PieceStreamer, answer_prompts
+from autotune.evaluation.answers import answer_prompts
 from autotune.modeling.loading import reference
 from autotune.trees.verification import WetapVerification
 from autotune.workloads.workload import Prompt, WorkloadPrompt
@@ -30,16 +31,14 @@ def path(pair: Pair, tmp_path: Path) -> Path:
     return tmp_path / "points.json"
 
 
-def test_answers_name_the_point_that_decoded_them(path: Path) -> None:
+def test_answers_name_the_point_that_decoded_them(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def prompt(**settings: Any) -> WorkloadPrompt:
         return WorkloadPrompt("p", Prompt(prompt="Go on.", max_new_tokens=12, **settings), ())
 
     prompts = [prompt(task="loose"), prompt(temperature=1.0), prompt(task="loose", temperature=1.0), prompt()]
-    pieces: list[str] = []
     answers = []
-    for answer in answer_prompts(path, prompts, device="cpu", write=pieces.append):
-        assert "".join(pieces) == answer["text"], "the pieces make up the text"
-        pieces.clear()
+    for answer in answer_prompts(path, prompts, device="cpu", prints=True):
+        assert capsys.readouterr().out.strip() == answer["text"]
         answers.append(answer)
     assert [answer["stats"]["point"] for answer in answers] == [0, 1, 0, 2]
     assert [answer["lossless"] for answer in answers] == [False, True, False, True]
@@ -50,17 +49,16 @@ def test_answers_name_the_point_that_decoded_them(path: Path) -> None:
     assert ["tokens a round" in answer["summary"] for answer in answers] == [True, False, True, True]
 
 
-def test_text_is_written_before_the_answer_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the whitespace around it, whatever the tokens are."""
-    prompt = WorkloadPrompt("p", Prompt(prompt="Go on.", max_new_tokens=200), ())
-    pieces: list[str] = []
-    (answer,) = answer_prompts(path, [prompt], device="cpu", write=pieces.append)
-    assert len(pieces) > 2 and all(pieces) and "".join(pieces) == answer["text"]
-    written: list[str] = []
-    streamer = _PieceStreamer(None, written.append)
-    for piece in (" \n", " Row", " 1\n", "", "\n2 ", " "):
-        streamer.on_finalized_text(piece)
-    assert written == ["Row", " 1", "\n\n2"]
+def test_an_answer_is_printed_while_it_is_decoded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[bool] = []
+    monkeypatch.setattr(
+        TextStreamer, "on_finalized_text", lambda self, text, stream_end=False: printed.append(stream_end)
+    )
+    prompt = WorkloadPrompt("p", Prompt(prompt="Go on.", max_new_tokens=40), ())
+    for prints in (False, True):
+        list(answer_prompts(path, [prompt], device="cpu", prints=prints))
+        assert bool(printed) == prints
+    assert printed.count(False) > 5 and printed[-1]
 
 
 def test_options_select_the_point(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
-from autotune.study.document import LEDGER, PROFILE, RUNS, Finalist, StudyDocument, StudyDraft, save_study
+from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, Finalist, StudyDocument, StudyDraft
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet
 from autotune.trees.policy import parse_policy
@@ -135,7 +135,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         finalists=[finalist, finalist.model_copy(update={"is_eliminated": True, "speedup": 1.4, "ci95": (1.2, 1.6)})],
         stage_seconds={"cost table": 12.0, "trees": 3.0},
     )
-    save_study(folder, study)
+    study.save(folder / STUDY)
     path = home / "profile.json"
     profile.save(path)
     profile.save(folder / PROFILE)

@@ -11,7 +11,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources, find_sources
-from autotune.study.document import PROFILE, STUDY, save_study
+from autotune.study.document import PROFILE, STUDY
 from tests.report.conftest import QUESTION, MadeStudy
 from tests.sample_documents import DEVICE, decoding_profile, write_workload
 
@@ -78,7 +78,7 @@ def test_unreadable_study_is_ignored_unless_given(copied: MadeStudy) -> None:
 def test_records_of_other_searches_are_ignored(copied: MadeStudy) -> None:
     """Without a study document all records are ignored."""
     few = copied.study.model_copy(update={"records": {"subnets": copied.study.records["subnets"][:3]}})
-    save_study(copied.folder, few)
+    few.save(copied.folder / STUDY)
     assert len(find_sources(copied.folder).screened) == 3
     (copied.folder / STUDY).unlink()
     found = find_sources(copied.folder)
@@ -87,7 +87,7 @@ def test_records_of_other_searches_are_ignored(copied: MadeStudy) -> None:
 
 
 def test_study_document_of_another_workload_is_ignored(copied: MadeStudy) -> None:
-    save_study(copied.folder, copied.study.model_copy(update={"tune_sha256": "f" * 64}))
+    copied.study.model_copy(update={"tune_sha256": "f" * 64}).save(copied.folder / STUDY)
     found = find_sources(copied.profile_path)
     assert found.study is None and len(found.traces) == 2
     assert "belongs to another search with another workload" in found.notes[0]

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.documents.configuration import Configuration
 from autotune.errors import UserError
-from autotune.study.document import STUDY, Finalist, StudyDocument, load_study, save_study
+from autotune.study.document import STUDY, Finalist, StudyDocument, load_study
 from autotune.study.ledger import Ledger
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
@@ -37,7 +37,7 @@ def study_document() -> StudyDocument:
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     study = study_document()
     assert load_study(tmp_path) is None
-    save_study(tmp_path, study)
+    study.save(tmp_path / STUDY)
     assert load_study(tmp_path) == study and study.finalists[0].prediction_error == pytest.approx(0.1)
     content = json.loads((tmp_path / STUDY).read_text())
     (tmp_path / STUDY).write_text(json.dumps({**content, "comand": "x"}))
@@ -47,7 +47,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_study_of_version_1_is_read(tmp_path: Path) -> None:
     """It had ``sampled`` for ``optuna_study``, and its finalists ``is_standing`` for ``is_eliminated``."""
-    save_study(tmp_path, study_document())
+    study_document().save(tmp_path / STUDY)
     content = json.loads((tmp_path / STUDY).read_text())
     content["schema"] = "autotune.study/1"
     content["sampled"] = content.pop("optuna_study")

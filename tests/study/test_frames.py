@@ -11,7 +11,7 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import append_line
-from autotune.study.document import LEDGER, RUNS, save_study
+from autotune.study.document import LEDGER, RUNS, STUDY
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger
 from tests.evaluation.sample_runs import run
@@ -31,7 +31,7 @@ def test_trials_and_runs_are_tables(tmp_path: Path) -> None:
     ledger.work("trees", {"b": lambda: {"fastest": [trial(chain, 4.0)]}, "other": lambda: {"fastest": "unread"}})
     with pytest.raises(UserError, match=r"no study\.json; give a folder that autotune search has written"):
         Study(tmp_path)
-    save_study(tmp_path, study_document())
+    study_document().save(tmp_path / STUDY)
     study = Study(tmp_path)
 
     trials = study.trials_dataframe()
