@@ -67,11 +67,11 @@ class Sides:
     def are_lossless(self) -> bool:
         return all(point.lossless for profile in self.profiles for point in profile.points)
 
-    def key(self, run: LocalRun, seed: int, device: str) -> str:
+    def key(self, run: LocalRun, seed: int) -> str:
         """Key of the comparison's pairs: the same command continues with them."""
         profiles = [profile.model_dump(mode="json", exclude={"evidence"}) for profile in self.profiles]
         codes = [code_hash(self.base), code_hash(self.head), self.base.label, self.is_aa]
-        return content_key([*codes, *profiles, run.workload.sha256, seed, device])
+        return content_key([*codes, *profiles, run.workload.sha256, seed, run.hardware.key])
 
 
 def code_hash(side: Side) -> str:
@@ -145,8 +145,6 @@ class Comparison:
     launch: Launch
     design: Design
     seed: int
-    device: str
-    """The key of the device's fingerprint."""
     console: Console
 
     def counts_gate(self, run: LocalRun, requests: list[Request]) -> Gate:
@@ -176,7 +174,7 @@ class Comparison:
     def _base_counts(self, requests: list[Request]) -> list[Counts]:
         worker = self.launch(self.sides.base)
         try:
-            return [Counts.of_decoded(request.name, worker.decode(request, plain=False)) for request in requests]
+            return [Counts.of(request.name, worker.decode(request, plain=False)) for request in requests]
         finally:
             worker.close()
 
@@ -186,7 +184,7 @@ class Comparison:
         if sides.are_equal and not sides.is_aa:
             same = f"{sides.base.label} has the same code, models, packages and choices: nothing to time"
             return Gate(name=TIME, workload=workload, verdict="passed", summary=same), None
-        ledger = CHECKS / f"{sides.key(run, self.seed, self.device)}.jsonl"
+        ledger = CHECKS / f"{sides.key(run, self.seed)}.jsonl"
         runner = PairRunner(
             sides.base,
             sides.head,

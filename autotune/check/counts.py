@@ -35,29 +35,16 @@ class Counts:
     accepted_lengths: tuple[int, ...] | None = None
 
     @classmethod
-    def of_evidence(cls, evidence: PromptEvidence) -> Counts:
+    def of(cls, name: str, source: PromptEvidence | Decoded) -> Counts:
+        """The counts of a profile's evidence or of a worker's answer."""
+        if isinstance(source, PromptEvidence):
+            forwards, accepted = source.rounds, source.accepted_tokens
+        else:
+            forwards, accepted = source.target_forwards, sum(source.accepted_lengths)
+        lengths = None if source.accepted_lengths is None else tuple(source.accepted_lengths)
+        nodes = source.verified_nodes
         return cls(
-            evidence.name,
-            evidence.tokens_sha256,
-            evidence.rounds,
-            evidence.draft_forwards,
-            evidence.accepted_tokens,
-            evidence.plain_steps,
-            evidence.verified_nodes,
-            None if evidence.accepted_lengths is None else tuple(evidence.accepted_lengths),
-        )
-
-    @classmethod
-    def of_decoded(cls, prompt: str, decoded: Decoded) -> Counts:
-        return cls(
-            prompt,
-            decoded.tokens_sha256,
-            decoded.target_forwards,
-            decoded.draft_forwards,
-            sum(decoded.accepted_lengths),
-            decoded.plain_steps,
-            decoded.verified_nodes,
-            tuple(decoded.accepted_lengths),
+            name, source.tokens_sha256, forwards, source.draft_forwards, accepted, source.plain_steps, nodes, lengths
         )
 
     def agrees_with(self, other: Counts) -> bool:

@@ -21,9 +21,8 @@ from autotune.check.sequential import Design
 from autotune.check.settings import CheckSettings
 from autotune.check.worker_process import Request
 from autotune.console import Console
-from autotune.device import choose_device, fingerprint
+from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
-from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
 from autotune.runtime.load import load
 from autotune.workloads.workload import Workload, load_workload
@@ -45,27 +44,26 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     ]
     design = Design(tolerance=settings.tolerance, limit=settings.limit, num_workloads=len(workloads))
     device = choose_device(settings.device)
-    hardware = fingerprint(device)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-check-")))
         sides = None
         if settings.is_timed:
             sides = stack.enter_context(open_sides(settings.against, settings.profile, folder))
         runs, processor = _decode_all(settings, workloads, device, console)
-        sessions = [_session(run, hardware) for run in runs]
+        sessions = [run.session for run in runs]
         gates: list[Gate] = []
         for run, proof, session in zip(runs, evidence, sessions, strict=True):
             gates += _local_gates(settings, design, run, proof, session)
         timings: list[Timing | None] = [None] * len(runs)
         if sides is not None:
             requests = [write_requests(run, processor, folder / f"{number}") for number, run in enumerate(runs)]
-            comparison = Comparison(sides, launcher(device), design, settings.seed, hardware.key, console)
+            comparison = Comparison(sides, launcher(device), design, settings.seed, console)
             timings = _compare(comparison, runs, requests, gates, settings.budget_s)
     verdict, code = verdict_of(gates, inconclusive_fails=settings.on_inconclusive == "fail")
     result = CheckResult(
         provenance=stamp(),
         profile=str(settings.profile),
-        hardware=hardware,
+        hardware=runs[0].hardware,
         target=profile.target,
         lossless=all(point.lossless for point in profile.points),
         against=None if sides is None else sides.base.label,
@@ -109,16 +107,7 @@ def _local_gates(
     if isinstance(evidence, str):
         gates.append(run.skipped_gate(COUNTS, evidence))
     else:
-        gates.append(
-            run.counts_gate(
-                evidence,
-                COUNTS,
-                source="the profile's evidence",
-                provenance=run.profile.provenance,
-                device=run.profile.hardware.key,
-                tolerance=settings.tolerance,
-            )
-        )
+        gates.append(run.counts_gate(COUNTS, evidence, run.profile, "the profile's evidence", settings.tolerance))
     if settings.min_speedup is not None:
         gates.append(run.speedup_gate(settings.min_speedup))
     if settings.baseline is not None:
@@ -126,16 +115,8 @@ def _local_gates(
         gates.append(sessions_gate(sessions, session, design))
         if sessions:
             latest = sessions[-1]
-            gates.append(
-                run.counts_gate(
-                    latest.prompts,
-                    SESSION_COUNTS,
-                    source=f"the session of {latest.provenance.created}",
-                    provenance=latest.provenance,
-                    device=latest.hardware.key,
-                    tolerance=settings.tolerance,
-                )
-            )
+            source = f"the session of {latest.provenance.created}"
+            gates.append(run.counts_gate(SESSION_COUNTS, latest.prompts, latest, source, settings.tolerance))
     return gates
 
 
@@ -160,18 +141,6 @@ def _compare(
         gates.append(gate)
         timings.append(timing)
     return timings
-
-
-def _session(run: LocalRun, hardware: Fingerprint) -> Session:
-    return Session(
-        provenance=stamp(),
-        hardware=hardware,
-        precision=run.precision,
-        target=run.profile.target,
-        workload=run.workload.name,
-        workload_sha256=run.workload.sha256,
-        prompts=run.prompts,
-    )
 
 
 def has_failed(gates: Sequence[Gate]) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autotune.check.baseline import Session
 from autotune.check.counts import Counts, compare_counts, counts_gate
 from autotune.check.result import LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, PromptEvidence
-from autotune.documents.provenance import Provenance, stamp
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable
 from autotune.evaluation.arms import Arm, DecoderArm
 from autotune.evaluation.divergence import Divergence, first_divergence
@@ -36,12 +38,11 @@ class LocalRun:
     not_repeated: list[str]
     """Prompts whose counts differed the second time."""
     precision: str
-    device: str
-    """The key of the device's fingerprint."""
+    hardware: Fingerprint
 
     @property
     def counts(self) -> list[Counts]:
-        return [Counts.of_evidence(prompt) for prompt in self.prompts]
+        return [Counts.of(prompt.name, prompt) for prompt in self.prompts]
 
     @property
     def is_exact(self) -> bool:
@@ -52,6 +53,18 @@ class LocalRun:
     def prices(self) -> list[RoundPrice | None]:
         """By prompt, from the operating point that decodes it."""
         return [self.profile.points[run.point].fallback for run in self.runs]
+
+    @property
+    def session(self) -> Session:
+        return Session(
+            provenance=stamp(),
+            hardware=self.hardware,
+            precision=self.precision,
+            target=self.profile.target,
+            workload=self.workload.name,
+            workload_sha256=self.workload.sha256,
+            prompts=self.prompts,
+        )
 
     def result(self, timing: Timing | None) -> WorkloadResult:
         return WorkloadResult(
@@ -103,33 +116,30 @@ class LocalRun:
 
     def counts_gate(
         self,
-        baseline: list[PromptEvidence],
         name: str,
-        *,
+        baseline: list[PromptEvidence],
+        document: DecodingProfile | Session,
         source: str,
-        provenance: Provenance,
-        device: str,
         tolerance: float,
     ) -> Gate:
-        """The gate on the counts compared with those of a document about the first prompts, which was made on ``device``."""
+        """The gate on the counts compared with those of the first prompts in an earlier document."""
         if self.not_repeated:
             return self.not_repeated_gate(name)
-        here = stamp()
+        made, here = document.provenance, stamp()
         reason = None
         if not self.is_exact:
             reason = f"near ties in {self.precision}"
-        elif (provenance.torch, provenance.transformers) != (here.torch, here.transformers):
-            reason = f"made with torch {provenance.torch}, transformers {provenance.transformers}"
-        num = len(baseline)
+        elif (made.torch, made.transformers) != (here.torch, here.transformers):
+            reason = f"made with torch {made.torch}, transformers {made.transformers}"
+        num, device = len(baseline), document.hardware.key
+        counts = [Counts.of(evidence.name, evidence) for evidence in baseline]
         return counts_gate(
-            compare_counts(
-                self.counts[:num], [Counts.of_evidence(evidence) for evidence in baseline], self.prices[:num]
-            ),
+            compare_counts(self.counts[:num], counts, self.prices[:num]),
             name,
             self.workload.name,
             source=source,
             tolerance=tolerance,
-            advisory_reason=None if self.device == device else f"{source} was made on {device}",
+            advisory_reason=None if self.hardware.key == device else f"{source} was made on {device}",
             different_answer_reason=reason,
         )
 
@@ -153,8 +163,8 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
         [tuned], workload, seed=seed, report=lambda done, _: report(num_steps // 2 + done, num_steps)
     )
     prompts = [prompt_evidence(run, plain) for run, plain in zip(runs[tuned.name], runs[AR], strict=True)]
-    first = [Counts.of_evidence(evidence) for evidence in prompts]
-    second = [Counts.of_evidence(prompt_evidence(run, run)) for run in again[tuned.name]]
+    first = [Counts.of(evidence.name, evidence) for evidence in prompts]
+    second = [Counts.of(run.prompt, prompt_evidence(run, run)) for run in again[tuned.name]]
     return LocalRun(
         workload=workload,
         profile=decoder.profile,
@@ -164,7 +174,7 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
         divergences=_divergences(runner, tuned, workload, runs),
         not_repeated=[a.prompt for a, b in zip(first, second, strict=True) if not a.agrees_with(b)],
         precision=str(decoder.target.dtype).removeprefix("torch."),
-        device=fingerprint(str(decoder.target.device)).key,
+        hardware=fingerprint(str(decoder.target.device)),
     )
 
 

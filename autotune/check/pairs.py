@@ -12,14 +12,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
 from pydantic import Field, ValidationError
 
 from autotune.check.sequential import PAIRS_PER_LAUNCH
-from autotune.check.worker_process import Decoded, Launch, Request, Side, Worker
+from autotune.check.worker_process import Decoded, Launch, Request, Side, WorkerProcess
 from autotune.errors import NotComparable
 from autotune.files import Document, append_line, read_lines
 from autotune.workloads.workload import WARM_UP_TOKENS
@@ -53,43 +53,29 @@ class Pair(Document):
         return math.log(self.plain_head_ms / self.plain_base_ms)
 
 
+@dataclass
 class PairRunner:
-    """Decodes pairs, and continues an interrupted comparison.
+    """Decodes pairs, and continues an interrupted comparison."""
 
-    Args:
-        base, head: the two sides.
-        launch: starts the worker of a side.
-        requests: the prompts.
-        ledger: file of finished pairs.
-        must_agree: whether different tokens make the sides incomparable.
-        clock: seconds, for estimates.
-    """
+    base: Side
+    head: Side
+    launch: Launch
+    requests: Sequence[Request]
+    seed: int = field(kw_only=True)
+    ledger: Path = field(kw_only=True)
+    """File of finished pairs."""
+    must_agree: bool = field(default=True, kw_only=True)
+    """Whether different tokens make the sides incomparable."""
+    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
+    """Seconds, for estimates."""
+    pair_s: list[float] = field(default_factory=list, init=False)
+    """Durations of the pairs decoded by this runner."""
+    launch_s: list[float] = field(default_factory=list, init=False)
+    _workers: tuple[WorkerProcess, WorkerProcess] | None = field(default=None, init=False)
+    _num_left: int = field(default=0, init=False)  # pairs before the next launch
 
-    def __init__(
-        self,
-        base: Side,
-        head: Side,
-        launch: Launch,
-        requests: Sequence[Request],
-        *,
-        seed: int,
-        ledger: Path,
-        must_agree: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.sides = (base, head)
-        self.launch = launch
-        self.requests = requests
-        self.seed = seed
-        self.ledger = ledger
-        self.must_agree = must_agree
-        self.clock = clock
-        self.pairs = _pairs_in(ledger)
-        self.pair_s: list[float] = []
-        """Durations of the pairs decoded by this runner."""
-        self.launch_s: list[float] = []
-        self._workers: tuple[Worker, Worker] | None = None
-        self._num_left = 0  # pairs before the next launch
+    def __post_init__(self) -> None:
+        self.pairs = _pairs_in(self.ledger)
 
     def __enter__(self) -> PairRunner:
         return self
@@ -128,7 +114,7 @@ class PairRunner:
         base, head = self._decode_both(request, head_first, plain=False)
         if self.must_agree and base.tokens_sha256 != head.tokens_sha256:
             raise NotComparable(
-                f"{request.name}: base ({self.sides[0].label}) and head answer differently ({base.new_tokens} and "
+                f"{request.name}: base ({self.base.label}) and head answer differently ({base.new_tokens} and "
                 f"{head.new_tokens} tokens), so their times are not of the same work; compare sides with the same target and "
                 "precision"
             )
@@ -159,7 +145,7 @@ class PairRunner:
         self._close_workers()
         began = self.clock()
         first = random.Random(f"{self.seed}/launch/{len(self.pairs)}").randrange(2)
-        made = {side: self.launch(self.sides[side]) for side in (first, 1 - first)}
+        made = {side: self.launch((self.base, self.head)[side]) for side in (first, 1 - first)}
         self._workers = made[0], made[1]
         for request in {request.point: request for request in coming}.values():
             for worker in self._workers:

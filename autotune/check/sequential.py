@@ -122,19 +122,10 @@ def launches_of(num_pairs: int) -> NDArray[np.int64]:
     return np.arange(num_pairs) // PAIRS_PER_LAUNCH
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Slowdown of the head; 0.05 is 5 %."""
-
-    slowdown: float
-    ci95: tuple[float, float]
-
-
-def estimate(x: Floats, launches: NDArray[np.int64]) -> Estimate:
-    """The Hodges-Lehmann estimate, and the confidence interval of all values that the test does not reject."""
-    centre = hodges_lehmann(x)
-    low, high = (_confidence_limit(x, launches, sign) for sign in (-1, 1))
-    return Estimate(math.expm1(centre), (math.expm1(low), math.expm1(high)))
+def estimate(x: Floats, launches: NDArray[np.int64]) -> tuple[float, tuple[float, float]]:
+    """The Hodges-Lehmann estimate of the slowdown (0.05 is 5 %), and the interval of all values that the test keeps."""
+    low, high = (math.expm1(_confidence_limit(x, launches, sign)) for sign in (-1, 1))
+    return math.expm1(hodges_lehmann(x)), (low, high)
 
 
 def hodges_lehmann(x: Floats) -> float:

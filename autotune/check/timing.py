@@ -84,22 +84,21 @@ def launches(pairs: Sequence[Pair]) -> np.ndarray:
 def timing_of(runner: PairRunner, outcome: Outcome, design: Design) -> Timing:
     """Estimates and decision from the pairs of an outcome."""
     pairs = runner.pairs[: outcome.analysis.num_pairs]
-    estimated = estimate(log_ratios(pairs), launches(pairs))
+    slowdown, ci95 = estimate(log_ratios(pairs), launches(pairs))
     with_plain = [pair for pair in pairs if pair.plain_log_ratio is not None]
     plain_slowdown = speedup = None
     if with_plain:
         plain_slowdown = math.expm1(hodges_lehmann(np.array([pair.plain_log_ratio for pair in with_plain])))
         speedup = sum(pair.plain_head_ms or 0.0 for pair in with_plain) / sum(pair.head_ms for pair in with_plain)
-    base, head = runner.sides
     return Timing(
-        base=base.label,
-        head=head.label,
+        base=runner.base.label,
+        head=runner.head.label,
         seed=runner.seed,
         limit=design.limit,
         tolerance=design.tolerance,
         looks=design.analyses,
-        slowdown=estimated.slowdown,
-        ci95=estimated.ci95,
+        slowdown=slowdown,
+        ci95=ci95,
         p_within_tolerance=float(outcome.analysis.p_within_tolerance),
         p_beyond_limit=float(outcome.analysis.p_beyond_limit),
         plain_slowdown=plain_slowdown,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -60,19 +60,6 @@ class Side:
     code: Path = Path(__file__).parents[2]
     """The folder that contains the package."""
     python: str = sys.executable
-
-
-class Worker(Protocol):
-    """Decodes for one side."""
-
-    def decode(self, request: Request, *, plain: bool) -> Decoded:
-        """Decode one prompt with the side's profile, or plainly."""
-        ...
-
-    def close(self) -> None: ...
-
-
-Launch = Callable[[Side], Worker]
 
 
 class WorkerProcess:
@@ -160,3 +147,6 @@ class WorkerProcess:
         """The last line in the log of a worker that has died."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"it ended with code {self._process.wait()}"
+
+
+Launch = Callable[[Side], WorkerProcess]

@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from autotune.files import require_writable, write_bytes
-from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.settings import extra_of, option_name
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 BUNDLED_WORKLOAD = "digits"
-MODES = ("eager", "compile", "cuda-graph")
 # Names of earlier versions, accepted for one version.
 RENAMED_OPTIONS = {"--runner": "--mode", "--buckets": "--capture-sizes"}
 RENAMED_MODES = {"graph": "cuda-graph"}
@@ -120,47 +118,11 @@ class TableFile(click.Path):
 
 # ------------------------------------------------------------------------------------------------------- shared options
 
-target = click.option(
-    "--target",
-    default=BUNDLED_TARGET,
-    show_default=True,
-    help="Target: the name of a bundled model, a path or a Hugging Face id.",
-)
-drafts = click.option(
-    "--draft",
-    "drafts",
-    multiple=True,
-    default=(BUNDLED_DRAFT,),
-    show_default=True,
-    help="Draft: the name of a bundled model, a path or a Hugging Face id. Repeatable.",
-)
 workload = click.option(
     "--workload", default=BUNDLED_WORKLOAD, show_default=True, help="'digits', or a JSONL file of prompts."
 )
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
-injection_layer = click.option(
-    "--injection-layer", type=int, default=None, help="Target layer whose output the draft reads; star has five."
-)
-mode = click.option(
-    "--mode",
-    type=Mode(MODES),
-    default="eager",
-    show_default=True,
-    help="How forward passes run. compile and cuda-graph prepare the sizes of --capture-sizes.",
-)
-capture_sizes = click.option(
-    "--capture-sizes",
-    type=CaptureSizes(),
-    default=(),
-    help="Numbers of tokens that forward passes are padded to, as 4,8,16,32,64.  [default: none in mode eager]",
-)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
-
-
-def heads(*, multiple: bool = False) -> Decorator:
-    repeatable = " Repeatable: each share is measured." if multiple else ""
-    help_text = f"Share of attention heads kept; star has quarters.{repeatable}"
-    return click.option("--heads", type=float, multiple=multiple, default=None, help=help_text)
 
 
 def num_prompts(default: int) -> Decorator:
@@ -192,11 +154,12 @@ def table(contents: str) -> Decorator:
 # --------------------------------------------------------------------------------------------- options of settings models
 
 
-def settings_options(model: type[BaseModel]) -> Decorator:
-    """Add an option for every field of a settings model that has one, in the order of the fields."""
+def settings_options(model: type[BaseModel], *names: str) -> Decorator:
+    """Add an option for every field of a settings model that has one, or for the named fields, in their order."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for name, field in reversed(model.model_fields.items()):
+        for name in reversed(names or tuple(model.model_fields)):
+            field = model.model_fields[name]
             if field.description is not None and option_name(name, field) is not None:
                 command = _option(name, field)(command)
         return command

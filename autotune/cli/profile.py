@@ -8,20 +8,21 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.search.settings import SearchSettings
 
 
 @click.command(cls=options.Verb, short_help="Measure a cost table: latencies of target and drafts on a device.")
-@options.target
-@options.drafts
-@options.heads(multiple=True)
-@options.injection_layer
+@options.settings_options(SearchSettings, "target", "drafts")
+@click.option(
+    "--heads", type=float, multiple=True, help="Share of attention heads kept; star has quarters. Repeatable."
+)
+@options.settings_options(SearchSettings, "injection_layer")
 @options.workload
 @options.device
 @click.option(
     "--budget", type=options.Duration(), default="90s", show_default=True, help="Time limit of the measurements."
 )
-@options.capture_sizes
-@options.mode
+@options.settings_options(SearchSettings, "capture_sizes", "mode")
 @options.output("pair.cost.json", "Cost table to write.")
 @options.table("a row for every measured point")
 @options.as_json

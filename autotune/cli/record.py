@@ -8,14 +8,11 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.search.settings import SearchSettings
 
 
 @click.command(cls=options.Verb, short_help="Record traces: a draft's proposals along the target's answers.")
-@options.target
-@options.drafts
-@options.heads()
-@options.injection_layer
-@options.workload
+@options.settings_options(SearchSettings, "target", "drafts", "heads", "injection_layer", "workload")
 @options.device
 @click.option(
     "--visual-keep",

@@ -16,7 +16,7 @@ PRICE = RoundPrice(round_steps=1.2, level_steps=0.1, node_steps=0.02)
 
 
 def counts(name: str = "count", **fields: Any) -> Counts:
-    return Counts.of_evidence(prompt_evidence(name, **fields))
+    return Counts.of(name, prompt_evidence(name, **fields))
 
 
 def judged(now: list[Counts], then: list[Counts], **options: Any) -> Gate:
@@ -107,4 +107,4 @@ def test_counts_of_workers_and_of_evidence_agree() -> None:
         verified_nodes=40,
         accepted_lengths=[3] * 10,
     )
-    assert Counts.of_decoded("count", decoded) == counts()
+    assert Counts.of("count", decoded) == counts()
