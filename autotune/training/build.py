@@ -44,9 +44,8 @@ def train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     examples = (make_example("train", task, index) for index in range(1500) for task in TASKS)
-    tokenizer.train_from_iterator(
-        (f"USER: {example.prompt} ASSISTANT: {example.answer}" for example in examples), trainer
-    )
+    texts = (f"USER: {example.prompt} ASSISTANT: {example.answer}" for example in examples)
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -78,12 +77,11 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, patch_size: int) -> Llav
 
 def build_model(recipe: Recipe, tokenizer: Any) -> LlavaForConditionalGeneration:
     """A LLaVA with the recipe's sizes and random weights; seed torch before the call."""
+    special_tokens = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
     text = LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=2048,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        **special_tokens,
         tie_word_embeddings=True,
         **recipe.text,
     )
@@ -97,7 +95,5 @@ def build_model(recipe: Recipe, tokenizer: Any) -> LlavaForConditionalGeneration
         tie_word_embeddings=True,
     )
     model = LlavaForConditionalGeneration(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.bos_token_id = tokenizer.bos_token_id
+    model.generation_config.update(**special_tokens)
     return model

@@ -7,17 +7,19 @@ from typing import Any
 
 from autotune.files import read_lines, write_bytes
 
-# Label and style of each logged share; the few held-out points have markers.
-SHARES: dict[str, tuple[str, dict[str, Any]]] = {
-    "token_accuracy": ("tokens, training", {"color": "tab:blue", "alpha": 0.6}),
-    "digit_accuracy": ("digits, training", {"color": "tab:green", "alpha": 0.6}),
-    "agreement": ("training, true features", {"color": "tab:blue", "alpha": 0.35}),
-    "held_out_agreement": ("held out, true features", {"color": "tab:blue", "marker": "o", "markersize": 4}),
-    "held_out_own_agreement": ("held out, own features", {"color": "tab:orange", "marker": "s", "markersize": 4}),
-}
-LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "loss": ("training", {"color": "tab:blue", "alpha": 0.35}),
-    "held_out_loss": ("held out", {"color": "tab:blue", "marker": "o", "markersize": 4}),
+# Panels, with the label and style of each logged metric; the few held-out points have markers.
+PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "loss": {
+        "loss": ("training", {"color": "tab:blue", "alpha": 0.35}),
+        "held_out_loss": ("held out", {"color": "tab:blue", "marker": "o", "markersize": 4}),
+    },
+    "agreement with the target": {
+        "token_accuracy": ("tokens, training", {"color": "tab:blue", "alpha": 0.6}),
+        "digit_accuracy": ("digits, training", {"color": "tab:green", "alpha": 0.6}),
+        "agreement": ("training, true features", {"color": "tab:blue", "alpha": 0.35}),
+        "held_out_agreement": ("held out, true features", {"color": "tab:blue", "marker": "o", "markersize": 4}),
+        "held_out_own_agreement": ("held out, own features", {"color": "tab:orange", "marker": "s", "markersize": 4}),
+    },
 }
 
 
@@ -38,22 +40,22 @@ def draw_curve(log: Path, path: Path) -> None:
     import io
 
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
     steps = logged(log)
-    stages = {record["stage"]: record["objective"] for record in steps}
-    begins, end = {}, 0
-    for stage in stages:
-        begins[stage] = end
-        end += max(record["step"] for record in steps if record["stage"] == stage)
+    objectives = {record["stage"]: record["objective"] for record in steps}
+    begins, num_steps = {}, 0
+    for stage in objectives:
+        begins[stage] = num_steps
+        num_steps += max(record["step"] for record in steps if record["stage"] == stage)
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
     panels = figure.subplots(2, 1, sharex=True)
-    for panel, lines, label in zip(panels, (LOSSES, SHARES), ("loss", "agreement with the target, %"), strict=True):
-        for name, (title, style) in lines.items():
-            drawn = [(begins[r["stage"]] + r["step"], r[name]) for r in steps if name in r]
-            if drawn:
-                scale = 1.0 if lines is LOSSES else 100.0
-                panel.plot([x for x, _ in drawn], [scale * y for _, y in drawn], label=title, linewidth=1.5, **style)
-        panel.set_ylabel(label)
+    for panel, (title, lines) in zip(panels, PANELS.items(), strict=True):
+        panel.set_ylabel(title)
+        for name, (label, style) in lines.items():
+            points = [(begins[record["stage"]] + record["step"], record[name]) for record in steps if name in record]
+            if points:
+                panel.plot(*zip(*points, strict=True), label=label, linewidth=1.5, **style)
         panel.grid(alpha=0.3)
         for begin in begins.values():
             if begin > 0:
@@ -61,16 +63,11 @@ def draw_curve(log: Path, path: Path) -> None:
         if panel.lines:
             panel.legend(fontsize=8)
     for stage, begin in begins.items():
-        panels[0].annotate(
-            f"stage {stage + 1}: {stages[stage]}",
-            (begin, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, 3),
-            textcoords="offset points",
-            fontsize=8,
-        )
+        text = f" stage {stage + 1}: {objectives[stage]}"
+        panels[0].text(begin, 1.02, text, fontsize=8, transform=panels[0].get_xaxis_transform())
+    panels[1].yaxis.set_major_formatter(PercentFormatter(1.0))
     panels[1].set_xlabel("step")
-    panels[0].set_xlim(0, max(end, 1))
+    panels[1].set_xlim(0, max(num_steps, 1))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_bytes(path, buffer.getvalue())

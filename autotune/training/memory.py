@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autotune.device import free_memory, gib
+from autotune.device import check_room, free_memory, gib
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 
@@ -45,38 +45,17 @@ class BatchShape:
 class MemoryEstimate:
     """Memory of one process for the largest batch."""
 
-    target_bytes: int
-    draft_bytes: int
-    """Weights, gradients and optimizer."""
-    teacher_batch_bytes: int
-    """The target's outputs on a batch, and those kept of held-out batches."""
-    activation_bytes: int
-    """The draft's activations for the backward pass."""
-    logits_bytes: int
-    shape: BatchShape
+    parts: dict[str, int]
+    """Bytes by name."""
+    loaded_bytes: int
+    """The part of it that is allocated before the first step."""
     disk_bytes: int
-    """Teacher batches that will be cached."""
+    """Size of the teacher batches that will be cached."""
+    shape: BatchShape
 
     @property
     def memory_bytes(self) -> int:
-        return (
-            self.target_bytes + self.draft_bytes + self.teacher_batch_bytes + self.activation_bytes + self.logits_bytes
-        )
-
-    @property
-    def loaded_bytes(self) -> int:
-        """The part of it that is allocated before the first step."""
-        return self.target_bytes + self.draft_bytes // 4
-
-    def __str__(self) -> str:
-        parts = {
-            "target": self.target_bytes,
-            "draft and optimizer": self.draft_bytes,
-            "teacher batches": self.teacher_batch_bytes,
-            "activations": self.activation_bytes,
-            "logits": self.logits_bytes,
-        }
-        return ", ".join(f"{name} {gib(number)}" for name, number in parts.items())
+        return sum(self.parts.values())
 
 
 def teacher_batch_bytes(shape: BatchShape, hidden_size: int, num_layers_kept: int, num_bytes: int = 2) -> int:
@@ -104,36 +83,35 @@ def estimate_memory(
     text, num_bytes = target.text.config, target.dtype.itemsize
     hidden_size, num_layers = text.hidden_size, len(target.text.layers)
     linears = [module for module in network.modules() if isinstance(module, nn.Linear)]
-    per_token = (
-        PASSES_PER_BATCH
-        * ACTIVATIONS[half_precision]
-        * 4
-        * sum(linear.in_features + linear.out_features for linear in linears)
-    )
+    num_activations = PASSES_PER_BATCH * sum(linear.in_features + linear.out_features for linear in linears)
+    per_token = ACTIVATIONS[half_precision] * 4 * num_activations
     # For the target: the outputs of all layers, copies of those kept, and the peak inside a layer.
     widest = 3 * getattr(text, "intermediate_size", 4 * hidden_size) + 8 * hidden_size
     target_per_token = ((num_layers + 1 + 2 * (num_layers_kept + 1)) * hidden_size + widest) * num_bytes
-    held_out = num_held_out * max(
-        teacher_batch_bytes(shape, hidden_size, num_layers_kept, num_bytes) for shape in shapes
-    )
+
+    def batch_bytes(shape: BatchShape) -> int:
+        return teacher_batch_bytes(shape, hidden_size, num_layers_kept, num_bytes)
+
+    held_out = num_held_out * max(map(batch_bytes, shapes))
+
+    target_bytes = target.model.get_memory_footprint()
+    draft_bytes = BYTES_PER_WEIGHT * sum(parameter.numel() for parameter in network.parameters())
 
     def needs(shape: BatchShape) -> MemoryEstimate:
-        kept = teacher_batch_bytes(shape, hidden_size, num_layers_kept, num_bytes)
         activations = int(per_token * shape.num_tokens)
         logits = LOGITS_COPIES * 4 * shape.num_loss_tokens * target.vocab_size
         # The target runs before the draft, so both use the same memory in turn.
-        target_bytes = max(kept, target_per_token * shape.num_tokens - activations - logits)
-        return MemoryEstimate(
-            target_bytes=weight_bytes(target.model),
-            draft_bytes=BYTES_PER_WEIGHT * sum(parameter.numel() for parameter in network.parameters()),
-            teacher_batch_bytes=held_out + target_bytes,
-            activation_bytes=activations,
-            logits_bytes=logits,
-            shape=shape,
-            disk_bytes=disk_bytes,
-        )
+        teacher_bytes = max(batch_bytes(shape), target_per_token * shape.num_tokens - activations - logits)
+        parts = {
+            "target": target_bytes,
+            "draft and optimizer": draft_bytes,
+            "teacher batches": held_out + teacher_bytes,  # outputs on a batch, and those kept of held-out batches
+            "activations": activations,  # of the draft, for the backward pass
+            "logits": logits,
+        }
+        return MemoryEstimate(parts, target_bytes + draft_bytes // 4, disk_bytes, shape)
 
-    return max((needs(shape) for shape in shapes), key=lambda estimate: estimate.memory_bytes)
+    return max(map(needs, shapes), key=lambda estimate: estimate.memory_bytes)
 
 
 def check_memory(
@@ -150,33 +128,26 @@ def check_memory(
     Raises:
         UserError: more than is available.
     """
-    sharing, device_name = (1, device) if device.type == "cuda" else (num_processes, device.type)
-    memory, disk = sharing * needs.memory_bytes, num_processes * needs.disk_bytes
-    free = free_memory(device)
-    if free is not None and memory > free + sharing * needs.loaded_bytes:
+    sharing, name = (1, str(device)) if device.type == "cuda" else (num_processes, device.type)
+    parts = {part: sharing * num_bytes for part, num_bytes in needs.parts.items()}
+    loaded, disk, free = sharing * needs.loaded_bytes, num_processes * needs.disk_bytes, free_disk(folder)
+    advice = (
+        f"lower batch_size (a process reads {needs.shape.num_rows} at a time) or shorten the longest examples "
+        f"({needs.shape.length:,} tokens)"
+    )
+    check_room(name, parts, what=f"{source}: training", advice=advice, freed=loaded)
+    if disk > free:
         raise UserError(
-            f"{source}: training needs about {gib(memory)} of memory on {device_name} ({needs}), and "
-            f"{gib(free + sharing * needs.loaded_bytes)} are available; lower batch_size (a process reads {needs.shape.num_rows} at a time) "
-            f"or shorten the longest examples ({needs.shape.length:,} tokens)"
+            f"{source}: the teacher batches cached in {folder} need about {gib(disk)}, and {gib(free)} are free on that disk; "
+            "lower num_examples, or free some space"
         )
-    if disk > free_disk(folder):
-        raise UserError(
-            f"{source}: the teacher batches cached in {folder} need about {gib(disk)}, and {gib(free_disk(folder))} are "
-            "free on that disk; lower num_examples, or free some space"
-        )
-    available = "" if free is None else f"; {gib(free + sharing * needs.loaded_bytes)} available"
-    cached = f"; teacher batches on disk {gib(disk)}, {gib(free_disk(folder))} free" if disk else ""
-    return f"memory on {device_name}: about {gib(memory)} ({needs}){available}{cached}"
-
-
-def weight_bytes(module: nn.Module) -> int:
-    """Size of all parameters and buffers."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
+    listed = ", ".join(f"{part} {gib(num_bytes)}" for part, num_bytes in parts.items())
+    cached = f"; teacher batches on disk {gib(disk)}, {gib(free)} free" if disk else ""
+    available = gib(free_memory(device) + loaded)
+    return f"memory on {name}: about {gib(sum(parts.values()))} ({listed}); {available} available{cached}"
 
 
 def free_disk(folder: Path) -> int:
     """Free bytes on the disk of a folder that may not exist yet."""
     folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,34 +104,30 @@ def load_recipe(path: Path) -> Recipe:
         UserError: missing file, invalid YAML, unknown or missing key, or settings that contradict each other.
     """
     recipe = Recipe.load(path)
-    if unknown := set(recipe.tasks) - set(TASKS):
-        raise UserError(
-            f"{path}: tasks must be among {', '.join(TASKS)}; got {', '.join(sorted(unknown))}; remove or rename them"
-        )
-    if recipe.model != "target" and recipe.teacher is None:
-        raise UserError(f"{path}: a draft needs a teacher; add 'teacher: ../target' to the recipe")
-    for stage in recipe.stages:
-        if (stage.objective == "drafting") != (recipe.model in FEATURE_DRAFTS):
-            raise UserError(
-                f"{path}: objective drafting is for {', '.join(FEATURE_DRAFTS)}, the others for other models; "
-                f"got {stage.objective} for {recipe.model}; change one of them"
-            )
-    if recipe.data.file is not None and recipe.model not in FEATURE_DRAFTS:
-        raise UserError(f"{path}: data.file is for {', '.join(FEATURE_DRAFTS)}; got it for {recipe.model}; remove it")
-    if recipe.data.file is not None and "tasks" in recipe.model_fields_set:
-        raise UserError(
-            f"{path}: tasks apply to the bundled workload only; got data.file {recipe.data.file!r} as well; remove one of them"
-        )
-    layers = recipe.text.get("num_hidden_layers")
-    if recipe.teacher_layers is not None and len(recipe.teacher_layers) != layers:
-        raise UserError(
-            f"{path}: teacher_layers must name one layer for each of the {layers} text layers; fix the list"
-        )
-    if recipe.model == "target" and recipe.vocabulary_size is None:
-        raise UserError(
-            f"{path}: a target needs a vocabulary size for its tokenizer; add 'vocabulary_size: 2048' to the recipe"
-        )
+    for contradiction in _contradictions(recipe):
+        raise UserError(f"{path}: {contradiction}")
     return recipe
+
+
+def _contradictions(recipe: Recipe) -> Iterator[str]:
+    """The rules that a recipe breaks, with the value and the next step."""
+    reads_features, num_layers = recipe.model in FEATURE_DRAFTS, recipe.text.get("num_hidden_layers")
+    if unknown := ", ".join(sorted(set(recipe.tasks) - set(TASKS))):
+        yield f"tasks must be among {', '.join(TASKS)}; got {unknown}; remove or rename them"
+    if recipe.model != "target" and recipe.teacher is None:
+        yield "a draft needs a teacher; add 'teacher: ../target' to the recipe"
+    for stage in recipe.stages:
+        if (stage.objective == "drafting") != reads_features:
+            rule = f"objective drafting is for {', '.join(FEATURE_DRAFTS)}, the others for other models"
+            yield f"{rule}; got {stage.objective} for {recipe.model}; change one of them"
+    if recipe.data.file is not None and not reads_features:
+        yield f"data.file is for {', '.join(FEATURE_DRAFTS)}; got it for {recipe.model}; remove it"
+    if recipe.data.file is not None and "tasks" in recipe.model_fields_set:
+        yield f"tasks apply to the bundled workload only; got data.file {recipe.data.file!r} as well; remove one of them"
+    if recipe.teacher_layers is not None and len(recipe.teacher_layers) != num_layers:
+        yield f"teacher_layers must name one layer for each of the {num_layers} text layers; fix the list"
+    if recipe.model == "target" and recipe.vocabulary_size is None:
+        yield "a target needs a vocabulary size for its tokenizer; add 'vocabulary_size: 2048' to the recipe"
 
 
 def teacher_name(recipe: Recipe, recipe_path: Path) -> str:

@@ -1,21 +1,26 @@
-"""The frozen target as a teacher: its features, embeddings and attention statistics on training examples."""
+"""The frozen target as a teacher: its features, embeddings and attention statistics on batches of training examples."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
+import numpy as np
+import safetensors.torch
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
+from autotune.files import write_bytes
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.visual_attention import LayerAttention, attention_entropy, observed_attention, visual_scores
+from autotune.training.memory import BatchShape
 
 ENTROPY_QUERIES = 64  # tokens of one example of a batch whose attention entropy is measured
 
@@ -26,6 +31,21 @@ class Example:
 
     prompt: Prompt
     loss_start: int
+
+
+class Examples(Protocol):
+    """Batches of examples by number."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of different batches; None: unlimited."""
+
+    @property
+    def shapes(self) -> Sequence[BatchShape]:
+        """Sizes of all batches, or of the first few if they are unlimited."""
+
+    def __getitem__(self, number: int) -> Sequence[Example]:
+        """The batch of a number; always the same one."""
 
 
 DistillationRule = Literal["none", "entropy", "entropy-and-change"]
@@ -53,15 +73,10 @@ class TeacherBatch:
     """The target's output head: logits of hidden states."""
 
     @property
-    def is_token(self) -> Tensor:
-        """False in the padding, [batch, n]."""
-        return torch.arange(self.embeddings.shape[1], device=self.lengths.device) < self.lengths[:, None]
-
-    @property
     def loss_mask(self) -> Tensor:
-        """Tokens that are followed by a token of the answer, [batch, n]."""
+        """Tokens that are followed by a token of the answer, [batch, n]. False in the padding."""
         columns = torch.arange(self.embeddings.shape[1], device=self.lengths.device)
-        return self.is_token & (columns >= self.loss_start[:, None])
+        return (columns >= self.loss_start[:, None]) & (columns < self.lengths[:, None])
 
     def distilled_layer(self, rule: DistillationRule) -> int:
         """The layer (from 1) whose output the first block imitates.
@@ -90,10 +105,8 @@ class TeacherBatch:
         tensors |= {f"visual_scores.{row}": scores for row, scores in self.visual_scores.items()}
         if self.entropies is not None:
             tensors["entropies"] = self.entropies
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.new")  # another run may write the same batch
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-        temporary.replace(path)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_bytes(path, safetensors.torch.save(contiguous))
 
 
 class Teacher:
@@ -106,7 +119,7 @@ class Teacher:
     def load(self, path: Path) -> TeacherBatch:
         """Load a saved batch."""
         target = self.target
-        tensors = load_file(path, device=str(target.device))
+        tensors = safetensors.torch.load_file(path, device=str(target.device))
 
         def numbered(kind: str) -> dict[int, Tensor]:
             return {int(n.split(".")[1]): t for n, t in sorted(tensors.items()) if n.startswith(kind + ".")}
@@ -134,7 +147,7 @@ class Teacher:
         """
         prompts = [example.prompt for example in examples]
         lengths = [len(prompt) for prompt in prompts]
-        longest, device = max(lengths), self.target.device
+        device = self.target.device
         rng = torch.Generator().manual_seed(seed)
         query_row = int(torch.randint(len(prompts), (), generator=rng))
         queries = torch.randint(lengths[query_row], (ENTROPY_QUERIES,), generator=rng).to(device)
@@ -150,7 +163,8 @@ class Teacher:
                     text_end = examples[row].loss_start + 1
                     scores[row] = visual_scores(attention, index, prompts[row].is_visual, text_end)
 
-        embeddings = [self._embeddings(prompt) for prompt in prompts]
+        embed = self.target.text.module.get_input_embeddings()
+        embeddings = [embed(p.tokens) if p.embeddings is None else p.embeddings[0] for p in prompts]
         # Some families make masks and further inputs for one prompt at a time, or positions only for prompts with images.
         axes = {None if prompt.positions is None else prompt.positions.shape[:-1] for prompt in prompts}
         can_batch = len(axes) == 1 and all(prompt.mask is None and not prompt.extra for prompt in prompts)
@@ -160,8 +174,8 @@ class Teacher:
             for rows in groups:
                 outputs.append(self._hidden([prompts[row] for row in rows], [embeddings[row] for row in rows]))
         batch = TeacherBatch(
-            embeddings=torch.stack([_padded(row, longest) for row in embeddings]),
-            is_visual=torch.stack([_padded(prompt.is_visual, longest) for prompt in prompts]),
+            embeddings=pad_sequence(embeddings, batch_first=True),
+            is_visual=pad_sequence([prompt.is_visual for prompt in prompts], batch_first=True),
             lengths=torch.tensor(lengths, device=device),
             loss_start=torch.tensor([example.loss_start for example in examples], device=device),
             hidden={},
@@ -170,45 +184,67 @@ class Teacher:
             head=self.target.text.logits,
         )
         kept = {*layers, self.num_layers} | ({batch.distilled_layer(rule)} if rule != "none" else set())
-        return replace(
-            batch,
-            hidden={
-                layer: torch.cat([_padded(states[layer], longest, 1) for states in outputs]) for layer in sorted(kept)
-            },
-        )
+        hidden = {
+            layer: pad_sequence([row for states in outputs for row in states[layer]], batch_first=True)
+            for layer in sorted(kept)
+        }
+        return replace(batch, hidden=hidden)
 
-    def _embeddings(self, prompt: Prompt) -> Tensor:
-        """[n, hidden]"""
-        if prompt.embeddings is not None:
-            return prompt.embeddings[0]
-        return self.target.text.module.get_input_embeddings()(prompt.tokens)  # type: ignore[no-any-return]
-
-    def _hidden(self, prompts: Sequence[Prompt], embeddings: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _hidden(self, prompts: Sequence[Prompt], embeddings: list[Tensor]) -> tuple[Tensor, ...]:
         """Outputs of the embedding and of every layer, [prompts, n, hidden] each; causal attention needs no padding mask."""
         longest = max(len(prompt) for prompt in prompts)
-        first = prompts[0]
-        positions = None
-        if first.positions is not None:
-            given = [p.positions for p in prompts if p.positions is not None]
-            positions = torch.cat([_padded(row, longest, row.dim() - 1) for row in given], dim=-2)
+        positions = [functional.pad(p.positions, (0, longest - len(p))) for p in prompts if p.positions is not None]
         out = self.target.text.module(
-            inputs_embeds=torch.stack([_padded(row, longest) for row in embeddings]),
-            position_ids=positions,
-            attention_mask=first.mask,
+            inputs_embeds=pad_sequence(embeddings, batch_first=True),
+            position_ids=torch.cat(positions, dim=-2) if positions else None,
+            attention_mask=prompts[0].mask,
             use_cache=False,
             output_hidden_states=True,
-            **first.extra,
+            **prompts[0].extra,
         )
         return tuple(out.hidden_states)
-
-
-def _padded(states: Tensor, length: int, dimension: int = 0) -> Tensor:
-    """Pad a dimension with zeros at its end, to ``length``."""
-    padding = [0, 0] * (states.dim() - 1 - dimension) + [0, length - states.shape[dimension]]
-    return functional.pad(states, padding)
 
 
 def _to_half(states: Tensor) -> Tensor:
     """Convert to float16, or to bfloat16 if a value exceeds float16."""
     half = states.half()
     return half if bool(half.isfinite().all()) else states.bfloat16()
+
+
+@dataclass(frozen=True)
+class TeacherBatches:
+    """The teacher batch of every step. A finite number of batches is repeated, in another order each epoch, and cached on disk."""
+
+    examples: Examples
+    teacher: Teacher
+    layers: Collection[int]
+    """Target layers whose outputs are needed; the last layer is always included."""
+    rule: DistillationRule = "none"
+    """Chooses one more layer, for intermediate distillation."""
+    cache: Path | None = None
+    """Folder for this target and these examples; used only if batches are repeated."""
+    seed: int = 0
+
+    def batch_of(self, step: int) -> int:
+        """The number of the batch that a step reads."""
+        if self.examples.num_batches is None:
+            return step
+        epoch, within = divmod(step, self.examples.num_batches)
+        if epoch == 0:  # in order, because neighbouring batches are made together
+            return within
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.examples.num_batches)
+        return int(order[within])
+
+    def __getitem__(self, step: int) -> TeacherBatch:
+        number = self.batch_of(step)
+        if self.cache is None or self.examples.num_batches is None:
+            return self.teacher.read(self.examples[number], layers=self.layers, rule=self.rule, seed=number)
+        path, layers, rule = self.cache / f"{number}.safetensors", {*self.layers}, self.rule
+        with contextlib.suppress(OSError, SafetensorError, KeyError):  # a missing or damaged file
+            cached = self.teacher.load(path)
+            if cached.serves(layers, rule):
+                return cached
+            layers |= cached.hidden.keys()  # another draft needs these
+            rule = "entropy" if rule == "none" and cached.entropies is not None else rule
+        self.teacher.read(self.examples[number], layers=layers, rule=rule, seed=number).save(path)
+        return self.teacher.load(path)  # rounded to half precision like every later read

@@ -6,16 +6,17 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from autotune.console import Console
 from autotune.errors import UserError
@@ -24,45 +25,13 @@ from autotune.training.curve import draw_curve
 from autotune.training.draft_task import DraftTask
 from autotune.training.model_task import ModelTask
 from autotune.training.recipe import FEATURE_DRAFTS, Recipe, Stage, load_recipe
+from autotune.training.task import Task
 
 CHECKPOINT_EVERY = 100  # steps
 LOG_EVERY = 25  # steps
-SHOWN_FIGURES = ("loss", "token_accuracy", "digit_accuracy", "agreement", "held_out_agreement")  # in the progress bar
+SHOWN_METRICS = ("loss", "token_accuracy", "digit_accuracy", "agreement", "held_out_agreement")  # in the progress bar
 Progress = Callable[[str, int, int, dict[str, float]], None]
-"""Called as progress(stage name, step, steps, figures)."""
-
-
-class Task(Protocol):
-    """A module to train, and its loss at every step. The loss depends on nothing but the step."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that holds exactly the trained parameters."""
-
-    def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
-        """Prepare a stage and return the parameters that it trains."""
-
-    def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
-        """The loss of one step, and figures to display."""
-
-    def check_memory(self, *, half_precision: bool) -> str | None:
-        """Estimated memory and disk use of all stages as one line, or None if unknown.
-
-        Raises:
-            UserError: more than is available.
-        """
-
-    def evaluate(self) -> dict[str, float]:
-        """Figures on held-out examples."""
-
-    def after_backward(self) -> None:
-        """Called when the gradients of a step have been computed."""
-
-    def save(self, folder: Path) -> None:
-        """Write the trained model."""
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
+"""Called as progress(stage name, step, steps, metrics)."""
 
 
 class Checkpoint:
@@ -79,11 +48,8 @@ class Checkpoint:
                 tensors[f"{moment}.{name}"] = value
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".new")
-        save_file(
-            {k: v.contiguous().clone() for k, v in tensors.items()},
-            temporary,
-            {"stage": str(stage), "step": str(step), "recipe": self.recipe_key},
-        )
+        metadata = {"stage": str(stage), "step": str(step), "recipe": self.recipe_key}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
         temporary.replace(self.path)
 
     def position(self) -> tuple[int, int]:
@@ -104,23 +70,19 @@ class Checkpoint:
         return int(metadata["stage"]), int(metadata["step"])
 
     def load_model(self, module: nn.Module) -> None:
-        with safe_open(self.path, "pt") as file:
-            state = {name[len("model.") :]: file.get_tensor(name) for name in file.keys() if name.startswith("model.")}  # noqa: SIM118
+        tensors = load_file(self.path).items()
+        state = {name.removeprefix("model."): tensor for name, tensor in tensors if name.startswith("model.")}
         missing, unexpected = module.load_state_dict(state, strict=False)
         assert not unexpected and all("lm_head" in name for name in missing), (missing, unexpected)
 
     def load_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        with safe_open(self.path, "pt") as file:
-            names = set(file.keys())
-            for name, parameter in module.named_parameters():
-                if f"exp_avg.{name}" in names:
-                    optimizer.state[parameter] = {
-                        moment: file.get_tensor(f"{moment}.{name}").to(parameter.device)
-                        for moment in ("step", "exp_avg", "exp_avg_sq")
-                    }
-
-
-# ---------------------------------------------------------------------------------------------------------------- loop
+        tensors = load_file(self.path)
+        for name, parameter in module.named_parameters():
+            if f"exp_avg.{name}" in tensors:
+                optimizer.state[parameter] = {
+                    moment: tensors[f"{moment}.{name}"].to(parameter.device)
+                    for moment in ("step", "exp_avg", "exp_avg_sq")
+                }
 
 
 def learning_rate(stage: Stage, step: int) -> float:
@@ -139,6 +101,74 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if capable.get("avx512_bf16") or capable.get("amx_bf16") else None
 
 
+@dataclass
+class Trainer:
+    """Runs the stages of a recipe. With several processes, only the main process writes files and reports progress."""
+
+    recipe: Recipe
+    task: Task
+    accelerator: Accelerator
+    checkpoint: Checkpoint
+    log: Path
+    progress: Progress | None
+    autocast_dtype: torch.dtype | None
+    """None: no autocast, float32."""
+
+    def run(self) -> None:
+        """Run all stages, continuing from the checkpoint."""
+        first_stage, first_step = self.checkpoint.position()
+        if (first_stage, first_step) != (0, 0):
+            self.checkpoint.load_model(self.task.module)
+        for number in range(first_stage, len(self.recipe.stages)):
+            self._run_stage(number, first_step if number == first_stage else 0)
+        self.task.module.eval()
+
+    def _run_stage(self, number: int, first_step: int) -> None:
+        stage, module = self.recipe.stages[number], self.task.module
+        parameters = self.task.begin(stage, number)
+        optimizer = torch.optim.AdamW(parameters, weight_decay=stage.weight_decay, betas=(0.9, 0.98), fused=True)
+        if first_step > 0:
+            self.checkpoint.load_optimizer(module, optimizer)
+        module.train()
+        held_out: dict[str, float] = {}
+        for step in range(first_step, stage.steps):
+            started = time.perf_counter()
+            metrics = self._step(stage, step, parameters, optimizer)
+            if not self.accelerator.is_main_process:
+                continue
+            num_done, is_last = step + 1, step + 1 == stage.steps
+            if num_done % CHECKPOINT_EVERY == 0 or is_last:
+                held_out = self.task.evaluate()
+                metrics |= held_out
+            if self.progress is not None:
+                name = f"{self.recipe.name} {stage.objective} {number + 1}/{len(self.recipe.stages)}"
+                self.progress(name, num_done, stage.steps, held_out | metrics)
+            if num_done % LOG_EVERY == 0 or is_last:
+                record = {"stage": number, "objective": stage.objective, "step": num_done}
+                append_line(self.log, {**record, **metrics, "seconds": time.perf_counter() - started})
+            if num_done % CHECKPOINT_EVERY == 0 and not is_last:
+                self.checkpoint.save(module, optimizer, number, num_done)
+        if self.accelerator.is_main_process:
+            self.checkpoint.save(module, optimizer, number + 1, 0)
+
+    def _step(
+        self, stage: Stage, step: int, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> dict[str, float]:
+        """Update the parameters once, and return metrics to display."""
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(stage, step)
+        dtype = self.autocast_dtype
+        with torch.autocast(self.accelerator.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            loss, metrics = self.task.loss(stage, step)
+        loss.backward()
+        average_gradients(parameters, self.accelerator)
+        self.task.after_backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+
 def train(
     recipe_path: Path,
     *,
@@ -148,8 +178,7 @@ def train(
 ) -> Path:
     """Train the model of a recipe, continuing from the last checkpoint.
 
-    Returns the folder with the weights, the training log and its plot. With several processes, only the main process writes
-    files and calls ``progress`` and ``notify``.
+    Returns the folder with the weights, the training log and its plot. Only the main process calls ``progress`` and ``notify``.
 
     Raises:
         UserError: an invalid recipe, teacher or example, too little memory, or a checkpoint of another recipe.
@@ -163,54 +192,11 @@ def train(
     torch.manual_seed(recipe.seed)
     task = make_task(recipe, recipe_path, accelerator, progress)
     checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", checkpoint_key(recipe, recipe_path))
-    first_stage, first_step = checkpoint.position()
-    if (first_stage, first_step) != (0, 0):
-        checkpoint.load_model(task.module)
-    log = output / "training.jsonl"
-    dtype = autocast_dtype(accelerator.device)
+    log, dtype = output / "training.jsonl", autocast_dtype(accelerator.device)
+    trainer = Trainer(recipe, task, accelerator, checkpoint, log, progress, dtype)
     if (estimate := task.check_memory(half_precision=dtype is not None)) is not None and notify is not None:
         notify(estimate)
-    for number, stage in enumerate(recipe.stages):
-        if number < first_stage:
-            continue
-        begin = first_step if number == first_stage else 0
-        parameters = task.begin(stage, number)
-        optimizer = torch.optim.AdamW(parameters, weight_decay=stage.weight_decay, betas=(0.9, 0.98), fused=True)
-        if begin > 0:
-            checkpoint.load_optimizer(task.module, optimizer)
-        task.module.train()
-        held_out: dict[str, float] = {}
-        for step in range(begin, stage.steps):
-            started = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(stage, step)
-            with torch.autocast(accelerator.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-                loss, figures = task.loss(stage, step)
-            loss.backward()
-            average_gradients(parameters, accelerator)
-            task.after_backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if not accelerator.is_main_process:
-                continue
-            if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == stage.steps:
-                held_out = task.evaluate()
-                figures |= held_out
-            if progress is not None:
-                name = f"{recipe.name} {stage.objective} {number + 1}/{len(recipe.stages)}"
-                progress(name, step + 1, stage.steps, held_out | figures)
-            if (step + 1) % LOG_EVERY == 0 or step + 1 == stage.steps:
-                seconds = time.perf_counter() - started
-                append_line(
-                    log,
-                    {"stage": number, "objective": stage.objective, "step": step + 1, **figures, "seconds": seconds},
-                )
-            if (step + 1) % CHECKPOINT_EVERY == 0 and step + 1 < stage.steps:
-                checkpoint.save(task.module, optimizer, number, step + 1)
-        if accelerator.is_main_process:
-            checkpoint.save(task.module, optimizer, number + 1, 0)
-    task.module.eval()
+    trainer.run()
     if accelerator.is_main_process:
         task.save(output)
         draw_curve(log, output / "training.png")
@@ -247,11 +233,11 @@ def train_with_progress(recipe_path: Path, output: Path | None, console: Console
     shown: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
 
-        def progress(stage: str, step: int, steps: int, figures: dict[str, float]) -> None:
+        def progress(stage: str, step: int, steps: int, metrics: dict[str, float]) -> None:
             if shown.get("stage") != stage:
                 stack.close()
                 shown.update(stage=stage, update=stack.enter_context(console.stage(stage)))
-            note = (f"{name.replace('_', ' ')} {figures[name]:.3f}" for name in SHOWN_FIGURES if name in figures)
+            note = (f"{name.replace('_', ' ')} {metrics[name]:.3f}" for name in SHOWN_METRICS if name in metrics)
             shown["update"](step, steps, ", ".join(note))
 
         def notify(text: str) -> None:

@@ -17,7 +17,7 @@ import importlib.util
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,10 +63,8 @@ class DigitsExample:
 def _scans() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     # The file of ``sklearn.datasets.load_digits``, read directly: importing scikit-learn takes more than a second.
     package = importlib.util.find_spec("sklearn")
-    assert package is not None and package.submodule_search_locations
-    rows = np.loadtxt(
-        Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz", delimiter=","
-    )
+    assert package is not None and package.origin is not None
+    rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     return rows[:, :-1].reshape(-1, 8, 8).astype(np.float32) / 16.0, rows[:, -1].astype(np.int64)
 
 
@@ -85,9 +83,7 @@ def _scan_bank(split: Split, num_variants: int) -> tuple[NDArray[np.float32], li
     rng = np.random.default_rng(20240)
     bank = np.empty((len(images), num_variants, DIGIT_SIZE, DIGIT_SIZE), np.float32)
     scale = images.shape[-1] / DIGIT_SIZE
-    grid = (
-        np.mgrid[0:DIGIT_SIZE, 0:DIGIT_SIZE].reshape(2, -1).astype(np.float64) - (DIGIT_SIZE - 1) / 2
-    )  # pixels from the centre
+    grid = np.mgrid[0:DIGIT_SIZE, 0:DIGIT_SIZE].reshape(2, -1) - (DIGIT_SIZE - 1) / 2  # pixels from the centre
     knots = (grid - grid.min()) / np.ptp(grid) * 2  # the same points on a 3 x 3 lattice of displacements
     for scan, image in enumerate(images):
         for variant in range(num_variants):
@@ -96,9 +92,8 @@ def _scan_bank(split: Split, num_variants: int) -> tuple[NDArray[np.float32], li
                 angle, shear = rng.uniform(-0.4, 0.4, 2)
                 rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
                 matrix = rotation @ np.array([[1.0, shear], [0.0, 1.0]]) @ np.diag(rng.uniform(0.77, 1.3, 2))
-                warp = np.stack(
-                    [map_coordinates(lattice, knots, order=1) for lattice in rng.normal(0.0, 1.0, (2, 3, 3))]
-                )
+                lattices = rng.normal(0.0, 1.0, (2, 3, 3))
+                warp = np.stack([map_coordinates(lattice, knots, order=1) for lattice in lattices])
                 points = matrix @ points + warp + rng.uniform(-0.7, 0.7, (2, 1))
                 gamma = rng.uniform(0.6, 1.6)
             ink = map_coordinates(image, points + (image.shape[0] - 1) / 2, order=1).clip(0.0, 1.0) ** gamma
@@ -143,18 +138,16 @@ def _number(row: NDArray[np.int64]) -> int:
 
 def _read(grid: Grid, rng: Generator) -> str:
     rows = " ".join(f"Row {r + 1} reads {_listing(row)}." for r, row in enumerate(grid))
-    return (
-        f"The grid has {grid.shape[0]} rows and {grid.shape[1]} columns. {rows} That makes {grid.size} digits in all."
-    )
+    num_rows, num_columns = grid.shape
+    return f"The grid has {num_rows} rows and {num_columns} columns. {rows} That makes {grid.size} digits in all."
 
 
 def _count(grid: Grid, rng: Generator) -> str:
     parts = []
     for digit in range(10):
-        places = [f"{'abcdef'[r]}{c + 1}" for r, c in zip(*np.nonzero(grid == digit), strict=True)]
-        parts.append(
-            f"Digit {digit} is at {', '.join(places)}: {len(places)}." if places else f"Digit {digit} is nowhere: 0."
-        )
+        cells = [f"{'abcdef'[r]}{c + 1}" for r, c in zip(*np.nonzero(grid == digit), strict=True)]
+        positions = f"at {', '.join(cells)}" if cells else "nowhere"
+        parts.append(f"Digit {digit} is {positions}: {len(cells)}.")
     return " ".join(parts)
 
 
@@ -178,11 +171,8 @@ def _add(grid: Grid, rng: Generator) -> str:
 
 
 def _multiply(grid: Grid, rng: Generator) -> str:
-    parts = []
-    for r, row in enumerate(grid):
-        for factor in (row[0], row[-1]):
-            parts.append(f"Row {r + 1} times {factor} makes {_number(row) * int(factor)}.")
-    return " ".join(parts)
+    factors = [(r, row, int(factor)) for r, row in enumerate(grid) for factor in (row[0], row[-1])]
+    return " ".join(f"Row {r + 1} times {factor} makes {_number(row) * factor}." for r, row, factor in factors)
 
 
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -225,10 +215,8 @@ def _describe(grid: Grid, rng: Generator) -> str:
         digit = rng.integers(10)
         return f"{pick('there are', 'we count', 'one can see')} {(grid == digit).sum()} {pick('cells', 'places', 'squares')} with {_WORDS[digit]}"
 
-    sentences = [
-        pick("This is", "Here we see", "The picture shows", "We look at")
-        + f" {pick('a grid', 'a table', 'a board')} of {grid.size} digits"
-    ]
+    opening = pick("This is", "Here we see", "The picture shows", "We look at")
+    sentences = [f"{opening} {pick('a grid', 'a table', 'a board')} of {grid.size} digits"]
     facts = [corner, corner, edge, edge, extreme, extreme, total, total, tally, tally]
     rng.shuffle(facts)  # type: ignore[arg-type]
     while facts:
@@ -239,33 +227,26 @@ def _describe(grid: Grid, rng: Generator) -> str:
     return " ".join(s[0].upper() + s[1:] + "." for s in sentences)
 
 
-_GRID_TASKS: dict[str, tuple[Callable[[Grid, Generator], str], tuple[str, ...]]] = {
-    "read": (_read, ("Read the digits row by row.", "What digits does the grid show?", "Please read this grid aloud.")),
-    "count": (
-        _count,
-        ("Where is each digit?", "List the places of every digit and count them.", "Find every digit from 0 to 9."),
-    ),
-    "sum": (
-        _sum,
-        ("Add up each row step by step.", "Give the running sums of the rows.", "Sum every row, showing each step."),
-    ),
-    "sort": (_sort, ("Sort each row.", "Put the digits of each row in order.", "Give every row in ascending order.")),
-    "add": (
-        _add,
-        (
-            "Read rows as numbers and add pairs of them.",
-            "Add the rows as numbers, two at a time.",
-            "What do pairs of rows add to?",
-        ),
-    ),
-    "multiply": (
-        _multiply,
-        ("Multiply each row by its first and last digit.", "Read rows as numbers; multiply by first and last digit."),
-    ),
-    "describe": (
-        _describe,
-        ("Describe the picture.", "What can you tell about this image?", "Say some things about the grid."),
-    ),
+_ANSWERS = dict(zip(TASKS, (_read, _count, _sum, _sort, _add, _multiply, _describe), strict=False))
+_PROMPTS = {
+    "read": ["Read the digits row by row.", "What digits does the grid show?", "Please read this grid aloud."],
+    "count": [
+        "Where is each digit?",
+        "List the places of every digit and count them.",
+        "Find every digit from 0 to 9.",
+    ],
+    "sum": ["Add up each row step by step.", "Give the running sums of the rows.", "Sum every row, showing each step."],
+    "sort": ["Sort each row.", "Put the digits of each row in order.", "Give every row in ascending order."],
+    "add": [
+        "Read rows as numbers and add pairs of them.",
+        "Add the rows as numbers, two at a time.",
+        "What do pairs of rows add to?",
+    ],
+    "multiply": [
+        "Multiply each row by its first and last digit.",
+        "Read rows as numbers; multiply by first and last digit.",
+    ],
+    "describe": ["Describe the picture.", "What can you tell about this image?", "Say some things about the grid."],
 }
 
 
@@ -278,10 +259,8 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def _passages(split: Split) -> list[str]:
     """Docstrings of the standard library, one line each, long enough to be split in two; 1 in 10 is held out by its hash."""
 
-    def is_held_out(text: str) -> bool:
-        return hashlib.sha256(text.encode()).digest()[0] % 10 == 0
-
-    chosen = [text for text in _docstrings() if is_held_out(text) == (split == "held-out")]
+    is_held_out = {text: hashlib.sha256(text.encode()).digest()[0] % 10 == 0 for text in _docstrings()}
+    chosen = [text for text, held_out in is_held_out.items() if held_out == (split == "held-out")]
     if not chosen:
         raise RuntimeError("the standard library of this interpreter has no docstrings (stripped sources?)")
     return chosen
@@ -291,18 +270,17 @@ def _passages(split: Split) -> list[str]:
 def _docstrings() -> list[str]:
     """Docstrings of both splits, sorted. Reading them takes seconds, so they are cached for each interpreter."""
     source = Path(sysconfig.get_path("stdlib"))
-    cached = user_cache() / f"passages-{content_key([sys.version, str(source), sha256_of(Path(__file__))])}.json"
-    if cached.exists():
-        with contextlib.suppress(UserError):
-            return list(read_json(cached))
-    found = _read_docstrings(source)
+    cache = user_cache() / f"passages-{content_key([sys.version, str(source), sha256_of(Path(__file__))])}.json"
+    with contextlib.suppress(UserError):
+        return list(read_json(cache))
+    docstrings = _read_docstrings(source)
     with contextlib.suppress(UserError, OSError):
-        write_bytes(cached, json.dumps(found).encode())
-    return found
+        write_bytes(cache, json.dumps(docstrings).encode())
+    return docstrings
 
 
 def _read_docstrings(source: Path) -> list[str]:
-    found = set()
+    docstrings = set()
     for path in sorted(source.rglob("*.py")):
         if {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(path.parts):
             continue
@@ -313,20 +291,17 @@ def _read_docstrings(source: Path) -> list[str]:
         for node in _documented(tree):
             text = " ".join((ast.get_docstring(node, clean=False) or "").split())
             if len(text) >= 200 and text.isascii():
-                found.add(text)
-    return sorted(found)
+                docstrings.add(text)
+    return sorted(docstrings)
 
 
-def _documented(tree: ast.Module) -> Iterator[Documented]:
-    """Nodes that may have a docstring. Only statements are visited: expressions define nothing."""
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Documented):
-            yield node
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            children = getattr(node, name, None)
-            waiting += children if isinstance(children, list) else ()
+def _documented(node: ast.AST) -> Iterator[Documented]:
+    """Nodes that may have a docstring. Expressions are skipped, because they define nothing."""
+    if isinstance(node, Documented):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield from _documented(child)
 
 
 def _passage(split: Split, rng: Generator) -> tuple[str, str]:
@@ -358,7 +333,6 @@ def make_example(split: Split, task: str, index: int) -> DigitsExample:
         return DigitsExample(task, prompt, answer, image=None, cells=None)
     rows, columns = rng.integers(5, NUM_CELLS + 1, 2)
     grid = rng.integers(0, 10, (rows, columns))
-    answer_for, prompts = _GRID_TASKS[task]
-    answer = answer_for(grid, rng)
+    answer = _ANSWERS[task](grid, rng)
     image, cells = _draw_grid(grid, split, rng)
-    return DigitsExample(task, str(rng.choice(list(prompts))), answer, image, cells)
+    return DigitsExample(task, str(rng.choice(_PROMPTS[task])), answer, image, cells)

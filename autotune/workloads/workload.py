@@ -33,9 +33,7 @@ WorkloadSplit = Literal["tune", "evaluate"]
 ADDED_SETTINGS = ("messages", "top_k")  # hashed only where they are set, so that older hashes stay valid
 BUNDLED = "digits"
 WARM_UP_TOKENS = 32  # tokens decoded to warm up an arm
-FIRST_EVALUATE_EXAMPLE = (
-    100_000  # held-out examples of the bundled workload: tune below this index, evaluate from it on
-)
+FIRST_EVALUATE_EXAMPLE = 100_000  # of the held-out examples of the bundled workload: those before it are for tuning
 
 
 class Part(Document):
@@ -101,13 +99,7 @@ class Prompt(Document):
     @property
     def generation(self) -> dict[str, Any]:
         """Keyword arguments of ``Decoder.generate``."""
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "seed": self.seed,
-        }
+        return self.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
 
 
 P = TypeVar("P", bound=Prompt)
@@ -142,9 +134,8 @@ class WorkloadPrompt:
         try:
             return dict(processor(text=text, return_tensors="pt", **images).to(device))
         except ValueError as error:  # image tokens typed into the text, for example
-            raise UserError(
-                f"{self.name}: the processor refuses the prompt ({error}); fix its text or images"
-            ) from None
+            message = f"{self.name}: the processor refuses the prompt ({error}); fix its text or images"
+            raise UserError(message) from None
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -208,11 +199,8 @@ def _digits(split: WorkloadSplit, num_prompts: int) -> list[WorkloadPrompt]:
         example = make_example("held-out", task, index)
         limit = PASSAGE_TOKENS if task == "continue" else DIGITS_MAX_NEW_TOKENS
         pixels = () if example.image is None else (Image.fromarray(example.image),)
-        prompts.append(
-            WorkloadPrompt(
-                f"{task}/{index}", Prompt(prompt=example.prompt, task=task, split=split, max_new_tokens=limit), pixels
-            )
-        )
+        settings = Prompt(prompt=example.prompt, task=task, split=split, max_new_tokens=limit)
+        prompts.append(WorkloadPrompt(f"{task}/{index}", settings, pixels))
     return prompts
 
 
@@ -226,14 +214,13 @@ def read_jsonl(path: Path, kind_of: type[P]) -> list[tuple[int, P]]:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
-        where = f"{path}:{number}"
         try:
             json.loads(line)
             records.append((number, kind_of.model_validate_json(line)))
         except ValidationError as error:
-            raise UserError(f"{where}: {describe(error, kind_of)}") from None
+            raise UserError(f"{path}:{number}: {describe(error, kind_of)}") from None
         except ValueError as error:
-            raise UserError(f"{where}: every line must be a JSON object ({error}); fix that line") from None
+            raise UserError(f"{path}:{number}: every line must be a JSON object ({error}); fix that line") from None
     if not records:
         raise UserError(
             f'{path}: the file is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'

@@ -1,4 +1,4 @@
-"""Examples of one's own file: what is read, what the target writes, and what is held out."""
+"""Training examples from a file: answers, batches, held-out lines and error messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
-from autotune.training.examples import ExampleFile, JsonlExamples, Line
+from autotune.training.examples import JsonlExamples, Line, read_lines, split_file
 from autotune.training.recipe import FEATURE_DRAFTS, load_recipe
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
-from autotune.workloads.workload import load_workload
+from autotune.workloads.workload import load_prompt, load_workload
 from tests.families import FAMILIES, Family, load, load_processor, random_picture, save
 from tests.tiny_models import Pair
 from tests.training.test_training import write_examples, write_recipe
@@ -44,14 +44,17 @@ def recorder(pair: Pair, processor: Any, tmp_path: Path) -> Recorder:
 
 
 def read(path: Path, recorder: Recorder, **options: Any) -> tuple[list[Line], list[Line]]:
-    return ExampleFile(path, **{"batch_size": 1, **options}).read(recorder, Accelerator())
+    """Training lines and held-out lines."""
+    training, held_out = split_file(path, **{"batch_size": 1, **options})
+    lines = read_lines(path, [*training, *held_out], recorder, Accelerator())
+    return lines[: len(training)], lines[len(training) :]
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
 def chat_template(family: Family) -> str | None:
-    """Images where the family wants them; None of a text model, which gets the prompt as it is."""
+    """A template with the family's image placeholder; None for a text model, which gets the prompt unchanged."""
     if not family.sees:
         return None
     return (
@@ -61,11 +64,11 @@ def chat_template(family: Family) -> str | None:
     )
 
 
-# SmolVLM's template asks its video processor for the number of frames, which no one has without torchvision.
+# SmolVLM's template requires a video processor, which needs torchvision.
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "smolvlm"])
 def test_teacher_outputs_equal_what_each_family_generates(name: str, tmp_path: Path) -> None:
-    """Prompts with no, one and several images in one batch; the target's most probable tokens along the answers that it
-    wrote are those of ``model.generate`` of each prompt alone.
+    """The teacher's most probable tokens along the generated answers equal ``model.generate`` of each prompt alone. The batch
+    has prompts with no, one and several images.
     """
     family = FAMILIES[name]
     save(family, tmp_path)
@@ -76,10 +79,9 @@ def test_teacher_outputs_equal_what_each_family_generates(name: str, tmp_path: P
     for image in images:
         random_picture(rng, (40, 30)).save(tmp_path / image)
     prompts = ["What is 2 + 2?", "Describe the picture, please.", "Compare both of these.", "Frame 12 shows"]
-    seen = [images[:1], images[1:], images, []] if family.sees else [[]] * 4
-    path = write(
-        tmp_path, [{"prompt": p, "images": i, "max_new_tokens": 8} for p, i in zip(prompts, seen, strict=True)]
-    )
+    images_of = [images[:1], images[1:], images, []] if family.sees else [[]] * 4
+    lines = [{"prompt": p, "images": i, "max_new_tokens": 8} for p, i in zip(prompts, images_of, strict=True)]
+    path = write(tmp_path, lines)
     recorder = Recorder(Target(model), reference(str(tmp_path / "target")), processor, tmp_path)
     training, held_out = read(path, recorder, batch_size=3)
     batch = JsonlExamples(training, recorder.target, processor, batch_size=3)[0]
@@ -87,31 +89,29 @@ def test_teacher_outputs_equal_what_each_family_generates(name: str, tmp_path: P
     last = teacher_batch.hidden[len(recorder.target.text.layers)]
     assert len(batch) == 3 and len(held_out) == 1
     for row, line in enumerate(sorted(training, key=lambda line: line.length)):
-        inputs = line.load().inputs(processor)
+        inputs = load_prompt(path, line.number, line.settings).inputs(processor)
         with torch.no_grad():
             sequence = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]
             teacher_logprobs = teacher_batch.head(last[row, teacher_batch.loss_mask[row]]).argmax(-1)
-        asked = inputs["input_ids"].shape[1]
+        num_prompt_tokens = inputs["input_ids"].shape[1]
         assert batch[row].prompt.tokens.tolist() == sequence[:-1].tolist()
-        assert teacher_logprobs.tolist() == sequence[asked:].tolist()
+        assert teacher_logprobs.tolist() == sequence[num_prompt_tokens:].tolist()
 
 
-def test_a_given_answer_follows_the_processors_tokens(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
-    """The answer is tokenized separately; the end of the sequence is predicted after its last token."""
+def test_given_answer_follows_the_prompt(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
+    """The answer is tokenized separately, and the end of the sequence is predicted after its last token."""
     path = write(tmp_path, [{"prompt": "Read row 1.", "answer": " 3, 1, 4."}, *numbered(2)])
     training, _ = read(path, recorder)
     (example,) = JsonlExamples(training[:1], recorder.target, processor, batch_size=1)[0]
-    asked = processor.tokenizer("USER: Read row 1. ASSISTANT:")["input_ids"]
+    prompt = processor.tokenizer("USER: Read row 1. ASSISTANT:")["input_ids"]
     answer = processor.tokenizer(" 3, 1, 4.", add_special_tokens=False)["input_ids"]
-    assert example.prompt.tokens.tolist() == [*asked, *answer]
-    assert example.loss_start == len(asked) - 1
+    assert example.prompt.tokens.tolist() == [*prompt, *answer]
+    assert example.loss_start == len(prompt) - 1
     assert int(Teacher(recorder.target).read([example], layers=()).loss_mask.sum()) == len(answer) + 1
 
 
-def test_the_target_generates_an_answer_once(
-    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A search over the same prompts finds the answers, and each line keeps its own settings."""
+def test_answers_are_generated_once(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search over the same prompts uses the cached answers, and each line keeps its own settings."""
     lines = [{"prompt": "Count.", "max_new_tokens": 5}, {"prompt": "Count.", "temperature": 1.0, "seed": 3}]
     path = write(tmp_path, [*lines, {"prompt": "Read row 1.", "max_new_tokens": 5}])
     training, held_out = read(path, recorder)
@@ -119,23 +119,25 @@ def test_the_target_generates_an_answer_once(
     assert len(written) == 3
     monkeypatch.setattr(recorder, "_answer", None)
     assert read(path, recorder) == (training, held_out)
-    searched = [load_workload(str(path), split) for split in ("tune", "evaluate")]
-    found = [answer for workload in searched for answer in recorder.answers(workload)]  # lines 1, 3 and 2
+    workloads = [load_workload(str(path), split) for split in ("tune", "evaluate")]
+    answers = [answer for workload in workloads for answer in recorder.answers(workload)]  # lines 1, 3 and 2
     assert written == {file.name: file.stat().st_mtime_ns for file in (recorder.folder / "answers").iterdir()}
     lines_read = [*training, *held_out]
-    assert [list(lines_read[index].answer) for index in (0, 2, 1)] == [answer.tokens[:-1] for answer in found]
+    assert [list(lines_read[index].answer) for index in (0, 2, 1)] == [answer.tokens[:-1] for answer in answers]
     assert training[0].answer != training[1].answer[:4]
 
 
-def test_answers_are_cut_to_the_context(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both given and generated answers."""
+def test_answers_are_truncated_to_the_context(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answer is given, the second one generated."""
     monkeypatch.setattr(recorder.target, "max_context", 30)
     path = write(tmp_path, [{"prompt": "Count.", "answer": "1, 2, 3. " * 20}, {"prompt": "Count."}, *numbered(1)])
     training, _ = read(path, recorder)
     assert [line.length for line in training] == [30, 29]
 
 
-def test_a_text_models_examples(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
+def test_examples_of_a_text_model(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
     """The processor of a text model is its tokenizer."""
     target = Target(text_pair.target)
     recorder = Recorder(target, reference(str(text_pair.target_folder)), processor.tokenizer, tmp_path / "records")
@@ -148,15 +150,15 @@ def test_a_text_models_examples(text_pair: Pair, processor: Any, tmp_path: Path)
 # -------------------------------------------------------------------------------------------------------------- batches
 
 
-def test_batches_hold_every_line_once_and_lines_of_similar_length(
-    recorder: Recorder, processor: Any, tmp_path: Path
-) -> None:
+def test_batches_hold_every_line_once_with_similar_lengths(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
     training, _ = read(write(tmp_path, numbered(30)), recorder)
     batches = JsonlExamples(training, recorder.target, processor, batch_size=4, seed=1).batches
     assert sorted(line.number for batch in batches for line in batch) == [line.number for line in training]
     assert {len(batch) for batch in batches} == {3, 4}, "sizes are nearly equal"
     assert all(batch[-1].number - batch[0].number == len(batch) - 1 for batch in batches)
-    assert [batch[0].number for batch in batches] != sorted(batch[0].number for batch in batches), "in random order"
+    assert [batch[0].number for batch in batches] != sorted(batch[0].number for batch in batches), (
+        "batches are in random order"
+    )
     shares = [
         JsonlExamples(training, recorder.target, processor, batch_size=4, seed=1, share=(process, 2))
         for process in range(2)
@@ -167,28 +169,34 @@ def test_batches_hold_every_line_once_and_lines_of_similar_length(
         assert (shape.num_rows, shape.length) == (len(batch), max(line.length for line in batch))
 
 
-@pytest.mark.parametrize(
-    ("number", "batch_size", "expected"), [(100, 2, 5), (100, 8, 8), (9, 8, 1), (2, 1, 1), (400, 390, 10)]
-)
-def test_one_line_in_twenty_is_held_out_and_a_batch_if_possible(
-    recorder: Recorder, tmp_path: Path, number: int, batch_size: int, expected: int
-) -> None:
-    lines = [{"prompt": "x", "answer": f"{i}"} for i in range(number)]
-    training, held_out = read(write(tmp_path, lines), recorder, batch_size=batch_size)
-    assert [line.number for line in held_out] == list(range(number - expected + 1, number + 1)), "the last ones"
-    assert [line.number for line in training] == list(range(1, number - expected + 1))
+def split_numbers(folder: Path, lines: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
+    """Line numbers of the training and the held-out prompts."""
+    training, held_out = split_file(write(folder, lines), **options)
+    return [number for number, _ in training], [number for number, _ in held_out]
 
 
-def test_evaluation_prompts_are_not_trained_on(recorder: Recorder, tmp_path: Path) -> None:
+def test_one_line_in_twenty_is_held_out_or_a_batch(tmp_path: Path) -> None:
+    """The last lines are held out; at least one batch remains for training."""
+    for number, batch_size, num_held_out in ((100, 2, 5), (100, 8, 8), (9, 8, 1), (2, 1, 1), (400, 390, 10)):
+        lines = [{"prompt": "x", "answer": f"{i}"} for i in range(number)]
+        training, held_out = split_numbers(tmp_path, lines, batch_size=batch_size)
+        assert held_out == list(range(number - num_held_out + 1, number + 1))
+        assert training == list(range(1, number - num_held_out + 1))
+
+
+def test_evaluation_prompts_are_not_trained_on(tmp_path: Path) -> None:
     lines = [{**line, "split": "evaluate" if number % 5 == 1 else "tune"} for number, line in enumerate(numbered(20))]
-    training, held_out = read(write(tmp_path, lines), recorder, batch_size=2, num_held_out=3)
-    assert [line.number for line in held_out] == [2, 7, 12]
-    assert not {line.number for line in training} & {2, 7, 12, 17} and len(training) == 16
+    training, held_out = split_numbers(tmp_path, lines, batch_size=2, num_held_out=3)
+    assert held_out == [2, 7, 12]
+    assert not {*training} & {2, 7, 12, 17} and len(training) == 16
+    lines[3]["split"] = lines[4]["split"] = "train"
+    training, _ = split_numbers(tmp_path, lines, batch_size=2)
+    assert training == [4, 5], "only lines of the split train, if there are any"
 
 
-def test_num_examples_are_the_first(recorder: Recorder, tmp_path: Path) -> None:
-    training, _ = read(write(tmp_path, numbered(20)), recorder, batch_size=2, num_examples=7)
-    assert [line.number for line in training] == [1, 2, 3, 4, 5, 6, 7]
+def test_num_examples_selects_the_first_lines(tmp_path: Path) -> None:
+    training, _ = split_numbers(tmp_path, numbered(20), batch_size=2, num_examples=7)
+    assert training == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_cache_key_covers_the_content_of_the_lines(recorder: Recorder, processor: Any, tmp_path: Path) -> None:
@@ -208,7 +216,7 @@ def test_the_cache_key_covers_the_content_of_the_lines(recorder: Recorder, proce
     assert len({key(lines), *others}) == 6
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
+# --------------------------------------------------------------------------------------------------------- invalid input
 
 
 @pytest.mark.parametrize(
@@ -235,20 +243,20 @@ def test_the_cache_key_covers_the_content_of_the_lines(recorder: Recorder, proce
         ([*numbered(2), {"prompt": "x", "answer": 4}], {}, r":3: answer: .*valid string; got 4; fix that value"),
     ],
 )
-def test_a_file_that_cannot_be_trained_on(
+def test_file_with_too_few_or_invalid_lines(
     lines: list[dict[str, Any]], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=message) as refused:
-        ExampleFile(write(tmp_path, lines), **{"batch_size": 1, **options})
-    assert "\n" not in str(refused.value)
+    with pytest.raises(UserError, match=message) as error:
+        split_file(write(tmp_path, lines), **{"batch_size": 1, **options})
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "no such file; check the path"), ("\n", "the file is empty; add a line such as"), ("{", ":1: .*fix that")],
 )
-def test_a_missing_or_invalid_file(pair: Pair, content: str | None, message: str, tmp_path: Path) -> None:
-    """The error comes before the target is loaded."""
+def test_missing_or_invalid_file(pair: Pair, content: str | None, message: str, tmp_path: Path) -> None:
+    """The error is raised before the target is loaded."""
     if content is not None:
         (tmp_path / "examples.jsonl").write_text(content)
     path = write_recipe(tmp_path / "recipe.yaml", "no/where", data={"file": "examples.jsonl"}, drop=("tasks",))
@@ -268,7 +276,7 @@ def test_a_missing_or_invalid_file(pair: Pair, content: str | None, message: str
         ({"prompt": "x", "images": ["gone.png"]}, r"gone\.png: no such image; check the path"),
     ],
 )
-def test_a_line_that_the_target_cannot_read(
+def test_line_that_the_target_cannot_read(
     recorder: Recorder, line: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder.target, "max_context", 60)
@@ -276,7 +284,7 @@ def test_a_line_that_the_target_cannot_read(
         read(write(tmp_path, [line, *numbered(2)]), recorder)
 
 
-def test_an_image_for_a_text_model(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
+def test_image_for_a_text_model(text_pair: Pair, processor: Any, tmp_path: Path) -> None:
     random_picture(np.random.default_rng(0), (8, 8)).save(tmp_path / "a.png")
     path = write(tmp_path, [{"prompt": "x", "images": ["a.png"]}, *numbered(2)])
     recorder = Recorder(
@@ -286,7 +294,7 @@ def test_an_image_for_a_text_model(text_pair: Pair, processor: Any, tmp_path: Pa
         read(path, recorder)
 
 
-def test_keys_of_a_recipe_that_contradict_each_other(tmp_path: Path) -> None:
+def test_contradicting_keys_of_a_recipe(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", "x", data={"file": "a.jsonl"})
     with pytest.raises(UserError, match=r"tasks apply to the bundled workload only; got data.file 'a.jsonl' as well"):
         load_recipe(path)
@@ -300,7 +308,7 @@ def test_keys_of_a_recipe_that_contradict_each_other(tmp_path: Path) -> None:
         load_recipe(path)
 
 
-def test_the_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines of docs/training.md repeated, and its recipe with a tiny target and few steps."""
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
@@ -333,7 +341,7 @@ def test_every_kind_of_draft_trains_on_a_file(
     assert load_draft(str(folder), Target(pair.target)).kind == model
 
 
-def test_a_checkpoint_of_another_file(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_another_file(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     stage = {"objective": "drafting", "steps": 1, "batch_size": 2, "learning_rate": 1e-3}
     path = write_recipe(

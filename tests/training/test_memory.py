@@ -1,4 +1,4 @@
-"""What training needs, estimated and measured; the curve; what is said meanwhile."""
+"""Estimated and measured memory of training, the plot of the training log, and progress messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from autotune import console
-from autotune.device import free_memory
+from autotune import console, device
 from autotune.drafters.checkpoint import new_network
 from autotune.errors import UserError
 from autotune.modeling.prompt import Prompt
@@ -56,15 +55,15 @@ def status_bytes(name: str) -> int:
         (300, BatchShape(8, 1024, 8 * 8), {"num_heads": 8, "head_size": 32, "mlp_size": 512}),
     ],
 )
-def test_a_step_needs_what_was_estimated(vocabulary_size: int, shape: BatchShape, sizes: dict[str, int]) -> None:
-    """Where logits make most of it, and where activations do: what the process grows by during a step, against the
-    estimate without the models and the optimizer's moments. Between 0.6 and 1.5: pieces below a few MiB come from
-    memory that was used before, and the true peak depends on which gradients are freed first.
+def test_step_uses_the_estimated_memory(vocabulary_size: int, shape: BatchShape, sizes: dict[str, int]) -> None:
+    """The growth of the process during a step is compared with the estimate without models and optimizer moments. Logits
+    dominate the first case, activations the second one. The ratio may be 0.6 to 1.5: small tensors reuse memory that was
+    freed before, and the true peak depends on which gradients are freed first.
     """
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     except OSError:
-        pytest.skip("the peak of a process cannot be read here")
+        pytest.skip("the peak memory of a process is not available")
     target = new_target(vocabulary_size=vocabulary_size, hidden_size=128, intermediate_size=256)
     network = new_network("star", sizes, target, source="test")
     needs = estimate_memory(target, network, [shape], num_layers_kept=4)
@@ -75,109 +74,108 @@ def test_a_step_needs_what_was_estimated(vocabulary_size: int, shape: BatchShape
     )
     drafting_step(network, batch)
     measured = status_bytes("VmHWM") - before
-    estimated = needs.teacher_batch_bytes + needs.activation_bytes + needs.logits_bytes
-    assert estimated > 200 * 2**20, "far more than what is there already"
+    estimated = sum(needs.parts[name] for name in ("teacher batches", "activations", "logits"))
+    assert estimated > 200 * 2**20, "far more than memory that can be reused"
     assert 0.6 < estimated / measured < 1.5
 
 
 def drafting_step(network: Any, batch: TeacherBatch) -> None:
     """Loss and gradients of one teacher batch."""
-    task = SimpleNamespace(module=network, recipe=SimpleNamespace(seed=0), _number=0, _teacher_batches=[batch])
+    task = SimpleNamespace(module=network, recipe=SimpleNamespace(seed=0), _stage_number=0, _teacher_batches=[batch])
     task._subnet = lambda stage, generator: DraftTask._subnet(task, stage, generator)  # type: ignore[arg-type]
     loss, _ = DraftTask.loss(task, EVALUATION, 0)  # type: ignore[arg-type]
     loss.backward()
 
 
-def test_the_estimate_is_of_the_largest_batch_and_counts_every_part() -> None:
+def test_estimate_counts_every_part_of_the_largest_batch() -> None:
     target = new_target()
     network = new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
     shapes = [BatchShape(2, 50, 10), BatchShape(2, 500, 10), BatchShape(2, 60, 20)]
     needs = estimate_memory(target, network, shapes, num_layers_kept=4, num_held_out=3, disk_bytes=7)
     assert needs.shape == shapes[1] and needs.disk_bytes == 7
-    assert needs.draft_bytes == 16 * sum(parameter.numel() for parameter in network.parameters())
-    assert needs.target_bytes >= 4 * sum(parameter.numel() for parameter in target.model.parameters())
-    assert needs.logits_bytes == 9 * 4 * 10 * target.vocab_size
+    assert needs.parts["draft and optimizer"] == 16 * sum(parameter.numel() for parameter in network.parameters())
+    assert needs.parts["target"] >= 4 * sum(parameter.numel() for parameter in target.model.parameters())
+    assert needs.parts["logits"] == 9 * 4 * 10 * target.vocab_size
     alone = estimate_memory(target, network, shapes, num_layers_kept=4)
-    assert needs.teacher_batch_bytes - alone.teacher_batch_bytes == 3 * 1000 * 5 * 32 * 4, (
-        "three held-out batches in float32"
-    )
+    held_out = needs.parts["teacher batches"] - alone.parts["teacher batches"]
+    assert held_out == 3 * 1000 * 5 * 32 * 4, "three held-out batches in float32"
     half = estimate_memory(target, network, shapes, num_layers_kept=4, half_precision=True)
-    assert half.activation_bytes < alone.activation_bytes
+    assert half.parts["activations"] < alone.parts["activations"]
+
+
+def set_free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    for module in (device, memory):
+        monkeypatch.setattr(module, "free_memory", lambda device: num_bytes)
 
 
 def needs_of(*, memory_gib: float, disk_gib: float = 0.0) -> MemoryEstimate:
-    one = int(memory_gib * GIB / 5)
-    return MemoryEstimate(one, one, one, one, one, BatchShape(8, 1812, 900), int(disk_gib * GIB))
+    part = int(memory_gib * GIB / 4)
+    parts = {"target": part, "draft and optimizer": part, "activations": part, "logits": part}
+    return MemoryEstimate(parts, part + part // 4, int(disk_gib * GIB), BatchShape(8, 1812, 900))
 
 
-def test_an_estimate_that_fits_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Loaded weights count as available: the estimate includes them."""
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10 * GIB)
+def test_estimate_that_fits_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loaded weights count as available, because the estimate includes them."""
+    set_free_memory(monkeypatch, 10 * GIB)
     monkeypatch.setattr(memory, "free_disk", lambda folder: 100 * GIB)
     cpu = torch.device("cpu")
     line = check_memory(needs_of(memory_gib=12, disk_gib=30), cpu, tmp_path, source="recipe.yaml")
     assert line == (
-        "memory on cpu: about 12.0 GiB (target 2.4 GiB, draft and optimizer 2.4 GiB, teacher batches 2.4 GiB, "
-        "activations 2.4 GiB, logits 2.4 GiB); 13.0 GiB available; teacher batches on disk 30.0 GiB, 100.0 GiB free"
+        "memory on cpu: about 12.0 GiB (target 3.0 GiB, draft and optimizer 3.0 GiB, activations 3.0 GiB, logits 3.0 GiB); "
+        "13.8 GiB available; teacher batches on disk 30.0 GiB, 100.0 GiB free"
     )
-    monkeypatch.setattr(memory, "free_memory", lambda device: None)
-    assert "available" not in check_memory(needs_of(memory_gib=1e6), cpu, tmp_path, source="recipe.yaml")
 
 
 def test_too_little_memory_is_refused_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10 * GIB)
+    set_free_memory(monkeypatch, 10 * GIB)
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         check_memory(needs_of(memory_gib=20), cpu, tmp_path, source="recipe.yaml")
     assert re.fullmatch(
-        r"recipe\.yaml: training needs about 20\.0 GiB of memory on cpu \(target .*\), and 15\.0 GiB are available; "
+        r"recipe\.yaml: training needs 20\.0 GiB of memory on cpu \(target .*\), and 16\.2 GiB are free; "
         r"lower batch_size \(a process reads 8 at a time\) or shorten the longest examples \(1,812 tokens\)",
-        str(refused.value),
+        str(error.value),
     )
-    with pytest.raises(UserError, match=r"needs about 48\.0 GiB of memory on cpu"):
+    with pytest.raises(UserError, match=r"needs 48\.0 GiB of memory on cpu"):
         check_memory(needs_of(memory_gib=12), cpu, tmp_path, num_processes=4, source="recipe.yaml")
     assert "12.0 GiB" in check_memory(needs_of(memory_gib=12), cuda, tmp_path, num_processes=4, source="recipe.yaml")
 
 
 def test_too_little_disk_is_refused_before_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "free_disk", lambda folder: 100 * GIB)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         check_memory(
             needs_of(memory_gib=0, disk_gib=26), torch.device("cpu"), tmp_path, num_processes=4, source="a.yaml"
         )
-    assert str(refused.value) == (
+    assert str(error.value) == (
         f"a.yaml: the teacher batches cached in {tmp_path} need about 104.0 GiB, and 100.0 GiB are free on that disk; "
         "lower num_examples, or free some space"
     )
 
 
-def test_free_memory_and_disk_are_found(tmp_path: Path) -> None:
-    free = free_memory(torch.device("cpu"))
-    assert free is None or 2**20 < free < 2**50
+def test_free_disk_of_a_missing_folder(tmp_path: Path) -> None:
     assert 0 <= free_disk(tmp_path / "not" / "there") < 2**60
 
 
-def test_cached_batches_take_as_much_disk_as_estimated(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to the masks of visual tokens; batches that are cached already are not counted again."""
+def test_cached_batches_use_the_estimated_disk(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate ignores the masks of visual tokens. Batches that are already cached are not counted."""
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "examples.jsonl")
     path = write_recipe(
         tmp_path / "recipe.yaml", str(pair.target_folder), data={"file": "examples.jsonl"}, drop=("tasks",)
     )
-    seen: list[int] = []
+    disk_bytes: list[int] = []
 
     def check(needs: MemoryEstimate, *_: Any, **__: Any) -> str:
-        seen.append(needs.disk_bytes)
+        disk_bytes.append(needs.disk_bytes)
         return ""
 
     monkeypatch.setattr("autotune.training.draft_task.check_memory", check)
     train(path, output=tmp_path / "first")
     written = sum(file.stat().st_size for file in (tmp_path / ".autotune" / "teacher-batches").rglob("*.safetensors"))
-    assert 0.7 < seen[0] / written < 1.1
+    assert 0.7 < disk_bytes[0] / written < 1.1
     train(path, output=tmp_path / "second")
-    assert seen[1] < 0.1 * seen[0]
+    assert disk_bytes[1] < 0.1 * disk_bytes[0]
 
 
 # ---------------------------------------------------------------------------------------------------- curve and console
@@ -205,13 +203,13 @@ def test_repeated_steps_of_a_killed_run_count_once(tmp_path: Path) -> None:
     assert [r["loss"] for r in logged(log)] == [2.0 / (1 + number) for number in (0, 3, 4, 5, 8)]
 
 
-@pytest.mark.parametrize("steps", [[(0, 1), (0, 2), (1, 1), (1, 3)], [(0, 1)], []])
-def test_the_curve_is_plotted(steps: list[tuple[int, int]], tmp_path: Path) -> None:
-    """Also of a run that has just started."""
-    draw_curve(write_log(tmp_path / "a.jsonl", steps), tmp_path / "training.png")
-    with Image.open(tmp_path / "training.png") as image:
-        assert image.size == (1200, 900)
-        assert len(np.unique(np.asarray(image.convert("L")))) > 20
+def test_training_log_is_plotted(tmp_path: Path) -> None:
+    """The log may have one step or none, if the run has just started."""
+    for steps in ([(0, 1), (0, 2), (1, 1), (1, 3)], [(0, 1)], []):
+        draw_curve(write_log(tmp_path / "a.jsonl", steps), tmp_path / "training.png")
+        with Image.open(tmp_path / "training.png") as image:
+            assert image.size == (1200, 900)
+            assert len(np.unique(np.asarray(image.convert("L")))) > 20
 
 
 def test_plain_lines_show_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -239,9 +237,9 @@ def test_progress_shows_loss_and_agreement(pair: Pair, tmp_path: Path, monkeypat
         drop=("tasks",),
     )
     messages: list[str] = []
-    shown = SimpleNamespace(_rich=None, say=messages.append, stage=console.Console.stage)
-    shown.stage = lambda name: console.Console.stage(shown, name)  # type: ignore[arg-type]
-    train_with_progress(path, None, shown)  # type: ignore[arg-type]
+    plain = SimpleNamespace(_rich=None, say=messages.append, stage=console.Console.stage)
+    plain.stage = lambda name: console.Console.stage(plain, name)  # type: ignore[arg-type]
+    train_with_progress(path, None, plain)  # type: ignore[arg-type]
     text = "\n".join(messages)
     assert re.search(r"^memory on cpu: about .* MiB", text, re.M)
     assert re.search(r"tests/star drafting 1/2: 2/4 loss \d+\.\d{3}, agreement \d\.\d{3}$", text, re.M)
