@@ -59,12 +59,10 @@ class BlockCache:
 class AttentionContext(NamedTuple):
     """The keys that a forward pass of n tokens attends to; by default causal attention among the n tokens."""
 
-    mask: Tensor | None = None
-    """Additive [batch or 1, 1, n, keys]; None: causal."""
+    mask: Tensor | None = None  # additive [batch or 1, 1, n, keys]; None: causal
     caches: Sequence[BlockCache | None] = (None,) * MAX_BLOCKS
     """Earlier keys and values of each block, for a batch of one."""
-    begin: int | KVSlots = 0
-    """Where new keys and values are written to the caches."""
+    begin: int | KVSlots = 0  # where new keys and values are written to the caches
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]."""

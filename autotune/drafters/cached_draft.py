@@ -36,8 +36,7 @@ class CachedDraft(CachedModel):
     visual_keep: float = 1.0
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
-    token_ids: Tensor | None = None
-    """The target's id of each token of a smaller vocabulary; None: the same ids."""
+    token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
 
     def __init__(self) -> None:
         self._pending: list[int] = []

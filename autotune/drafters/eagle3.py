@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
+    LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
@@ -83,8 +83,8 @@ class Eagle3Network(DraftNetwork):
         return self.config.layers
 
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
-        attention = self.layer.self_attn
-        return [BlockCache(attention.num_kv_heads, attention.head_size, capacity, dtype=dtype, device=device)]
+        num_heads, head_size = self.layer_config.num_key_value_heads, self.layer.self_attn.head_dim
+        return [BlockCache(num_heads, head_size, capacity, dtype=dtype, device=device)]
 
     def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """The concatenated layers, projected to the head's width."""
@@ -110,49 +110,30 @@ class Eagle3Network(DraftNetwork):
         return self.lm_head(self.norm(states))  # type: ignore[no-any-return]
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
     """A Llama layer whose attention reads the concatenation of embedding and features, each normalized."""
 
     def __init__(self, config: LlamaConfig, *, norm_before_residual: bool) -> None:
-        super().__init__()
+        super().__init__(config, layer_idx=0)
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Eagle3Attention(config)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            width = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, width, bias=config.attention_bias))
 
     def forward(self, embeddings: Tensor, features: Tensor, factors: Tensor, context: AttentionContext) -> Tensor:
-        normed = self.hidden_norm(features)
-        residual = normed if self.norm_before_residual else features
+        normed, attention = self.hidden_norm(features), self.self_attn
         rows = torch.cat([self.input_layernorm(embeddings), normed], -1)
-        stream = residual + self.self_attn(rows, factors, context)
-        return stream + self.mlp(self.post_attention_layernorm(stream))  # type: ignore[no-any-return]
-
-
-class Eagle3Attention(nn.Module):
-    """Grouped-query attention over rows of twice the hidden size."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width, kv_width = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=bias)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
-
-    def forward(self, rows: Tensor, factors: Tensor, context: AttentionContext) -> Tensor:
         query, key, value = (
-            project(rows).unflatten(-1, (-1, self.head_size)) for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(rows).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        query, key = apply_rotary_pos_emb(query, key, factors[..., 0, :], factors[..., 1, :], unsqueeze_dim=2)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, factors[..., 0, :], factors[..., 1, :])
         if (cache := context.caches[0]) is not None:
             key, value = cache.write(torch.stack([key[0], value[0]], 1), context.begin)
-        return self.o_proj(context.attend(query, key, value).flatten(2))  # type: ignore[no-any-return]
+        residual = normed if self.norm_before_residual else features
+        stream = residual + attention.o_proj(context.attend(query, key, value).flatten(2))
+        return stream + self.mlp(self.post_attention_layernorm(stream))  # type: ignore[no-any-return]
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:

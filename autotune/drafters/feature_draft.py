@@ -134,7 +134,6 @@ class FeatureDraft(CachedDraft, CachedModel):
         return f"a {self.kind} draft"
 
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """The target's prompts."""
         return target_prompts
 
     def prefill(self, prompt: Prompt, visual_scores: Tensor | None, *, capacity: int) -> None:

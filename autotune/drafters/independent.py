@@ -42,8 +42,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         TreeModel.__init__(self, model)
         self.tokenizer = tokenizer
         self.visual_keep = visual_keep
-        self.sees_images = True
-        """Whether the model type is the target's."""
+        self.sees_images = True  # whether the model type is the target's
         self._placeholders = placeholders_of(model.config)
         self._num_common = self.vocab_size  # vocabulary shared with the target
         check_tree_decoding(self)

@@ -42,26 +42,19 @@ class NetworkConfig(Document, kind="draft", made_by="autotune train"):
 class PromptRows(NamedTuple):
     """The network's input for one prompt."""
 
-    stream: Tensor
-    """Output of ``fuse``, [n, hidden]."""
-    features: Tensor
-    """[n, features]"""
-    positions: Tensor
-    """Index of each row in the prompt, ascending, [n]."""
-    is_visual: Tensor
-    """[n]"""
+    stream: Tensor  # output of ``fuse``, [n, hidden]
+    features: Tensor  # [n, features]
+    positions: Tensor  # index of each row in the prompt, ascending, [n]
+    is_visual: Tensor  # [n]
 
 
 class DraftNetwork(nn.Module, ABC):
     """A draft network, which ``FeatureDraft`` runs."""
 
     config: NetworkConfig
-    embedding: nn.Embedding | None
-    """Token embedding; None: the target's."""
-    first_feature: Tensor | None
-    """Features before the first token, [features]; None: the first token is left out."""
-    token_ids: Tensor | None
-    """The target's id of each token of a smaller vocabulary; None: the same ids."""
+    embedding: nn.Embedding | None  # token embedding; None: the target's
+    first_feature: Tensor | None  # features before the first token, [features]; None: the first token is left out
+    token_ids: Tensor | None  # the target's id of each token of a smaller vocabulary; None: the same ids
 
     def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
         """Layers of the target that the network reads: the injection layer, or by default the last one.
@@ -148,7 +141,6 @@ class BlocksNetwork(DraftNetwork):
         """Blocks in execution order."""
 
     def new_block(self, *, crosses: bool = False) -> DraftBlock:
-        """A block with random weights."""
         config = self.config
         block = DraftBlock(config.hidden_size, config.num_heads, config.head_size, config.mlp_size, crosses=crosses)
         for linear in (block.from_stream, block.from_features, block.to_stream):
@@ -167,7 +159,6 @@ class BlocksNetwork(DraftNetwork):
         return nn.functional.layer_norm(states, states.shape[-1:], self.feature_norms[number])
 
     def own_features(self, states: Tensor) -> Tensor:
-        """Normalized states."""
         return nn.functional.layer_norm(states, states.shape[-1:], self.feature_norms[-1])
 
     def factors(self, positions: Tensor) -> Tensor:

@@ -49,11 +49,9 @@ class PromptLookupDraft:
         """No effect: there are no forward passes."""
 
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt] = ()) -> list[list[int]]:
-        """The tokens of each row."""
         return [row.tolist() for row in rows_of(inputs)]
 
     def prefill(self, prompt: list[int], visual_scores: Tensor | None, *, capacity: int) -> None:
-        """Index the prompt."""
         self._committed = []
         self._followers = {}
         for token in prompt:
@@ -68,7 +66,6 @@ class PromptLookupDraft:
         self._committed.append(token)
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
-        """The most frequent followers of each node's last tokens."""
         tokens = np.zeros((len(frontier), num_proposals), np.int32)
         logprobs = np.full((len(frontier), num_proposals), -np.inf, np.float32)
         for row, node in enumerate(frontier):
@@ -81,7 +78,6 @@ class PromptLookupDraft:
         return tokens, logprobs
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
-        """Index the accepted nodes and the target's own token after them."""
         for node in path:
             self.append(int(tree.token[node]))
         self.append(next_token)

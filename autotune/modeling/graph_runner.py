@@ -39,8 +39,7 @@ Function = Callable[[Mapping[str, Tensor]], Outputs]
 class KVSlots(NamedTuple):
     """Where a forward pass over fixed buffers writes to the KV cache, and how much of the cache it reads."""
 
-    slots: Tensor
-    """Index in the cache of each token, [n]."""
+    slots: Tensor  # index in the cache of each token, [n]
     padded_kv_length: int
 
 
@@ -87,8 +86,7 @@ class GraphRunner:
         self.mode = check_mode(mode, device)
         self.device = device
         self.description = description
-        self.memory_bytes = 0
-        """Memory of the buffers and captures."""
+        self.memory_bytes = 0  # memory of the buffers and captures
         self.why_eager: str | None = None
         """The error of the first failed capture. After it, all forward passes run eagerly over the same buffers."""
         self._function = function

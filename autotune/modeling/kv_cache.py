@@ -86,10 +86,8 @@ class SlabCache(Cache):  # type: ignore[misc]
 
     def __init__(self, windows: Sequence[int | None], devices: Sequence[torch.device], capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0
-        """Committed tokens."""
-        self.num_uncommitted = 0
-        """Tokens of earlier steps of this round that the next forward pass may see."""
+        self.length = 0  # committed tokens
+        self.num_uncommitted = 0  # tokens of earlier steps of this round that the next forward pass may see
         self.fixed_slots: KVSlots | None = None
         """Set during a forward pass over fixed buffers (see ``graph_runner.py``)."""
         self._devices = list(devices)
@@ -162,8 +160,7 @@ class CachedModel(ABC):
     cache: Any
     device: torch.device
     dtype: torch.dtype
-    graph_runner: GraphRunner | None = None
-    """Runs forward passes after the prefill; None in mode ``eager``."""
+    graph_runner: GraphRunner | None = None  # runs forward passes after the prefill; None in mode ``eager``
     _masks: MaskBuffer
 
     @cached_property

@@ -39,18 +39,12 @@ Mask = Tensor | dict[str, Tensor | None] | None
 class Prompt:
     """One row of the inputs, without padding."""
 
-    tokens: Tensor
-    """[n]"""
-    is_visual: Tensor
-    """Whether each token is a placeholder for an image or video feature, bool [n]."""
-    embeddings: Tensor | None = None
-    """[1, n, hidden]; None for a text model, which looks them up itself."""
-    positions: Tensor | None = None
-    """[1, n], or [3, 1, n] (time, height, width) for M-RoPE; None: 0 to n - 1."""
-    mask: Mask = None
-    """The model's own mask; None: causal."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Further inputs of the layers: Qwen3-VL's deepstack features."""
+    tokens: Tensor  # [n]
+    is_visual: Tensor  # whether each token is a placeholder for an image or video feature, bool [n]
+    embeddings: Tensor | None = None  # [1, n, hidden]; None for a text model, which looks them up itself
+    positions: Tensor | None = None  # [1, n], or [3, 1, n] (time, height, width) for M-RoPE; None: 0 to n - 1
+    mask: Mask = None  # the model's own mask; None: causal
+    extra: dict[str, Any] = field(default_factory=dict)  # further inputs of the layers: Qwen3-VL's deepstack features
 
     def __len__(self) -> int:
         return len(self.tokens)

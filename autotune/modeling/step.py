@@ -21,10 +21,8 @@ from autotune.trees.limits import Ints
 class Step(NamedTuple):
     """n tokens to evaluate."""
 
-    tokens: NDArray[np.int64]
-    """[n]"""
-    offsets: Ints
-    """[n]"""
+    tokens: NDArray[np.int64]  # [n]
+    offsets: Ints  # [n]
     tree_mask: TreeMask
     """Additive mask over the uncommitted tokens and the n tokens, [n, uncommitted + n]. It leaves out the prefix, which
     is visible as far as a layer's attention window reaches.
@@ -44,16 +42,11 @@ class Step(NamedTuple):
 class DeviceStep(NamedTuple):
     """n tokens to evaluate. Everything but the shapes is known to the device only, even the length of the prefix."""
 
-    prefix_state: Tensor
-    """``CachedModel.prefix_state``."""
-    tokens: Tensor
-    """[n]"""
-    offsets: Tensor
-    """[n]"""
-    tree_mask: Tensor
-    """As in ``Step``, [n, uncommitted + n]."""
-    column_offsets: Tensor
-    """Offsets of the uncommitted tokens and the n tokens, [uncommitted + n]."""
+    prefix_state: Tensor  # ``CachedModel.prefix_state``
+    tokens: Tensor  # [n]
+    offsets: Tensor  # [n]
+    tree_mask: Tensor  # as in ``Step``, [n, uncommitted + n]
+    column_offsets: Tensor  # offsets of the uncommitted tokens and the n tokens, [uncommitted + n]
     padded_kv_length: int
 
     @property

@@ -20,8 +20,7 @@ class Prefilled:
     """Result of a prefill."""
 
     prompt: Prompt
-    logits: Tensor
-    """After the prompt's last token, [vocabulary]."""
+    logits: Tensor  # after the prompt's last token, [vocabulary]
     visual_scores: Tensor | None
     """Mean last-layer attention to each visual token, [visual tokens]; None unless requested."""
 
@@ -36,8 +35,7 @@ class Target(TreeModel):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.max_context = self.text.max_context
-        self.tokenizer: Any = None
-        """Tells tokens from padding of the vocabulary; None if unknown."""
+        self.tokenizer: Any = None  # tells tokens from padding of the vocabulary; None if unknown
         check_tree_decoding(self)
 
     def prefill(self, prompt: Prompt, *, rank_visual_tokens: bool = False) -> Prefilled:

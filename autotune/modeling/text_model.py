@@ -18,7 +18,7 @@ KNOWN_TEXT_TYPES = (*_KNOWN_TEXT_ONLY_TYPES, "qwen2_vl_text", "qwen2_5_vl_text",
 _KNOWN_QWEN_VL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _KNOWN_LLAVA_TYPES = ("llava", "llava_next", "llava_onevision")
 KNOWN_VISION_TYPES = (*_KNOWN_LLAVA_TYPES, *_KNOWN_QWEN_VL_TYPES, "idefics3", "smolvlm", "mistral3", "gemma3")
-_WINDOW_OF_LAYER_TYPE = {"full_attention": None, "sliding_attention": "sliding_window"}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 # Kernels that take an additive mask. Others take sequence lengths only and would ignore a tree mask.
 _ATTENTION = ("sdpa", "eager")
 # Rotary frequencies that depend on the sequence length: all nodes of a tree would get those of its deepest node.
@@ -34,16 +34,12 @@ class TextModel:
     config: Any
     layers: tuple[nn.Module, ...]
     layer_types: tuple[str, ...]
-    windows: dict[str, int | None]
-    """Attention window by layer type, in tokens; None sees everything."""
-    max_context: int
-    """Maximum sequence length, in tokens."""
-    is_text_only: bool
-    """Whether this is the whole model, not a part of a VLM."""
+    windows: dict[str, int | None]  # attention window by layer type, in tokens; None sees everything
+    max_context: int  # maximum sequence length, in tokens
+    is_text_only: bool  # whether this is the whole model, not a part of a VLM
     logit_scale: float
     logit_cap: float | None
-    device: torch.device
-    """Device of the embedding, where inputs go."""
+    device: torch.device  # device of the embedding, where inputs go
 
     @property
     def layer_windows(self) -> list[int | None]:
@@ -109,7 +105,10 @@ def text_model_of(model: Any) -> TextModel:
         config=config,
         layers=layers,
         layer_types=layer_types,
-        windows={layer_type: _window(config, layer_type) for layer_type in sorted(set(layer_types))},
+        windows={
+            layer_type: int(config.sliding_window) if layer_type == "sliding_attention" else None
+            for layer_type in sorted(set(layer_types))
+        },
         max_context=_max_context(config),
         is_text_only=is_text_only,
         # The head of a VLM class neither scales nor caps, even if its text config says so.
@@ -141,16 +140,11 @@ def _layer_types(config: Any) -> tuple[str, ...]:
         layer_type = "chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else layer_type
         types = [layer_type] * config.num_hidden_layers
     for layer_type in types:
-        if layer_type not in _WINDOW_OF_LAYER_TYPE:
+        if layer_type not in _LAYER_TYPES:
             raise _refusal(config, f"it has layers of type {layer_type!r}, whose cache cannot drop rejected tokens")
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise _refusal(config, "its tokens see later tokens")
     return tuple(types)
-
-
-def _window(config: Any, layer_type: str) -> int | None:
-    name = _WINDOW_OF_LAYER_TYPE[layer_type]
-    return None if name is None else int(getattr(config, name))
 
 
 def _logit_scale(config: Any) -> float:

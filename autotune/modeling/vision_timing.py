@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,11 +51,8 @@ def timed_forwards(parts: list[Any], device: Any, *, first_only: bool = False) -
             clock.ms += now_ms(device) - clock._started_ms.pop()
         clock.num_forwards += 1
 
-    handles = []
-    for part in parts:
-        handles += [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
-    try:
+    with ExitStack() as hooks:
+        for part in parts:
+            for handle in (part.register_forward_pre_hook(begin), part.register_forward_hook(end)):
+                hooks.callback(handle.remove)
         yield clock
-    finally:
-        for handle in handles:
-            handle.remove()
