@@ -9,13 +9,16 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import platformdirs
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autotune.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 WORKSPACE = Path(".autotune")
 """Folder for studies and other intermediate files, relative to the working directory."""
@@ -309,6 +312,11 @@ def write_bytes(path: Path, content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_table(path: Path, frame: DataFrame) -> None:
+    """Write a data frame atomically: as Parquet if the suffix says so, else as CSV."""
+    write_bytes(path, frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode())
 
 
 def append_line(path: Path, *records: dict[str, Any]) -> None:

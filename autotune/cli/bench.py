@@ -44,9 +44,10 @@ def command(
     from autotune.console import Console
     from autotune.evaluation.bench import run_bench
     from autotune.evaluation.runs import runs_dataframe
+    from autotune.files import write_table
 
     result = run_bench(profile, workload, arms, num_prompts, seed, device, Console())
     if table is not None:
-        options.write_table(table, runs_dataframe(result["runs"]))
+        write_table(table, runs_dataframe(result["runs"]))
     if as_json:
         options.print_json(result)

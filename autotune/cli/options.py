@@ -7,17 +7,14 @@ import re
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from autotune.files import require_writable, write_bytes
+from autotune.files import require_writable
 from autotune.settings import extra_of, option_name
-
-if TYPE_CHECKING:
-    import pandas
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 BUNDLED_WORKLOAD = "digits"
@@ -177,7 +174,7 @@ def _option(name: str, field: FieldInfo) -> Decorator:
     if annotation is bool:
         options |= {"is_flag": True, "type": None}
     elif annotation is Path:
-        options["type"] = click.Path(path_type=Path)
+        options["type"] = TableFile() if name == "table" else click.Path(path_type=Path)
         names += ["-o"] * (name == "output")
     elif get_origin(annotation) is Literal:
         options["type"] = (Mode if name == "mode" else click.Choice)(get_args(annotation))
@@ -197,8 +194,3 @@ def _option(name: str, field: FieldInfo) -> Decorator:
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, allow_nan=False))
-
-
-def write_table(path: Path, frame: pandas.DataFrame) -> None:
-    """Write a data frame as CSV or Parquet, as the suffix says."""
-    write_bytes(path, frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode())

@@ -31,7 +31,7 @@ def command(
 ) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_workload
-    from autotune.files import require_writable
+    from autotune.files import require_writable, write_table
 
     require_writable(output)
     require_workload(workload)
@@ -51,7 +51,7 @@ def command(
     table = measure_table(model_pool, variants, prompts, console, choices["budget"])
     table.save(output)
     if choices["table"] is not None:
-        options.write_table(choices["table"], table.to_dataframe())
+        write_table(choices["table"], table.to_dataframe())
     print_table(table, console)
     console.say(f"cost table written to {output}")
     if as_json:

@@ -15,7 +15,7 @@ from autotune.documents.configuration import DraftVariant
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
-from autotune.files import content_key
+from autotune.files import content_key, write_table
 from autotune.search.cost_tables import foreign_table, local_table, priced_variants, print_table
 from autotune.search.evaluator import Constraints, Evaluator
 from autotune.search.model_pool import ModelPool
@@ -26,6 +26,7 @@ from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
+from autotune.study.frames import Study
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import load_workload
 
@@ -62,6 +63,8 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
         profile = run.select_profile(evaluator, trees)
     for path in (run.folder / PROFILE, settings.output):
         profile.save(path)
+    if settings.table is not None:
+        write_table(settings.table, Study(run.folder, storage=settings.storage).trials_dataframe())
     console.say("time: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in run.stage_seconds.items()))
     console.say(f"decoding profile written to {settings.output}")
     return profile

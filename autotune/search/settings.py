@@ -65,6 +65,8 @@ class SearchSettings(Document):
     )
     output: Path = setting(Path("profile.json"), "File for the decoding profile.")
 
+    table: Path | None = setting(None, "Write a row for every replayed configuration to a .csv or .parquet file.")
+
     num_tune_prompts: int = setting(48, "Number of prompts that choose the configuration.", option=None, ge=1)
     num_evaluate_prompts: int = setting(64, "Number of held-out prompts for the evaluation.", option=None, ge=1)
     folder: Path = setting(WORKSPACE, "Folder in which studies keep their documents.", option=None)

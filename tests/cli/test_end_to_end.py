@@ -68,7 +68,8 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("traces/**/*.json")} >= {"keep-1.trace.json", "keep-0.5.trace.json"}
 
     small = ["--space", "small.yaml", "--trials", "8", "--budget", "8s"]
-    profile = stage("search", *models, *workload, *small, "-o", "profile.json")
+    profile = stage("search", *models, *workload, *small, "-o", "profile.json", "--table", "trials.csv")
+    assert {"speedup", "policy", "d_max"} <= set(pd.read_csv(tmp_path / "trials.csv").columns)
     assert profile == json.loads((tmp_path / "profile.json").read_text())
     assert_complete(tmp_path / "profile.json")
 
