@@ -1,5 +1,5 @@
-"""What the adapter adds to a round: a tree through ``Target.forward`` against the text model alone on the same tensors,
-and a plain step against transformers' own, interleaved.
+"""Measures the overhead of the adapter: a round through ``Target.forward`` against the text model alone on the same
+tensors, and a plain step against transformers' own, interleaved. Takes about a minute.
 
     python benchmarks/adapter.py [--prefix 300] [--repeats 200]
 """
@@ -23,6 +23,7 @@ from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 
+WARM_UPS = 10
 SIZES: dict[str, Any] = {
     "vocab_size": 2000,
     "hidden_size": 256,
@@ -35,12 +36,12 @@ SIZES: dict[str, Any] = {
 
 
 def gemma3() -> Any:
-    """Windows in five layers of six: two masks a round."""
+    """Five layers of six have a sliding window, so each round needs two masks."""
     return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SIZES, head_dim=64, sliding_window=128))
 
 
 def qwen2_5_vl() -> Any:
-    """Positions in time, height and width."""
+    """Positions have three coordinates: time, height and width."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 256}
     return hf.Qwen2_5_VLForConditionalGeneration(
@@ -48,43 +49,42 @@ def qwen2_5_vl() -> Any:
     )
 
 
-def star_block(count: int, closed: float) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A star: the root, and its children, which do not see each other."""
-    block = np.full((count, count), closed, np.float32)
-    np.fill_diagonal(block, 0.0)
-    block[:, 0] = 0.0
-    return block
+def star_mask(count: int, mask_value: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Tree mask of a root and its children, which do not see each other."""
+    mask = np.full((count, count), mask_value, np.float32)
+    np.fill_diagonal(mask, 0.0)
+    mask[:, 0] = 0.0
+    return mask
 
 
-def interleaved_us(repeats: int, *points: Callable[[], Any]) -> list[list[float]]:
-    """Microseconds of each way, one after the other in every repeat."""
-    samples: list[list[float]] = [[] for _ in points]
-    for repeat in range(repeats + 10):
-        for point, found in zip(points, samples, strict=True):
+def interleaved_us(repeats: int, *functions: Callable[[], Any]) -> list[list[float]]:
+    """Times of each function in microseconds; in every repeat all functions run one after the other."""
+    samples: list[list[float]] = [[] for _ in functions]
+    for repeat in range(repeats + WARM_UPS):
+        for function, times in zip(functions, samples, strict=True):
             started = time.perf_counter()
-            point()
-            if repeat >= 10:
-                found.append(1e6 * (time.perf_counter() - started))
+            function()
+            if repeat >= WARM_UPS:
+                times.append(1e6 * (time.perf_counter() - started))
     return samples
 
 
 @torch.inference_mode()
 def measure(model: Any, prefix: int, repeats: int) -> list[list[str]]:
-    """Rows of the table: a round of several sizes, and a plain step."""
+    """Rows of the table: rounds of several sizes, and a plain step."""
     target, rows = Target(model), []
     ids = torch.arange(prefix) % 300
     target.reserve(prefix + 200)
     target.prefill_prompt(Prompt(ids, torch.zeros_like(ids, dtype=torch.bool)))
     for count in (8, 33, 65):
-        tokens, variants = np.arange(count) % 300, np.minimum(np.arange(count), 1)
-        block = star_block(count, target.mask_value)
-        mask = target._masks.write(block, prefix, variants, variants)
-        inputs = torch.from_numpy(tokens)[None], torch.from_numpy(variants + prefix)[None]
+        step = Step(np.arange(count) % 300, np.minimum(np.arange(count), 1), star_mask(count, target.mask_value))
+        mask = target._masks.write(step.tree_mask, prefix, step.offsets, step.offsets)
+        inputs = torch.from_numpy(step.tokens)[None], torch.from_numpy(step.offsets + prefix)[None]
 
-        def whole(tokens: Any = tokens, variants: Any = variants, block: Any = block) -> Any:
-            return target.forward(Step(tokens, variants, block))
+        def adapted(step: Step = step) -> Any:
+            return target.forward(step)
 
-        def alone(inputs: Any = inputs, mask: Any = mask) -> Any:
+        def text_model(inputs: Any = inputs, mask: Any = mask) -> Any:
             out = target.text.module(
                 input_ids=inputs[0],
                 position_ids=inputs[1],
@@ -94,27 +94,31 @@ def measure(model: Any, prefix: int, repeats: int) -> list[list[str]]:
             )
             return target.text.logits(out.last_hidden_state[0])
 
-        rows.append(row_of(f"a round of {count} tokens", *interleaved_us(repeats, whole, alone)))
+        rows.append(row_of(f"a round of {count} tokens", *interleaved_us(repeats, adapted, text_model)))
 
     cache = DynamicCache(config=target.text.config)
     model(input_ids=ids[None], past_key_values=cache)
     token = torch.tensor([[5]])
 
-    def step() -> Any:
+    def plain_step() -> Any:
         target.step(5)
         target.cache.length = prefix
 
-    def stock() -> Any:
+    def transformers_step() -> Any:
         return model(input_ids=token, past_key_values=cache).logits
 
-    # The dynamic cache grows by a token a repeat: few repeats, so that it stays about as long as ours.
-    rows.append(row_of("a plain step, against transformers' own", *interleaved_us(min(repeats, 40), step, stock)))
+    # The dynamic cache grows by a token per repeat: with few repeats it stays about as long as ours.
+    rows.append(
+        row_of(
+            "a plain step, against transformers' own", *interleaved_us(min(repeats, 40), plain_step, transformers_step)
+        )
+    )
     return rows
 
 
-def row_of(name: str, ours: list[float], alone: list[float]) -> list[str]:
-    # Of pairs, as the machine may change its speed between repeats.
-    added = statistics.median(a - b for a, b in zip(ours, alone, strict=True))
+def row_of(name: str, adapted: list[float], alone: list[float]) -> list[str]:
+    # Differences of pairs, because the machine may change its speed between repeats.
+    added = statistics.median(a - b for a, b in zip(adapted, alone, strict=True))
     base = statistics.median(alone)
     return [name, f"{base:,.0f}", f"{added:+,.0f}", f"{100 * added / base:+.1f} %"]
 

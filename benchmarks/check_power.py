@@ -1,8 +1,8 @@
-"""How often would `autotune check --against` be right? Simulated and recorded noise through the code that decides.
+"""Estimates the error rates and the power of ``autotune check --against`` under simulated and recorded noise.
 
-Prints, for every scenario, how often an unchanged program fails, how often a slowdown of 5 % does, how many pairs both
-take, the power from 0 to 10 %, and what becomes of them where the design is left: pairs in a fixed order, a look after
-every launch without sharing the risk, pairs taken for independent of their launch.
+Prints for every scenario how often the check fails at slowdowns from 0 to 10 % and how many pairs it takes, then the false
+alarms and the power of weaker designs: pairs in a fixed order, an analysis after every launch without sharing the risk, and
+pairs treated as independent of their launch. Takes about 10 minutes.
 
     python benchmarks/check_power.py [--checks 2000]
 """
@@ -30,28 +30,28 @@ CURVE = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10)
 
 @dataclass(frozen=True)
 class Scenario:
-    """What disturbs runs, in shares of their time. A run's time is the product of all of it."""
+    """Disturbances of run times, as shares of the time. They multiply."""
 
     jitter: float = 0.0
-    """Standard deviation of each run."""
+    """Standard deviation of single runs."""
     tails: float = 0.0
     """Scale of Student's t with 3 degrees of freedom: jitter with outliers."""
     speed: float = 0.0
     """Standard deviation of the machine's speed, of which a run keeps ``memory`` from the run before (AR(1))."""
     memory: float = 0.9
     drift: float = 0.0
-    """The machine's speed at the end of a check over that at its beginning, at most, either way."""
+    """Largest relative change of the machine's speed over a check, in either direction."""
     periodic: float = 0.0
-    """What something adds that comes back every 2 to 20 runs and stays for 30 % of that time."""
+    """Slowdown by a periodic load with a period of 2 to 20 runs and a duty cycle of 30 %."""
     spikes: float = 0.0
-    """Share of runs that take twice their time."""
+    """Share of runs that take twice as long."""
     second: float = 0.0
-    """What the second run of a pair takes longer than the first."""
+    """Slowdown of the second run of a pair."""
     launch: float = 0.0
-    """Standard deviation of a process, for as long as it lives."""
+    """Standard deviation between processes."""
 
     def log_times(self, rng: np.random.Generator, num_checks: int, num_runs: int) -> Floats:
-        """What the machine adds to the logarithm of each run's time, whoever runs: [checks, runs]."""
+        """Noise in the logarithm of each run's time, [checks, runs]."""
         shape, run = (num_checks, num_runs), np.arange(num_runs)
         phase, period = rng.random((num_checks, 1)), rng.uniform(2, 20, (num_checks, 1))
         steps = rng.normal(0.0, self.speed * math.sqrt(1 - self.memory**2), shape)
@@ -73,14 +73,14 @@ class Scenario:
             head_first = (
                 np.zeros((num_checks, num_pairs), bool) if fixed_order else rng.random((num_checks, num_pairs)) < 0.5
             )
-            sides = rng.normal(0.0, self.launch, (2, num_checks, num_pairs // PAIRS_PER_LAUNCH))
-            of_launch = np.repeat(sides[1] - sides[0], PAIRS_PER_LAUNCH, axis=-1)
+            processes = rng.normal(0.0, self.launch, (2, num_checks, num_pairs // PAIRS_PER_LAUNCH))
+            of_launch = np.repeat(processes[1] - processes[0], PAIRS_PER_LAUNCH, axis=-1)
             return np.where(head_first, -later_over_earlier, later_over_earlier) + of_launch
 
         return draw
 
 
-# The first three are what must be kept; in the last, processes differ by as much as they were seen to on one machine.
+# The design keeps its error rates in the first three. In the last, processes differ as much as on one observed machine.
 SCENARIOS = {
     "quiet": Scenario(jitter=0.005, launch=0.003),
     "shared": Scenario(tails=0.02, speed=0.05, memory=0.95, drift=0.1, spikes=0.01, second=0.01, launch=0.01),
@@ -90,17 +90,17 @@ SCENARIOS = {
 
 
 def recorded(path: Path = RECORDED) -> dict[str, list[list[Any]]]:
-    """Launches of real A/A runs, by name: of each pair the first time, the second, and whether the head was first."""
+    """Launches of real A/A runs by name; each pair is (first time, second time, whether the head was first)."""
     found: dict[str, list[list[Any]]] = read_json(path)
     return found
 
 
 def noises(*, fixed_order: bool = False) -> dict[str, Noise]:
-    """Of all scenarios and recordings, by name. In a fixed order the base goes first."""
+    """Noise of all scenarios and recordings by name. In a fixed order the base goes first."""
     found = {name: scenario.noise(fixed_order=fixed_order) for name, scenario in SCENARIOS.items()}
     for name, launches in recorded().items():
         later = [np.array([math.log(second / first) for first, second, _ in launch]) for launch in launches]
-        if fixed_order:  # the sides cannot be named the other way round
+        if fixed_order:  # base and head cannot be swapped
             found[f"recorded, {name}"] = replayed(later, random_sign=False)
         else:
             signs = [np.array([-1.0 if head_first else 1.0 for *_, head_first in launch]) for launch in launches]
@@ -108,24 +108,24 @@ def noises(*, fixed_order: bool = False) -> dict[str, Noise]:
     return found
 
 
-# What the design rules out, each with what it would be replaced by.
+# Weaker designs.
 BY_PAIR = Design(analyses=(20, 40, 80, 160, 240), by_launch=False)
-EVERY_LOOK = Design(analyses=tuple(range(DESIGN.analyses[0], 241, PAIRS_PER_LAUNCH)), spends=False)
+EVERY_LAUNCH = Design(analyses=tuple(range(DESIGN.analyses[0], 241, PAIRS_PER_LAUNCH)), spends=False)
 
 
 def variants() -> dict[str, tuple[Design, Callable[[str], Noise]]]:
-    """The design, and what it would be without each of its parts, by name."""
+    """The design, and designs without one of its parts, by name."""
     drawn, fixed = noises(), noises(fixed_order=True)
     return {
-        "as it is": (DESIGN, drawn.__getitem__),
+        "the design": (DESIGN, drawn.__getitem__),
         "base always first": (DESIGN, fixed.__getitem__),
-        "a look after every launch, no risk shared": (EVERY_LOOK, drawn.__getitem__),
-        "pairs taken for independent": (BY_PAIR, drawn.__getitem__),
+        "analysis after every launch, risk not shared": (EVERY_LAUNCH, drawn.__getitem__),
+        "pairs treated as independent": (BY_PAIR, drawn.__getitem__),
     }
 
 
 def spread(noise: Noise) -> float:
-    """Interquartile range of log-ratios, which `autotune check --aa` prints of a machine."""
+    """Interquartile range of log-ratios, which ``autotune check --aa`` prints."""
     low, high = np.quantile(noise(np.random.default_rng(0), 100, DESIGN.max_pairs), [0.25, 0.75])
     return float(high - low)
 

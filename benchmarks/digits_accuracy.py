@@ -1,6 +1,8 @@
-"""How well a model of the bundled pair answers on held-out scans: the share of right numbers, task by task, free-running.
+"""Measures the accuracy of a model of the bundled pair on held-out scans: the share of right numbers in its answers, by task.
 
-python benchmarks/digits_accuracy.py [--model digits/target] [--prompts 200]
+Takes about 5 minutes.
+
+    python benchmarks/digits_accuracy.py [--model digits/target] [--prompts 200]
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from autotune.workloads.workload import Prompt, WorkloadPrompt
 
 
 def claims(task: str, text: str) -> list[tuple[object, ...]]:
-    """What a text says, number by number, in a form in which a slip in one place does not shift the others."""
+    """The numbers of a text with their positions, so that one wrong number does not shift the others."""
     if task == "read":
         rows = re.findall(r"Row (\d) reads ([\d, ]+)\.", text)
         return [(row, variant, digit) for row, digits in rows for variant, digit in enumerate(digits.split(", "))]
@@ -39,7 +41,7 @@ def main(model: str, prompts: int) -> None:
     with torch.inference_mode():
         for task in TASKS:
             if task in ("describe", "continue"):
-                continue  # no one right answer
+                continue  # several answers are right
             right = total = 0
             for index in range(prompts):
                 example = make_example("held-out", task, 200_000 + index)

@@ -1,8 +1,8 @@
-"""What each dimension of the search is worth: the best configuration where it may choose, and where it must keep the
-papers' default, all decoded for real in one run.
+"""Ablates the dimensions of the search space: tree, visual tokens, heads, injection layer and draft.
 
-Needs a study that `autotune search --space full` has left behind over the drafts named. Adds to its traces those of the
-subnets that are best where some dimension is fixed.
+Finds the best configuration when only some dimensions are searched and the others keep the papers' defaults, and measures
+all of them in one interleaved run. Needs a study folder of ``autotune search --space full`` over the same drafts, to which
+it adds traces. Takes about half an hour.
 
     python benchmarks/dimensions.py .autotune/STUDY --draft digits/star [--draft digits/dream ...] [--prompts 24]
 """
@@ -26,25 +26,21 @@ from autotune.search.screening import ScreenedSubnet, screen
 from autotune.search.space import load_space
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
-from autotune.study.document import RUNS
+from autotune.study.document import LEDGER, RUNS
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import load_workload
 
-DEFAULT_TREE = {
-    "policy": "eagle2",
-    "k": 4,
-    "depth": 6,
-    "budget": 31,
-}  # DREAM, section 4: top-4, depth 6, 32 tokens with the root
+# DREAM, section 4: top-4, depth 6, 32 tokens with the root.
+DEFAULT_TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 31}
 DIMENSIONS = ("tree", "visual tokens", "heads", "injection layer", "draft")
 
 
-def keeps_default(one: ScreenedSubnet, dimension: str, default: ScreenedSubnet) -> bool:
-    """Whether a subnet is as the default in one dimension."""
+def has_default(one: ScreenedSubnet, dimension: str, default: ScreenedSubnet) -> bool:
+    """Whether a subnet equals the default in one dimension."""
     if dimension == "draft":
         return one.draft == default.draft
     if one.draft != default.draft:
-        return True  # another draft's heads and layers are its own
+        return True  # heads and layers of different drafts cannot be compared
     if dimension == "visual tokens":
         return one.subnet.visual_keep == default.subnet.visual_keep
     if dimension == "heads":
@@ -53,16 +49,16 @@ def keeps_default(one: ScreenedSubnet, dimension: str, default: ScreenedSubnet) 
 
 
 def best_subnet(screened: Sequence[ScreenedSubnet], free: Sequence[str], default: ScreenedSubnet) -> ScreenedSubnet:
-    """The best by chains where only some dimensions may choose."""
+    """The best subnet, by its best chain, when only the dimensions in ``free`` are searched."""
     fixed = [dimension for dimension in DIMENSIONS[1:] if dimension not in free]
-    return next(one for one in screened if all(keeps_default(one, dimension, default) for dimension in fixed))
+    return next(one for one in screened if all(has_default(one, dimension, default) for dimension in fixed))
 
 
 @click.command()
 @click.argument("study", type=click.Path(path_type=Path, exists=True))
-@click.option("--draft", "drafts", multiple=True, required=True, help="Those of the study; the first is the default.")
+@click.option("--draft", "drafts", multiple=True, required=True, help="Drafts of the study; the first is the default.")
 @click.option(
-    "--layer", default=10, show_default=True, help="The default draft's: STAR's is the middle one of the last five."
+    "--layer", default=10, show_default=True, help="Injection layer of the default draft; STAR: third of the last five."
 )
 @click.option("--prompts", default=24, show_default=True)
 @click.option("--trials", default=200, show_default=True)
@@ -75,7 +71,7 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         load_workload("digits", "tune", num_prompts=48),
         load_workload("digits", "evaluate", num_prompts=prompts),
     )
-    ledger, bounds = Ledger(study / "ledger.sqlite"), bounds_of(space)
+    ledger, bounds = Ledger(study / LEDGER), bounds_of(space)
     screened = screen(model_pool, model_pool.subnets(space), table, tune, study, ledger, console)
     default = next(
         one
@@ -85,7 +81,7 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         and (one.subnet.visual_keep, one.subnet.injection_layer) == (1.0, layer)
     )
 
-    # Each dimension set free behind those before it; then all free but one.
+    # Cumulative ablation, then all dimensions but one.
     rows = [(f"{'+ ' * (n > 1)}{DIMENSIONS[n - 1]}", DIMENSIONS[:n]) for n in range(1, len(DIMENSIONS) + 1)]
     rows += [(f"all but {one}", tuple(other for other in DIMENSIONS if other != one)) for one in DIMENSIONS]
     configurations = {"papers' defaults": Configuration(tree=DEFAULT_TREE, draft=default.draft, subnet=default.subnet)}
@@ -93,7 +89,7 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
     for name, free in rows:
         subnet = best_subnet(screened, free, default)
         variants = [one.variant for one in screened if one.draft != default.draft] if "draft" in free else []
-        # With the draft free the best of every draft competes by its trees, as in a search.
+        # If the draft is searched, the best subnets of all drafts compete by their trees.
         best_of_draft = {draft: (draft, s) for draft, s in reversed(variants)}
         chosen = list(dict.fromkeys([subnet.variant, *best_of_draft.values()]))
         evaluator = Evaluator(record_traces(model_pool, chosen, tune, study, console, bounds=bounds), table)
@@ -114,13 +110,13 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
     cells = []
     for name, configuration in configurations.items():
         summary = summarize(name, runs[name], runs[AR])
-        said = f"{predicted[name]:.2f}x" if name in predicted else "-"
+        prediction = f"{predicted[name]:.2f}x" if name in predicted else "-"
         interval = f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}"
         label = f"{name}: {configuration.label}"
-        cells.append([label, said, f"{summary.speedup:.2f}x", interval])
+        cells.append([label, prediction, f"{summary.speedup:.2f}x", interval])
     console.table(
-        f"What each dimension is worth: {prompts} held-out prompts",
-        ["may choose", "predicted", "measured", "95 % interval"],
+        f"Ablation on {prompts} held-out prompts",
+        ["searched dimensions", "predicted", "measured", "95 % interval"],
         cells,
     )
 

@@ -1,11 +1,11 @@
-"""The cards of trained drafts: what each gets accepted on held-out prompts, measured by decoding, and what it is.
+"""Writes the cards of trained drafts: tokens per round on held-out prompts, by task and by depth, and how each was trained.
 
     python benchmarks/draft_cards.py measure drafts/digits/star [--heads 0.5] [--injection-layer 9] [--visual-keep 0.1]
     python benchmarks/draft_cards.py measure WITHOUT_IT --card drafts/digits/dream --label "without cross-attention"
     python benchmarks/draft_cards.py write drafts/digits/star
 
-``measure`` adds rows to the card's ``acceptance.jsonl``: options may be repeated, each value is a row of its own, and a row
-that is there already for the same weights is not measured again. ``write`` makes ``README.md`` of it.
+``measure`` adds rows to the card's ``acceptance.jsonl``, one for each value of each option, and skips rows that exist for
+the same weights; a row takes about a minute. ``write`` writes ``README.md`` in a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = "acceptance.jsonl"
 
 
 def measured(decoder: Decoder, recorder: Recorder, num_prompts: int) -> dict[str, Any]:
-    """Rounds of held-out prompts, pooled, by task and by depth; outputs are compared with plain decoding's."""
+    """Tokens per round on held-out prompts, by task, and acceptance by depth; counts outputs equal to plain decoding's."""
     workload = load_workload("digits", "evaluate", num_prompts=num_prompts)
     answers = recorder.answers(workload)
     tokens: Counter[str] = Counter()
@@ -59,13 +59,13 @@ def measured(decoder: Decoder, recorder: Recorder, num_prompts: int) -> dict[str
 
 @click.group()
 def main() -> None:
-    """Cards of trained drafts."""
+    """Measure trained drafts, and write their cards."""
 
 
 @main.command()
 @click.argument("draft", type=click.Path(path_type=Path, exists=True))
-@click.option("--card", type=click.Path(path_type=Path), help="Folder of the card; the draft's own where left out.")
-@click.option("--label", default="", help="What the row is called.")
+@click.option("--card", type=click.Path(path_type=Path), help="Folder of the card.  [default: the draft's]")
+@click.option("--label", default="", help="Name of the row.")
 @click.option("--heads", type=float, multiple=True)
 @click.option("--injection-layer", type=int, multiple=True)
 @click.option("--visual-keep", type=float, multiple=True)
@@ -81,7 +81,7 @@ def measure(
     subnet: tuple[float, int, float] | None,
     prompts: int,
 ) -> None:
-    """Decode held-out prompts with a draft, and with subnets of it."""
+    """Decode held-out prompts with a draft or with subnets of it."""
     target, processor = Target(load_model(BUNDLED_TARGET)), load_processor(BUNDLED_TARGET)
     recorder = Recorder(target, reference(BUNDLED_TARGET), processor, Path(".autotune"))
     own_keep = load_draft(str(draft), target).visual_keep
@@ -107,7 +107,7 @@ def measure(
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
-    """Markdown, a line for each row."""
+    """Lines of a Markdown table."""
     tasks = list(rows[0]["by_task"])
     lines = [f"| | M | {' | '.join(tasks)} |", "|---" * (2 + len(tasks)) + "|"]
     for name, row in zip(names, rows, strict=True):
@@ -119,7 +119,7 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
 @main.command()
 @click.argument("draft", type=click.Path(path_type=Path, exists=True))
 def write(draft: Path) -> None:
-    """Make the card of what was measured. Notes below a line "## Notes" in it are kept."""
+    """Write the card from the measured rows. Notes below a line "## Notes" are kept."""
     config, recipe, rows = read_json(draft / "config.json"), read_yaml(draft / "recipe.yaml"), read_lines(draft / ROWS)
     sha256 = sha256_of(draft / "model.safetensors")
     own = [row for row in rows if row["sha256"] == sha256 and row["subnet"].keys() == {"visual_keep"}]

@@ -1,5 +1,6 @@
-"""A search that is killed at random moments while it screens subnets, and then comes to its end: what is lost, and what is
-measured twice.
+"""Kills a search at random moments while it screens subnets, then completes it, and counts records lost or computed twice.
+
+Takes about 10 minutes.
 
     python benchmarks/kills.py [--draft digits/star] [--kills 20]
 """
@@ -22,11 +23,11 @@ import sqlalchemy
 from autotune.study.document import LEDGER
 from autotune.study.storage import storage_url
 
-SCREENING_S = 9.0  # of one attempt, at most
+SCREENING_S = 9.0  # latest kill after screening has started
 
 
 def finished(study: Path) -> dict[str, str]:
-    """Records of subnets by key, as they are written."""
+    """JSON of the finished subnet records, by key."""
     if not (study / LEDGER).exists():
         return {}
     engine = sqlalchemy.create_engine(storage_url(study / LEDGER))
@@ -36,12 +37,12 @@ def finished(study: Path) -> dict[str, str]:
 
 
 def forests(study: Path) -> dict[Path, int]:
-    """When each recorded forest was written."""
+    """Modification time of each recorded forest."""
     return {path: path.stat().st_mtime_ns for path in study.glob("forests/**/*.safetensors")}
 
 
 def differ(before: dict[Any, Any], after: dict[Any, Any]) -> int:
-    """How many of those before are lost or changed."""
+    """Number of entries that are lost or changed."""
     return sum(after.get(key) != value for key, value in before.items())
 
 
@@ -53,30 +54,30 @@ def differ(before: dict[Any, Any], after: dict[Any, Any]) -> int:
 def main(draft: str, space: str, kills: int, seed: int) -> None:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as root:
-        study, said = Path(root) / ".autotune" / "killed", Path(root) / "said"
+        study, log = Path(root) / ".autotune" / "killed", Path(root) / "log"
         command = [sys.executable, "-m", "autotune", "search", "--draft", draft, "--space", space]
         command += ["--study", "killed", "--budget", "2m", "--trials", "50"]
         records: dict[str, str] = {}
         recorded: dict[Path, int] = {}
         lost = again = 0
         for number in range(1, kills + 1):
-            with said.open("w") as stream:
+            with log.open("w") as stream:
                 search = subprocess.Popen(command, cwd=root, stderr=stream, start_new_session=True)
-            while "Cost table, ms" not in said.read_text() and search.poll() is None:
+            while "Cost table, ms" not in log.read_text() and search.poll() is None:
                 time.sleep(0.1)
             time.sleep(rng.uniform(0.0, SCREENING_S))
-            assert search.poll() is None, f"the search ended by itself:\n{said.read_text()}"
-            kill = os.killpg if rng.random() < 0.5 else os.kill  # with its helpers, or alone
+            assert search.poll() is None, f"the search has ended before the kill:\n{log.read_text()}"
+            kill = os.killpg if rng.random() < 0.5 else os.kill  # with its worker processes, or alone
             kill(search.pid, signal.SIGKILL)
             search.wait()
-            time.sleep(1.0)  # in which helpers notice
+            time.sleep(1.0)  # worker processes notice that their parent is gone
             lost, again = lost + differ(records, finished(study)), again + differ(recorded, forests(study))
             records, recorded = finished(study), forests(study)
             print(f"kill {number}: {len(records)} subnets screened, {len(recorded)} forests recorded", flush=True)
         subprocess.run(command, cwd=root, check=True, stderr=subprocess.DEVNULL)
         lost, again = lost + differ(records, finished(study)), again + differ(recorded, forests(study))
         print(
-            f"in the end {len(finished(study))} subnets; {lost} records lost or changed, {again} forests lost or recorded again"
+            f"{len(finished(study))} subnets screened; {lost} records lost or changed, {again} forests lost or recorded again"
         )
 
 

@@ -1,7 +1,7 @@
-"""How many configurations a second one core replays, by tree policy, and how much faster that is than decoding.
+"""Measures how many configurations one core replays per second, by tree policy, and how much faster that is than decoding.
 
-Records a trace of the bundled pair that holds everything WETAP's widest trees ask for, then times single-threaded
-replays: each policy's published default, and configurations spread over the ``quick`` space.
+Records a trace of the bundled pair with all nodes of WETAP's widest trees, then times replays on one thread: the published
+default of each policy, and configurations spread over the ``quick`` space. Takes about 5 minutes, of which recording is 3.
 
     python benchmarks/replay_speed.py [--prompts 64] [--configurations 40] [--folder .autotune/replay-speed]
 """
@@ -41,13 +41,13 @@ DEFAULTS: dict[str, dict[str, object]] = {
 
 
 def prices() -> DensePrices:
-    """Any will do: a price is looked up, whatever it is."""
+    """Constant prices: looking up a price takes the same time whatever its value."""
     free = PrefillCost(intercept_ms=0.0, per_token_ms=0.0, image_ms=0.0, samples=[])
     return DensePrices(np.ones(40), *[np.ones((130, 40))] * 3, 16, 0.0, 0.0, 0.0, free)
 
 
 def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:
-    """Median of a few replays on this one thread."""
+    """Median time of five replays on one thread."""
     replay(trace, policy, at)
     samples = []
     for _ in range(5):
@@ -58,7 +58,7 @@ def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:
 
 
 def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Policy]:
-    """Configurations spread over the space ``quick``; of Sequoia's trees for ``static``."""
+    """Policies spread over the space ``quick``; for ``static``, random ones of Sequoia's trees."""
     space = load_space("quick")
     if name == "static":
         return list(rng.sample(sequoia_trees(rank_acceptance(trace), budgets=range(4, 65), depths=range(2, 11)), count))
@@ -68,7 +68,7 @@ def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Polic
 @click.command()
 @click.option("--prompts", default=64, show_default=True)
 @click.option("--configurations", default=40, show_default=True)
-@click.option("--decoded", default=8, show_default=True, help="Prompts decoded for real, for comparison.")
+@click.option("--decoded", default=8, show_default=True, help="Prompts to decode for comparison.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path(".autotune/replay-speed"), show_default=True)
 def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
     model_pool, console = ModelPool(BUNDLED_TARGET, [BUNDLED_DRAFT], "cpu"), Console()
@@ -78,7 +78,9 @@ def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
         bounds = bounds_for(parse_policy(tree) for tree in DEFAULTS.values())
         record_traces(model_pool, [(BUNDLED_DRAFT, Subnet())], workload, folder, console, bounds=bounds)
     trace = load_trace(path)
-    assert trace.header.workload_sha256 == workload.sha256, f"{folder} holds other prompts; name another folder"
+    assert trace.header.workload_sha256 == workload.sha256, (
+        f"{folder} has traces of other prompts; give another --folder"
+    )
     console.say(f"{trace.num_prompts} prompts, {trace.num_tokens} tokens, {len(trace.forest.child_token)} forest nodes")
 
     few = Workload(workload.name, workload.split, workload.prompts[:decoded])
@@ -90,7 +92,7 @@ def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
         found = replay(trace, default, at)
         default_ms = ms_of(trace, default, at)
         random_ms = statistics.mean(ms_of(trace, policy, at) for policy in drawn(trace, name, configurations, rng))
-        # The prompts decoded for real, scaled to all by their tokens.
+        # Decoding time of the decoded prompts, scaled to all prompts by tokens.
         decode_ms = sum(run.decode_ms for run in runs[name])
         decode_ms *= trace.num_tokens / sum(run.new_tokens - 1 for run in runs[name])
         rows.append(

@@ -1,6 +1,7 @@
-"""The tree stage by one worker and by two that share a PostgreSQL, one core each: how long, and whether they agree.
+"""Times the tree stage with one worker, and with two that share a PostgreSQL database, and checks that they agree.
 
-Needs a study that `autotune search` has left behind, and `pip install autotune[dev]` for the server.
+Each worker uses one core. Needs a study folder of ``autotune search``, and ``pip install autotune[dev]`` for the server.
+Takes about 3 minutes.
 
     python benchmarks/workers.py .autotune/STUDY [--space quick]
 """
@@ -25,12 +26,12 @@ from autotune.study.ledger import Ledger
 
 
 def work(study: Path, storage: str | Path, space: str) -> None:
-    """One worker's tree stage, timed without what loads: it begins when told to."""
+    """Run the tree stage; starts, after loading and compiling, when a line arrives on stdin."""
     sources = find_sources(study)
-    assert sources.table is not None, "there is no study in that folder"
+    assert sources.table is not None, "the folder holds no study"
     evaluator = Evaluator(sources.traces, sources.table, jobs=1)
     searched = load_space(space)
-    for policy in searched.trees:  # lays traces out, and compiles what replays
+    for policy in searched.trees:  # lays out traces and compiles replay
         for draft, subnet in evaluator.traces:
             is_static = policy == "static"
             trees = evaluator.static_trees((draft, subnet), searched) if is_static else searched.sweep(policy, 1, 0)
@@ -43,7 +44,7 @@ def work(study: Path, storage: str | Path, space: str) -> None:
 
 
 def timed(study: Path, space: str, storages: list[str]) -> float:
-    """Seconds until all workers have ended."""
+    """Seconds until all workers have finished."""
     command = [sys.executable, __file__, str(study), "--space", space, "--storage"]
     workers = [
         subprocess.Popen([*command, storage], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
