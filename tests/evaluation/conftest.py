@@ -1,17 +1,17 @@
-"""The tiny pair as a decoder, and a small workload."""
+"""The tiny pair as a decoder, and a small workload. Models are imported by the fixture that needs them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from autotune.drafters.independent import IndependentDraft
-from autotune.modeling.target import Target
-from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_image, write_workload
-from tests.tiny_models import Pair
+
+if TYPE_CHECKING:
+    from autotune.runtime.decoder import Decoder
+    from tests.tiny_models import Pair
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +30,8 @@ def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 @pytest.fixture(scope="session")
 def decoder(pair: Pair) -> Decoder:
+    from autotune.drafters.independent import IndependentDraft
+    from autotune.modeling.target import Target
+    from autotune.runtime.decoder import Decoder
+
     return Decoder(Target(pair.target), IndependentDraft(pair.draft))

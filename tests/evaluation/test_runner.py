@@ -16,7 +16,7 @@ from autotune.evaluation.runner import SHAPE_TOKENS, ArmRunner
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
-from tests.evaluation.sample_runs import StubArm
+from tests.evaluation.stub_arm import StubArm
 
 
 @pytest.fixture

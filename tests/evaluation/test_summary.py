@@ -7,7 +7,6 @@ import pytest
 
 from autotune.documents.decoding_profile import AR
 from autotune.errors import UserError
-from autotune.evaluation.arms import HF
 from autotune.evaluation.runs import Run, runs_dataframe
 from autotune.evaluation.summary import bootstrap_ratio, speedup, summarize
 from tests.evaluation.sample_runs import run
@@ -126,7 +125,7 @@ def test_a_summary_by_hand() -> None:
     assert found.outside_share == pytest.approx((15 + 15) / 150)
     # Without rounds there are no tokens per round, and without parts no time outside the models.
     assert summarize(AR, [run(1.0, rounds=0)], [run(1.0)]).tokens_per_round is None
-    assert summarize(HF, [run(1.0, verify_ms=0.0)], [run(1.0)]).outside_share is None
+    assert summarize("hf", [run(1.0, verify_ms=0.0)], [run(1.0)]).outside_share is None
 
 
 def test_a_lossy_arm_is_compared_per_token() -> None:

@@ -17,7 +17,8 @@ from autotune.evaluation.runs import Run
 from autotune.search import elimination
 from autotune.search.elimination import MAX_PASSES, PROMPTS_PER_ROUND, eliminate, is_significantly_slower
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
-from tests.evaluation.sample_runs import StubArm, run
+from tests.evaluation.sample_runs import run
+from tests.evaluation.stub_arm import StubArm
 
 
 class TimedRunner(ArmRunner):
