@@ -165,6 +165,7 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
     prompts = [prompt_evidence(run, plain) for run, plain in zip(runs[tuned.name], runs[AR], strict=True)]
     first = [Counts.of(evidence.name, evidence) for evidence in prompts]
     second = [Counts.of(run.prompt, prompt_evidence(run, run)) for run in again[tuned.name]]
+    assert decoder.profile is not None
     return LocalRun(
         workload=workload,
         profile=decoder.profile,
@@ -181,6 +182,7 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
 def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str, list[Run]]) -> dict[str, Divergence]:
     """First divergences from plain decoding by prompt, of lossless points. Runs keep no tokens, so these are decoded again."""
     divergences = {}
+    assert runner.decoder.profile is not None
     points = runner.decoder.profile.points
     for prompt, run, plain_run in zip(workload.prompts, runs[arm.name], runs[AR], strict=False):
         if run.tokens_sha256 == plain_run.tokens_sha256 or not points[run.point].lossless:

@@ -21,6 +21,7 @@ def answer_prompts(
     With ``prints``, each answer is printed to stdout while it is decoded, word by word.
     """
     decoder = load(profile, device=device)
+    assert decoder.profile is not None
     points = decoder.profile.points
     for prompt in prompts:
         inputs = prompt.inputs(decoder.processor, decoder.target.device)

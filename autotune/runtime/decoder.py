@@ -103,7 +103,7 @@ class Decoder:
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
         self.processor: Any = processor
-        self._profile = profile
+        self.profile = profile
         if processor is not None:
             self.target.tokenizer = getattr(processor, "tokenizer", processor)
         self.points = tuple(points) or (
@@ -126,13 +126,6 @@ class Decoder:
         """Decode all further requests with the same draft and another tree; ``options`` are those of ``LoadedPoint``."""
         self.point = LoadedPoint(self.draft, tree=tree, **options)
         self.points = (self.point,)
-
-    @property
-    def profile(self) -> DecodingProfile:
-        """The decoding profile in force; a ``UserError`` if the decoder was created without one."""
-        if self._profile is None:
-            raise UserError("this decoder was created without a decoding profile; load one with autotune.load")
-        return self._profile
 
     @property
     def target_model(self) -> Any:
