@@ -169,7 +169,7 @@ def _option(name: str, field: FieldInfo) -> Decorator:
     if get_origin(annotation) in (Union, types.UnionType):  # an optional value
         annotation = next(member for member in get_args(annotation) if member is not type(None))
     options: dict[str, Any] = {"default": default, "help": field.description, "type": annotation}
-    options["show_default"] = default not in (None, (), False)
+    options["show_default"] = default is not None and default != () and annotation is not bool
     names = [f"--{option_name(name, field)}"]
     if annotation is bool:
         options |= {"is_flag": True, "type": None}
@@ -183,9 +183,9 @@ def _option(name: str, field: FieldInfo) -> Decorator:
     elif get_origin(annotation) is tuple:
         options |= {"type": get_args(annotation)[0], "multiple": True}
     elif unit == "fraction":
-        options |= {"type": Percent(), "show_default": f"{100 * default:g}%"}
+        options |= {"type": Percent(), "default": f"{100 * default:g}%"}
     elif unit == "s":
-        options |= {"type": Duration(), "show_default": f"{default:g}s" if default % 60 else f"{default / 60:g}m"}
+        options |= {"type": Duration(), "default": f"{default:g}s" if default % 60 else f"{default / 60:g}m"}
     return click.option(*names, name, **options)
 
 

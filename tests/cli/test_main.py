@@ -58,6 +58,8 @@ def test_help_fits_120_columns_and_has_no_former_names() -> None:
         page = CliRunner().invoke(main, [verb, "--help"], terminal_width=120).stdout
         assert max(map(len, page.splitlines())) <= 120
         assert "buckets" not in page and "runner" not in page
+    page = CliRunner().invoke(main, ["check", "--help"], terminal_width=120).stdout
+    assert all(f"[default: {value}]" in page for value in ("5%", "8m", "0"))
 
 
 def test_arms_are_those_of_bench() -> None:
