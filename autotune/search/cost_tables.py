@@ -160,22 +160,22 @@ def print_table(table: CostTable, console: Console) -> None:
     columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "model", "held-out error"]
     console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)
     prefills = {"target": table.prefill} | {costs.name: costs.prefill for costs in table.drafts}
-    for name, prefill in prefills.items():
-        console.say(
-            f"{name}: prefill {prefill.intercept_ms:.1f} ms + {prefill.per_token_ms:.3f} ms/token + {prefill.image_ms:.1f} ms "
-            f"for images (held-out error {_percent(prefill.held_out_error)})"
-        )
+    other_parts = {
+        f"{name}: prefill {p.intercept_ms:.1f} ms + {p.per_token_ms:.3f} ms/token + {p.image_ms:.1f} ms for images": p
+        for name, p in prefills.items()
+    } | {
+        f"{costs.draft.id}: overhead {o.round_ms:.2f} ms/round + {o.level_ms:.2f} ms/draft level + {1e3 * o.node_ms:.0f} us/node": o
+        for costs in table.drafts  # the same for all subnets of a draft
+        for o in [costs.overhead]
+    }
+    for text, part in other_parts.items():
+        console.say(f"{text} (held-out error {_percent(part.held_out_error)})")
     for costs in table.drafts:
         if costs.num_parameters is not None and costs.kv_bytes_per_token is not None:
+            millions = costs.num_parameters / 1e6
             console.say(
-                f"{costs.name}: {costs.num_parameters / 1e6:.3g}M own parameters, {costs.kv_bytes_per_token} bytes of KV cache per token"
+                f"{costs.name}: {millions:.3g}M own parameters, {costs.kv_bytes_per_token} bytes of KV cache per token"
             )
-    overheads = {costs.draft.id: costs.overhead for costs in table.drafts}  # the same for all subnets of a draft
-    for draft, overhead in overheads.items():
-        console.say(
-            f"{draft}: overhead {overhead.round_ms:.2f} ms/round + {overhead.level_ms:.2f} ms/draft level + "
-            f"{1e3 * overhead.node_ms:.0f} us/node (held-out error {_percent(overhead.held_out_error)})"
-        )
     if errors := table.held_out_errors:
         worst = max(errors, key=lambda part: errors[part])
         console.say(

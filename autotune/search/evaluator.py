@@ -122,11 +122,7 @@ class Evaluator:
         constraints: Constraints | None = None,
         jobs: int | None = None,
     ) -> None:
-        """Args:
-            traces: of the same answers, one per draft variant.
-            table: with the costs of their drafts.
-            constraints: limits for ``is_feasible``.
-            jobs: number of threads that replay; None: one per core.
+        """Traces are of the same answers, one per draft variant; ``jobs`` threads replay (None: one per core).
 
         Raises:
             UserError: the answers are too short to decode, or the table has no costs of a draft.

@@ -65,14 +65,7 @@ def measure_finalists(
 ) -> tuple[Candidate, list[Finalist]]:
     """Run finalists until one remains or the time is over; returns the winner and all results. Ties go to the smaller tree.
 
-    Args:
-        finalists: their order is that of the results.
-        runner: makes the arms.
-        evaluator: has replayed the same prompts.
-        prompts: the first tuning prompts.
-        console: for progress and the table.
-        seed: of the order in which arms take turns.
-        deadline: of ``time.monotonic``.
+    ``prompts`` are the first of those that the evaluator has replayed; ``deadline`` is of ``time.monotonic``.
     """
     by_arm = {f"finalist {number}": candidate for number, candidate in enumerate(finalists, start=1)}
     arms = [runner.arm(name, candidate.configuration) for name, candidate in by_arm.items()]

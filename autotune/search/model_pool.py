@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autotune.acceptance.recorder import Recorder
 from autotune.device import fingerprint, free_memory
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.provenance import ModelReference, version_of
@@ -89,11 +90,8 @@ class ModelPool:
 
     @contextmanager
     def worker_pool(self, jobs: int | None, task: Callable[..., None], *arguments: Any) -> Iterator[WorkerPool]:
-        """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)``.
-
-        Args:
-            jobs: number of processes, this one included; None: one per core. They share torch's threads.
-            task: a module-level function.
+        """A pool of workers that load the same models and run ``task(model_pool, rank, *arguments)``, ``jobs`` processes in
+        all (None: one per core), which share torch's threads.
         """
         num_workers, num_threads = self.worker_limits(jobs)
         pool = WorkerPool(num_workers, _run_task, self.arguments, num_threads, task, arguments)
@@ -140,6 +138,10 @@ class ModelPool:
         if (draft, subnet) not in self._subnets:
             self._subnets[draft, subnet] = load_draft(draft, self.target, subnet)
         return self._subnets[draft, subnet]
+
+    def recorder(self, folder: Path) -> Recorder:
+        """A recorder of traces that keeps its documents in ``folder``."""
+        return Recorder(self.target, self.target_reference, self.processor, folder)
 
     def runner(self, threads: int | None, ledger: Path | None = None) -> ArmRunner:
         """A runner of arms with any of the drafts, on ``threads`` CPU threads."""

@@ -38,10 +38,7 @@ TABLE_SHARE = 0.3  # of the budget: an upper limit for the cost table
 def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
     """Search a decoding profile, and write it. An interrupted search resumes; searches with one ``storage`` share the work.
 
-    Args:
-        settings: what to search.
-        console: for progress and tables.
-        started: start of the budget, of ``time.monotonic``; None: now.
+    The budget starts at ``started``, of ``time.monotonic``; None: now.
 
     Raises:
         UserError: a mistake of the user, found before long work where possible.
@@ -150,15 +147,8 @@ class _SearchRun:
 
     def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
         """Traces of the variants on the tuning prompts."""
-        traces = record_traces(
-            self.model_pool,
-            variants,
-            self.tune,
-            self.folder,
-            self.console,
-            bounds=self.bounds,
-            jobs=self.settings.jobs,
-        )
+        pool, tune, jobs = self.model_pool, self.tune, self.settings.jobs
+        traces = record_traces(pool, variants, tune, self.folder, self.console, bounds=self.bounds, jobs=jobs)
         print_agreement(traces, self.console)
         return traces
 
@@ -191,17 +181,9 @@ class _SearchRun:
     def select_profile(self, evaluator: Evaluator, trees: TreeSearchResult) -> DecodingProfile:
         """Measure finalists, operating points and the profile; on another device, predict them."""
         settings, table = self.settings, evaluator.table
+        prompts = self.tune, self.evaluate
         selection = ProfileSelection(
-            trees,
-            self.model_pool,
-            table,
-            evaluator,
-            self.folder,
-            self.tune,
-            self.evaluate,
-            settings.seed,
-            self.deadline,
-            self.console,
+            trees, self.model_pool, evaluator, self.folder, *prompts, settings.seed, self.deadline, self.console
         )
         if self.device is None:
             return selection.predicted_profile()

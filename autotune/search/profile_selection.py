@@ -7,12 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from autotune.console import Console
-from autotune.cost.table import CostTable
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration, configuration_of
 from autotune.documents.decoding_profile import (
@@ -44,6 +43,8 @@ from autotune.study.document import RUNS, Finalist
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
+D = TypeVar("D", ComparedArm, Measured)
+
 NUM_FINALISTS = 6
 NUM_FINALIST_PROMPTS = 16
 FINALISTS_SHARE = 0.3  # of the time left
@@ -59,7 +60,6 @@ class ProfileSelection:
 
     trees: TreeSearchResult
     model_pool: ModelPool
-    table: CostTable
     evaluator: Evaluator
     folder: Path
     """The study's folder, which keeps the runs."""
@@ -74,6 +74,7 @@ class ProfileSelection:
     """Set by ``measure_finalists``."""
 
     def __post_init__(self) -> None:
+        self.table = self.evaluator.table
         self.runner = self.model_pool.runner(self.table.threads, self.folder / RUNS)
 
     def predicted_profile(self) -> DecodingProfile:
@@ -198,7 +199,13 @@ class ProfileSelection:
             update={
                 "prompts": [prompt_evidence(run, plain) for run, plain in zip(decoded, runs[AR], strict=True)],
                 "compared": [
-                    _compared(configuration, predicted.get(name), summaries[name])
+                    _from_summary(
+                        ComparedArm,
+                        summaries[name],
+                        tree=configuration.tree if configuration else None,
+                        visual_keep=configuration.visual_keep if configuration else None,
+                        predicted_speedup=predicted.get(name),
+                    )
                     for name, configuration in configurations.items()
                 ],
             }
@@ -298,18 +305,10 @@ class ProfileSelection:
         )
 
 
-def _compared(configuration: Configuration | None, predicted_speedup: float | None, summary: Summary) -> ComparedArm:
-    return ComparedArm(
-        name=summary.name,
-        tree=configuration.tree if configuration else None,
-        visual_keep=configuration.visual_keep if configuration else None,
-        predicted_speedup=predicted_speedup,
-        speedup=summary.speedup,
-        ci95=summary.ci95,
-        tokens_per_round=summary.tokens_per_round,
-        tokens_per_second=summary.tokens_per_second,
-        num_prompts=summary.num_prompts,
-    )
+def _from_summary(document: type[D], summary: Summary, **others: Any) -> D:
+    """A document with the fields of a summary that have the same names, and ``others``."""
+    shared = {name: value for name, value in vars(summary).items() if name in document.model_fields}
+    return document(**{**shared, **others})
 
 
 def _measured_point(number: int, runs: Sequence[Run], plain: Sequence[Run]) -> Measured | None:
@@ -322,16 +321,9 @@ def _measured_point(number: int, runs: Sequence[Run], plain: Sequence[Run]) -> M
 
 
 def _measured(summary: Summary, plain: Summary) -> Measured:
-    return Measured(
-        speedup=summary.speedup,
-        ci95=summary.ci95,
-        tokens_per_round=None if summary is plain else summary.tokens_per_round,
-        tokens_per_second=summary.tokens_per_second,
-        ar_tokens_per_second=plain.tokens_per_second,
-        num_prompts=summary.num_prompts,
-        num_tokens=summary.num_tokens,
-        identical_outputs=summary.identical_outputs,
-    )
+    tokens_per_round = None if summary is plain else summary.tokens_per_round
+    others = {"tokens_per_round": tokens_per_round, "ar_tokens_per_second": plain.tokens_per_second}
+    return _from_summary(Measured, summary, **others)
 
 
 def print_comparison(

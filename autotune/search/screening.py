@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
 
-from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
@@ -22,6 +21,7 @@ from autotune.evaluation.summary import summarize
 from autotune.files import content_key
 from autotune.search.evaluator import Evaluator
 from autotune.search.model_pool import ModelPool
+from autotune.search.traces import record_trace
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet
 from autotune.trees.chain import ChainPolicy
@@ -77,18 +77,12 @@ def _screening_units(
 ) -> dict[str, Callable[[], Record]]:
     """Units that find the best chain of a variant."""
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
-    recorder = Recorder(model_pool.target, model_pool.target_reference, model_pool.processor, folder)
+    recorder = model_pool.recorder(folder)
     recorder.layers = tuple(sorted({layer for variant in variants for layer in model_pool.draft(*variant).aux_layers}))
     recorder.answers(prompts)
 
     def screen_variant(draft: str, subnet: Subnet) -> ScreenedSubnet:
-        trace = recorder.trace(
-            model_pool.draft(draft, subnet),
-            model_pool.references[draft],
-            prompts,
-            visual_keep=subnet.visual_keep,
-            bounds=BOUNDS,
-        )
+        trace = record_trace(model_pool, recorder, (draft, subnet), prompts, BOUNDS)
         evaluator = Evaluator([trace], table, jobs=1)
         chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
         best = min((evaluator.evaluate(chain) for chain in chains), key=lambda candidate: candidate.ms_per_token)

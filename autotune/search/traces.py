@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from autotune.acceptance.recorder import Recorder
+from autotune.acceptance.recorder import Recorder, Report
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
@@ -29,7 +29,7 @@ def record_traces(
     Where that takes long, ``jobs`` processes share the work (None: one per core).
     """
     bounds = bounds or ForestBounds()
-    recorder = _recorder(model_pool, folder)
+    recorder = model_pool.recorder(folder)
     num_prompts = len(workload.prompts)
     total = num_prompts * (1 + len(variants))
     traces: list[Trace] = []
@@ -48,22 +48,24 @@ def record_traces(
                     update(before + done, total - num_prompts, "")
                     workers.report(num_prompts + before + done, total)
 
-                trace = recorder.trace(
-                    model_pool.draft(draft, subnet),
-                    model_pool.references[draft],
-                    workload,
-                    visual_keep=subnet.visual_keep,
-                    bounds=bounds,
-                    report=report,
-                )
+                trace = record_trace(model_pool, recorder, (draft, subnet), workload, bounds, report)
                 path = folder / "traces" / draft.replace("/", "-") / f"{trace.header.subnet.name}.trace.json"
                 save_trace(path, trace)
                 traces.append(trace)
     return traces
 
 
-def _recorder(model_pool: ModelPool, folder: Path) -> Recorder:
-    return Recorder(model_pool.target, model_pool.target_reference, model_pool.processor, folder)
+def record_trace(
+    model_pool: ModelPool,
+    recorder: Recorder,
+    variant: DraftVariant,
+    workload: Workload,
+    bounds: ForestBounds,
+    report: Report | None = None,
+) -> Trace:
+    """The trace of one variant."""
+    model, reference = model_pool.draft(*variant), model_pool.references[variant[0]]
+    return recorder.trace(model, reference, workload, visual_keep=variant[1].visual_keep, bounds=bounds, report=report)
 
 
 def _record_in_worker(
@@ -75,20 +77,14 @@ def _record_in_worker(
     bounds: ForestBounds,
 ) -> None:
     """Record what is missing, in a random order: workers with the same order would record the same pieces."""
-    recorder = _recorder(model_pool, folder)
+    recorder = model_pool.recorder(folder)
     order = random.Random(rank)
     prompts = [Workload(workload.name, workload.split, (prompt,)) for prompt in workload.prompts]
     for prompt in order.sample(prompts, len(prompts)):
         recorder.answers(prompt)
     pieces = [(draft, subnet, prompt) for draft, subnet in variants for prompt in prompts]
     for draft, subnet, prompt in order.sample(pieces, len(pieces)):
-        recorder.trace(
-            model_pool.draft(draft, subnet),
-            model_pool.references[draft],
-            prompt,
-            visual_keep=subnet.visual_keep,
-            bounds=bounds,
-        )
+        record_trace(model_pool, recorder, (draft, subnet), prompt, bounds)
 
 
 def print_agreement(traces: Sequence[Trace], console: Console) -> None:

@@ -70,15 +70,8 @@ def search_trees(
 ) -> TreeSearchResult:
     """Search the trees of a space over all draft variants of the evaluator.
 
-    Args:
-        evaluator: predicts the speed of configurations.
-        space: the trees.
-        ledger: for the records; the same call resumes from them.
-        num_trials: number of TPE's trials.
-        documents: hashes of the models, workload, cost table and traces: part of every record's key, as is the seed.
-        seed: of the sweeps and of TPE.
-        deadline: of ``time.monotonic``; no unit is started after it.
-        report: called as report(done, of, note).
+    The keys of the ledger's records contain ``documents`` (hashes of the models, workload, cost table and traces) and the
+    seed: the same call resumes from them. No unit is started after ``deadline``, of ``time.monotonic``.
 
     Raises:
         UserError: no tree was found that keeps the constraints.

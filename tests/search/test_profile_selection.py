@@ -70,7 +70,7 @@ def selection(
     evaluator = Evaluator(traces, table)
     found = search_trees(evaluator, SPACE, Ledger(folder / "ledger.sqlite"), num_trials=0, documents="x")
     deadline = time.monotonic() + 3600
-    return ProfileSelection(found, model_pool, table, evaluator, folder, *workloads, 0, deadline, Console())
+    return ProfileSelection(found, model_pool, evaluator, folder, *workloads, 0, deadline, Console())
 
 
 @pytest.fixture
