@@ -183,10 +183,10 @@ def print_table(table: CostTable, console: Console) -> None:
             f"largest {_percent(errors[worst])} ({worst})"
         )
     if not table.estimated:
-        kept = f"; {table.drifted_samples} disturbed samples were kept" if table.drifted_samples else ""
+        kept = f", {table.drifted_samples} kept" if table.drifted_samples else ""
         console.say(
-            f"{table.num_samples} steps timed; {table.remeasured_samples} more were discarded because the device's speed "
-            f"changed around them{kept}"
+            f"{table.num_samples} steps timed; disturbed by changes of the device's speed: "
+            f"{table.remeasured_samples} discarded{kept}"
         )
 
 

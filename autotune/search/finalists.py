@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 
 import numpy as np
@@ -18,6 +20,7 @@ from autotune.search.evaluator import Candidate, Evaluator
 from autotune.study.document import Finalist
 from autotune.workloads.workload import Workload
 
+NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
 MAX_SIMILAR = 2  # finalists with the same draft and policy
 MAX_TIE = 1.005  # times the fastest arm's total time
 
@@ -106,7 +109,7 @@ def measure_finalists(
 
 def print_finalists(finalists: Sequence[Finalist], console: Console) -> None:
     """Print predicted and measured speedups, and the configurations below the table."""
-    named = dict(zip(ascii_uppercase, finalists, strict=False))
+    named = dict(zip(NAMES, finalists, strict=False))
     rows = [
         [
             name,
@@ -120,5 +123,10 @@ def print_finalists(finalists: Sequence[Finalist], console: Console) -> None:
     ]
     columns = ["finalist", "predicted", "measured", "95 % CI", "prediction error", "runs"]
     console.table("Finalists on tuning prompts", columns, rows)
-    for name, finalist in named.items():
-        console.say(f"{name}: {finalist.configuration.label}")
+    print_labels({name: finalist.configuration.label for name, finalist in named.items()}, console)
+
+
+def print_labels(labels: Mapping[str, str], console: Console) -> None:
+    """Print the configurations of a table's rows, in lines of at most 120 characters."""
+    for name, label in labels.items():
+        console.say(textwrap.fill(f"{name}: {label}", 120, subsequent_indent="   ", break_on_hyphens=False))

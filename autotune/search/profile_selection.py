@@ -35,7 +35,7 @@ from autotune.evaluation.summary import Summary, summarize
 from autotune.runtime.load import decoder_for
 from autotune.search.elimination import RISK, is_significantly_slower
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.finalists import choose_finalists, measure_finalists
+from autotune.search.finalists import choose_finalists, measure_finalists, print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.point_selection import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
 from autotune.search.tree_search import TreeSearchResult
@@ -128,6 +128,8 @@ class ProfileSelection:
     ) -> list[tuple[Condition, Candidate]]:
         """The points that beat the winner in real runs of the tuning prompts that meet their conditions."""
         kept: list[tuple[Condition, Candidate]] = []
+        rows: list[list[str]] = []
+        labels: dict[str, str] = {}
         for condition, predicted in points[:-1]:
             candidate = self.evaluator.with_fallback(predicted)
             if candidate.key == winner.key:
@@ -145,12 +147,15 @@ class ProfileSelection:
                     break
             ratio = float(ms["point"].sum() / ms["winner"].sum())
             is_faster = ratio <= 1 - MIN_GAIN
-            self.console.say(
-                f"{condition.label}: {candidate.configuration.label} takes {ratio:.2f} times the winner's time on "
-                f"{len(ms['point'])} tuning prompts: {'an operating point' if is_faster else 'no operating point'}"
-            )
+            name = f"{len(rows) + 1}"
+            labels[name] = f"{condition.label}: {candidate.configuration.label}"
+            rows.append([name, f"{ratio:.2f}", f"{len(ms['point'])}", "yes" if is_faster else "no"])
             if is_faster:
                 kept.append((condition, candidate))
+        if rows:
+            columns = ["point", "time / winner's time", "prompts", "kept"]
+            self.console.table("Operating points on tuning prompts", columns, rows)
+            print_labels(labels, self.console)
         return [*kept, (Condition(), winner)]
 
     def _meets(self, condition: Condition, prompt: WorkloadPrompt) -> bool:
@@ -349,5 +354,4 @@ def print_comparison(
         rows,
         emphasised=len(rows) - 1,
     )
-    for name, label in labels.items():
-        console.say(f"{name}: {label}")
+    print_labels(labels, console)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from string import ascii_uppercase
 
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
@@ -20,6 +19,7 @@ from autotune.documents.subnet import Subnet
 from autotune.evaluation.summary import summarize
 from autotune.files import content_key
 from autotune.search.evaluator import Evaluator
+from autotune.search.finalists import NAMES, print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.traces import record_trace
 from autotune.study.ledger import Ledger, Record
@@ -162,7 +162,7 @@ def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVaria
 
 def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVariant], console: Console) -> None:
     """Print the survivors, and the range of all speedups."""
-    named = dict(zip(ascii_uppercase, (subnet for subnet in screened if subnet.variant in chosen), strict=False))
+    named = dict(zip(NAMES, (subnet for subnet in screened if subnet.variant in chosen), strict=False))
     rows = [
         [
             name,
@@ -179,5 +179,4 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
         ["survivor", "best chain's depth", "M", "predicted", "measured"],
         rows,
     )
-    for name, subnet in named.items():
-        console.say(f"{name}: {subnet.draft} {subnet.subnet.label}")
+    print_labels({name: f"{subnet.draft} {subnet.subnet.label}" for name, subnet in named.items()}, console)

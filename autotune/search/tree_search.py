@@ -145,7 +145,7 @@ class _TreeStage:
         """A note for the progress bar."""
         if self._best is None:
             return ""
-        return f"best so far: {self._best.speedup:.2f}x {self._best.configuration.label}"
+        return f"best so far: {self._best.speedup:.2f}x ({self._best.policy})"
 
     # --------------------------------------------------------------------------------------------------------- sweeps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -125,9 +126,9 @@ def test_operating_point_must_be_faster_in_real_runs(
     assert [when.label for when, _ in selection.confirmed(points, winner)] == ["any request"]
     clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0}.get(arm.name, 10.0))
     kept = selection.confirmed(points, winner)
-    assert f"on {POINT_PROMPTS} tuning prompts: an operating point" in " ".join(capsys.readouterr().err.split()), (
-        "a significant difference ends the runs"
-    )
+    printed = capsys.readouterr().err
+    assert re.search(rf"1 +0\.80 +{POINT_PROMPTS} +yes", printed), "a significant difference ends the runs"
+    assert "workload read: " in printed and max(map(len, printed.splitlines())) <= 120
     assert [when.workload for when, _ in kept] == ["read", None] and kept[0][1].key == other.key
 
 
