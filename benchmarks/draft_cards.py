@@ -91,19 +91,17 @@ def measure(
     if subnet is not None:
         subnets.append(Subnet(heads=subnet[0], injection_layer=subnet[1], visual_keep=subnet[2]))
     path = (card or draft) / ROWS
-    known = [
-        (row["sha256"], Subnet(**row["subnet"]), row["prompts"]) for row in (read_lines(path) if path.exists() else [])
-    ]
+    known = [(row["sha256"], Subnet(**row["subnet"]), row["prompts"]) for row in read_lines(path)]
     sha256 = sha256_of(draft / "model.safetensors")
-    for one in subnets or [Subnet(visual_keep=own_keep)]:
-        if (sha256, one, prompts) in known:
+    for choice in subnets or [Subnet(visual_keep=own_keep)]:
+        if (sha256, choice, prompts) in known:
             continue
-        loaded = load_draft(str(draft), target, one)
-        decoder = Decoder(target, loaded, tree=TREE, visual_keep=one.visual_keep, processor=processor)
-        row = {"label": label, "sha256": sha256, "subnet": one.model_dump(exclude_none=True)}
+        loaded = load_draft(str(draft), target, choice)
+        decoder = Decoder(target, loaded, tree=TREE, visual_keep=choice.visual_keep, processor=processor)
+        row = {"label": label, "sha256": sha256, "subnet": choice.model_dump(exclude_none=True)}
         row |= {"parameters": loaded.num_parameters, **measured(decoder, recorder, prompts)}
         append_line(path, row)
-        click.echo(f"{label} {one.name}: M {row['tokens_per_round']:.2f}, {row['identical']}/{prompts} identical")
+        click.echo(f"{label} {choice.name}: M {row['tokens_per_round']:.2f}, {row['identical']}/{prompts} identical")
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
@@ -123,7 +121,7 @@ def write(draft: Path) -> None:
     config, recipe, rows = read_json(draft / "config.json"), read_yaml(draft / "recipe.yaml"), read_lines(draft / ROWS)
     sha256 = sha256_of(draft / "model.safetensors")
     own = [row for row in rows if row["sha256"] == sha256 and row["subnet"].keys() == {"visual_keep"}]
-    whole = next(row for row in own if row["subnet"]["visual_keep"] == config.get("visual_keep", 1.0))
+    full = next(row for row in own if row["subnet"]["visual_keep"] == config.get("visual_keep", 1.0))
     kind, data = config.get("kind", "independent"), recipe.get("data", {}).get("num_examples")
     examples = f"{data:,} examples" if data else "every example once"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
@@ -142,49 +140,49 @@ def write(draft: Path) -> None:
         "|---|---|",
         f"| kind | `{kind}` |",
         f"| target | [`{draft.parent.name}/target`](../target) |",
-        f"| made by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
+        f"| trained by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
         f"| data | the training split of the bundled digits, {examples}; the target's distributions along the reference answers |",
-        f"| parameters of its own | {whole['parameters']:,}{'' if kind == 'independent' else '; embedding and head belong to the target'} |",
+        f"| parameters | {full['parameters']:,}{'' if kind == 'independent' else '; embeddings and output head are those of the target'} |",
         "| licence | Apache-2.0 |",
         f"| sha256 of `model.safetensors` | `{sha256}` |",
         "",
-        f"## Acceptance on {whole['prompts']} held-out prompts",
+        f"## Acceptance on {full['prompts']} held-out prompts",
         "",
-        f"Tokens per round M with an EAGLE-2 tree (k 4, depth 6, 32 nodes); {whole['identical']} of {whole['prompts']} outputs equal plain decoding's.",
+        f"Tokens per round M with an EAGLE-2 tree (k 4, depth 6, 32 nodes); {full['identical']} of {full['prompts']} outputs equal plain decoding.",
         "",
-        *table([whole], ["whole"]),
+        *table([full], ["full draft"]),
         "",
-        "Of the rounds in which the draft was right up to the depth before, it was right at this one as well:",
+        "Acceptance rate by depth, among the rounds that accepted the depth before:",
         "",
-        "| depth | " + " | ".join(map(str, range(1, len(whole["by_depth"]) + 1))) + " |",
-        "|---" * (1 + len(whole["by_depth"])) + "|",
-        "| accepted | " + " | ".join(f"{100 * share:.1f} %" for share in whole["by_depth"]) + " |",
+        "| depth | " + " | ".join(map(str, range(1, len(full["by_depth"]) + 1))) + " |",
+        "|---" * (1 + len(full["by_depth"])) + "|",
+        "| accepted | " + " | ".join(f"{100 * share:.1f} %" for share in full["by_depth"]) + " |",
         "",
         "![Loss and agreement in training](training.png)",
     ]
-    of_whole = {
+    full_value = {
         "heads": 1.0,
         "injection_layer": config.get("num_target_layers"),
         "visual_keep": config.get("visual_keep"),
     }
     titles = {
         "heads": "Share of heads kept",
-        "injection_layer": "Injected layer of the target",
-        "visual_keep": "Share of visual tokens",
+        "injection_layer": "Injection layer of the target",
+        "visual_keep": "Share of visual tokens kept",
     }
     for key, title in titles.items():
         subnets = [
             row
             for row in rows
-            if row["sha256"] == sha256 and key in row["subnet"] and row is not whole and not row["label"]
+            if row["sha256"] == sha256 and key in row["subnet"] and row is not full and not row["label"]
         ]
-        found = [(row["subnet"][key], row) for row in subnets if key != "visual_keep" or row in own]
-        if found:
-            found = sorted([*found, (of_whole[key], whole)], key=lambda one: -one[0])
-            lines += ["", f"## {title}", "", *table([row for _, row in found], [f"{value:g}" for value, _ in found])]
+        values = [(row["subnet"][key], row) for row in subnets if key != "visual_keep" or row in own]
+        if values:
+            values = sorted([*values, (full_value[key], full)], key=lambda item: -item[0])
+            lines += ["", f"## {title}", "", *table([row for _, row in values], [f"{value:g}" for value, _ in values])]
     others = [row for row in rows if row["label"]]
     if others:
-        lines += ["", "## Trained otherwise", "", *table(others, [row["label"] for row in others])]
+        lines += ["", "## Ablations", "", *table(others, [row["label"] for row in others])]
     if notes:
         lines += ["", "## Notes", notes.rstrip()]
     path.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""The bundled pair decodes losslessly, its target reads, and its draft is neither perfect nor useless."""
+"""The bundled pair decodes losslessly, its target reads digits, and its draft is neither perfect nor useless."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from PIL import Image
 
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import ForestBounds
@@ -16,7 +17,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.workloads.digits import TASKS, make_example
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
 
-# Policies, both confidences and all kinds of visual pruning alternate over the prompts.
+# Tree policies, confidences and shares of visual tokens alternate over the prompts.
 CONFIGURATIONS = [
     ({"policy": "chain", "depth": 5}, 1.0),
     ({"policy": "sage"}, 0.2),
@@ -71,21 +72,19 @@ def test_sampled_output_equals_plain_decoding_with_the_same_seed(pair, num_promp
 def test_target_reads_held_out_scans(pair, num_images):
     processor, target, _ = pair
     decoder = Decoder(target)
-    right = total = 0
+    num_correct = num_digits = 0
     for index in range(num_images):
         example = make_example("held-out", "read", 300_000 + index)
-        from PIL import Image
-
         prompt = WorkloadPrompt("read", Prompt(prompt=example.prompt), (Image.fromarray(example.image),))
         output = decoder.generate(**prompt.inputs(processor), max_new_tokens=250)
         text = processor.decode(output.sequences[0, output.stats.prompt_tokens :], skip_special_tokens=True)
-        found, expected = (
+        digits, expected = (
             re.findall(r"\d", " ".join(re.findall(r"reads ([\d, ]+)\.", t))) for t in (text, example.answer)
         )
-        assert len(found) == len(expected)
-        right += sum(a == b for a, b in zip(found, expected, strict=True))
-        total += len(expected)
-    assert right / total >= 0.97
+        assert len(digits) == len(expected)
+        num_correct += sum(a == b for a, b in zip(digits, expected, strict=True))
+        num_digits += len(expected)
+    assert num_correct / num_digits >= 0.97
 
 
 def test_draft_is_neither_perfect_nor_useless(pair, tmp_path):

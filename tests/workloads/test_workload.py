@@ -1,4 +1,4 @@
-"""Workloads: JSONL files with every error message, splits without common prompts, and the bundled digits."""
+"""Workloads: JSONL files and their error messages, splits, hashes, processor inputs and the bundled digits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(workload: Workload) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------- JSONL
 
 
-def test_a_line_is_a_prompt(tmp_path: Path) -> None:
+def test_line_is_a_prompt(tmp_path: Path) -> None:
     """Image paths are relative to the file; omitted keys have defaults; empty lines are skipped."""
     (tmp_path / "images").mkdir()
     write_image(tmp_path / "images" / "a.png", 0)
@@ -52,7 +52,7 @@ def test_a_line_is_a_prompt(tmp_path: Path) -> None:
     assert (second.name, second.settings.task, second.pixels) == ("workload.jsonl:3", "prompt", ())
 
 
-def test_without_a_split_prompts_alternate(tmp_path: Path) -> None:
+def test_prompts_without_a_split_alternate(tmp_path: Path) -> None:
     """No prompt is in both splits; an explicit split is kept."""
     path = write_workload(tmp_path, [{"prompt": str(number)} for number in range(7)])
     tune, evaluate = (load_workload(str(path), split) for split in ("tune", "evaluate"))
@@ -65,19 +65,19 @@ def test_without_a_split_prompts_alternate(tmp_path: Path) -> None:
     assert [p.settings.prompt for p in load_workload(str(marked), "evaluate").prompts] == ["0"]
 
 
-def test_evaluation_prompts_are_used_for_nothing_else(tmp_path: Path) -> None:
+def test_evaluation_prompts_are_not_used_for_tuning(tmp_path: Path) -> None:
     """A prompt in both splits is for evaluation; training prompts are in neither split."""
     lines = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "b"}, {"prompt": "c", "split": "train"}, {"prompt": "d"}]
     path = str(write_workload(tmp_path, lines))
     tune, evaluate = (load_workload(path, split).prompts for split in ("tune", "evaluate"))
     assert [[p.settings.prompt for p in prompts] for prompts in (tune, evaluate)] == [["a", "d"], ["b"]]
-    only = str(write_workload(tmp_path, [{"prompt": "b", "split": "tune"}, {"prompt": "b", "split": "evaluate"}]))
+    duplicate = str(write_workload(tmp_path, [{"prompt": "b", "split": "tune"}, {"prompt": "b", "split": "evaluate"}]))
     with pytest.raises(UserError, match="needs prompts in both splits; none is in 'tune'"):
-        load_workload(only, "tune")
+        load_workload(duplicate, "tune")
 
 
-def test_a_chat_uses_the_processors_template(tmp_path: Path, processor: Any) -> None:
-    """A single user message equals a prompt; images are placed where parts say, or first."""
+def test_chat_uses_the_template_of_the_processor(tmp_path: Path, processor: Any) -> None:
+    """A single user message equals a prompt. Images are at the positions of the image parts, or else first."""
     write_image(tmp_path / "a.png", 0)
     image = {"images": ["a.png"], "split": "tune"}
 
@@ -90,28 +90,30 @@ def test_a_chat_uses_the_processors_template(tmp_path: Path, processor: Any) -> 
     parts = [{"type": "text", "text": "What is "}, {"type": "image"}, {"type": "text", "text": "this?"}]
     placed = text({"messages": [{"role": "user", "content": parts}]})
     assert placed != plain and placed.count("<image>") == plain.count("<image>") == 1
-    talk = [
+    chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is this?"},
         {"role": "assistant", "content": "A seven."},
         {"role": "user", "content": "And beside it?"},
     ]
-    rendered = text({"messages": talk})
-    positions = [rendered.index(message["content"]) for message in talk if message["role"] != "system"]
+    rendered = text({"messages": chat})
+    positions = [rendered.index(message["content"]) for message in chat if message["role"] != "system"]
     assert (
         positions == sorted(positions) and rendered.index("<image>") < positions[0] and rendered.count("<image>") == 1
     )
-    (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, "messages": talk}])), "tune").prompts
+    (prompt,) = load_workload(str(write_workload(tmp_path, [{**image, "messages": chat}])), "tune").prompts
     assert prompt.settings.text == "And beside it?"
     assert prompt.inputs(processor)["input_ids"].shape[1] > NUM_VISUAL_TOKENS
-    assert Prompt.model_validate(prompt.settings.model_dump()) == prompt.settings, "as a document, with all defaults"
+    assert Prompt.model_validate(prompt.settings.model_dump()) == prompt.settings, (
+        "a document with all defaults is valid"
+    )
     again = replace(prompt, settings=Prompt.model_validate(prompt.settings.model_dump()))
     assert again.sha256 == prompt.sha256
     with pytest.raises(UserError, match="has no chat template; give prompt instead of messages"):
         prompt.inputs(processor.image_processor)
 
 
-def test_the_first_prompts_are_taken(tmp_path: Path) -> None:
+def test_num_prompts_selects_the_first_prompts(tmp_path: Path) -> None:
     path = write_workload(tmp_path, [{"prompt": str(number), "split": "tune"} for number in range(5)])
     assert [p.settings.prompt for p in load_workload(str(path), "tune", num_prompts=2).prompts] == ["0", "1"]
     assert len(load_workload(str(path), "tune", num_prompts=99).prompts) == 5
@@ -146,21 +148,21 @@ def test_the_first_prompts_are_taken(tmp_path: Path) -> None:
         ('{"prompt": "x", "temperature": NaN}', "temperature: .*finite number"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(line: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_line_is_reported_with_its_number(line: Any, message: str, tmp_path: Path) -> None:
     path = write_workload(tmp_path, [{"prompt": "fine"}, line])
-    with pytest.raises(UserError, match=message) as refused:
+    with pytest.raises(UserError, match=message) as error:
         load_workload(str(path), "tune")
-    assert str(refused.value).startswith(f"{path}:2: ") and "\n" not in str(refused.value)
+    assert str(error.value).startswith(f"{path}:2: ") and "\n" not in str(error.value)
 
 
-def test_a_missing_image_is_named(tmp_path: Path) -> None:
+def test_missing_image(tmp_path: Path) -> None:
     path = write_workload(tmp_path, [{"prompt": "x", "images": ["nowhere.png"]}])
     with pytest.raises(UserError, match=r"nowhere\.png: no such image; check the path"):
         load_workload(str(path), "tune")
 
 
 @pytest.mark.parametrize("kind", ["text", "empty", "cut", "folder"])
-def test_a_file_that_is_not_an_image_is_refused(kind: str, tmp_path: Path) -> None:
+def test_unreadable_image(kind: str, tmp_path: Path) -> None:
     image = tmp_path / "a.png"
     write_image(image, 0)
     content = {"text": b"no image at all", "empty": b"", "cut": image.read_bytes()[:300]}.get(kind)
@@ -174,42 +176,42 @@ def test_a_file_that_is_not_an_image_is_refused(kind: str, tmp_path: Path) -> No
         load_workload(str(path), "tune")
 
 
-def test_an_image_beyond_pils_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_larger_than_the_limit_of_pil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_image(tmp_path / "a.png", 0)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(UserError, match=r"a\.png: not a readable image"):
         load_image(tmp_path / "a.png")
 
 
-def test_images_become_rgb(tmp_path: Path) -> None:
+def test_images_are_converted_to_rgb(tmp_path: Path) -> None:
     for mode in ("L", "RGBA", "P"):
         Image.new(mode, (4, 4)).save(tmp_path / "a.png")
         assert load_image(tmp_path / "a.png").mode == "RGB"
 
 
-@pytest.mark.parametrize("separator", ["\u2028", "\x85"])
-def test_only_a_newline_ends_a_line(separator: str, tmp_path: Path) -> None:
+def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
     path = tmp_path / "workload.jsonl"
-    path.write_text(json.dumps({"prompt": f"one{separator}two"}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert load_workload(str(path), "tune").prompts[0].settings.prompt == f"one{separator}two"
+    for separator in ("\u2028", "\x85"):
+        path.write_text(json.dumps({"prompt": f"one{separator}two"}, ensure_ascii=False) + "\n", encoding="utf-8")
+        assert load_workload(str(path), "tune").prompts[0].settings.prompt == f"one{separator}two"
 
 
-@pytest.mark.parametrize("content", ["", "\n  \n"])
-def test_an_empty_workload_is_refused(content: str, tmp_path: Path) -> None:
+def test_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "workload.jsonl"
-    path.write_text(content)
-    with pytest.raises(UserError, match="the file is empty; add a line such as"):
-        load_workload(str(path), "tune")
+    for content in ("", "\n  \n"):
+        path.write_text(content)
+        with pytest.raises(UserError, match="the file is empty; add a line such as"):
+            load_workload(str(path), "tune")
 
 
-def test_a_split_without_prompts_is_refused(tmp_path: Path) -> None:
+def test_split_without_prompts(tmp_path: Path) -> None:
     path = write_workload(tmp_path, [{"prompt": "x"}])
     assert names(load_workload(str(path), "tune")) == ["workload.jsonl:1"]
     with pytest.raises(UserError, match="needs prompts in both splits; none is in 'evaluate'; add prompts, or mark"):
         load_workload(str(path), "evaluate")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     for name in ("nowhere.jsonl", "digit"):
         with pytest.raises(UserError, match=f"{name}: no such file"):
             load_workload(str(tmp_path / name), "tune")
@@ -220,7 +222,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- hashes
 
 
-def test_the_hash_covers_everything_that_determines_the_answer(tmp_path: Path) -> None:
+def test_hash_covers_everything_that_determines_the_answer(tmp_path: Path) -> None:
     """Prompt, settings and pixels; not the image's name, the split or the line number."""
     write_image(tmp_path / "a.png", 0)
     write_image(tmp_path / "b.png", 1)
@@ -235,13 +237,13 @@ def test_the_hash_covers_everything_that_determines_the_answer(tmp_path: Path) -
     assert load_workload(str(evaluate), "evaluate").prompts[0].sha256 == hashes[0]
 
 
-def test_a_workloads_hash_is_that_of_its_prompts(tmp_path: Path) -> None:
+def test_hash_of_a_workload_covers_its_prompts(tmp_path: Path) -> None:
     lines = [{"prompt": str(number), "split": "tune", "task": f"t{number % 2}"} for number in range(4)]
-    whole = load_workload(str(write_workload(tmp_path, lines)), "tune")
+    full = load_workload(str(write_workload(tmp_path, lines)), "tune")
     part = load_workload(str(write_workload(tmp_path, lines)), "tune", num_prompts=3)
     swapped = load_workload(str(write_workload(tmp_path, lines[::-1])), "tune")
-    assert len({whole.sha256, part.sha256, swapped.sha256}) == 3
-    assert whole.tasks == ["t0", "t1"]
+    assert len({full.sha256, part.sha256, swapped.sha256}) == 3
+    assert full.tasks == ["t0", "t1"]
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -259,7 +261,7 @@ def test_inputs_are_made_by_the_processor(processor: Any, tmp_path: Path) -> Non
     assert processor.decode(without_image["input_ids"][0]) == "USER: x ASSISTANT:"
 
 
-def test_an_image_for_a_text_model_is_refused(processor: Any, tmp_path: Path) -> None:
+def test_image_for_a_text_model(processor: Any, tmp_path: Path) -> None:
     """The processor of a text model is its tokenizer."""
     write_image(tmp_path / "a.png", 0)
     path = write_workload(
@@ -271,7 +273,7 @@ def test_an_image_for_a_text_model_is_refused(processor: Any, tmp_path: Path) ->
     assert processor.tokenizer.decode(without_image.inputs(processor.tokenizer)["input_ids"][0]) == "USER: x ASSISTANT:"
 
 
-def test_a_processor_without_a_template_gets_the_prompt_unchanged() -> None:
+def test_prompt_is_unchanged_without_a_chat_template() -> None:
     class Bare:
         image_token = "<image>"
 
@@ -282,25 +284,25 @@ def test_a_processor_without_a_template_gets_the_prompt_unchanged() -> None:
 # --------------------------------------------------------------------------------------------------------------- digits
 
 
-def test_the_bundled_workload_is_the_same_every_time() -> None:
+def test_bundled_workload_is_deterministic() -> None:
     first, second = (load_workload("digits", "evaluate", num_prompts=len(TASKS)) for _ in range(2))
     assert first.sha256 == second.sha256 and names(first) == names(second)
-    assert first.tasks == list(TASKS), "tasks alternate, so that the first few prompts hold one of each"
+    assert first.tasks == list(TASKS), "tasks alternate, so the first prompts cover all tasks"
     assert [bool(prompt.pixels) for prompt in first.prompts] == [task != "continue" for task in TASKS]
 
 
-def test_the_splits_of_the_bundled_workload_share_no_prompt() -> None:
+def test_splits_of_the_bundled_workload_share_no_prompt() -> None:
     count = 3 * len(TASKS)
     tune, evaluate = (load_workload("digits", split, num_prompts=count) for split in ("tune", "evaluate"))
     assert not {p.sha256 for p in tune.prompts} & {p.sha256 for p in evaluate.prompts}
     assert all(int(name.split("/")[1]) < FIRST_EVALUATE_EXAMPLE for name in names(tune))
     assert all(int(name.split("/")[1]) >= FIRST_EVALUATE_EXAMPLE for name in names(evaluate))
     longer = load_workload("digits", "tune", num_prompts=count + 5)
-    assert names(longer)[:count] == names(tune), "more prompts are the same ones and further ones"
+    assert names(longer)[:count] == names(tune), "a larger number adds prompts at the end"
 
 
-def test_training_and_held_out_scans_share_none() -> None:
-    """By construction: the bank of each split is cut from its own side of the scan numbers."""
+def test_training_and_held_out_scans_are_disjoint() -> None:
+    """The scans of each split are a range of scan numbers."""
     images, labels = _scans()
     assert len(images) == 1797
     train, of_digit = _scan_bank("train", 1)
@@ -311,7 +313,7 @@ def test_training_and_held_out_scans_share_none() -> None:
         np.testing.assert_array_equal(held_out_of_digit[digit], np.flatnonzero(labels[FIRST_HELD_OUT_SCAN:] == digit))
 
 
-def test_another_encoding_is_refused(tmp_path: Path) -> None:
+def test_file_in_another_encoding(tmp_path: Path) -> None:
     """JSON is UTF-8."""
     path = tmp_path / "workload.jsonl"
     path.write_bytes(json.dumps({"prompt": "é"}, ensure_ascii=False).encode("latin-1"))
