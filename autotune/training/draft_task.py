@@ -118,10 +118,8 @@ class DraftTask(Task):
         return list(self.module.parameters())
 
     def check_memory(self, *, half_precision: bool) -> str:
-        hidden_size, layers = (
-            self.target.text.config.hidden_size,
-            {*self.module.config.injection_layers, self.teacher.num_layers},
-        )
+        hidden_size = self.target.text.config.hidden_size
+        layers = {*self.module.config.injection_layers, self.teacher.num_layers}
         max_layers = 0
         shapes: list[BatchShape] = []
         cached: dict[Path, int] = {}  # bytes of the teacher batches in each folder

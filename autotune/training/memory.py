@@ -93,7 +93,6 @@ def estimate_memory(
         return teacher_batch_bytes(shape, hidden_size, num_layers_kept, num_bytes)
 
     held_out = num_held_out * max(map(batch_bytes, shapes))
-
     target_bytes = target.model.get_memory_footprint()
     draft_bytes = BYTES_PER_WEIGHT * sum(parameter.numel() for parameter in network.parameters())
 
