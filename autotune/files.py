@@ -315,8 +315,16 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_table(path: Path, frame: DataFrame) -> None:
-    """Write a data frame atomically: as Parquet if the suffix says so, else as CSV."""
-    write_bytes(path, frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode())
+    """Write a data frame atomically: as Parquet if the suffix says so, else as CSV.
+
+    Raises:
+        UserError: Parquet without pyarrow, or a path that cannot be written.
+    """
+    try:
+        content = frame.to_parquet() if path.suffix == ".parquet" else frame.to_csv(index=False).encode()
+    except ImportError:
+        raise UserError(f"{path}: Parquet files need pyarrow; pip install pyarrow, or write a .csv file") from None
+    write_bytes(path, content)
 
 
 def append_line(path: Path, *records: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +11,7 @@ import pytest
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
-from autotune.files import append_line
+from autotune.files import append_line, write_table
 from autotune.study.document import LEDGER, RUNS, STUDY
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger
@@ -18,7 +19,7 @@ from tests.evaluation.sample_runs import run
 from tests.study.test_document import study_document
 
 
-def test_trials_and_runs_are_tables(tmp_path: Path) -> None:
+def test_trials_and_runs_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = Configuration(tree={"policy": "chain", "depth": 3}, draft="d/a", subnet=Subnet(visual_keep=0.5))
     static = Configuration(tree={"policy": "static", "paths": [[0], [0, 0]]}, draft="d/a")
 
@@ -48,5 +49,11 @@ def test_trials_and_runs_are_tables(tmp_path: Path) -> None:
     expected = [["x", "c", 2.0], ["x", "c", 3.0], [chain.key, "c", 1.0]]
     assert runs[["arm", "comparison", "decode_ms"]].to_numpy().tolist() == expected
     for frame in (trials, runs):
-        frame.to_parquet(tmp_path / "table.parquet")  # columns have one type each
-        assert len(pd.read_parquet(tmp_path / "table.parquet")) == len(frame)
+        for path, read in ((tmp_path / "t.parquet", pd.read_parquet), (tmp_path / "t.csv", pd.read_csv)):
+            write_table(path, frame)  # in Parquet every column has one type
+            assert len(read(path)) == len(frame)
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", lambda self: importlib.import_module("no_such_module"))
+    with pytest.raises(
+        UserError, match=r"t\.parquet: Parquet files need pyarrow; pip install pyarrow, or write a \.csv"
+    ):
+        write_table(tmp_path / "t.parquet", trials)
