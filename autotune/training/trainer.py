@@ -34,12 +34,12 @@ Progress = Callable[[str, int, int, dict[str, float]], None]
 """Called as progress(stage name, step, steps, metrics)."""
 
 
+@dataclass(frozen=True)
 class Checkpoint:
     """Model, optimizer moments and position, in one safetensors file that is replaced atomically."""
 
-    def __init__(self, path: Path, recipe_key: str) -> None:
-        self.path = path
-        self.recipe_key = recipe_key
+    path: Path
+    recipe_key: str
 
     def save(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, step: int) -> None:
         tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items() if "lm_head" not in name}
@@ -79,10 +79,8 @@ class Checkpoint:
         tensors = load_file(self.path)
         for name, parameter in module.named_parameters():
             if f"exp_avg.{name}" in tensors:
-                optimizer.state[parameter] = {
-                    moment: tensors[f"{moment}.{name}"].to(parameter.device)
-                    for moment in ("step", "exp_avg", "exp_avg_sq")
-                }
+                moments = {moment: tensors[f"{moment}.{name}"] for moment in ("step", "exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {m: tensor.to(parameter.device) for m, tensor in moments.items()}
 
 
 def learning_rate(stage: Stage, step: int) -> float:

@@ -56,9 +56,6 @@ class DigitsExample:
     cells: Grid | None  # [12, 12] digit in each DIGIT_SIZE square, or BLANK: labels of the grounding loss
 
 
-# -------------------------------------------------------------------------------------------------------------- images
-
-
 @functools.cache
 def _scans() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     # The file of ``sklearn.datasets.load_digits``, read directly: importing scikit-learn takes more than a second.
@@ -123,9 +120,6 @@ def _draw_grid(grid: Grid, split: Split, rng: Generator) -> tuple[NDArray[np.uin
     squares = np.full((IMAGE_SIZE // DIGIT_SIZE,) * 2, BLANK, np.int64)
     squares[:: CELL_SIZE // DIGIT_SIZE, :: CELL_SIZE // DIGIT_SIZE] = cells
     return np.repeat(grey[:, :, None], 3, axis=2), squares
-
-
-# --------------------------------------------------------------------------------------------------------------- tasks
 
 
 def _listing(values: NDArray[np.int64] | list[int]) -> str:
@@ -250,8 +244,6 @@ _PROMPTS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------ passages
-
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -314,9 +306,6 @@ def _passage(split: Split, rng: Generator) -> tuple[str, str]:
         words += str(rng.choice(passages)).split(" ")
     cut = int(rng.integers(10, 20))
     return "Continue: " + " ".join(words[:cut]), " ".join(words[cut:140])
-
-
-# ------------------------------------------------------------------------------------------------------------ examples
 
 
 def make_example(split: Split, task: str, index: int) -> DigitsExample:

@@ -245,14 +245,13 @@ def load_image(path: Path) -> Image:
         UserError: missing file, or not an image that PIL can read.
     """
     from PIL import Image as PILImage
-    from PIL import UnidentifiedImageError
 
     try:
         with PILImage.open(path) as image:
             return image.convert("RGB")
     except FileNotFoundError:
         raise UserError(f"{path}: no such image; check the path") from None
-    except (UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
+    except (OSError, PILImage.DecompressionBombError) as error:
         raise UserError(f"{path}: not a readable image ({error}); give a PNG or JPEG file") from None
 
 
