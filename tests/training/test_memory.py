@@ -52,7 +52,7 @@ def status_bytes(name: str) -> int:
     ("vocabulary_size", "shape", "sizes"),
     [
         (128_000, BatchShape(2, 128, 2 * 64), {"num_heads": 4, "head_size": 8, "mlp_size": 32}),
-        (300, BatchShape(8, 1024, 8 * 8), {"num_heads": 8, "head_size": 32, "mlp_size": 512}),
+        (300, BatchShape(4, 1024, 4 * 8), {"num_heads": 8, "head_size": 32, "mlp_size": 512}),
     ],
 )
 def test_step_uses_the_estimated_memory(vocabulary_size: int, shape: BatchShape, sizes: dict[str, int]) -> None:
