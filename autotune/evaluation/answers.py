@@ -13,6 +13,17 @@ from autotune.runtime.load import load
 from autotune.workloads.workload import WorkloadPrompt
 
 
+class _AnswerStreamer(TextStreamer):
+    """Prints an answer while it is decoded, without the whitespace before it."""
+
+    _has_text = False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        text = text if self._has_text else text.lstrip()
+        self._has_text |= bool(text)
+        super().on_finalized_text(text, stream_end)
+
+
 def answer_prompts(
     profile: Path, prompts: Sequence[WorkloadPrompt], *, device: str, prints: bool = False
 ) -> Iterator[dict[str, Any]]:
@@ -26,7 +37,7 @@ def answer_prompts(
     for prompt in prompts:
         inputs = prompt.inputs(decoder.processor, decoder.target.device)
         tokenizer = getattr(decoder.processor, "tokenizer", decoder.processor)
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if prints else None
+        streamer = _AnswerStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if prints else None
         options = {**prompt.settings.generation, "workload": prompt.settings.task, "streamer": streamer}
         output = decoder.generate(**inputs, **options)
         stats = output.stats
