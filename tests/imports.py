@@ -1,4 +1,4 @@
-"""What modules of the package and of the tests import, read from their source."""
+"""Imports of the modules of the package and of the tests, read from their source."""
 
 from __future__ import annotations
 
