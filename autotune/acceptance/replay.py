@@ -75,11 +75,7 @@ class Replay:
 
 
 def replay(
-    trace: Trace,
-    policy: Policy,
-    prices: DensePrices,
-    fallback: RoundPrice | None = None,
-    prompts: Ints | None = None,
+    trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPrice | None = None, prompts: Ints | None = None
 ) -> Replay:
     """Replay ``policy`` over ``prompts``, indices of the trace's prompts; None: all. The others have counts of 0.
 

@@ -51,13 +51,7 @@ def reset(kind: int, params: Floats, state: Floats) -> None:
 
 @inlined
 def grow(
-    kind: int,
-    params: Floats,
-    state: Floats,
-    tree: Tree,
-    work: Workspace,
-    num_frontier: int,
-    proposals: Proposals,
+    kind: int, params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontier: int, proposals: Proposals
 ) -> int:
     """Grow one level from the proposals of the frontier's nodes, which are in the rows ``tree.row``.
 

@@ -123,11 +123,7 @@ def test_table_names_device_precision_and_models(table: CostTable, pair: Pair) -
 
 
 def test_models_decode_as_before(
-    table: CostTable,
-    decoders: tuple[Decoder, Decoder],
-    before: list[list[int]],
-    workload: Workload,
-    processor: Any,
+    table: CostTable, decoders: tuple[Decoder, Decoder], before: list[list[int]], workload: Workload, processor: Any
 ) -> None:
     """Profiling leaves arbitrary numbers in the KV caches."""
     for decoder in decoders:

@@ -169,11 +169,7 @@ INVALID: tuple[tuple[tuple[str | int, ...], dict[str, Any], str], ...] = (
     (POINT, {"verification": {"kind": "typical"}}, "verification: .*'lossless', 'wetap'"),
     (POINT, {"verification": {"kind": "wetap", "threshold": 2.0}, "lossless": False}, "threshold: .*got 2.0"),
     (POINT, {"fallback": {"round_steps": 0, "level_steps": 0.2, "node_steps": 0}}, "round_steps: .*got 0"),
-    (
-        POINT,
-        {"when": {"batch": 1}},
-        "unknown key .points.0.when.batch.; known: prompt_tokens, temperature, workload",
-    ),
+    (POINT, {"when": {"batch": 1}}, "unknown key .points.0.when.batch.; known: prompt_tokens, temperature, workload"),
     (POINT, {"when": {"workload": "read"}}, "points: .*the last point must match every request; leave its 'when'"),
     (
         POINT,

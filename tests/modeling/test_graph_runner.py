@@ -14,13 +14,7 @@ import torch
 
 from autotune.errors import UserError
 from autotune.execution import DEFAULT_CAPTURE_SIZES
-from autotune.modeling.graph_runner import (
-    KV_LENGTH_STEP,
-    EagerNotice,
-    GraphKey,
-    GraphRunner,
-    padded_length,
-)
+from autotune.modeling.graph_runner import KV_LENGTH_STEP, EagerNotice, GraphKey, GraphRunner, padded_length
 from autotune.modeling.masks import MaskBuffer, first_visible, padded_masks
 from autotune.modeling.step import DeviceStep
 from autotune.modeling.target import Target

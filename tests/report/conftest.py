@@ -112,12 +112,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     assert overall is not None
     append_line(folder / RUNS, *_runs(profile, overall))
     finalist = Finalist(
-        configuration=overall,
-        predicted_speedup=1.9,
-        speedup=1.8,
-        ci95=(1.7, 1.9),
-        num_runs=8,
-        is_eliminated=False,
+        configuration=overall, predicted_speedup=1.9, speedup=1.8, ci95=(1.7, 1.9), num_runs=8, is_eliminated=False
     )
     study = StudyDocument(
         provenance=PROVENANCE,

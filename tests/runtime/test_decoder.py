@@ -76,11 +76,7 @@ def test_plain_decoding_equals_hugging_face(pair: Pair, prompts: dict[str, Input
 
 @pytest.mark.parametrize("tree", TREES)
 def test_a_draft_changes_no_token(
-    pair: Pair,
-    prompts: dict[str, Inputs],
-    greedy: Greedy,
-    sampled_plainly: Callable[[str, int], Tensor],
-    tree: str,
+    pair: Pair, prompts: dict[str, Inputs], greedy: Greedy, sampled_plainly: Callable[[str, int], Tensor], tree: str
 ) -> None:
     """Greedy output equals Hugging Face's, sampled output equals plain decoding with the same seed, token by token."""
     for number, prompt in enumerate(PROMPTS, list(TREES).index(tree)):

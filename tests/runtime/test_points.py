@@ -225,10 +225,7 @@ def test_switching_creates_nothing(
 
     for model in (TreeModel, FeatureDraft):
         monkeypatch.setattr(model, "_allocate", refuse)
-    for owner, name in (
-        (TreeGrower, "__init__"),
-        (LoadedPoint, "__init__"),
-    ):
+    for owner, name in ((TreeGrower, "__init__"), (LoadedPoint, "__init__")):
         monkeypatch.setattr(owner, name, refuse)
     for name in ("load_draft", "load_model", "LoadedPoint"):
         monkeypatch.setattr(f"autotune.runtime.load.{name}", refuse)

@@ -61,10 +61,7 @@ def test_table_is_measured_once(
 
 
 def test_table_of_another_model_device_or_precision_is_refused(
-    model_pool: ModelPool,
-    evaluate: Workload,
-    measured: list[CostTable],
-    tmp_path: Path,
+    model_pool: ModelPool, evaluate: Workload, measured: list[CostTable], tmp_path: Path
 ) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     priced = priced_variants(model_pool.subnets(load_space("quick")))

@@ -78,17 +78,11 @@ def test_missing_file_is_named() -> None:
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"trees": {"chian": {}}}, "unknown tree policy 'chian'; did you mean 'chain'"),
-    (
-        {"trees": {"sage": {"d_mni": {"low": 1, "high": 2}}}},
-        "sage has no hyperparameter 'd_mni'; did you mean 'd_min'",
-    ),
+    ({"trees": {"sage": {"d_mni": {"low": 1, "high": 2}}}}, "sage has no hyperparameter 'd_mni'; did you mean 'd_min'"),
     ({"trees": {"chain": {"policy": {"choices": ["sage"]}}}}, "chain has no hyperparameter 'policy'"),
     ({"trees": {}}, "trees: .*at least 1 item"),
     ({"trees": {"chain": {"depth": {"low": 5, "high": 2}}}}, "low must be at most high, which is 2"),
-    (
-        {"trees": {"chain": {"depth": {"choices": [1], "low": 1, "high": 2}}}},
-        "give either choices, or low and high",
-    ),
+    ({"trees": {"chain": {"depth": {"choices": [1], "low": 1, "high": 2}}}}, "give either choices, or low and high"),
     ({"trees": {"chain": {"depth": {"low": 1}}}}, "give either choices, or low and high"),
     ({"trees": {"chain": {"depth": {}}}}, "give either choices, or low and high"),
     ({"trees": {"chain": {"depth": {"choices": []}}}}, "at least 1 item"),
