@@ -27,7 +27,7 @@ MIN_SESSIONS = 10
 MIN_POWER = 0.95
 
 
-class Session(Document):
+class CheckSession(Document):
     """One check that passed, on one workload."""
 
     provenance: Provenance
@@ -46,7 +46,7 @@ class Session(Document):
 class Baseline(Document, kind="check-baseline", made_by="autotune check --baseline"):
     """Sessions, oldest first."""
 
-    sessions: list[Session] = Field(default_factory=list)
+    sessions: list[CheckSession] = Field(default_factory=list)
 
 
 def load_baseline(path: Path) -> Baseline:
@@ -60,13 +60,13 @@ def load_baseline(path: Path) -> Baseline:
     return Baseline.load(path)
 
 
-def add_sessions(path: Path, sessions: list[Session]) -> None:
+def add_sessions(path: Path, sessions: list[CheckSession]) -> None:
     """Append sessions to the document in ``path``."""
     earlier = load_baseline(path).sessions
     Baseline(sessions=[*earlier, *sessions]).save(path)
 
 
-def comparable_sessions(baseline: Baseline, current: Session, source: Path) -> list[Session]:
+def comparable_sessions(baseline: Baseline, current: CheckSession, source: Path) -> list[CheckSession]:
     """Sessions with the model, workload and device of the current one.
 
     Raises:
@@ -89,13 +89,13 @@ def comparable_sessions(baseline: Baseline, current: Session, source: Path) -> l
     return [session for session in same_model if session.hardware.key == current.hardware.key]
 
 
-def sessions_gate(sessions: list[Session], current: Session, design: Design) -> Gate:
+def sessions_gate(sessions: list[CheckSession], current: CheckSession, design: Design) -> Gate:
     """The gate on the time of the current session compared with earlier ones. Skipped if they are too few or too different."""
     verdict, summary = _verdict(sessions, current, design)
     return Gate(name=SESSIONS, workload=current.workload, verdict=verdict, summary=summary)
 
 
-def _verdict(sessions: list[Session], current: Session, design: Design) -> tuple[GateVerdict, str]:
+def _verdict(sessions: list[CheckSession], current: CheckSession, design: Design) -> tuple[GateVerdict, str]:
     required = f"{MIN_SESSIONS} are required"
     if len(sessions) < 2:
         return "skipped", f"{len(sessions)} earlier sessions on this device; {required}"

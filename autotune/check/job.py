@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autotune.check.baseline import Session, add_sessions, comparable_sessions, load_baseline, sessions_gate
+from autotune.check.baseline import CheckSession, add_sessions, comparable_sessions, load_baseline, sessions_gate
 from autotune.check.comparison import Comparison, launcher, open_sides, write_requests
 from autotune.check.local_run import LocalRun, decode_locally, evidence_for
 from autotune.check.output import write_outputs
@@ -100,7 +100,7 @@ def _decode_all(
 
 
 def _local_gates(
-    settings: CheckSettings, design: Design, run: LocalRun, evidence: list[PromptEvidence] | str, session: Session
+    settings: CheckSettings, design: Design, run: LocalRun, evidence: list[PromptEvidence] | str, session: CheckSession
 ) -> list[Gate]:
     """The gates that need no other process. ``evidence`` is the profile's, or why there is none."""
     gates = [run.lossless_gate()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.check.baseline import Session
+from autotune.check.baseline import CheckSession
 from autotune.check.counts import Counts, compare_counts, counts_gate
 from autotune.check.result import LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.device import fingerprint
@@ -55,8 +55,8 @@ class LocalRun:
         return [self.profile.points[run.point].fallback for run in self.runs]
 
     @property
-    def session(self) -> Session:
-        return Session(
+    def session(self) -> CheckSession:
+        return CheckSession(
             provenance=stamp(),
             hardware=self.hardware,
             precision=self.precision,
@@ -118,7 +118,7 @@ class LocalRun:
         self,
         name: str,
         baseline: list[PromptEvidence],
-        document: DecodingProfile | Session,
+        document: DecodingProfile | CheckSession,
         source: str,
         tolerance: float,
     ) -> Gate:

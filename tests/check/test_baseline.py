@@ -10,7 +10,7 @@ import pytest
 
 from autotune.check import baseline
 from autotune.check.baseline import (
-    Session,
+    CheckSession,
     add_sessions,
     comparable_sessions,
     load_baseline,
@@ -27,7 +27,7 @@ from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 ELSEWHERE = Fingerprint(name="slate", kind="cpu", model="A slate", num_cores=1, memory_bytes=1)
 
 
-def session(decode_ms: float = 100.0, **fields: Any) -> Session:
+def session(decode_ms: float = 100.0, **fields: Any) -> CheckSession:
     known: dict[str, Any] = {
         "provenance": PROVENANCE,
         "hardware": DEVICE,
@@ -37,10 +37,10 @@ def session(decode_ms: float = 100.0, **fields: Any) -> Session:
         "workload_sha256": "c" * 64,
         "prompts": [prompt_evidence(decode_ms=decode_ms)],
     }
-    return Session(**{**known, **fields})
+    return CheckSession(**{**known, **fields})
 
 
-def sessions(count: int, spread: float) -> list[Session]:
+def sessions(count: int, spread: float) -> list[CheckSession]:
     """Sessions of about 100 ms whose log-times have exactly this standard deviation."""
     x = np.random.default_rng(0).normal(size=count)
     x = spread * (x - x.mean()) / x.std(ddof=1)

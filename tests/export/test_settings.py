@@ -26,7 +26,7 @@ from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from tests.tiny_models import Pair as ModelPair
-from tests.trees.drafts import Ranks, Session, logprobs_of, random_draft
+from tests.trees.drafts import Ranks, TreeSession, logprobs_of, random_draft
 
 SCHEDULE = [
     BatchPrediction(start=start, end=end, draft_tokens=depth, least_speedup=1.0, estimated=True)
@@ -201,7 +201,7 @@ def test_trees_of_engines_equal_ours() -> None:
         depth, k, budget = 2 + seed % 4, 2 + seed % 3, 5 + seed % 9
         budget = min(budget, depth * k)
         draft = random_draft(seed, 0.3)
-        ours = set(Session("eagle2", depth=depth, k=k, budget=budget).grow(draft))
+        ours = set(TreeSession("eagle2", depth=depth, k=k, budget=budget).grow(draft))
         tree = Eagle2Policy(depth=depth, k=k, budget=budget)
         flags = ENGINES["sglang"].settings(pair, tree)
         assert isinstance(flags, SglangSettings)
@@ -221,8 +221,8 @@ def test_trees_of_engines_equal_ours() -> None:
 def test_chains_of_engines_equal_ours() -> None:
     """A chain of depth k has k draft tokens and a verification of k + 1."""
     for depth in (1, 4):
-        session = Session("chain", depth=depth)
-        assert len(session.grow(random_draft(0, 0.3))) == depth and len(session.asked) == depth
+        session = TreeSession("chain", depth=depth)
+        assert len(session.grow(random_draft(0, 0.3))) == depth and len(session.expanded) == depth
         pair, chain = Pair("t", "d", "independent"), ChainPolicy(depth=depth)
         found = {name: engine.settings(pair, chain).model_dump() for name, engine in ENGINES.items()}
         assert found["vllm"]["num_speculative_tokens"] == depth

@@ -21,7 +21,7 @@ Draft = Callable[[Ranks], list[float]]
 """Probabilities of a node's candidates, most probable first."""
 
 
-class Session:
+class TreeSession:
     """Rounds of one request: a policy driven level by level with a table of probabilities as its draft."""
 
     def __init__(self, policy: str, **hyperparameters: Any) -> None:

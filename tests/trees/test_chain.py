@@ -7,7 +7,7 @@ import pytest
 
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.tree import Tree
-from tests.trees.drafts import Session, assert_refused, by_table, same_everywhere
+from tests.trees.drafts import TreeSession, assert_refused, by_table, same_everywhere
 
 
 def grow_chain(depth: int) -> tuple[Tree, list[int]]:
@@ -39,13 +39,13 @@ def test_a_chain_has_one_node_per_level() -> None:
 
 
 def test_only_the_most_probable_proposal_is_followed() -> None:
-    assert Session("chain", depth=3).grow(same_everywhere(0.4, 0.4, 0.2)) == [(0,), (0, 0), (0, 0, 0)]
+    assert TreeSession("chain", depth=3).grow(same_everywhere(0.4, 0.4, 0.2)) == [(0,), (0, 0), (0, 0, 0)]
 
 
 def test_a_chain_ends_where_the_draft_proposes_nothing() -> None:
     """A proposal of probability 0 is none. prompt_lookup may propose nothing for the root."""
-    assert Session("chain", depth=3).grow(same_everywhere()) == []
-    assert Session("chain", depth=3).grow(by_table({(): [0.5], (0,): [0.5]})) == [(0,), (0, 0)]
+    assert TreeSession("chain", depth=3).grow(same_everywhere()) == []
+    assert TreeSession("chain", depth=3).grow(by_table({(): [0.5], (0,): [0.5]})) == [(0,), (0, 0)]
 
 
 def test_the_default_is_what_serving_engines_run() -> None:

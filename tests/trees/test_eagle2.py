@@ -14,7 +14,7 @@ from autotune.trees.policy import parse_policy
 from tests.trees.drafts import (
     Draft,
     Ranks,
-    Session,
+    TreeSession,
     assert_is_tree,
     assert_refused,
     by_table,
@@ -27,8 +27,8 @@ from tests.trees.drafts import (
 )
 
 
-def eagle2(**hyperparameters: Any) -> Session:
-    return Session("eagle2", **hyperparameters)
+def eagle2(**hyperparameters: Any) -> TreeSession:
+    return TreeSession("eagle2", **hyperparameters)
 
 
 # ----------------------------------------------------------------------------------------------------- worked examples
@@ -162,7 +162,7 @@ def random_hyperparameters(rng: Generator) -> dict[str, Any]:
     }
 
 
-def random_rounds(num_rounds: int) -> list[tuple[Session, Draft, list[Ranks]]]:
+def random_rounds(num_rounds: int) -> list[tuple[TreeSession, Draft, list[Ranks]]]:
     """Session, draft and tree of one round each; every third draft has many exact ties."""
     rng, rounds = np.random.default_rng(21), []
     for seed in range(num_rounds):
@@ -173,7 +173,7 @@ def random_rounds(num_rounds: int) -> list[tuple[Session, Draft, list[Ranks]]]:
 
 
 @pytest.fixture(scope="module")
-def rounds() -> list[tuple[Session, Draft, list[Ranks]]]:
+def rounds() -> list[tuple[TreeSession, Draft, list[Ranks]]]:
     return random_rounds(400)
 
 

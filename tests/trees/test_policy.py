@@ -13,7 +13,7 @@ from autotune.trees import policy as policies
 from autotune.trees.policy import POLICIES, STATE_SIZE, TreeGrower, parse_policy
 from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Tree, new_tree, new_workspace, plant
 from tests.sample_documents import random_trace
-from tests.trees.drafts import Draft, Ranks, Session, assert_is_tree, path_logprob, same_everywhere
+from tests.trees.drafts import Draft, Ranks, TreeSession, assert_is_tree, path_logprob, same_everywhere
 
 LARGEST: dict[str, dict[str, Any]] = {
     "chain": {"depth": 24},
@@ -75,7 +75,7 @@ def test_the_largest_tree_fits_the_arrays(name: str) -> None:
     """The compiled steps check no bounds, so a policy's limits must hold. A draft with equally and highly probable
     candidates grows as much as the policy allows.
     """
-    session = Session(name, **LARGEST[name])
+    session = TreeSession(name, **LARGEST[name])
     policy = session.policy
     assert policy.max_nodes < MAX_STEP and policy.max_width < MAX_STEP and policy.max_depth < MAX_LEVELS
     for shape, draft in drafts_of_many_shapes().items():
@@ -92,7 +92,7 @@ def test_the_largest_tree_fits_the_arrays(name: str) -> None:
 
 
 def test_wetap_reaches_its_limits() -> None:
-    session = Session("wetap", **LARGEST["wetap"])
+    session = TreeSession("wetap", **LARGEST["wetap"])
     session.grow(same_everywhere(*[1 / 16] * 16))
     assert len(session.grown) == session.policy.max_grown == 16 + 23 * 128
     assert max(map(len, session.expanded)) == session.policy.max_width == 128
@@ -101,7 +101,7 @@ def test_wetap_reaches_its_limits() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_written_beyond_the_largest_tree(name: str) -> None:
     """Entries beyond the policy's limits stay unchanged."""
-    session = Session(name, **LARGEST[name])
+    session = TreeSession(name, **LARGEST[name])
     policy, grower = session.policy, session.grower
     roomy = new_tree(policy.max_grown + 7), new_workspace(policy.max_grown + 7)
     tight = new_workspace(policy.max_grown)
@@ -118,7 +118,7 @@ def test_nothing_is_written_beyond_the_largest_tree(name: str) -> None:
 def test_rank_token_and_probability_of_a_node_belong_together() -> None:
     """Before and after pruning. The draft has read no node yet."""
     for name in POLICIES:
-        session = Session(name)
+        session = TreeSession(name)
         draft = same_everywhere(0.5, 0.2, 0.1, 0.1)
         for node, path in enumerate(session.grow(draft), start=1):
             assert session.tree.rank[node] == session.tree.token[node] == path[-1]
@@ -129,7 +129,7 @@ def test_rank_token_and_probability_of_a_node_belong_together() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_kv_slots_survive_pruning(name: str) -> None:
     """The draft sets the slot when it reads a node, and compacts its cache by it after verification."""
-    session = Session(name, **({"budget": 10} if name in PRUNES else {}))
+    session = TreeSession(name, **({"budget": 10} if name in PRUNES else {}))
     grower = session.grower
     grower.plant(0)
     slots: dict[Ranks, int] = {}

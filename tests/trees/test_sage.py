@@ -16,7 +16,7 @@ from tests.obvious import ancestors_of, children_of
 from tests.trees.drafts import (
     Draft,
     Ranks,
-    Session,
+    TreeSession,
     assert_is_tree,
     assert_refused,
     path_of,
@@ -26,8 +26,8 @@ from tests.trees.drafts import (
 )
 
 
-def sage(**tree: Any) -> Session:
-    return Session("sage", **tree)
+def sage(**tree: Any) -> TreeSession:
+    return TreeSession("sage", **tree)
 
 
 SURE = same_everywhere(1.0)  # a single candidate: confidence 1, and every level passes its threshold
@@ -144,7 +144,7 @@ def test_the_confidence_is_that_of_the_previous_or_of_the_current_round() -> Non
     """
     draft = root_and_below([0.5, 0.25, 0.125, 0.125], [1.0])
 
-    def shape(session: Session) -> tuple[int, int]:
+    def shape(session: TreeSession) -> tuple[int, int]:
         tree = session.grow(draft)
         return sum(len(path) == 1 for path in tree), max(len(path) for path in tree)
 
@@ -163,7 +163,7 @@ def test_a_candidate_must_exceed_the_threshold() -> None:
 # ------------------------------------------------------------------------------------------------------------- history
 
 
-def depth_limit(session: Session) -> int:
+def depth_limit(session: TreeSession) -> int:
     """The depth of a tree of confidence 1, which is the limit: D = D_min + 1 (limit - D_min)."""
     return max(len(path) for path in session.grow(SURE))
 

@@ -9,7 +9,7 @@ from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.static import StaticPolicy
 from tests.trees.drafts import (
     Ranks,
-    Session,
+    TreeSession,
     assert_is_tree,
     assert_refused,
     path_logprob,
@@ -33,13 +33,13 @@ def random_paths(rng: np.random.Generator) -> list[Ranks]:
 
 def test_the_tree_is_its_paths_level_by_level_by_parent_then_by_rank() -> None:
     """The order of the paths does not matter; only nodes with children are expanded."""
-    session = Session("static", paths=PATHS)
+    session = TreeSession("static", paths=PATHS)
     assert session.grow(random_draft(0, 0.3)) == IN_ORDER
     assert session.expanded == [[()], [(0,), (1,), (2,)], [(0, 0), (1, 0)]]
 
 
 def test_the_default_is_the_chain_of_five() -> None:
-    assert Session("static").grow(same_everywhere(0.5, 0.5)) == [(0,) * level for level in range(1, 6)]
+    assert TreeSession("static").grow(same_everywhere(0.5, 0.5)) == [(0,) * level for level in range(1, 6)]
 
 
 def test_a_path_names_ranks_and_not_tokens() -> None:
@@ -61,7 +61,7 @@ def test_random_paths_make_their_tree_under_any_draft() -> None:
     rng, sizes = np.random.default_rng(41), []
     for seed in range(100):
         paths = random_paths(rng)
-        session = Session("static", paths=paths)
+        session = TreeSession("static", paths=paths)
         draft = random_draft(seed, 0.3)
         tree = session.grow(draft)
         assert tree == sorted(paths, key=lambda path: (len(path), path))
@@ -82,7 +82,7 @@ def test_limits_follow_from_the_paths() -> None:
     assert policy.num_proposals == 4, "rank 3 is the fourth proposal"
     assert parse_policy({"policy": "static", "paths": [[15]]}).num_proposals == 16
     for seed in range(20):
-        session = Session("static", paths=random_paths(np.random.default_rng(seed)))
+        session = TreeSession("static", paths=random_paths(np.random.default_rng(seed)))
         session.grow(same_everywhere(*[1 / 16] * 16))
         assert session.policy.max_width == max(map(len, session.expanded))
         assert session.policy.max_depth == len(session.expanded)

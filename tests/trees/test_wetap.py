@@ -16,7 +16,7 @@ from tests.obvious import add_node
 from tests.trees.drafts import (
     Draft,
     Ranks,
-    Session,
+    TreeSession,
     assert_is_tree,
     assert_refused,
     by_table,
@@ -29,8 +29,8 @@ from tests.trees.drafts import (
 )
 
 
-def wetap(**hyperparameters: Any) -> Session:
-    return Session("wetap", **hyperparameters)
+def wetap(**hyperparameters: Any) -> TreeSession:
+    return TreeSession("wetap", **hyperparameters)
 
 
 def width_after(*probabilities: float, **hyperparameters: Any) -> int:
@@ -345,7 +345,7 @@ def wide_hyperparameters(rng: Generator) -> dict[str, Any]:
     }
 
 
-def random_rounds(num_small: int, num_wide: int) -> list[tuple[Session, Draft, list[Ranks]]]:
+def random_rounds(num_small: int, num_wide: int) -> list[tuple[TreeSession, Draft, list[Ranks]]]:
     """Session, draft and tree of one round each; every third draft has many exact ties."""
     rng, rounds = np.random.default_rng(31), []
     for seed in range(num_small + num_wide):
@@ -359,7 +359,7 @@ NUM_SMALL, NUM_WIDE = 300, 20
 
 
 @pytest.fixture(scope="module")
-def rounds() -> list[tuple[Session, Draft, list[Ranks]]]:
+def rounds() -> list[tuple[TreeSession, Draft, list[Ranks]]]:
     return random_rounds(NUM_SMALL, NUM_WIDE)
 
 
