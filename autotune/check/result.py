@@ -53,7 +53,7 @@ class Timing(Document):
     plain_slowdown: float | None
     """Slowdown of plain decoding, a control: far from 0, more than the draft's part has changed."""
     speedup: float | None
-    """Of the head over its own plain decoding, in the pairs that measured both."""
+    """Speedup of the head over its own plain decoding, in the pairs that measured both."""
     pairs: list[Pair]
 
 

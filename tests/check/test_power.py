@@ -7,7 +7,7 @@ import pytest
 
 from autotune.check.power import Shares, replayed, simulate
 from autotune.check.sequential import Design
-from benchmarks.check_power import BY_PAIR, EVERY_LOOK, SCENARIOS, noises, recorded
+from benchmarks.check_power import BY_PAIR, EVERY_LAUNCH, SCENARIOS, noises, recorded
 
 CHECKS = 200
 UNLIKE_PROCESSES = SCENARIOS["unlike processes"].noise()
@@ -34,7 +34,7 @@ def test_a_fixed_order_raises_false_alarms() -> None:
     assert shares("hostile", 0.0, fixed_order=True).failed > shares("hostile", 0.0).failed + 0.02
 
 
-@pytest.mark.parametrize("other", [EVERY_LOOK, BY_PAIR], ids=["every look", "by pair"])
+@pytest.mark.parametrize("other", [EVERY_LAUNCH, BY_PAIR], ids=["every launch", "by pair"])
 def test_error_probabilities_hold_at_their_limits_and_not_with_simpler_designs(other: Design) -> None:
     """A slowdown of exactly the tolerance fails, and one of exactly the limit passes, at most as often as stated. Analyses after
     every launch, or pairs treated as independent, do so several times as often.
