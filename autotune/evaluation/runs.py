@@ -43,7 +43,7 @@ class Run(Document):
     acceptance_counts: dict[str, Any] = Field(validation_alias=AliasChoices("acceptance_counts", "health"))
     """``AcceptanceCounts.to_json()``; runs of earlier versions call it ``health``."""
     perplexity: float | None = None
-    """Of the answer under the target; None where it was not requested."""
+    """Perplexity of the answer under the target; None if it was not requested."""
     point: int = 0
     """Index of the profile's operating point that decoded."""
     plain_steps: int | None = None

@@ -67,7 +67,7 @@ class ProfileSelection:
     evaluate: Workload
     seed: int
     deadline: float
-    """Of ``time.monotonic``."""
+    """A value of ``time.monotonic``."""
     console: Console
 
     finalists: list[Finalist] = field(default_factory=list, init=False)

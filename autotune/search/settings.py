@@ -24,7 +24,7 @@ from autotune.workloads.workload import BUNDLED
 
 
 class SearchSettings(Document):
-    """What the user asked of a search."""
+    """Settings of a search, as the user gives them."""
 
     gpu: str = setting(
         "auto", "Device: auto (the accelerator, or the CPU), a local device, or the name of another one."

@@ -59,7 +59,7 @@ def _rename_keys(content: dict[str, Any]) -> None:
 
 
 class StudyDocument(Document, kind="study", version=2, made_by="autotune search", migrations={1: _rename_keys}):
-    """What a search used and what it produced."""
+    """The inputs and results of a search."""
 
     provenance: Provenance
     command: str

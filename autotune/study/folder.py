@@ -25,7 +25,7 @@ class StudyFolder:
     tables: list[CostTable]
     """Newest first."""
     headers: dict[Path, TraceHeader]
-    """Of the traces, by file, newest last."""
+    """Headers of the traces by file, newest last."""
     is_complete: bool
     """Whether all drafts of the profile have traces, so that this may be the folder of its own search."""
 

@@ -18,7 +18,7 @@ class ScreenedSubnet(Document):
     speedup: float
     """Over plain decoding."""
     measured_speedup: float | None = None
-    """Of real runs with the same chain; None where none were requested."""
+    """Measured in real runs with the same chain; None if they were not requested."""
 
     @property
     def variant(self) -> DraftVariant:
