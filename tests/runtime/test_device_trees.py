@@ -12,7 +12,7 @@ from autotune.runtime.device_trees import DeviceTree, ancestors, device_grower, 
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
 from autotune.trees.verification import accept_path
-from tests.trees.drafts import Draft, Session, by_table, logprobs_of, random_draft, tied_draft
+from tests.trees.drafts import Draft, TreeSession, by_table, logprobs_of, random_draft, tied_draft
 
 CPU = torch.device("cpu")
 ROOT_TOKEN = 99
@@ -69,7 +69,7 @@ def proposed(draft: Draft, path: tuple[int, ...], k: int) -> np.ndarray:
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: "-".join(str(v) for v in tree.values())[:40])
 def test_trees_are_those_of_the_compiled_steps(tree: dict[str, Any]) -> None:
-    session = Session(**tree)
+    session = TreeSession(**tree)
     rng = np.random.default_rng(0)
     for draft in (without_empty_nodes(draft) for draft in DRAFTS):
         session.grow(draft)
