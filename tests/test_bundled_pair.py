@@ -33,7 +33,7 @@ def pair():
     return processor, Target(load_model(BUNDLED_TARGET)), IndependentDraft(load_model(BUNDLED_DRAFT))
 
 
-@pytest.mark.parametrize("num_prompts", [8, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_prompts", [16, pytest.param(200, marks=pytest.mark.nightly)])
 def test_greedy_output_equals_generate_on_held_out_prompts(pair, num_prompts):
     processor, target, draft = pair
     decoder = Decoder(target, draft)

@@ -95,7 +95,7 @@ def test_trees_are_those_of_the_compiled_steps(tree: dict[str, Any]) -> None:
             assert on_path == [ROOT, *path[:length]]
 
 
-def read_in_order(found: DeviceTree, session: Session) -> bool:
+def read_in_order(found: DeviceTree, session: TreeSession) -> bool:
     """Slots ascend in the order in which the host read the nodes, level by level."""
     expanded = [path for level in session.expanded[1:] for path in level if -1 not in path]
     paths = [(node, path) for node, path in enumerate(session.paths, 1) if -1 not in path]
