@@ -267,7 +267,8 @@ class ProfileSelection:
     # -------------------------------------------------------------------------------------------------------- profile
 
     def _plain_point(self) -> OperatingPoint:
-        predicted = Predicted(speedup=1.0, ms_per_token=self.evaluator.ar_ms_per_token, tokens_per_round=None)
+        ms, estimated = self.evaluator.ar_ms_per_token, self.table.estimated
+        predicted = Predicted(speedup=1.0, ms_per_token=ms, tokens_per_round=None, estimated=estimated)
         return OperatingPoint(when=Condition(), draft=None, tree=None, predicted=predicted, measured=None)
 
     def _point(self, condition: Condition, candidate: Candidate) -> OperatingPoint:

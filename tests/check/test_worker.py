@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,25 @@ def test_answers_agree_with_the_decoder(profile: Path, prompts: dict[str, Inputs
     other = Decoded.model_validate(plain)
     assert other.tokens_sha256 == found.tokens_sha256
     assert (other.target_forwards, other.draft_forwards) == (19, 0)
+
+
+def test_a_worker_process_decodes_and_reports_failures(
+    profile: Path, prompts: dict[str, Inputs], tmp_path: Path
+) -> None:
+    """A real process: the tokens of plain decoding, an error as one line, and an end that is noticed."""
+    one = request(prompts["image"], tmp_path)
+    process = WorkerProcess(Side("head", "this code", profile), device="cpu", log=tmp_path / "log")
+    try:
+        tuned, plain = (process.decode(one, plain=plain) for plain in (False, True))
+        assert tuned.tokens_sha256 == plain.tokens_sha256 and tuned.draft_forwards > plain.draft_forwards == 0
+        with pytest.raises(UserError, match=r"head.*gone\.safetensors"):
+            process.decode(replace(one, inputs=tmp_path / "gone.safetensors"), plain=False)
+    finally:
+        process.close()
+    ended = WorkerProcess(Side("base", "nothing", tmp_path / "gone.json"), device="cpu", log=tmp_path / "log")
+    with pytest.raises(UserError, match=r"base.*gone\.json: no such file"):
+        ended.wait()
+    ended.close()
 
 
 def test_plain_decoding_steps_as_the_profile_does(profile: Path) -> None:

@@ -73,6 +73,10 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert profile == json.loads((tmp_path / "profile.json").read_text())
     assert_complete(tmp_path / "profile.json")
 
+    predicted = stage("search", *models, *workload, *small, "--gpu", "h100", "-o", "h100.json")
+    assert predicted["hardware"]["name"] == "h100" and predicted["points"][0]["measured"] is None
+    assert predicted["points"][0]["predicted"]["estimated"], "the shipped datasheet gives an estimate"
+
     # Whether a tree pays with models this small depends on the machine; the following stages must have one.
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     hardware = DecodingProfile.load(tmp_path / "profile.json").hardware

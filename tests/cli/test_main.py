@@ -329,3 +329,5 @@ def test_devices_are_listed_as_json() -> None:
     assert result.exit_code == 0 and result.stderr == ""
     assert found["local"]["cpu"]["key"] == fingerprint("cpu").key
     assert set(found) == {"local", "measured", "estimated"} and "h100" in found["estimated"]
+    table = CliRunner().invoke(main, ["devices"])
+    assert table.exit_code == 0 and "h100" in table.stderr and fingerprint("cpu").model[:20] in table.stderr

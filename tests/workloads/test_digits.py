@@ -13,6 +13,7 @@ from autotune.workloads.digits import (
     BLANK,
     CELL_SIZE,
     DIGIT_SIZE,
+    FIRST_HELD_OUT_SCAN,
     IMAGE_SIZE,
     NUM_CELLS,
     TASKS,
@@ -20,6 +21,7 @@ from autotune.workloads.digits import (
     Split,
     _docstrings,
     _passages,
+    _read_docstrings,
     _scan_bank,
     make_example,
 )
@@ -190,6 +192,28 @@ def test_passages_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert read() == read() == ["one", "two"] and len(calls) == 2
     monkeypatch.setenv("XDG_CACHE_HOME", str(cached))  # a file in place of the cache folder
     assert read() == ["one", "two"] and len(calls) == 3
+
+
+def test_docstrings_are_collected_from_source_files(tmp_path: Path) -> None:
+    """Long ASCII docstrings of modules, classes and functions; broken files and tests are skipped."""
+    long = "A sentence that is long enough. " * 8
+    (tmp_path / "a.py").write_text(
+        f'"""{long}module"""\nclass A:\n    """{long}class"""\n    def f(self):\n        """short"""\n'
+    )
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "b.py").write_text(f'"""{long}test"""')
+    assert _read_docstrings(tmp_path) == [f"{long}class", f"{long}module"]
+
+
+def test_training_scans_are_distorted() -> None:
+    """Variant 0 is the enlarged scan; another variant differs from it, in the range of ink, and keeps its digit's ink roughly."""
+    bank, scans_of_digit = _scan_bank.__wrapped__("train", 2)
+    assert bank.shape == (FIRST_HELD_OUT_SCAN, 2, DIGIT_SIZE, DIGIT_SIZE) and sum(map(len, scans_of_digit)) == len(bank)
+    assert bank.min() >= 0.0 and bank.max() <= 1.0
+    plain, distorted = bank[:, 0].reshape(len(bank), -1), bank[:, 1].reshape(len(bank), -1)
+    assert (np.abs(plain - distorted).mean(1) > 0.01).all()
+    assert 0.6 < distorted.sum() / plain.sum() < 1.6
 
 
 def test_passages_are_held_out() -> None:
