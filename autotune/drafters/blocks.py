@@ -7,7 +7,7 @@ matrix product for queries, keys, values and the MLP's input, and one back to th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from autotune.modeling.graph_runner import KVSlots
 
-MAX_BLOCKS = 3
+MAX_BLOCKS = 4
 
 
 def rotation(positions: Tensor, head_size: int, theta: float) -> Tensor:
@@ -34,6 +34,15 @@ def rotate(states: Tensor, factors: Tensor) -> Tensor:
     return torch.view_as_real(pairs * factors).flatten(-2).to(states.dtype)
 
 
+class KeysValues(Protocol):
+    """The keys and values that one block has computed before."""
+
+    def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
+        """Add those of n tokens, [batch, heads, 2, n, head size]; returns the keys and the values that the tokens attend to,
+        [batch, heads, KV length, head size] each.
+        """
+
+
 class BlockCache:
     """Keys and values of one block, [heads, 2, capacity, head size]. The caller keeps count of the committed tokens."""
 
@@ -43,9 +52,8 @@ class BlockCache:
         self.slab = torch.zeros(num_heads, 2, capacity, head_size, dtype=dtype, device=device)
 
     def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
-        """Write ``keys_values`` [heads, 2, n, head size] from index ``begin``, or at KV slots; returns the cached keys and
-        values that the new tokens attend to, [1, heads, KV length, head size] each.
-        """
+        """Write ``keys_values`` [1, heads, 2, n, head size] from index ``begin``, or at KV slots; see ``KeysValues``."""
+        (keys_values,) = keys_values
         if isinstance(begin, KVSlots):
             self.slab.index_copy_(2, begin.slots, keys_values)
             end = begin.padded_kv_length
@@ -59,9 +67,9 @@ class BlockCache:
 class AttentionContext(NamedTuple):
     """The keys that a forward pass of n tokens attends to; by default causal attention among the n tokens."""
 
-    mask: Tensor | None = None  # additive [batch or 1, 1, n, keys]; None: causal
-    caches: Sequence[BlockCache | None] = (None,) * MAX_BLOCKS
-    """Earlier keys and values of each block, for a batch of one."""
+    mask: Tensor | None = None  # additive or bool, [batch or 1, 1, n, keys]; None: causal
+    caches: Sequence[KeysValues | None] = (None,) * MAX_BLOCKS
+    """Earlier keys and values of each block."""
     begin: int | KVSlots = 0  # where new keys and values are written to the caches
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -75,13 +83,24 @@ class AttentionContext(NamedTuple):
 WITHIN_BATCH = AttentionContext()
 
 
+class Crossing(NamedTuple):
+    """What a block that crosses attends to: features of more tokens than its stream has, because visual tokens are pruned
+    from the stream only (DREAM, section 3.1; STAR, section 3.1).
+    """
+
+    mask: Tensor | None = None  # as in ``AttentionContext``, with a column for every feature
+    begin: int | KVSlots = 0  # where new keys and values are written to the block's cache
+    features: Tensor | None = None  # normalized features [batch, m, hidden]; None: those of the stream's tokens
+    factors: Tensor | None = None  # their rotary factors, [batch or 1, m, 3, 1, head size / 2]
+
+
 class DraftBlock(nn.Module):
     """Attention and a gated MLP in parallel.
 
     Args:
         hidden_size: width of the residual stream, the target's hidden size.
         head_size: even, for rotary positions.
-        crosses: project keys and values from features of the target instead of the stream.
+        crosses: project keys and values from features of the target (a cross-attention block).
     """
 
     def __init__(
@@ -105,7 +124,8 @@ class DraftBlock(nn.Module):
         factors: Tensor,
         context: AttentionContext,
         *,
-        cache: BlockCache | None = None,
+        cache: KeysValues | None = None,
+        crossing: Crossing | None = None,
         head_mask: Tensor | None = None,
     ) -> Tensor:
         """The stream [batch, n, hidden] after this block.
@@ -114,6 +134,7 @@ class DraftBlock(nn.Module):
             features: normalized target features [batch, n, hidden], for a block that crosses.
             factors: rotary factors from ``rotation``, [batch or 1, n, 3, 1, head size / 2].
             cache: the block's cache among those of the context.
+            crossing: for a block that crosses, what it attends to; None: the features of the stream's own tokens.
             head_mask: 0 masks a head, [heads].
         """
         # Functions instead of modules, because calling a module costs as much as a small kernel.
@@ -121,16 +142,25 @@ class DraftBlock(nn.Module):
         normed = functional.layer_norm(stream, self.norm.normalized_shape, self.norm.weight)
         projected = functional.linear(normed, self.from_stream.weight)
         attended, gate, up = projected.split((projected.shape[-1] - 2 * mlp, mlp, mlp), -1)
-        if self.from_features is not None:
-            assert features is not None
-            attended = torch.cat([attended, functional.linear(features, self.from_features.weight)], -1)
-        rotated = rotate(attended.unflatten(-1, (3, heads, size)), factors).transpose(1, 3)
-        # [batch, heads, (query, key, value), n, head size]
-        if cache is None:
-            query, key, value = rotated.unbind(2)
+        if self.from_features is None:
+            crossing = None
+        elif crossing is not None:
+            context = context._replace(mask=crossing.mask, begin=crossing.begin)
+        if crossing is not None and crossing.features is not None:
+            assert self.from_features is not None and crossing.factors is not None
+            query = rotate(attended.unflatten(-1, (1, heads, size)), factors[..., :1, :, :]).transpose(1, 3)[:, :, 0]
+            crossed = functional.linear(crossing.features, self.from_features.weight)
+            keys_values = rotate(crossed.unflatten(-1, (2, heads, size)), crossing.factors[..., 1:, :, :]).transpose(
+                1, 3
+            )
         else:
-            query = rotated[:, :, 0]
-            key, value = cache.write(rotated[0, :, 1:], context.begin)
+            if self.from_features is not None:
+                assert features is not None
+                attended = torch.cat([attended, functional.linear(features, self.from_features.weight)], -1)
+            rotated = rotate(attended.unflatten(-1, (3, heads, size)), factors).transpose(1, 3)
+            # [batch, heads, (query, key, value), n, head size]
+            query, keys_values = rotated[:, :, 0], rotated[:, :, 1:]
+        key, value = keys_values.unbind(2) if cache is None else cache.write(keys_values, context.begin)
         output = context.attend(query, key, value)
         if head_mask is not None:
             output = output * head_mask[:, None]

@@ -6,32 +6,36 @@ parallel (``blocks.py``).
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from autotune.drafters.blocks import DraftBlock
 from autotune.drafters.network import BlocksConfig, BlocksNetwork
+
+BlockName = Literal["initial", "crossing", "second_crossing", "final"]
+SELF_CROSS_SELF: tuple[BlockName, ...] = ("initial", "crossing", "final")
 
 
 class DreamConfig(BlocksConfig):
     """Sizes of a DREAM draft."""
 
     kind: str = "dream"
-    crosses: bool = True
-    """False leaves the middle block out, for an ablation (DREAM, figure 5)."""
+    blocks: tuple[BlockName, ...] = Field(default=SELF_CROSS_SELF, min_length=1)
+    """Blocks in execution order. Others than the three of the paper are for its ablations (DREAM, table 2)."""
     visual_keep: float = Field(default=0.75, gt=0, le=1)
 
 
 class DreamNetwork(BlocksNetwork):
-    """Three blocks; the middle one reads the features."""
+    """Three blocks, of which the second attends to the target's features of all tokens of the prompt."""
 
     config: DreamConfig
 
     def __init__(self, config: DreamConfig) -> None:
         super().__init__(config)
-        self.initial = self.new_block()
-        self.crossing = self.new_block(crosses=True) if config.crosses else None
-        self.final = self.new_block()
+        for name in config.blocks:
+            self.add_module(name, self.new_block(crosses="crossing" in name))
 
     @property
     def blocks(self) -> list[DraftBlock]:
-        return [block for block in (self.initial, self.crossing, self.final) if block is not None]
+        return [getattr(self, name) for name in self.config.blocks]

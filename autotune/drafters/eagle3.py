@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing
 from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.errors import UserError
 
@@ -100,7 +100,13 @@ class Eagle3Network(DraftNetwork):
         return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
 
     def forward(
-        self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH
+        self,
+        stream: Tensor,
+        features: Tensor,
+        factors: Tensor,
+        context: AttentionContext = WITHIN_BATCH,
+        *,
+        crossing: Crossing | None = None,
     ) -> Tensor:
         """The layer's output [batch, n, state size] for embeddings ``stream`` and ``features``."""
         return self.layer(stream, features, factors, context)  # type: ignore[no-any-return]
@@ -130,7 +136,7 @@ class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
         )
         query, key = apply_rotary_pos_emb(query, key, factors[..., 0, :], factors[..., 1, :])
         if (cache := context.caches[0]) is not None:
-            key, value = cache.write(torch.stack([key[0], value[0]], 1), context.begin)
+            key, value = cache.write(torch.stack([key, value], 2), context.begin)
         residual = normed if self.norm_before_residual else features
         stream = residual + attention.o_proj(context.attend(query, key, value).flatten(2))
         return stream + self.mlp(self.post_attention_layernorm(stream))  # type: ignore[no-any-return]

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, DraftBlock, rotation
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
 
 
-class NetworkConfig(Document, kind="draft", made_by="autotune train"):
+def _name_blocks(content: dict[str, Any]) -> None:
+    """Version 1 could only leave out the crossing block."""
+    if content.pop("crosses", True) is False:
+        content["blocks"] = ["initial", "final"]
+
+
+class NetworkConfig(Document, kind="draft", version=2, made_by="autotune train", migrations={1: _name_blocks}):
     """Sizes of a draft network."""
 
     kind: str
@@ -102,9 +108,22 @@ class DraftNetwork(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, stream: Tensor, features: Tensor, factors: Tensor, context: AttentionContext = WITHIN_BATCH
+        self,
+        stream: Tensor,
+        features: Tensor,
+        factors: Tensor,
+        context: AttentionContext = WITHIN_BATCH,
+        *,
+        crossing: Crossing | None = None,
     ) -> Tensor:
-        """States [batch, n, hidden]."""
+        """States [batch, n, hidden], inputs of the target's head.
+
+        Args:
+            stream: output of ``fuse``, [batch, n, hidden].
+            features: output of ``target_features`` or ``own_features`` for each of the n tokens.
+            factors: output of ``factors`` for each of the n tokens.
+            crossing: what blocks that cross attend to; None: the features of the n tokens.
+        """
 
     def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits [..., vocabulary] of states through the target's head."""
@@ -171,14 +190,13 @@ class BlocksNetwork(DraftNetwork):
         factors: Tensor,
         context: AttentionContext = WITHIN_BATCH,
         *,
+        crossing: Crossing | None = None,
         head_masks: Sequence[Tensor] | None = None,
         early: list[Tensor] | None = None,
     ) -> Tensor:
-        """States [batch, n, hidden], inputs of the target's head.
+        """See ``DraftNetwork``.
 
         Args:
-            stream: output of ``fuse``.
-            features: output of ``target_features`` or ``own_features``.
             head_masks: 0 for masked heads, for each block.
             early: receives the stream after the first block, which intermediate distillation aligns.
         """
@@ -189,6 +207,7 @@ class BlocksNetwork(DraftNetwork):
                 factors,
                 context,
                 cache=context.caches[number],
+                crossing=crossing,
                 head_mask=None if head_masks is None else head_masks[number],
             )
             if number == 0 and early is not None:

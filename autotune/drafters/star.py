@@ -50,7 +50,7 @@ class StarNetwork(DreamNetwork):
     def __init__(self, config: StarConfig) -> None:
         super().__init__(config)
         # Running mean of eq. 1 over the training steps in which a head was not masked; subnets keep the highest.
-        self.head_importance = torch.nn.Buffer(torch.zeros(3, config.num_heads))
+        self.head_importance = torch.nn.Buffer(torch.zeros(len(config.blocks), config.num_heads))
 
     def kept_heads(self, shares: Sequence[float]) -> list[Tensor]:
         """Indices of the most important heads of each block, ascending.
@@ -90,7 +90,6 @@ class StarNetwork(DreamNetwork):
             return self
         network = StarNetwork(self.config)
         network.load_state_dict(self.state_dict())
-        network.initial, network.crossing, network.final = (
-            block.sliced(heads) for block, heads in zip(self.blocks, kept, strict=True)
-        )
+        for name, block, heads in zip(self.config.blocks, self.blocks, kept, strict=True):
+            network.add_module(name, block.sliced(heads))
         return network.to(self.norm.weight)

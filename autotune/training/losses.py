@@ -1,6 +1,5 @@
 """Losses of drafts that read the target's features.
 
-Weights: KL 1.0, features SmoothL1 0.2, intermediate distillation SmoothL1 0.2 (DREAM, section 3.2; STAR, section 3.3).
 Inside a tree a draft reads its own states in place of the target's features. Each batch is therefore read twice: with the
 target's features, and with runs of the draft's own states in their place.
 """
@@ -16,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autotune.documents.subnet import Subnet
+from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import BlocksNetwork, PromptRows
 from autotune.drafters.star import HEAD_SHARES, VISUAL_KEEPS, StarNetwork
+from autotune.modeling.graph_runner import KVSlots
 from autotune.training.recipe import Stage
 from autotune.training.teacher import TeacherBatch
 
@@ -38,6 +39,10 @@ class DraftRows:
     positions: Tensor
     """The column of the teacher batch that each row comes from."""
     loss_mask: Tensor
+    all_features: Tensor
+    """The features of every column of the teacher batch, which blocks that cross attend to, [batch, columns, hidden]."""
+    is_pruned: bool
+    """Whether tokens of the teacher batch have no row."""
 
 
 def rows_of(
@@ -52,6 +57,7 @@ def rows_of(
     num_rows = len(batch.lengths)
     before = network.target_features({injection_layer: batch.hidden[injection_layer][:, :-1]})
     features = torch.cat([network.first_feature.expand(num_rows, 1, -1), before], 1)
+    all_features = features
     stream = network.fuse(batch.embeddings, features)
     condensed = []
     for row, length in enumerate(batch.lengths.tolist()):
@@ -72,7 +78,105 @@ def rows_of(
         features=features,
         positions=positions,
         loss_mask=batch.loss_mask.gather(1, positions) & is_row.to(positions.device),
+        all_features=all_features,
+        is_pruned=any(len(rows.positions) < length for rows, length in zip(condensed, batch.lengths, strict=True)),
     )
+
+
+class TwoPasses:
+    """Keys and values of one block in both readings of a batch. The second reading evaluates the loss tokens only; all other
+    tokens are before them and have the keys and values of the first.
+    """
+
+    def __init__(self, columns: Tensor, is_second: Tensor) -> None:
+        """For each column of the first reading [batch, n]: the token of the second with its keys and values, and whether
+        there is one.
+        """
+        self._columns = columns[:, None, None, :, None]
+        self._is_second = is_second[:, None, None, :, None]
+        self._first: Tensor | None = None
+
+    def write(self, keys_values: Tensor, begin: int | KVSlots) -> tuple[Tensor, Tensor]:
+        """See ``KeysValues``."""
+        if self._first is None:
+            merged = self._first = keys_values
+        else:
+            shape = *keys_values.shape[:3], self._columns.shape[3], keys_values.shape[4]
+            merged = torch.where(self._is_second, keys_values.gather(3, self._columns.expand(shape)), self._first)
+        keys, values = merged.unbind(2)
+        return keys, values
+
+
+class TwoReadings:
+    """Reads a batch of rows with the target's features, then its loss tokens again with some of the draft's own states."""
+
+    def __init__(self, network: BlocksNetwork, rows: DraftRows, head_masks: Sequence[Tensor] | None) -> None:
+        self.network, self.rows, self.head_masks = network, rows, head_masks
+        first = rows.loss_mask.byte().argmax(1, keepdim=True)  # the loss tokens of a row are consecutive
+        self._first, count = first, int(rows.loss_mask.sum(1).max())
+        offsets = torch.arange(count, device=first.device)
+        self.again = (first + offsets).clamp(max=rows.positions.shape[1] - 1)
+        """The rows that are read again, [batch, most loss tokens]."""
+        self.is_again = offsets < rows.loss_mask.sum(1, keepdim=True)
+        """False in the padding of ``again``."""
+        columns = torch.arange(rows.positions.shape[1], device=first.device)
+        self._caches = [self._cache(columns, first) for _ in network.blocks]
+        self._factors = network.factors(rows.positions)
+        self._all_columns = torch.arange(rows.all_features.shape[1], device=first.device)
+        if rows.is_pruned:
+            first_column = rows.positions.gather(1, first)
+            for number, block in enumerate(network.blocks):
+                if block.crosses:
+                    self._caches[number] = self._cache(self._all_columns, first_column)
+
+    def _cache(self, columns: Tensor, first: Tensor) -> TwoPasses:
+        offsets = columns - first
+        last = (self.is_again.sum(1, keepdim=True) - 1).clamp(min=0)
+        return TwoPasses(
+            torch.minimum(offsets.clamp(min=0), last), (offsets >= 0) & (offsets <= last) & self.is_again[:, :1]
+        )
+
+    def with_target_features(self, early: list[Tensor]) -> Tensor:
+        """States of all rows [batch, n, hidden]; see ``BlocksNetwork.forward``."""
+        rows, network = self.rows, self.network
+        crossing = None
+        if rows.is_pruned:
+            crossing = Crossing(
+                mask=(self._all_columns <= rows.positions[:, :, None])[:, None],
+                features=rows.all_features,
+                factors=network.factors(self._all_columns)[None],
+            )
+        context = AttentionContext(caches=self._caches)
+        return network(
+            rows.stream,
+            rows.features,
+            self._factors,
+            context,
+            crossing=crossing,
+            head_masks=self.head_masks,
+            early=early,
+        )
+
+    def with_own_features(self, states: Tensor, is_own: Tensor) -> Tensor:
+        """States [batch, most loss tokens, hidden] of the rows ``again``. Where ``is_own`` [batch, n], they read the state of
+        the row before in ``states``.
+        """
+        rows, network = self.rows, self.network
+
+        def select(values: Tensor) -> Tensor:
+            return values.gather(1, self.again[..., None].expand(-1, -1, values.shape[2]))
+
+        own = network.own_features(select(torch.cat([states[:, :1], states[:, :-1]], 1)))
+        reads_own = is_own.gather(1, self.again).unsqueeze(-1)
+        features = torch.where(reads_own, own, select(rows.features))
+        stream = torch.where(reads_own, network.fuse(select(rows.embeddings), own), select(rows.stream))
+        columns = torch.arange(rows.positions.shape[1], device=self.again.device)
+        context = AttentionContext((columns <= self.again[:, :, None])[:, None], self._caches)
+        positions = rows.positions.gather(1, self.again)
+        crossing = Crossing((self._all_columns <= positions[:, :, None])[:, None]) if rows.is_pruned else None
+        return network(
+            stream, features, network.factors(positions), context, crossing=crossing, head_masks=self.head_masks
+        )
 
 
 def own_feature_mask(rows: DraftRows, generator: torch.Generator) -> Tensor:
@@ -114,28 +218,25 @@ def drafting_loss(
     layer = subnet.injection_layer or network.config.num_target_layers
     noise = generator if network.training else None
     rows = rows_of(network, batch, visual_keep=subnet.visual_keep, injection_layer=layer, generator=noise)
-    factors = network.factors(rows.positions)
     target_states = batch.hidden[network.config.num_target_layers][batch.loss_mask]
     teacher_logprobs = batch.head(target_states).float().log_softmax(-1)
     early: list[Tensor] = []
     is_own = own_feature_mask(rows, generator)
-    is_scored = torch.ones_like(target_states[:, 0], dtype=torch.bool), is_own[rows.loss_mask]
-    states = network(rows.stream, rows.features, factors, head_masks=head_masks, early=early)
+    readings = TwoReadings(network, rows, head_masks)
+    states = readings.with_target_features(early)
+    own_states = readings.with_own_features(states, is_own)
     losses, figures = [], {}
-    for number in range(2):
-        if number == 1:
-            own = network.own_features(torch.cat([states[:, :1], states[:, :-1]], 1))
-            features = torch.where(is_own.unsqueeze(-1), own, rows.features)
-            stream = torch.where(is_own.unsqueeze(-1), network.fuse(rows.embeddings, own), rows.stream)
-            states = network(stream, features, factors, head_masks=head_masks)
-        draft_states = states[rows.loss_mask]
+    for name, draft_states, is_scored in (
+        ("agreement", states[rows.loss_mask], None),
+        ("own_agreement", own_states[readings.is_again], is_own[rows.loss_mask]),
+    ):
         logits = batch.head(draft_states).float().log_softmax(-1)
         losses.append(
             stage.logit_weight * functional.kl_div(logits, teacher_logprobs, reduction="batchmean", log_target=True)
             + stage.feature_weight * functional.smooth_l1_loss(draft_states.float(), target_states.float())
         )
-        agrees = logits.argmax(-1) == teacher_logprobs.argmax(-1)
-        figures["agreement" if number == 0 else "own_agreement"] = agrees[is_scored[number]].float().mean().item()
+        agrees = (logits.argmax(-1) == teacher_logprobs.argmax(-1)).float()
+        figures[name] = (agrees if is_scored is None else agrees[is_scored]).mean().item()
     loss = torch.stack(losses).mean()
     if stage.distillation != "none":
         source = batch.distilled_layer(stage.distillation)

@@ -35,6 +35,10 @@ class Stage(Document):
     learning_rate: float = Field(gt=0)
     warmup_steps: int = Field(default=50, ge=0)
     weight_decay: float = Field(default=0.05, ge=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Decay rates of AdamW's moments."""
+    gradient_clip: float = Field(default=1.0, gt=0)
+    """Highest norm of the gradient of all parameters."""
     grounding_weight: float = Field(default=0.0, ge=0)
     min_visual_keep: float = Field(default=1.0, gt=0, le=1)
     """Distillation: half of the steps drop visual tokens at random, down to this share, so that the draft tolerates pruning."""
@@ -49,8 +53,8 @@ class Stage(Document):
     feature_weight: float = Field(default=0.2, ge=0)
     """Drafting: weight of the SmoothL1 loss between the draft's states and the target's last features."""
     distillation: DistillationRule = "none"
-    """Drafting: the target layer that the first block imitates: the one of least attention entropy (DREAM, section 3.2), or
-    of least entropy plus change of entropy (STAR, section 3.2).
+    """Drafting: the target layer that the first block imitates: the one of least attention entropy (DREAM, section 3.2), the
+    one of least entropy plus change of entropy (STAR, section 3.2), or always the layer of this number (from 1).
     """
     distillation_weight: float = Field(default=0.2, ge=0)
 

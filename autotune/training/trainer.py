@@ -124,7 +124,7 @@ class Trainer:
     def _run_stage(self, number: int, first_step: int) -> None:
         stage, module = self.recipe.stages[number], self.task.module
         parameters = self.task.begin(stage, number)
-        optimizer = torch.optim.AdamW(parameters, weight_decay=stage.weight_decay, betas=(0.9, 0.98), fused=True)
+        optimizer = torch.optim.AdamW(parameters, weight_decay=stage.weight_decay, betas=stage.betas, fused=True)
         if first_step > 0:
             self.checkpoint.load_optimizer(module, optimizer)
         module.train()
@@ -161,7 +161,7 @@ class Trainer:
         loss.backward()
         average_gradients(parameters, self.accelerator)
         self.task.after_backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        nn.utils.clip_grad_norm_(parameters, stage.gradient_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return metrics

@@ -1,0 +1,89 @@
+"""The two readings of a batch, against readings of whole texts in which a mask hides the pruned tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from autotune.drafters.blocks import AttentionContext, Crossing
+from autotune.drafters.checkpoint import new_network
+from autotune.drafters.network import BlocksNetwork
+from autotune.modeling.target import Target
+from autotune.training.losses import TwoReadings, own_feature_mask, rows_of
+from autotune.training.teacher import Example, Teacher
+from tests.tiny_models import Inputs, Pair
+
+SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
+LAST = 4
+
+
+@pytest.fixture(scope="module")
+def target(pair: Pair) -> Target:
+    return Target(pair.target)
+
+
+@pytest.fixture(scope="module")
+def examples(target: Target, prompts: dict[str, Inputs]) -> list[Example]:
+    """Three examples of different lengths; one is text only, and the answers have 5, 7 and 9 tokens."""
+    with torch.no_grad():
+        encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
+    return [Example(prompt, len(prompt) - 6 - 2 * number) for number, prompt in enumerate(encoded)]
+
+
+def read_whole_text(network: BlocksNetwork, stream: Tensor, features: Tensor, is_kept: Tensor) -> Tensor:
+    """States of all tokens of one text: pruned tokens are hidden from self-attention, and their features are not."""
+    causal = torch.ones(len(stream), len(stream), dtype=torch.bool).tril()
+    visible = causal & (is_kept | torch.eye(len(stream), dtype=torch.bool))
+    factors = network.factors(torch.arange(len(stream)))[None]
+    context = AttentionContext(visible[None, None])
+    (states,) = network(stream[None], features[None], factors, context, crossing=Crossing(causal[None, None]))
+    return states
+
+
+@pytest.mark.parametrize("visual_keep", [1.0, 0.25])
+@pytest.mark.parametrize("kind", ["dream", "star", "specvlm"])
+def test_pruned_and_padded_readings_equal_readings_of_whole_texts(
+    target: Target, examples: list[Example], kind: str, visual_keep: float
+) -> None:
+    torch.manual_seed(3)
+    sizes = {"compression": {"gate": "none"}} if kind == "specvlm" else {}
+    network = new_network(kind, {**SIZES, **sizes}, target, source="test")
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=1.0 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
+    batch = Teacher(target).read(examples, layers=())
+    with torch.no_grad():
+        rows = rows_of(network, batch, visual_keep=visual_keep, injection_layer=LAST)
+        is_own = own_feature_mask(rows, torch.Generator().manual_seed(1))
+        readings = TwoReadings(network, rows, None)
+        states = readings.with_target_features([])
+        again = readings.with_own_features(states, is_own)
+        for row, length in enumerate(batch.lengths.tolist()):
+            num_rows = length - (12 if visual_keep < 1 and batch.is_visual[row].any() else 0)
+            kept = rows.positions[row, :num_rows]
+            is_kept = torch.zeros(length, dtype=torch.bool).scatter(0, kept, True)
+            features, embeddings = rows.all_features[row, :length], batch.embeddings[row, :length]
+            expected = read_whole_text(network, network.fuse(embeddings, features), features, is_kept)
+            torch.testing.assert_close(states[row, :num_rows], expected[kept])
+            own = network.own_features(torch.cat([expected[:1], expected[:-1]]))
+            reads_own = torch.zeros(length, dtype=torch.bool).scatter(0, kept, is_own[row, :num_rows])[:, None]
+            assert reads_own.any()
+            features = torch.where(reads_own, own, features)
+            expected = read_whole_text(network, network.fuse(embeddings, features), features, is_kept)
+            answer = batch.loss_mask[row, :length].nonzero()[:, 0]
+            torch.testing.assert_close(again[row, readings.is_again[row]], expected[answer])
+
+
+def test_a_crossing_block_reads_features_of_pruned_tokens(target: Target, examples: list[Example]) -> None:
+    """DREAM, section 3.1; STAR, section 3.1: only the draft's own stream is pruned."""
+    network = new_network("dream", SIZES, target, source="test")
+    batch = Teacher(target).read(examples, layers=())
+    rows = rows_of(network, batch, visual_keep=0.25, injection_layer=LAST)
+    features = rows.all_features.detach().requires_grad_()
+    states = TwoReadings(network, replace(rows, all_features=features), None).with_target_features([])
+    states[rows.loss_mask].pow(3).sum().backward()
+    assert features.grad is not None
+    is_read = features.grad.abs().sum(-1) > 0
+    assert rows.is_pruned and is_read[batch.is_visual].all(), "every visual token, pruned or not, reaches the answer"
