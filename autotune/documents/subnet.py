@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from typing import Literal
+
 from pydantic import Field
 
 from autotune.files import Document
 
+VisualRanking = Literal["text_after_image", "all_queries", "last_query", "even", "random"]
+"""How the visual tokens that a draft reads are chosen: by the attention that they receive in the target's last layer, from
+the text after the image, from all tokens (STAR, eq. 2), or from the last token of the prompt; evenly spaced; or at random.
+"""
+Operator = Literal["prune", "pool", "convolve", "resample", "text_only"]
+"""An operator of SpecVLM's compressor (section 3.4)."""
+
 
 class Subnet(Document):
-    """A choice of attention heads (supernets: ``star``), injection layer (drafts that read the target's features) and visual
-    tokens (every draft).
+    """A choice of attention heads (supernets: ``star``), injection layer (drafts that read the target's features), visual
+    tokens (every draft) and the operator that compresses them (``specvlm``).
     """
 
     heads: float | tuple[float, float, float] | None = None
     """Share of heads kept, for all three blocks or for each; None for all heads."""
     visual_keep: float = Field(default=1.0, gt=0, le=1)
+    visual_ranking: VisualRanking = "text_after_image"
     injection_layer: int | None = None
     """Index of the target's layer; None for the draft's default, its last."""
+    operator: Operator | None = None
+    """None for the choice of the draft's gate."""
+    operator_ratio: int | None = Field(default=None, ge=1)
+    """Visual tokens for each row that ``prune`` or ``pool`` leaves; None for the ratio of the training."""
 
     @property
     def head_shares(self) -> tuple[float, float, float]:
@@ -26,7 +41,7 @@ class Subnet(Document):
     @property
     def name(self) -> str:
         """Name in file names: ``heads-0.5-layer-9-keep-0.1``, without the draft's defaults."""
-        return self.label.replace("=", "-").replace(" ", "-").replace("/", "-")
+        return re.sub("[= /:]", "-", self.label)
 
     @property
     def label(self) -> str:
@@ -34,4 +49,7 @@ class Subnet(Document):
         shares = self.heads if isinstance(self.heads, tuple) else () if self.heads is None else (self.heads,)
         heads = ["heads=" + "/".join(f"{share:g}" for share in shares)] if shares else []
         layer = [] if self.injection_layer is None else [f"layer={self.injection_layer}"]
-        return " ".join([*heads, *layer, f"keep={self.visual_keep:g}"])
+        ranking = [] if self.visual_ranking == "text_after_image" else [f"ranking={self.visual_ranking}"]
+        ratio = "" if self.operator_ratio is None else f":{self.operator_ratio}"
+        operator = [] if self.operator is None else [f"operator={self.operator}{ratio}"]
+        return " ".join([*heads, *layer, f"keep={self.visual_keep:g}", *ranking, *operator])
