@@ -21,7 +21,7 @@ class DreamConfig(BlocksConfig):
     """Sizes of a DREAM draft."""
 
     kind: str = "dream"
-    blocks: tuple[BlockName, ...] = Field(default=SELF_CROSS_SELF, min_length=1)
+    blocks: tuple[BlockName, ...] = Field(default=SELF_CROSS_SELF, min_length=1, strict=False)
     """Blocks in execution order. Others than the three of the paper are for its ablations (DREAM, table 2)."""
     visual_keep: float = Field(default=0.75, gt=0, le=1)
 
