@@ -1,11 +1,13 @@
 """Writes the cards of trained drafts: tokens per round on held-out prompts, by task and by depth, and how each was trained.
 
     python benchmarks/draft_cards.py measure drafts/digits/star [--heads 0.5] [--injection-layer 9] [--visual-keep 0.1]
-    python benchmarks/draft_cards.py measure WITHOUT_IT --card drafts/digits/dream --label "without cross-attention"
+    autotune train drafts/digits/dream/ablations/without-final.yaml --output FOLDER
+    python benchmarks/draft_cards.py measure FOLDER --card drafts/digits/dream --label without-final
     python benchmarks/draft_cards.py write drafts/digits/star
 
 ``measure`` adds rows to the card's ``acceptance.jsonl``, one for each value of each option, and skips rows that exist for
-the same weights; a row takes about a minute. ``write`` writes ``README.md`` in a second.
+the same weights; a row takes about a minute. ``write`` writes ``README.md`` in a second. Rows whose label is the name of a
+recipe in the draft's ``ablations`` are compared with its ``baseline``, and with the paper's ablation.
 """
 
 from __future__ import annotations
@@ -29,6 +31,22 @@ from autotune.workloads.workload import load_workload
 
 TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
 ROWS = "acceptance.jsonl"
+BASELINE = "baseline"
+PUBLISHED: dict[str, dict[str, tuple[float, float, float]]] = {
+    # Accepted length on MMT-Bench, SEED-Bench and ScienceQA relative to the full design (DREAM, table 2).
+    "dream": {
+        "without-initial": (0.59, 0.58, 0.61),
+        "without-crossing": (0.44, 0.41, 0.32),
+        "without-final": (0.63, 0.65, 0.71),
+        "two-crossings": (1.09, 1.13, 1.10),
+    }
+}
+PAPERS_ABLATION = {
+    "dream": (
+        "In table 2 of DREAM, the accepted length drops most without the cross-attention block, and grows with a second one. In "
+        "figure 4a, the layer of least entropy gives the highest speedup, and 75 % is the best of the static layers."
+    )
+}
 
 
 def measured(decoder: Decoder, recorder: Recorder, num_prompts: int) -> dict[str, Any]:
@@ -114,6 +132,36 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
     return lines
 
 
+def ablation_section(draft: Path, kind: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Lines that compare the drafts trained from the recipes in ``ablations`` with their baseline; empty without one.
+
+    The last row measured of each recipe counts.
+    """
+    recipes = {path.stem: read_yaml(path) for path in sorted((draft / "ablations").glob("*.yaml"))}
+    measured = {row["label"]: row for row in rows if row["label"] in recipes}
+    if BASELINE not in measured:
+        return []
+    full = measured[BASELINE]["tokens_per_round"]
+    names = [BASELINE, *(name for name in recipes if name in measured and name != BASELINE)]
+    num_steps = sorted({sum(stage["steps"] for stage in recipes[name]["stages"]) for name in names})
+    lines = [
+        "",
+        "## Ablations",
+        "",
+        f"Drafts trained for {' or '.join(f'{steps:,}' for steps in num_steps)} steps by the recipes in [`ablations`](ablations), on "
+        f"{measured[BASELINE]['prompts']} held-out prompts. {PAPERS_ABLATION.get(kind, '')}".rstrip(),
+        "",
+        "| recipe | difference | M | M / baseline | paper |",
+        "|---|---|---|---|---|",
+    ]
+    for name in names:
+        tokens, published = measured[name]["tokens_per_round"], PUBLISHED.get(kind, {}).get(name)
+        paper = "-" if published is None else f"{min(published):.2f} to {max(published):.2f}"
+        difference = recipes[name]["name"].partition(", ")[2]
+        lines.append(f"| `{name}` | {difference} | {tokens:.2f} | {tokens / full:.2f} | {paper} |")
+    return lines
+
+
 @main.command()
 @click.argument("draft", type=click.Path(path_type=Path, exists=True))
 def write(draft: Path) -> None:
@@ -180,8 +228,9 @@ def write(draft: Path) -> None:
         if values:
             values = sorted([*values, (full_value[key], full)], key=lambda item: -item[0])
             lines += ["", f"## {title}", "", *table([row for _, row in values], [f"{value:g}" for value, _ in values])]
-    others = [row for row in rows if row["label"]]
-    if others:
+    if section := ablation_section(draft, kind, rows):
+        lines += section
+    elif others := [row for row in rows if row["label"]]:
         lines += ["", "## Ablations", "", *table(others, [row["label"] for row in others])]
     if notes:
         lines += ["", "## Notes", notes.rstrip()]
