@@ -15,7 +15,7 @@ from autotune.cli import options
 @click.option(
     "--against",
     default=None,
-    show_default="all lossless arms that can run",
+    show_default="plain decoding, Hugging Face, prompt lookup and one published default a paper, where they can run",
     help="Arms, separated by commas: ar, hf, hf-assisted, prompt_lookup, or the name of a published configuration.",
 )
 @options.num_prompts(32)

@@ -9,7 +9,11 @@ from autotune.errors import UserError, nearest
 from autotune.files import read_json
 
 # The arms of autotune bench; a test compares them with those of evaluation/bench.py.
-ARMS = ("ar", "hf", "hf-assisted", "prompt_lookup", "chain", "star", "eagle2", "dream", "sage", "wetap", "wetap-lossy")
+ARMS = (
+    *("ar", "hf", "hf-assisted", "prompt_lookup"),
+    *("chain", "star", "eagle2", "eagle2-release", "specvlm", "dream", "dream-release", "sage", "sage-video", "wetap"),
+    *("wetap-fixed-width", "wetap-probability", "wetap-lossy"),
+)
 
 
 def require_profile(path: Path) -> None:

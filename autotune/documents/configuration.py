@@ -1,4 +1,4 @@
-"""Configurations of draft, subnet and tree policy, and the published defaults."""
+"""Configurations of draft, subnet and tree policy."""
 
 from __future__ import annotations
 
@@ -50,19 +50,6 @@ class Configuration(Document):
     def label(self) -> str:
         """Draft, tree and subnet on one line."""
         return " ".join([*([] if self.draft is None else [self.draft]), self.tree_label, self.subnet.label])
-
-
-# Defaults of serving engines and papers. Every search compares its winner with them.
-PUBLISHED_DEFAULTS: dict[str, Configuration] = {
-    "chain": Configuration(tree={"policy": "chain", "depth": 5}),
-    "star": Configuration(tree={"policy": "chain", "depth": 6}),
-    "eagle2": Configuration(tree={"policy": "eagle2"}),
-    "dream": Configuration(
-        tree={"policy": "eagle2", "depth": 6, "k": 4, "budget": 32}, subnet=Subnet(visual_keep=0.75)
-    ),
-    "sage": Configuration(tree={"policy": "sage"}, subnet=Subnet(visual_keep=0.2)),
-    "wetap": Configuration(tree={"policy": "wetap"}),
-}
 
 
 def configuration_of(point: OperatingPoint) -> Configuration | None:

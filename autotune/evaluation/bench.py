@@ -14,9 +14,9 @@ import torch
 
 from autotune.console import Console
 from autotune.device import fingerprint
-from autotune.documents.configuration import PUBLISHED_DEFAULTS
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.provenance import stamp
+from autotune.documents.published_defaults import COMPARED_DEFAULTS, NAMED
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
@@ -26,26 +26,21 @@ from autotune.evaluation.summary import Summary, summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
 from autotune.trees.acceptance_counts import AcceptanceCounts
-from autotune.trees.verification import WetapVerification
 from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-# WETAP with its own acceptance rule, as in the paper: the output is not the target's.
-LOSSY = "wetap-lossy"
-TREES = {
-    **PUBLISHED_DEFAULTS,
-    LOSSY: PUBLISHED_DEFAULTS["wetap"].model_copy(update={"verification": WetapVerification()}),
-}
 ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
     AR: lambda runner: runner.plain,
     HF: lambda runner: HuggingFaceArm(HF, runner.decoder.target_model),
     HF_ASSISTED: lambda runner: HuggingFaceArm(HF_ASSISTED, runner.decoder.target_model, assistant_of(runner)),
     PROMPT_LOOKUP: ArmRunner.prompt_lookup_arm,
-    **{name: partial(ArmRunner.arm, name=name, configuration=tree) for name, tree in TREES.items()},
+    **{name: partial(ArmRunner.arm, name=name, configuration=tree) for name, tree in NAMED.items()},
 }
 """Arms that a profile can be compared with."""
+COMPARED = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS)
+"""The arms that a profile is compared with unasked: all of them keep the target's own output."""
 
 
 def run_bench(
@@ -54,7 +49,7 @@ def run_bench(
     """Measure the arms and print tables; returns the figures as JSON.
 
     Args:
-        against: names in ``ARMS``; None compares with every arm that can run and keeps the target's own output.
+        against: names in ``ARMS``; None compares with those of ``COMPARED`` that can run.
 
     Raises:
         UserError: an arm does not exist, or the profile or workload cannot be read.
@@ -64,16 +59,17 @@ def run_bench(
             raise UserError(f"--against {name}: no such arm; {nearest(name, ARMS)}")
     prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
     decoder = load(profile, device=device)
-    if decoder.draft is None and any(name in TREES for name in against or ()):
+    if decoder.draft is None and any(name in NAMED for name in against or ()):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
             f"bench it --against {AR},{HF},{PROMPT_LOOKUP}"
         )
     assert decoder.profile is not None
     points = decoder.profile.points
-    is_lossy = LOSSY in (against or ()) or not all(point.lossless for point in points)
+    lossy = [name for name in against or () if name in NAMED and not NAMED[name].verification.is_lossless]
+    is_lossy = bool(lossy) or not all(point.lossless for point in points)
     runner = ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy)
-    names = [name for name in ARMS if name != LOSSY] if against is None else against
+    names = COMPARED if against is None else against
     chosen = choose_arms([AR, *names], runner, prompts)
     arms = [*chosen.arms, DecoderArm(TUNED, decoder)] if decoder.draft is not None else chosen.arms
     for name, reason in chosen.unavailable.items():
@@ -132,7 +128,7 @@ def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> C
     """The arms of these names that can run, each once, in this order."""
     chosen = ChosenArms()
     for name in dict.fromkeys(names):
-        if runner.decoder.draft is None and (name in TREES or name == HF_ASSISTED):
+        if runner.decoder.draft is None and (name in NAMED or name == HF_ASSISTED):
             chosen.unavailable[name] = "the profile decodes without a draft"
             continue
         if name == HF_ASSISTED:

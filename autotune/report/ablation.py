@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration
+from autotune.documents.configuration import Configuration
+from autotune.documents.published_defaults import COMPARED_DEFAULTS, PUBLISHED_DEFAULTS
 from autotune.report.sources import Sources
 from autotune.search.evaluator import Candidate
 from autotune.study.records import ScreenedSubnet
@@ -99,13 +100,13 @@ def ablations(sources: Sources) -> list[Ablation]:
 
 
 def _published_trees(sources: Sources) -> dict[str, float]:
-    """Predicted ms per token of each published default tree with the best surviving subnet; only trees that the traces
+    """Predicted ms per token of each compared default tree with the best surviving subnet; only trees that the traces
     cover.
     """
     if (evaluator := sources.evaluator) is None:
         return {}
     found: dict[str, float] = {}
-    for name, default in PUBLISHED_DEFAULTS.items():
+    for name, default in COMPARED_DEFAULTS.items():
         configurations = [Configuration(tree=default.tree, draft=d, subnet=s) for d, s in evaluator.traces]
         times = [evaluator.evaluate(c).ms_per_token for c in configurations if evaluator.can_replay(c)]
         if times:

@@ -13,7 +13,7 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.condition import Condition
-from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration, configuration_of
+from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import (
     AR,
     TUNED,
@@ -28,6 +28,7 @@ from autotune.documents.decoding_profile import (
 )
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
+from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import Arm, DecoderArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run, prompt_evidence
@@ -51,7 +52,7 @@ FINALISTS_SHARE = 0.3  # of the time left
 NUM_POINT_CANDIDATES = 200  # fastest configurations over all prompts, beside the fastest of each task
 POINT_PROMPTS = 4  # of an operating point between two interim analyses
 MIN_EVALUATED_PROMPTS = 16  # even past the deadline
-NUM_DEFAULTS_PROMPTS = 6  # decoded by all published defaults; only the fastest default decodes the others
+NUM_DEFAULTS_PROMPTS = 6  # decoded by all compared defaults; only the fastest default decodes the others
 
 
 @dataclass
@@ -256,12 +257,12 @@ class ProfileSelection:
         return {name: [*own, *more.get(name, ())] for name, own in runs.items()}
 
     def _published_defaults(self) -> dict[str, Configuration]:
-        """The published defaults, each with a draft of its paper's kind where there is one."""
+        """The published defaults to compare with, each with a draft of its paper's kind where there is one."""
         by_kind = {self.model_pool.kind(draft): draft for draft in reversed(self.model_pool.references)}
         first = next(iter(self.model_pool.references))
         return {
             name: default.model_copy(update={"draft": by_kind.get(name, by_kind.get("independent", first))})
-            for name, default in PUBLISHED_DEFAULTS.items()
+            for name, default in COMPARED_DEFAULTS.items()
         }
 
     # -------------------------------------------------------------------------------------------------------- profile

@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from autotune.documents.configuration import PUBLISHED_DEFAULTS
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.modeling.loading import reference
 from tests.cli.processes import run_command, start_command
 from tests.sample_documents import decoding_profile, write_image, write_workload
@@ -113,7 +113,7 @@ def assert_complete(path: Path) -> None:
     measured = profile.point.measured
     assert measured is not None and profile.point.predicted is not None
     assert measured.num_prompts == len(profile.evidence.prompts) == 3
-    assert [arm.name for arm in profile.evidence.compared] == ["ar", *PUBLISHED_DEFAULTS, "tuned"]
+    assert [arm.name for arm in profile.evidence.compared] == ["ar", *COMPARED_DEFAULTS, "tuned"]
     assert profile.evidence.configurations_replayed >= 6
 
 

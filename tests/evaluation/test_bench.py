@@ -14,8 +14,8 @@ from pandas import DataFrame
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
-from autotune.documents.configuration import PUBLISHED_DEFAULTS
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.errors import UserError
 from autotune.evaluation import arms
@@ -74,7 +74,7 @@ def test_by_default_every_arm_runs(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run_in(world, "tree.json", None, monkeypatch)
-    names = [AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *PUBLISHED_DEFAULTS, TUNED]
+    names = [AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS, TUNED]
     assert [arm["name"] for arm in result["arms"]] == list(result["runs"]) == names
     assert result["unavailable"] == {} and result["notes"] == {HF_ASSISTED: BLIND}
     for arm in result["arms"]:
@@ -96,7 +96,7 @@ def test_a_profile_without_a_draft_is_compared_with_arms_without_one(
     result = run_in(world, "plain.json", None, monkeypatch, num_prompts=1)
     assert [arm["name"] for arm in result["arms"]] == [AR, HF, PROMPT_LOOKUP]
     reason = "the profile decodes without a draft"
-    assert result["unavailable"] == dict.fromkeys([HF_ASSISTED, *PUBLISHED_DEFAULTS], reason)
+    assert result["unavailable"] == dict.fromkeys([HF_ASSISTED, *COMPARED_DEFAULTS], reason)
     assert f"chain is left out: {reason}\n" in capsys.readouterr().err
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.replay import plain_decode_ms
-from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration, configuration_of
+from autotune.documents.configuration import Configuration, configuration_of
+from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.report.ablation import SCREENING, TREES, ablations, cumulative_ablation, policies
 from autotune.report.acceptance import acceptance, evidence_runs

@@ -9,7 +9,8 @@ import pytest
 
 from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.cost.profiler import kv_lengths_for
-from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration
+from autotune.documents.configuration import Configuration
+from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.search import evaluator as evaluator_module

@@ -11,7 +11,8 @@ import optuna
 import pytest
 import yaml
 
-from autotune.documents.configuration import PUBLISHED_DEFAULTS, Configuration
+from autotune.documents.configuration import Configuration
+from autotune.documents.published_defaults import ABLATIONS, COMPARED_DEFAULTS, DEFAULTS, NAMED, PUBLISHED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import data_root
@@ -56,11 +57,23 @@ def test_shipped_spaces_contain_valid_policies() -> None:
 
 
 def test_published_defaults_are_configurations() -> None:
-    """They have their policies' names, except for two papers that use the policies of others."""
-    borrowed = {"star": "chain", "dream": "eagle2"}
+    """They begin with their policies' names, except for three papers that use the policies of others."""
+    borrowed = {"star": "chain", "dream": "eagle2", "specvlm": "eagle2"}
     for name, default in PUBLISHED_DEFAULTS.items():
-        assert parse_policy(default.tree).policy == borrowed.get(name, name) and 0 < default.visual_keep <= 1
-    assert set(PUBLISHED_DEFAULTS) == {"chain", "star", "eagle2", "dream", "sage", "wetap"}
+        paper = name.partition("-")[0]
+        assert parse_policy(default.tree).policy == borrowed.get(paper, paper) and 0 < default.visual_keep <= 1
+
+
+def test_one_default_of_each_paper_is_compared_unasked() -> None:
+    """The others can be named; the releases of EAGLE-2 and DREAM draft a level more and verify a node less."""
+    assert set(COMPARED_DEFAULTS) == {"chain", "star", "eagle2", "dream", "sage", "wetap"}
+    assert all(default.verification.is_lossless for default in PUBLISHED_DEFAULTS.values())
+    assert set(DEFAULTS) | set(ABLATIONS) == set(NAMED) and not set(DEFAULTS) & set(ABLATIONS)
+    for found in {**DEFAULTS, **ABLATIONS}.values():
+        assert any(word in found.source for word in ("section", "table", "settings", "documentation", "code"))
+    for name, levels, budget, settings in [("eagle2", 8, 59, (7, 60)), ("dream", 7, 31, (6, 32))]:
+        release = PUBLISHED_DEFAULTS[f"{name}-release"].tree
+        assert (release["depth"], release["budget"]) == (levels, budget) == (settings[0] + 1, settings[1] - 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
