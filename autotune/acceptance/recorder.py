@@ -308,8 +308,10 @@ class _ForestGrower:
             )
             is_pinned = is_following.copy()
             is_pinned[is_best, 0] = True
-            mass_before = np.cumsum(np.exp(logprobs), axis=1) - np.exp(logprobs)
-            in_nucleus = is_nucleus[:, None] & (mass_before < bounds.nucleus + 1e-4) & (level < bounds.nucleus_depth)
+            mass = np.cumsum(np.exp(logprobs), axis=1)
+            mass_before = mass - np.exp(logprobs)
+            limit = bounds.nucleus * (mass[:, -1:] if bounds.is_renormalised else 1.0) + 1e-4
+            in_nucleus = is_nucleus[:, None] & (mass_before < limit) & (level < bounds.nucleus_depth)
             row, rank = choose_expanded(
                 root,
                 path_logprob[:, None] + logprobs,

@@ -18,7 +18,7 @@ from autotune.trees import fallback as fallbacks
 from autotune.trees import policy as policies
 from autotune.trees.compilation import compiled
 from autotune.trees.fallback import NO_FALLBACK, RoundPrice
-from autotune.trees.limits import Floats, Ints
+from autotune.trees.limits import MAX_LEVEL_STEP, Floats, Ints
 from autotune.trees.policy import Policy
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, new_tree, new_workspace, plant
 from autotune.trees.verification import find_child
@@ -163,6 +163,17 @@ def _price(table: Floats, tokens: int, kv_length: int, kv_step: int) -> float:
 
 
 @compiled
+def _level_price(table: Floats, tokens: int, kv_length: int, kv_step: int) -> float:
+    """A level wider than ``MAX_LEVEL_STEP`` takes several forward passes."""
+    ms = 0.0
+    while tokens > MAX_LEVEL_STEP:
+        ms += _price(table, MAX_LEVEL_STEP, kv_length, kv_step)
+        tokens -= MAX_LEVEL_STEP
+        kv_length += MAX_LEVEL_STEP
+    return ms + _price(table, tokens, kv_length, kv_step)
+
+
+@compiled
 def _replay_prompts(
     kind: int,
     params: Floats,
@@ -225,7 +236,7 @@ def _replay_prompts(
                 num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
                 if num_frontier == 0:
                     break
-                times[p, _DRAFT_MS] += _price(draft_ms, num_frontier, draft_length + num_read, kv_step)
+                times[p, _DRAFT_MS] += _level_price(draft_ms, num_frontier, draft_length + num_read, kv_step)
                 num_read += num_frontier
             policies.prune(kind, params, tree, work)
             # Verify.

@@ -107,6 +107,9 @@ def _load(profile: str, device: str) -> Any:
             with open(profile, encoding="utf-8") as file:
                 content = {FORMER_KEYS.get(key, key): value for key, value in json.load(file).items()}
             content["schema"] = "autotune.decoding-profile/1"
+            for point in content["points"]:
+                if (point["tree"] or {}).get("nucleus") == "all":  # the rule of versions that have no such key
+                    del point["tree"]["nucleus"]
             content["runner"] = FORMER_MODES.get(content.get("runner", "eager"), content.get("runner", "eager"))
             former = f"{profile}.former.json"
             with open(former, "w", encoding="utf-8") as file:

@@ -18,6 +18,11 @@ from autotune.cli import options
     show_default="plain decoding, Hugging Face, prompt lookup and one published default a paper, where they can run",
     help="Arms, separated by commas: ar, hf, hf-assisted, prompt_lookup, or the name of a published configuration.",
 )
+@click.option(
+    "--lossy-sweep",
+    is_flag=True,
+    help="Measure WETAP's lossy acceptance at several thresholds: tokens per round, perplexity and agreement.",
+)
 @options.num_prompts(32)
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
 @options.device
@@ -27,6 +32,7 @@ def command(
     profile: Path,
     workload: str,
     against: str | None,
+    lossy_sweep: bool,
     num_prompts: int,
     seed: int,
     device: str,
@@ -46,7 +52,7 @@ def command(
     from autotune.evaluation.runs import runs_dataframe
     from autotune.files import write_table
 
-    result = run_bench(profile, workload, arms, num_prompts, seed, device, Console())
+    result = run_bench(profile, workload, arms, num_prompts, seed, device, Console(), lossy_sweep=lossy_sweep)
     if table is not None:
         write_table(table, runs_dataframe(result["runs"]))
     if as_json:

@@ -12,7 +12,7 @@ from autotune.files import read_json
 ARMS = (
     *("ar", "hf", "hf-assisted", "prompt_lookup"),
     *("chain", "star", "eagle2", "eagle2-release", "specvlm", "dream", "dream-release", "sage", "sage-video", "wetap"),
-    *("wetap-fixed-width", "wetap-probability", "wetap-lossy"),
+    *("wetap-fixed-width", "wetap-probability", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1"),
 )
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from autotune.documents.condition import Condition, first_match
 from autotune.documents.fingerprint import Fingerprint
-from autotune.documents.migrations import rename_execution
+from autotune.documents.migrations import keep_tree_rules, rename_execution
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
 from autotune.files import Document
@@ -138,7 +138,11 @@ class WorkloadReference(Document):
 
 
 class DecodingProfile(
-    Document, kind="decoding-profile", version=2, made_by="autotune search", migrations={1: rename_execution}
+    Document,
+    kind="decoding-profile",
+    version=3,
+    made_by="autotune search",
+    migrations={1: rename_execution, 2: keep_tree_rules},
 ):
     """Operating points for one target on one device."""
 

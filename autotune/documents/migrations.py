@@ -12,3 +12,16 @@ def rename_execution(content: dict[str, Any]) -> None:
     rename_keys(content, {"runner": "mode", "buckets": "capture_sizes"})
     if content.get("mode") == "graph":
         content["mode"] = "cuda-graph"
+
+
+# Rules that trees followed before they were hyperparameters, by policy.
+_RULES: dict[str, dict[str, Any]] = {"wetap": {"nucleus": "all"}}
+
+
+def keep_tree_rules(content: dict[str, Any]) -> None:
+    """Migrate profiles of version 2: their trees keep the rules by which they were measured."""
+    points = content.get("points")
+    for point in points if isinstance(points, list) else ():
+        tree = point.get("tree") if isinstance(point, dict) else None
+        if isinstance(tree, dict):
+            point["tree"] = _RULES.get(str(tree.get("policy")), {}) | tree

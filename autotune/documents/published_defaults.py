@@ -92,11 +92,15 @@ ABLATIONS: dict[str, Published] = {
         "WETAP, table 2, without pruning by probability and length: pruned by probability alone",
         is_compared=False,
     ),
-    "wetap-lossy": Published(
-        Configuration(tree={"policy": "wetap"}, verification=WetapVerification()),
-        "WETAP, section 3.3: acceptance from deep to shallow levels (eq. 9); the output is not the target's own",
-        is_compared=False,
-    ),
+    **{
+        name: Published(
+            Configuration(tree={"policy": "wetap"}, verification=WetapVerification(threshold=threshold)),
+            "WETAP, section 3.3: acceptance from deep to shallow levels by eq. 9, whose threshold the paper does not give; "
+            "the output is not the target's own",
+            is_compared=False,
+        )
+        for name, threshold in {"wetap-lossy": 1.0, "wetap-lossy-0.5": 0.5, "wetap-lossy-0.1": 0.1}.items()
+    },
 }
 """Variants of a paper's default that the paper compares it with."""
 

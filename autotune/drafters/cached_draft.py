@@ -16,6 +16,7 @@ from autotune.execution import round_up
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import rows_to_host, to_device
+from autotune.trees.limits import MAX_LEVEL_STEP
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
 
 FeatureSource = Ints | Tensor | Mapping[int, Tensor]
@@ -110,6 +111,10 @@ class CachedDraft(CachedModel):
             self._pending = []
             self.begin_round()
         else:
+            if len(frontier) > MAX_LEVEL_STEP:  # nodes of a level do not see each other
+                parts = np.split(frontier, range(MAX_LEVEL_STEP, len(frontier), MAX_LEVEL_STEP))
+                found = [self.propose(tree, part, num_proposals) for part in parts]
+                return np.concatenate([tokens for tokens, _ in found]), np.concatenate([best for _, best in found])
             count, begin = len(frontier), self._num_evaluated
             size = round_up(count, self.capture_sizes)
             tree.kv_slot[frontier] = np.arange(begin, begin + count)

@@ -26,6 +26,7 @@ from autotune.evaluation.summary import Summary, summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
 from autotune.trees.acceptance_counts import AcceptanceCounts
+from autotune.trees.verification import LosslessVerification, WetapVerification
 from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
 
 if TYPE_CHECKING:
@@ -41,15 +42,26 @@ ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
 """Arms that a profile can be compared with."""
 COMPARED = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS)
 """The arms that a profile is compared with unasked: all of them keep the target's own output."""
+LOSSY_SWEEP = ("wetap", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1")
+"""WETAP with lossless verification, and with its own at falling thresholds."""
 
 
 def run_bench(
-    profile: Path, workload: str, against: list[str] | None, num_prompts: int, seed: int, device: str, console: Console
+    profile: Path,
+    workload: str,
+    against: list[str] | None,
+    num_prompts: int,
+    seed: int,
+    device: str,
+    console: Console,
+    *,
+    lossy_sweep: bool = False,
 ) -> dict[str, Any]:
     """Measure the arms and print tables; returns the figures as JSON.
 
     Args:
         against: names in ``ARMS``; None compares with those of ``COMPARED`` that can run.
+        lossy_sweep: also measure ``LOSSY_SWEEP``; without ``against``, nothing else.
 
     Raises:
         UserError: an arm does not exist, or the profile or workload cannot be read.
@@ -57,6 +69,8 @@ def run_bench(
     for name in against or ():
         if name not in ARMS:
             raise UserError(f"--against {name}: no such arm; {nearest(name, ARMS)}")
+    if lossy_sweep:
+        against = [*(against or ()), *LOSSY_SWEEP]
     prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
     decoder = load(profile, device=device)
     if decoder.draft is None and any(name in NAMED for name in against or ()):
@@ -66,8 +80,7 @@ def run_bench(
         )
     assert decoder.profile is not None
     points = decoder.profile.points
-    lossy = [name for name in against or () if name in NAMED and not NAMED[name].verification.is_lossless]
-    is_lossy = bool(lossy) or not all(point.lossless for point in points)
+    is_lossy = any(map(is_lossy_arm, against or ())) or not all(point.lossless for point in points)
     runner = ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy)
     names = COMPARED if against is None else against
     chosen = choose_arms([AR, *names], runner, prompts)
@@ -89,6 +102,8 @@ def run_bench(
     by_task = speedups_by_task(runs)
     print_arms(summaries, console)
     print_tasks(by_task, console)
+    if lossy_sweep:
+        print_lossy_sweep(summaries, console)
     counts = {name: pool_counts(arm_runs) for name, arm_runs in runs.items()}
     if TUNED in counts:
         print_acceptance(TUNED, counts[TUNED], console)
@@ -100,6 +115,7 @@ def run_bench(
         "workload_sha256": prompts.sha256,
         "seed": seed,
         "arms": [asdict(summary) for summary in summaries],
+        "lossy_arms": [summary.name for summary in summaries if is_lossy_arm(summary.name)],
         "unavailable": chosen.unavailable,
         "notes": chosen.notes,
         "speedup_by_task": by_task.astype(object).where(by_task.notna(), None).to_dict("index"),
@@ -216,19 +232,40 @@ ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
     "us a round": lambda s: "-" if s.outside_us_per_round is None else f"{s.outside_us_per_round:.0f}",
     "same output": lambda s: f"{s.identical_outputs}/{s.num_prompts}",
     "perplexity": lambda s: "-" if s.perplexity is None else f"{s.perplexity:.3f}",
+    "agreement": lambda s: "-" if s.agreement is None else f"{100 * s.agreement:.1f} %",
 }
+QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
 
 
 def print_arms(summaries: Sequence[Summary], console: Console) -> None:
     """Print a row for each arm; that of the profile is emphasised."""
     first = summaries[0]
-    columns = [name for name in ARM_COLUMNS if name != "perplexity" or first.perplexity is not None]
+    columns = [name for name in ARM_COLUMNS if name not in QUALITY or first.perplexity is not None]
     console.table(
         f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval",
         ["arm", *columns],
         [[s.name, *(ARM_COLUMNS[name](s) for name in columns)] for s in summaries],
         emphasised=_tuned([s.name for s in summaries]),
     )
+
+
+def print_lossy_sweep(summaries: Sequence[Summary], console: Console) -> None:
+    """Print WETAP's tokens per round, and what they cost in quality, by the threshold of its acceptance (eq. 9)."""
+    columns = ("M", *QUALITY, "same output", "speedup")
+    by_name = {summary.name: summary for summary in summaries}
+    rows = []
+    for name in (AR, *LOSSY_SWEEP):
+        verification = NAMED[name].verification if name in NAMED else LosslessVerification()
+        rule = "plain decoding" if name == AR else "lossless"
+        if isinstance(verification, WetapVerification):
+            rule = f"LOSSY, threshold {verification.threshold:g}"
+        rows.append([rule, *(ARM_COLUMNS[column](by_name[name]) for column in columns)])
+    console.table("WETAP by acceptance", ["acceptance", *columns], rows)
+
+
+def is_lossy_arm(name: str) -> bool:
+    """Whether the arm's output is not the target's own."""
+    return name in NAMED and not NAMED[name].verification.is_lossless
 
 
 def print_tasks(by_task: DataFrame, console: Console) -> None:

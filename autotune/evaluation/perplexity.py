@@ -1,8 +1,8 @@
-"""Perplexity of answers under the target, which measures the quality that lossy verification costs."""
+"""Perplexity of answers under the target and their agreement with plain decoding: the quality that lossy verification costs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from autotune.execution import EAGER
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.session import close_session
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import MAX_STEP
 
 
@@ -32,10 +33,40 @@ def answer_logits(target: Target, inputs: dict[str, Any], tokens: list[int]) -> 
 
 def answer_logprobs(target: Target, inputs: dict[str, Any], tokens: list[int]) -> Tensor:
     """The target's log-probabilities of an answer's tokens, [tokens]."""
-    logprobs = answer_logits(target, inputs, tokens).float().log_softmax(-1)
-    return logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]
+    return _logprobs(answer_logits(target, inputs, tokens), tokens)
+
+
+def _logprobs(logits: Tensor, tokens: list[int]) -> Tensor:
+    return logits.float().log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+class Quality(NamedTuple):
+    """An answer as the target sees it."""
+
+    perplexity: float
+    """exp of the mean negative log-probability of its tokens (WETAP, eq. 11)."""
+    agreement: float | None
+    """Share of its tokens that plain decoding emits after the tokens before them; None if that depends on the prefix beyond
+    the target's logits.
+    """
+
+
+def quality(target: Target, inputs: dict[str, Any], tokens: list[int], sampler: TokenSampler | None = None) -> Quality:
+    """Perplexity and agreement of an answer.
+
+    Args:
+        sampler: the request's; by default greedy.
+    """
+    logits = answer_logits(target, inputs, tokens)
+    perplexity = float((-_logprobs(logits, tokens).mean()).exp())
+    sampler = sampler or TokenSampler(device=target.device)
+    if sampler.needs_prefix:
+        return Quality(perplexity, None)
+    (prompt,) = target.encode(inputs).prompts
+    own = sampler.tokens(logits, len(prompt) + np.arange(len(tokens)))
+    return Quality(perplexity, float((own == np.array(tokens)).mean()))
 
 
 def perplexity(target: Target, inputs: dict[str, Any], tokens: list[int]) -> float:
-    """exp of the mean negative log-probability of an answer's tokens (WETAP, eq. 11)."""
-    return float((-answer_logprobs(target, inputs, tokens).mean()).exp())
+    """Perplexity of an answer under the target."""
+    return quality(target, inputs, tokens).perplexity

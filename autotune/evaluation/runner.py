@@ -22,10 +22,11 @@ from autotune.documents.decoding_profile import AR
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.evaluation.arms import PROMPT_LOOKUP, Arm, DecoderArm
-from autotune.evaluation.perplexity import perplexity
+from autotune.evaluation.perplexity import Quality, quality
 from autotune.evaluation.runs import Run
 from autotune.files import append_line, content_key, read_lines
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import RequestHistory
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
@@ -47,7 +48,7 @@ class ArmRunner:
         decoder: gives the target, and mode, capture sizes and threads of all arms.
         ledger: file of the runs; None keeps none.
         context: names models and device in the ledger: runs of others are ignored.
-        with_perplexity: also compute the perplexity of every answer.
+        with_perplexity: also compute perplexity and agreement of every answer.
         draft_of: finds the draft of a configuration; left out, the decoder's own draft serves all.
     """
 
@@ -194,9 +195,20 @@ class ArmRunner:
             prompt_sha256=prompt.sha256,
             task=prompt.settings.task,
             tokens_sha256=hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
-            perplexity=perplexity(self.decoder.target, inputs, tokens) if self.with_perplexity else None,
+            **(self._quality(prompt, inputs, tokens)._asdict() if self.with_perplexity else {}),
             **values,
         )
+
+    def _quality(self, prompt: WorkloadPrompt, inputs: dict[str, Any], tokens: list[int]) -> Quality:
+        settings, target = prompt.settings, self.decoder.target
+        sampler = TokenSampler(
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            seed=settings.seed,
+            device=target.device,
+        )
+        return quality(target, inputs, tokens, sampler)
 
     # ----------------------------------------------------------------------------------------------------------- ledger
 

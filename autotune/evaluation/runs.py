@@ -44,6 +44,8 @@ class Run(Document):
     """``AcceptanceCounts.to_json()``; runs of earlier versions call it ``health``."""
     perplexity: float | None = None
     """Perplexity of the answer under the target; None if it was not requested."""
+    agreement: float | None = None
+    """Share of the answer's tokens that plain decoding emits after the tokens before them; None as ``perplexity``."""
     point: int = 0
     """Index of the profile's operating point that decoded."""
     plain_steps: int | None = None

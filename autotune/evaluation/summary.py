@@ -42,6 +42,8 @@ class Summary:
     outside_us_per_round: float | None
     perplexity: float | None
     """Under the target, pooled over the tokens of all answers; None where it was not requested."""
+    agreement: float | None
+    """Share of the tokens of all answers that plain decoding emits after the same tokens; None as ``perplexity``."""
 
 
 def summarize(
@@ -79,6 +81,7 @@ def summarize(
         outside_share=outside_ms / total_ms if is_measured else None,
         outside_us_per_round=1e3 * outside_ms / rounds if is_measured and rounds else None,
         perplexity=_pooled_perplexity(runs),
+        agreement=_pooled_agreement(runs),
     )
 
 
@@ -87,6 +90,12 @@ def _pooled_perplexity(runs: Sequence[Run]) -> float | None:
         return None
     total = sum(run.new_tokens * math.log(run.perplexity or 1.0) for run in runs)
     return math.exp(total / sum(run.new_tokens for run in runs))
+
+
+def _pooled_agreement(runs: Sequence[Run]) -> float | None:
+    if any(run.agreement is None for run in runs):
+        return None
+    return sum(run.new_tokens * (run.agreement or 0.0) for run in runs) / sum(run.new_tokens for run in runs)
 
 
 def speedup(runs: Sequence[Run], baseline: Sequence[Run]) -> float:

@@ -126,13 +126,16 @@ class TokenSampler:
         return self._warped(logits.float() / self.temperature) + noise[index]
 
     def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Log-probabilities of ``tokens`` [n] in the rows ``rows`` [n] of ``logits``, after a 0 for the root, [n + 1]. They
-        are of the distribution that is sampled from; at temperature 0 of the model's own.
+        """Log-probabilities of ``tokens`` [n] in the rows ``rows`` [n] of ``logits``, after a 0 for the root, [n + 1].
+
+        They are the model's own at temperature 1, as a draft's are, whatever the temperature of the request; tokens that
+        the request's top-k, top-p or processors exclude have -inf.
         """
-        scores = logits.float()
-        if self.temperature > 0.0:
-            scores = self._warped(scores / self.temperature)
-        picked = scores.log_softmax(-1)[torch.from_numpy(rows), torch.from_numpy(tokens)]
+        at = torch.from_numpy(rows), torch.from_numpy(tokens)
+        picked = logits.float().log_softmax(-1)[at]
+        if self.warpers:
+            scaled = logits.float() / self.temperature if self.temperature > 0.0 else logits.float()
+            picked = picked.masked_fill(self._warped(scaled)[at] == -math.inf, -math.inf)
         return np.concatenate([[0.0], transfer.to_host(picked.double())])
 
     def _warped(self, scores: Tensor) -> Tensor:

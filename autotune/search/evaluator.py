@@ -19,6 +19,7 @@ from autotune.files import Document
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import STATIC_FIELDS, SearchSpace
 from autotune.trees.fallback import RoundPrice
+from autotune.trees.limits import MAX_LEVEL_STEP
 from autotune.trees.policy import Policy, parse_policy
 from autotune.trees.tree import MAX_STEP, Floats, Ints
 
@@ -95,7 +96,9 @@ class Constraints:
 def largest_round_ms(prices: DensePrices, policy: Policy) -> float:
     """Latency of the largest round that a policy can make, at the longest KV length that is priced."""
     levels = policy.max_depth
-    level_ms = prices.draft_level_ms[min(policy.max_width, len(prices.draft_level_ms) - 1), -1]
+    num_full, rest = divmod(policy.max_width, MAX_LEVEL_STEP)
+    longest = prices.draft_level_ms[:, -1]
+    level_ms = num_full * longest[min(MAX_LEVEL_STEP, len(longest) - 1)] + longest[min(rest, len(longest) - 1)]
     draft_ms = prices.draft_first_ms[1, -1] + (levels - 1) * level_ms
     overhead_ms = (
         prices.overhead_round_ms + levels * prices.overhead_level_ms + policy.max_nodes * prices.overhead_node_ms
@@ -181,7 +184,7 @@ class Evaluator:
         trace, prices, policy = self.traces[variant], self.prices[variant], parse_policy(configuration.tree)
         check_reach(trace, policy)
         largest = prices.verify_ms.shape[0] - 1
-        if max(policy.max_nodes + 1, policy.max_width) > largest:
+        if policy.max_step > largest:
             raise UserError(
                 f"the cost table prices steps of up to {largest} tokens; {configuration.label} verifies up to "
                 f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; profile a larger grid, or narrow the space"

@@ -219,7 +219,7 @@ def bounds_of(space: SearchSpace, max_tokens: int = TOKENS[-1]) -> ForestBounds:
     """
     policies = list(largest_policies(space))
     for policy in policies:
-        if max(policy.max_nodes + 1, policy.max_width) > max_tokens:
+        if policy.max_step > max_tokens:
             raise UserError(
                 f"space {space.name}: steps are priced up to {max_tokens} tokens; {policy.policy} verifies up to "
                 f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; narrow the space"

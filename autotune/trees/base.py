@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from autotune.files import Document
-from autotune.trees.limits import MAX_DEPTH, MAX_NODES, Floats
+from autotune.trees.limits import MAX_DEPTH, MAX_LEVEL_STEP, MAX_NODES, MAX_WIDTH, Floats
 
 
 class ForestBounds(Document):
@@ -39,8 +39,12 @@ class ForestBounds(Document):
     """The most probable children of a nucleus node, until their probabilities sum to this, are expanded as nucleus nodes.
     The root is one.
     """
-    nucleus_width: int = Field(default=0, ge=0, le=MAX_NODES)
+    nucleus_width: int = Field(default=0, ge=0, le=MAX_WIDTH)
     """Limit on the nucleus nodes of a level."""
+    is_renormalised: bool = False
+    """Whether ``nucleus`` is a share of the probability of the ``num_proposals`` children, not of all tokens. A policy that
+    renormalises over fewer children needs no more nodes.
+    """
     nucleus_depth: int = Field(default=0, ge=0, le=MAX_DEPTH)
     """Depth of the trees that need ``nucleus``."""
     answer_tokens: int | None = Field(default=None, ge=2)
@@ -106,6 +110,11 @@ class BasePolicy(Document):
         return self.limits.width
 
     @property
+    def max_step(self) -> int:
+        """Tokens of the largest forward pass of a round: a verified tree with its root, or a draft level."""
+        return max(self.max_nodes + 1, min(self.max_width, MAX_LEVEL_STEP))
+
+    @property
     def num_proposals(self) -> int:
         return self.limits.proposals
 
@@ -143,4 +152,6 @@ def bounds_for(policies: Iterable[BasePolicy]) -> ForestBounds:
     largest = {
         name: max(getattr(b, name) for b in bounds) for name in ForestBounds.model_fields if name != "answer_tokens"
     }
-    return ForestBounds(**largest | {"floor": min(b.floor for b in bounds)})
+    is_renormalised = all(b.is_renormalised for b in bounds if b.nucleus_width > 0)
+    least = {"floor": min(b.floor for b in bounds), "is_renormalised": is_renormalised and largest["is_renormalised"]}
+    return ForestBounds(**largest | least)

@@ -3,6 +3,9 @@ candidates are verified (EAGLE-2: dynamic draft trees).
 
 A node that is not among the ``budget`` best candidates so far has no descendant that could be, so it is not expanded, and
 drafting ends when no such node is left. The verified tree is EAGLE-2's, for fewer draft tokens.
+
+Levels and nodes are counted as in the paper. The released code calls ``depth`` the levels after the first, and its total of
+tokens counts the root: its tree of depth 7 and 60 tokens has ``depth`` 8 and ``budget`` 59 here.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ class Eagle2Policy(BasePolicy):
     """Hyperparameters of ``eagle2``."""
 
     KIND: ClassVar[int] = 2
-    source: ClassVar[str] = "EAGLE-2, released code: 60 tokens, depth 7, top-k 10"
+    source: ClassVar[str] = "SpecVLM, section 4.1, after EAGLE-2: 60 tokens, depth 7, top-k 10"
 
     policy: Literal["eagle2"] = "eagle2"
     depth: int = Field(default=7, ge=1, le=MAX_DEPTH)

@@ -2,8 +2,9 @@
 their depth (WETAP, eq. 3-8, algorithm 1, appendix D).
 
 Where the paper is open: the probabilities of eq. 3 and 7 are cumulative (algorithm 1 has one q_i for both); W_t of eq. 6
-is the number of nodes that level t really has; widths are rounded to the nearest integer; a parent's candidates are its
-``top_k`` best, cut where their probabilities sum to ``top_p``, at least one. After missing parents have been added back,
+is the number of nodes that level t really has; widths are rounded to the nearest integer. A parent's candidates are those
+that transformers' warpers leave: its ``top_k`` best, of which those are taken whose better ones have less than ``top_p`` of
+the probability, renormalised over the ``top_k``; at least one. After missing parents have been added back,
 one pass drops leaves above the last level, from shallow to deep and the least probable of a level first; then the least
 probable nodes of all are dropped.
 """
@@ -17,10 +18,10 @@ from pydantic import Field
 
 from autotune.trees.base import BasePolicy, ForestBounds, Limits
 from autotune.trees.compilation import compiled
-from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
+from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, MAX_WIDTH, Floats
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_best_children, best_first, keep_marked
 
-_LENGTH, _W_MIN, _W_MAX, _GAMMA, _ALPHA, _BUDGET, _TOP_K, _TOP_P = range(8)  # params
+_LENGTH, _W_MIN, _W_MAX, _GAMMA, _ALPHA, _BUDGET, _TOP_K, _TOP_P, _IS_RENORMALISED = range(9)  # params
 _WIDTH = 0  # state: width of the next level
 STATE_SIZE = 1
 EPSILON = 1e-12  # eq. 7
@@ -36,8 +37,8 @@ class WetapPolicy(BasePolicy):
     policy: Literal["wetap"] = "wetap"
     length: int = Field(default=8, ge=1, le=MAX_DEPTH)
     """Draft levels."""
-    w_min: int = Field(default=16, ge=1, le=MAX_NODES)
-    w_max: int = Field(default=128, ge=1, le=MAX_NODES)
+    w_min: int = Field(default=16, ge=1, le=MAX_WIDTH)
+    w_max: int = Field(default=128, ge=1, le=MAX_WIDTH)
     gamma: float = Field(default=1.2, gt=0)
     """Exponent from entropy to width (eq. 5)."""
     alpha: float = Field(default=0.6, ge=0, le=1)
@@ -46,16 +47,24 @@ class WetapPolicy(BasePolicy):
     """Limit on the draft nodes sent to verification, the root not counted."""
     top_k: int = Field(default=10, ge=1, le=MAX_CHILDREN)
     top_p: float = Field(default=0.9, gt=0, le=1)
+    nucleus: Literal["top_k", "all"] = "top_k"
+    """What ``top_p`` is a share of: the probability of the ``top_k`` best candidates, as transformers cuts, or of all
+    tokens, as profiles before version 3 do.
+    """
 
     @property
     def limits(self) -> Limits:
         grown = min(self.w_min, self.top_k) + (self.length - 1) * self.w_max
         return Limits(self.length, nodes=min(self.budget, grown), grown=grown, width=self.w_max, proposals=self.top_k)
 
+    def encode(self) -> Floats:
+        numbers = self.hyperparameters | {"nucleus": self.nucleus == "top_k"}
+        return np.array(list(numbers.values()), np.float64)
+
     @property
     def forest_bounds(self) -> ForestBounds:
         nucleus = {"nucleus": self.top_p, "nucleus_width": self.w_max, "nucleus_depth": self.length}
-        return super().forest_bounds.model_copy(update=nucleus)
+        return super().forest_bounds.model_copy(update={**nucleus, "is_renormalised": self.nucleus == "top_k"})
 
 
 @compiled
@@ -83,8 +92,13 @@ def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontie
         state[_WIDTH] = params[_W_MIN]
     for i in range(num_frontier):
         row = tree.row[work.frontier[i]]
-        mass, count = 0.0, 0
-        while count < k and mass < params[_TOP_P]:
+        limit, mass, count = params[_TOP_P], 0.0, 0
+        if params[_IS_RENORMALISED] == 1.0:
+            total = 0.0
+            for rank in range(k):
+                total += proposals[row, rank].probability
+            limit *= total
+        while count < k and mass < limit:
             mass += proposals[row, count].probability
             count += 1
         work.mark[i] = count

@@ -204,6 +204,9 @@ def test_bounds_cover_all_policies() -> None:
     bounds = bounds_for(parse_policy(tree) for tree in policies)
     assert (bounds.depth, bounds.beam, bounds.beam_depth) == (14, 3, 14)
     assert (bounds.nucleus, bounds.nucleus_width, bounds.nucleus_depth) == (0.7, 9, 8)
+    assert bounds.is_renormalised
+    old = bounds_for(parse_policy(tree) for tree in [*policies, {"policy": "wetap", "nucleus": "all"}])
+    assert not old.is_renormalised, "nodes for a share of all tokens are more"
     # A chain needs only the most probable path, which every trace holds.
     chain = bounds_for([parse_policy({"policy": "chain", "depth": 5})])
     assert (chain.depth, chain.num_proposals, chain.width, chain.beam, chain.nucleus_width) == (5, 1, 1, 0, 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.recorder import Recorder
-from autotune.acceptance.replay import plain_decode_ms, replay
+from autotune.acceptance.replay import _level_price, plain_decode_ms, replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, bounds_for, join
 from autotune.cost.table import DensePrices, PrefillCost
 from autotune.documents.configuration import Configuration
@@ -23,6 +23,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
+from autotune.trees.limits import MAX_LEVEL_STEP
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.wetap import WetapPolicy
@@ -287,6 +288,13 @@ def test_a_sage_tree_by_hand() -> None:
     verify_ms = (40 + 2) + (40 + 3) + (20 + 3)  # root and nodes
     assert replayed.draft_ms[0] == pytest.approx(draft_ms)
     assert replayed.verify_ms[0] == pytest.approx(verify_ms)
+
+
+def test_a_level_wider_than_a_forward_pass_costs_several() -> None:
+    """300 nodes are passes of 128, 128 and 44 tokens, each after the nodes of the one before."""
+    table = np.add.outer(np.arange(MAX_LEVEL_STEP + 2.0), 1000.0 * np.arange(20))  # tokens + 1000 per 64 cached tokens
+    assert _level_price(table, 300, 64, 64) == (128 + 1000) + (128 + 3000) + (44 + 5000)
+    assert _level_price(table, MAX_LEVEL_STEP, 64, 64) == 128 + 1000
 
 
 def test_plain_decoding_by_hand() -> None:

@@ -157,7 +157,7 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = (folder / "profile.json").read_text()
     (folder / "truncated.json").write_text(whole[: len(whole) // 2])
     (folder / "typo.json").write_text(whole.replace('"verification"', '"verificatoin"'))
-    (folder / "newer.json").write_text(whole.replace("decoding-profile/2", "decoding-profile/3"))
+    (folder / "newer.json").write_text(whole.replace("decoding-profile/3", "decoding-profile/4"))
     write_image(folder / "photo.png", 0)
     (folder / "text.png").write_text("no image")
     write_workload(folder, [{"prompt": "Count."}, {"prompt": "Go on."}])
@@ -177,7 +177,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "missing profile, check": (["check", "nowhere.json"], r"nowhere\.json: no such file"),
     "truncated profile": (["run", "truncated.json", "--prompt", "x"], "not a complete JSON document"),
     "unknown key": (["run", "typo.json", "--prompt", "x"], "unknown key 'points.0.verificatoin'; did you mean 'verification'"),
-    "newer schema": (["run", "newer.json", "--prompt", "x"], "'autotune.decoding-profile/3' is newer .* update autotune"),
+    "newer schema": (["run", "newer.json", "--prompt", "x"], "'autotune.decoding-profile/4' is newer .* update autotune"),
     "no budget": ([*SEARCH, "--budget", "0"], "--budget: input should be greater than 0; got 0.0"),
     "negative budget": ([*SEARCH, "--budget", "-3m"], "--budget: input should be greater than 0; got -180.0"),
     "no trials": ([*SEARCH, "--trials", "0"], "--trials: input should be greater than or equal to 1; got 0"),

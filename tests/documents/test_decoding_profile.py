@@ -59,7 +59,7 @@ def assert_equals_plain_decoding(decoder: Decoder, pair: Pair, inputs: Inputs) -
 def test_profile_is_saved_and_loaded(profile: DecodingProfile, path: Path) -> None:
     assert DecodingProfile.load(path) == profile
     content = json.loads(path.read_text())
-    assert content["schema"] == "autotune.decoding-profile/2"
+    assert content["schema"] == "autotune.decoding-profile/3"
     point = content["points"][0]
     assert point["tree"] == SagePolicy(d_max=6, n_max=20).model_dump(), (
         "defaults are written too, because they may change"
@@ -157,9 +157,9 @@ TREE = (*POINT, "tree")
 
 
 INVALID: tuple[tuple[tuple[str | int, ...], dict[str, Any], str], ...] = (
-    ((), {"schema": "autotune.decoding-profile/3"}, "'autotune.decoding-profile/3' is newer .*; update autotune"),
-    ((), {"schema": "autotune.cost-table/1"}, "schema must be 'autotune.decoding-profile/2'; got 'autotune.cost"),
-    ((), {"schema": None}, "schema must be 'autotune.decoding-profile/2'; got None"),
+    ((), {"schema": "autotune.decoding-profile/4"}, "'autotune.decoding-profile/4' is newer .*; update autotune"),
+    ((), {"schema": "autotune.cost-table/1"}, "schema must be 'autotune.decoding-profile/3'; got 'autotune.cost"),
+    ((), {"schema": None}, "schema must be 'autotune.decoding-profile/3'; got None"),
     ((), {"hardwear": 1}, "unknown key 'hardwear'; did you mean 'hardware'"),
     ((), {"points": 5}, "points"),
     ((), {"points": []}, "points: .*at least 1 item"),
@@ -243,7 +243,7 @@ def test_first_matching_point_is_used(path: Path) -> None:
 def test_version_is_checked_before_the_content(path: Path) -> None:
     """A newer version may have policies that are unknown to this one; the message must be to update."""
     change(path, *TREE, policy="wetap")
-    change(path, schema="autotune.decoding-profile/3")
+    change(path, schema="autotune.decoding-profile/4")
     with pytest.raises(UserError, match="is newer than this program reads"):
         DecodingProfile.load(path)
 

@@ -28,6 +28,16 @@ def test_a_decoding_profile_of_version_1() -> None:
     assert DecodingProfile.parse({**captured, "runner": "compile"}, source="old").mode == "compile"
 
 
+def test_trees_of_a_decoding_profile_of_version_2_keep_their_rules() -> None:
+    """WETAP's top-p was a share of the probability of all tokens."""
+    content = read_json(data_root() / "profiles" / "cpu" / "digits.decode.json")
+    expected = DecodingProfile.parse(content, source="new")
+    trees = [point["tree"] for point in content["points"]]
+    assert sum(tree.pop("nucleus", None) == "all" for tree in trees if tree["policy"] == "wetap") == 2
+    assert DecodingProfile.parse(content | {"schema": "autotune.decoding-profile/2"}, source="old") == expected
+    assert DecodingProfile.parse(content, source="new") != expected, "a new profile has the rule of transformers"
+
+
 def test_a_cost_table_of_version_4() -> None:
     table = CostTable.load(OLD / "cost-table-4.json")
     content = old("cost-table-4")

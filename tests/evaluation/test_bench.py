@@ -21,6 +21,7 @@ from autotune.errors import UserError
 from autotune.evaluation import arms
 from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP, HuggingFaceArm
 from autotune.evaluation.bench import (
+    LOSSY_SWEEP,
     assistant_of,
     choose_arms,
     geomeans,
@@ -61,10 +62,17 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(
-    world: Path, profile: str, against: list[str] | None, monkeypatch: pytest.MonkeyPatch, *, num_prompts: int = 3
+    world: Path,
+    profile: str,
+    against: list[str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    num_prompts: int = 3,
+    lossy_sweep: bool = False,
 ) -> dict[str, Any]:
     monkeypatch.chdir(world)
-    return run_bench(Path(profile), "workload.jsonl", against, num_prompts, 0, "cpu", Console())
+    console = Console()
+    return run_bench(Path(profile), "workload.jsonl", against, num_prompts, 0, "cpu", console, lossy_sweep=lossy_sweep)
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -277,6 +285,26 @@ def test_a_lossy_arm_runs_on_request_and_is_compared_by_its_perplexity(
     found = run_in(world, "tree.json", ["wetap-lossy"], monkeypatch)
     plain, lossy, tuned = (arm["perplexity"] for arm in found["arms"])
     assert plain == tuned != lossy and min(plain, lossy) > 1 and "perplexity" in capsys.readouterr().err
+
+
+def test_a_sweep_of_the_threshold_trades_quality_for_tokens_per_round(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lossless arms agree with plain decoding in every token; the lossy ones are marked."""
+    found = run_in(world, "tree.json", None, monkeypatch, num_prompts=2, lossy_sweep=True)
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert list(arms) == [AR, *LOSSY_SWEEP, TUNED] and found["lossy_arms"] == list(LOSSY_SWEEP[1:])
+    lossless, *lossy = (arms[name] for name in LOSSY_SWEEP)
+    assert lossless["agreement"] == arms[AR]["agreement"] == arms[TUNED]["agreement"] == 1.0
+    assert min(arm["agreement"] for arm in lossy) < 1.0
+    assert lossy[0]["tokens_per_round"] <= lossy[-1]["tokens_per_round"]
+    for name, runs in found["runs"].items():
+        total = sum(run["new_tokens"] for run in runs)
+        assert arms[name]["agreement"] == pytest.approx(sum(r["agreement"] * r["new_tokens"] for r in runs) / total)
+    printed = capsys.readouterr().err
+    for threshold in ("1", "0.5", "0.1"):
+        assert f"LOSSY, threshold {threshold} " in printed
+    assert "WETAP by acceptance" in printed
 
 
 def test_acceptance_counts_are_pooled_over_prompts(

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from autotune.drafters import cached_draft
 from autotune.errors import UserError
-from autotune.evaluation.perplexity import answer_logprobs, perplexity
+from autotune.evaluation.perplexity import answer_logprobs, perplexity, quality
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.fallback import Fallback, RoundPrice
+from autotune.trees.limits import MAX_LEVEL_STEP
 from autotune.trees.tree import ROOT
 from autotune.trees.verification import WetapVerification
 from tests.obvious import ancestors_of, logits_after
@@ -142,7 +144,9 @@ def test_wetap_accepts_by_the_ratio_of_probabilities(pair: Pair, prompts: dict[s
     assert sum(len(path) for _, path in rounds) > 10
 
 
-def test_a_lower_threshold_accepts_more_and_raises_perplexity(pair: Pair, prompts: dict[str, Inputs]) -> None:
+def test_a_lower_threshold_accepts_more_and_the_output_is_not_the_targets_own(
+    pair: Pair, prompts: dict[str, Inputs]
+) -> None:
     inputs = prompts["image"]
     found = []
     for threshold in (1.0, 1e-9):
@@ -150,9 +154,34 @@ def test_a_lower_threshold_accepts_more_and_raises_perplexity(pair: Pair, prompt
         decoder = Decoder(pair.target, pair.draft, tree=TREES["wetap"], verification=verification)
         out = decoder.generate(**inputs, max_new_tokens=100)
         answer = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        found.append((out.stats.tokens_per_round or 0.0, perplexity(decoder.target, inputs, answer)))
-    (strict_m, strict_ppl), (loose_m, loose_ppl) = found
-    assert loose_m > strict_m and loose_ppl > strict_ppl
+        found.append((out.stats.tokens_per_round or 0.0, quality(decoder.target, inputs, answer).agreement or 0.0))
+    (strict_m, strict_agreement), (loose_m, loose_agreement) = found
+    assert loose_m > strict_m and 0.3 < loose_agreement < strict_agreement <= 1.0
+
+
+def test_levels_wider_than_a_forward_pass_are_drafted_in_parts(
+    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes of 8 nodes and of 128 the trees are the same, and so are the rounds."""
+    shape = {"length": 4, "w_min": 16, "w_max": 256, "top_k": 16, "top_p": 1.0, "gamma": 0.2, "budget": 128}
+    decoder = Decoder(pair.target, pair.draft, tree={"policy": "wetap", **shape})
+    widths: list[int] = []
+    forward = decoder.draft.forward  # type: ignore[union-attr]
+
+    def watch(step: Any, source: Any) -> Any:
+        widths.append(len(step.tokens))
+        return forward(step, source)
+
+    decoder.draft.forward = watch  # type: ignore[union-attr, method-assign]
+    found = []
+    for most in (MAX_LEVEL_STEP, 8):
+        monkeypatch.setattr(cached_draft, "MAX_LEVEL_STEP", most)
+        widths.clear()
+        out = decoder.generate(**prompts["image"], max_new_tokens=12)
+        assert max(widths) == most
+        found.append((out.sequences.tolist(), out.stats.accepted_lengths, out.stats.verified_nodes))
+    assert found[0] == found[1]
+    assert found[0][0] == Decoder(pair.target).generate(**prompts["image"], max_new_tokens=12).sequences.tolist()
 
 
 @pytest.mark.parametrize(

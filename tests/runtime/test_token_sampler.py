@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from autotune.errors import UserError
 from autotune.runtime.token_sampler import TokenSampler, mix_seed
+from autotune.trees.policy import TreeGrower
+from autotune.trees.wetap import WetapPolicy
 from tests.obvious import chi_square_p_value
 
 LOGITS = [2.0, 1.5, 1.0, 0.0, -0.5, -2.0]
@@ -65,6 +68,34 @@ def test_temperature_0_is_argmax_whatever_else_is_set() -> None:
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
     sampler = TokenSampler(temperature=0.0, top_k=3, top_p=0.1, seed=9)
     assert sampler.tokens(logits, np.arange(50)).tolist() == logits.argmax(-1).tolist()
+
+
+def test_log_probabilities_are_the_models_own_but_for_excluded_tokens() -> None:
+    """Eq. 9 of WETAP compares them with a draft's own, so that they do not depend on the temperature."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(40, 30)
+    rows, tokens = np.repeat(np.arange(40), 30), np.tile(np.arange(30), 40)
+    own = logits.log_softmax(-1).double().reshape(-1).numpy()
+    for temperature in (0.0, 0.3, 1.0, 2.0):
+        found = TokenSampler(temperature=temperature).logprobs(logits, rows, tokens)
+        assert found[0] == 0.0 and (found[1:] == own).all()
+    found = TokenSampler(temperature=0.7, top_k=8, top_p=0.9).logprobs(logits, rows, tokens)[1:]
+    cut = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(8)(None, logits / 0.7))
+    excluded = (cut == -torch.inf).reshape(-1).numpy()
+    assert (found[excluded] == -np.inf).all() and (found[~excluded] == own[~excluded]).all()
+    assert 22 / 30 < excluded.mean() < 29 / 30
+
+
+def test_wetap_takes_the_candidates_that_transformers_warpers_leave() -> None:
+    torch.manual_seed(1)
+    for number in range(100):
+        logprobs = (4 * torch.rand(()) * torch.randn(40)).log_softmax(-1).sort(descending=True).values
+        top_k, top_p = int(torch.randint(1, 17, ())), float(torch.rand(()).clamp(0.05, 0.95))
+        kept = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logprobs[None])) > -torch.inf
+        grower = TreeGrower(WetapPolicy(length=1, w_min=16, w_max=16, top_k=top_k, top_p=top_p))
+        grower.plant(0)
+        grower.grow(np.arange(top_k, dtype=np.int32)[None], logprobs[None, :top_k].numpy())
+        assert int(grower.tree.size[0]) - 1 == int(kept.sum()), number
 
 
 def test_noise_does_not_depend_on_the_order_or_company_of_calls() -> None:

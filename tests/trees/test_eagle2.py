@@ -34,8 +34,8 @@ def eagle2(**hyperparameters: Any) -> TreeSession:
 # ----------------------------------------------------------------------------------------------------- worked examples
 
 
-def test_defaults_are_those_of_the_release() -> None:
-    """60 tokens, depth 7, top-k 10; no floor."""
+def test_defaults_are_the_settings_of_the_release() -> None:
+    """60 tokens, depth 7, top-k 10, read as the papers count; no floor."""
     policy = parse_policy({"policy": "eagle2"})
     assert policy.model_dump() == {"policy": "eagle2", "depth": 7, "k": 10, "budget": 60, "floor": 0.0}
     assert (policy.max_nodes, policy.max_grown, policy.max_width) == (60, 10 + 6 * 100, 10)

@@ -1,0 +1,160 @@
+"""Every policy but SAGE's against the papers' algorithms in plain Python, on at least a thousand random rounds each."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from autotune.trees.tree import MAX_LEVELS, ROOT, new_tree, plant
+from autotune.trees.verification import accept_by_ratio
+from tests.obvious import add_node
+from tests.trees import papers
+from tests.trees.drafts import Draft, Ranks, TreeSession, logprobs_of, same_everywhere
+
+NUM_ROUNDS = 1000
+
+
+def in_float32(draft: Draft, num_candidates: int = 16) -> papers.Draft:
+    """The same draft as log-probabilities and probabilities in the precision of a real one, without impossible candidates."""
+
+    @functools.cache
+    def candidates(path: Ranks) -> list[tuple[float, float]]:
+        logprobs = logprobs_of(draft, path, num_candidates)
+        pairs = zip(logprobs.tolist(), np.exp(logprobs).tolist(), strict=True)
+        return [(logprob, p) for logprob, p in pairs if logprob > -math.inf]
+
+    return candidates
+
+
+TIED = [[0.5, 0.25, 0.25], [0.5, 0.5], [1.0], [0.25] * 4, [0.25] * 3 + [0.0625] * 4, [0.0625] * 16, [1.0, 1.0], []]
+
+
+def random_round(rng: np.random.Generator, seed: int) -> Draft:
+    """A draft with one of 64 distributions after each node. Every third draft has many exact ties."""
+    if seed % 3 == 0:
+        first = seed % len(TIED)
+        return lambda path: TIED[(first + hash(path)) % len(TIED) if path else 0]
+    rows = np.sort(rng.dirichlet(np.full(20, float(rng.choice([0.03, 0.1, 0.3, 1.0]))), 64))[:, ::-1].tolist()
+    return lambda path: rows[hash(path) % len(rows)]  # type: ignore[no-any-return]
+
+
+def small_shape(rng: np.random.Generator) -> list[Ranks]:
+    """Up to 12 paths of a random tree, in random order."""
+    paths: list[Ranks] = [()]
+    for _ in range(int(rng.integers(1, 13))):
+        child = (*paths[rng.integers(len(paths))], int(rng.integers(4)))
+        if child not in paths:
+            paths.append(child)
+    return [paths[i] for i in 1 + rng.permutation(len(paths) - 1)]
+
+
+def test_chains_and_static_trees() -> None:
+    rng, lengths = np.random.default_rng(1), Counter[int]()
+    for seed in range(NUM_ROUNDS):
+        draft, depth = random_round(rng, seed), int(rng.integers(1, 9))
+        found = TreeSession("chain", depth=depth).grow(draft)
+        assert found == papers.chain(in_float32(draft), depth)
+        lengths[len(found) - depth] += 1
+        paths = small_shape(rng)
+        full = same_everywhere(*rng.dirichlet(np.ones(4)).tolist())
+        assert TreeSession("static", paths=paths).grow(full) == papers.static(paths)
+    assert len(lengths) > 3, "no chain ends early"
+
+
+def test_eagle2_as_in_its_paper_and_as_released() -> None:
+    """The release's tree of depth d and a total of n is the paper's of depth d + 1 and n - 1 nodes."""
+    rng, num_pruned, num_different = np.random.default_rng(2), 0, 0
+    for seed in range(NUM_ROUNDS):
+        draft = random_round(rng, seed)
+        depth, k, total = (
+            int(rng.integers(1, 8)),
+            int(rng.choice([1, 2, 3, 4, 6, 10])),
+            int(rng.choice([2, 5, 8, 16, 32, 60])),
+        )
+        paper = papers.eagle2(in_float32(draft), depth=depth, k=k, total=total)
+        release = papers.eagle2_release(in_float32(draft), depth=depth, k=k, total=total)
+        assert TreeSession("eagle2", depth=depth, k=k, budget=total).grow(draft) == paper
+        assert TreeSession("eagle2", depth=depth + 1, k=k, budget=total - 1).grow(draft) == release
+        num_pruned += len(paper) == total
+        num_different += paper != release
+    assert min(num_pruned, num_different) > 200
+
+
+def small_wetap(rng: np.random.Generator) -> dict[str, Any]:
+    w_min = int(rng.choice([1, 2, 3, 6, 12]))
+    return {
+        "length": int(rng.integers(1, 9)),
+        "w_min": w_min,
+        "w_max": w_min + int(rng.integers(0, 20)),
+        "gamma": float(rng.choice([0.2, 0.5, 1.0, 1.2, 4.0])),
+        "alpha": float(rng.choice([0.0, 0.1, 0.3, 0.6, 0.9, 1.0])),
+        "budget": int(rng.choice([1, 3, 8, 16, 32, 64])),
+        "top_k": int(rng.choice([1, 2, 4, 10, 16])),
+        "top_p": float(rng.choice([0.3, 0.7, 0.9, 1.0])),
+    }
+
+
+def wide_wetap(rng: np.random.Generator) -> dict[str, Any]:
+    """The width ranges of section 4.4.1 and appendix C.2."""
+    w_min, w_max = [(16, 64), (32, 64), (16, 128), (32, 128), (16, 256), (32, 256), (128, 128)][rng.integers(7)]
+    return {
+        "length": 8,
+        "w_min": w_min,
+        "w_max": w_max,
+        "gamma": float(rng.choice([0.5, 1.0, 1.2])),
+        "alpha": float(rng.choice([0.1, 0.3, 0.6, 1.0])),
+        "budget": int(rng.choice([32, 64, 128])),
+        "top_k": int(rng.choice([10, 16])),
+        "top_p": 0.9,
+    }
+
+
+def test_wetap_grows_and_prunes() -> None:
+    """With both readings of top-p. Every step of pruning occurs, and levels of more than 128 nodes."""
+    rng, steps, widest = np.random.default_rng(3), Counter[str](), 0
+    for seed in range(NUM_ROUNDS + 40):
+        own, renormalises = small_wetap(rng) if seed < NUM_ROUNDS else wide_wetap(rng), seed % 4 > 0
+        draft = random_round(rng, seed if seed < NUM_ROUNDS else 3 * seed + 1)
+        session = TreeSession("wetap", **own, nucleus="top_k" if renormalises else "all")
+        found = session.grow(draft)
+        budget, alpha = own.pop("budget"), own.pop("alpha")
+        logprob, p = papers.wetap_grown(in_float32(draft), **own, renormalises=renormalises)
+        assert session.grown == list(logprob), (seed, own)
+        expected, changed = papers.wetap_pruned(logprob, p, budget=budget, length=own["length"], alpha=alpha)
+        assert found == expected, (seed, own)
+        steps.update(changed)
+        widest = max(widest, *map(len, session.expanded))
+    assert set(steps) == {"parents", "leaves", "least probable"} and min(steps.values()) > 50
+    assert widest > 128
+
+
+def test_wetap_accepts_from_deep_to_shallow() -> None:
+    """The target agrees with the draft up to noise; in every other tree probabilities are powers of two, with many ties."""
+    rng, lengths = np.random.default_rng(4), Counter[int]()
+    for turn in range(NUM_ROUNDS):
+        nodes = papers.static(small_shape(rng))
+        if turn % 2:
+            q = {node: math.log(0.5) * int(rng.integers(1, 4)) for node in nodes}
+            p = {node: math.log(0.5) * int(rng.integers(1, 5)) for node in nodes}
+        else:
+            q = {node: -float(rng.exponential()) for node in nodes}
+            p = {node: min(0.0, q[node] + float(rng.normal(-0.3, 1.0))) for node in nodes}
+        if turn % 5 == 0:
+            p[nodes[0]], q[nodes[-1]] = -math.inf, -math.inf
+        tree, index = new_tree(len(nodes)), {(): ROOT}
+        plant(tree, 0, -1)
+        for node in nodes:
+            parent = index[node[:-1]]
+            index[node] = add_node(tree, parent, 0, float(tree.path_logprob[parent]) + q[node], node[-1], -1)
+        target = np.array([0.0, *(p[node] for node in nodes)])
+        log_threshold = math.log(float(rng.choice([0.1, 0.125, 0.25, 0.5, 0.8, 1.0])))
+        path = np.full(MAX_LEVELS, -1)
+        length = accept_by_ratio(tree, target, log_threshold, path)
+        expected = papers.wetap_accepted(nodes, p, q, log_threshold)
+        assert path[:length].tolist() == [index[expected[:end]] for end in range(1, len(expected) + 1)], turn
+        lengths[length] += 1
+    assert lengths[0] > 10 and sum(n for length, n in lengths.items() if length >= 4) > 50
