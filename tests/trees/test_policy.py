@@ -19,7 +19,7 @@ LARGEST: dict[str, dict[str, Any]] = {
     "chain": {"depth": 24},
     "sage": {"d_min": 24, "d_max": 24, "depth_cap": 24, "w_min": 16, "w_max": 16, "k": 16, "n_max": 128, "window": 32},
     "eagle2": {"depth": 24, "k": 16, "budget": 128},
-    "wetap": {"length": 24, "w_min": 128, "w_max": 128, "budget": 128, "top_k": 16, "top_p": 1.0},
+    "wetap": {"length": 24, "w_min": 256, "w_max": 256, "budget": 128, "top_k": 16, "top_p": 1.0},
     "static": {"paths": [[rank, *[0] * level] for rank in range(16) for level in range(8)]},
 }
 PRUNES = ("eagle2", "wetap")  # draft more than they verify
@@ -77,7 +77,7 @@ def test_the_largest_tree_fits_the_arrays(name: str) -> None:
     """
     session = TreeSession(name, **LARGEST[name])
     policy = session.policy
-    assert policy.max_nodes < MAX_STEP and policy.max_width < MAX_STEP and policy.max_depth < MAX_LEVELS
+    assert policy.max_nodes < MAX_STEP and policy.max_step <= MAX_STEP and policy.max_depth < MAX_LEVELS
     for shape, draft in drafts_of_many_shapes().items():
         paths = session.grow(draft)
         assert len(session.grown) <= policy.max_grown, shape
@@ -94,7 +94,7 @@ def test_the_largest_tree_fits_the_arrays(name: str) -> None:
 def test_wetap_reaches_its_limits() -> None:
     session = TreeSession("wetap", **LARGEST["wetap"])
     session.grow(same_everywhere(*[1 / 16] * 16))
-    assert len(session.grown) == session.policy.max_grown == 16 + 23 * 128
+    assert len(session.grown) == session.policy.max_grown == 16 + 23 * 256
     assert max(map(len, session.expanded)) == session.policy.max_width == 128
 
 
