@@ -3,6 +3,9 @@
 Its operators are ``prune`` (keep some tokens), ``pool`` (mean of neighbours), ``convolve`` (learned mix of neighbours),
 ``resample`` (cross-attention of learned queries) and ``text_only`` (keep no visual token). A gate that reads the question
 selects one of them or weighs those with one ratio; or their outputs are concatenated.
+
+The rows of a selected operator do not depend on the gate's scores, so they have no gradient for it. ``expected_cost`` trains
+it instead (``training/losses.py``).
 """
 
 from __future__ import annotations
@@ -14,12 +17,17 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autotune.documents.subnet import Operator
+from autotune.errors import UserError
 from autotune.files import Document
 
 GateMode = Literal["select", "weigh", "concatenate", "none"]
-WEIGHED = ("prune", "pool", "convolve")
-CONCATENATED = ("prune", "pool", "convolve", "resample")
-SELECTED = (*CONCATENATED, "text_only")
+WEIGHED: tuple[Operator, ...] = ("prune", "pool", "convolve")
+CONCATENATED: tuple[Operator, ...] = ("prune", "pool", "convolve", "resample")
+SELECTED: tuple[Operator, ...] = (*CONCATENATED, "text_only")
+WITH_RATIO = ("prune", "pool")  # operators without weights, whose ratio can be chosen after the training
+EXPLORED = 0.5  # share of the training examples that are compressed by any operator with the same chance
+ENTROPY_WEIGHT = 0.02  # of the gate's shares in ``expected_cost``
 
 
 class CompressionConfig(Document):
@@ -34,12 +42,14 @@ class CompressionConfig(Document):
     weigh_ratio: int = Field(default=3, ge=1)
     """Ratio of all operators with ``gate: weigh``, which adds their rows."""
     temperature: float = Field(default=1.0, gt=0)
-    """Temperature of the Gumbel-softmax in training."""
+    """Temperature of the gate's shares in training."""
 
     @property
-    def operators(self) -> tuple[str, ...]:
+    def operators(self) -> tuple[Operator, ...]:
         """Operators that the gate combines."""
-        return {"select": SELECTED, "weigh": WEIGHED, "concatenate": CONCATENATED, "none": ()}[self.gate]
+        modes: dict[GateMode, tuple[Operator, ...]]
+        modes = {"select": SELECTED, "weigh": WEIGHED, "concatenate": CONCATENATED, "none": ()}
+        return modes[self.gate]
 
 
 class Compressor(nn.Module):
@@ -48,7 +58,13 @@ class Compressor(nn.Module):
     def __init__(self, config: CompressionConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
-        self.ratios = {"prune": config.prune_ratio, "pool": config.pool_ratio, "convolve": config.convolve_ratio}
+        self.operator: Operator | None = None
+        """The operator of every prompt; None for the gate's choice."""
+        self.ratios: dict[str, int] = {
+            "prune": config.prune_ratio,
+            "pool": config.pool_ratio,
+            "convolve": config.convolve_ratio,
+        }
         if config.gate == "weigh":
             self.ratios = dict.fromkeys(self.ratios, config.weigh_ratio)
         ratio = self.ratios["convolve"]
@@ -58,40 +74,94 @@ class Compressor(nn.Module):
         self.keys_values = nn.Linear(hidden_size, 2 * hidden_size, bias=False) if "resample" in operators else None
         self.gate = nn.Linear(hidden_size, len(operators)) if config.gate in ("select", "weigh") else None
 
+    def fix(self, operator: Operator, ratio: int | None = None) -> None:
+        """Compress every prompt with one operator.
+
+        Args:
+            ratio: visual tokens for each row of ``prune`` or ``pool``; None for the ratio of the training.
+
+        Raises:
+            UserError: an operator that the gate does not combine, or a ratio of an operator whose ratio is fixed.
+        """
+        operators = self.config.operators
+        if operator not in operators:
+            known = f"combines {', '.join(operators)}" if operators else "does not compress visual tokens"
+            raise UserError(
+                f"this draft (gate: {self.config.gate}) {known}; got operator {operator}; choose another one"
+            )
+        if ratio is not None:
+            if operator not in WITH_RATIO:
+                raise UserError(
+                    f"only {' and '.join(WITH_RATIO)} have a ratio to choose; got {ratio} for {operator}; leave the ratio out"
+                )
+            self.ratios[operator] = ratio
+        self.operator = operator
+
     def forward(
-        self, rows: Tensor, positions: Tensor, question: Tensor, generator: torch.Generator | None = None
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        question: Tensor,
+        generator: torch.Generator | None = None,
+        operator: Operator | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compress ``rows`` [n, hidden] to [m, hidden]; returns them with their positions, ascending.
 
         Args:
             question: normalized features of the prompt's last token, [hidden].
-            generator: source of Gumbel noise and pruned tokens in training. None: the gate's best operator and evenly
+            generator: source of drawn operators and pruned tokens in training. None: the gate's best operator and evenly
                 spaced tokens.
+            operator: compress with this operator; None: with ``self.operator``, or as the gate decides.
         """
         config = self.config
+        operator = operator or self.operator
+        if operator is None and config.gate == "select":
+            operator = self.choice(question) if generator is None else self.draw(question, generator)
+        if operator is not None:
+            return self.operate(operator, rows, positions, generator)
         if config.gate == "none":
             return rows, positions
-        if self.gate is None:
-            parts = [self.operate(name, rows, positions, generator) for name in config.operators]
-            stream, kept = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-            order = kept.argsort(stable=True)
-            return stream[order], kept[order]
-        scores = self.gate(question).float()
+        parts = [self.operate(name, rows, positions, generator) for name in config.operators]
         if config.gate == "weigh":
-            parts = [self.operate(name, rows, positions, generator) for name in config.operators]
-            weights = scores.softmax(-1).to(rows.dtype)
+            weights = self.scores(question).softmax(-1).to(rows.dtype)
             return torch.stack([part[0] for part in parts], -1) @ weights, parts[1][1]
-        if generator is not None:
-            noise = -torch.empty(scores.shape).exponential_(generator=generator).log().to(scores.device)
-            shares = ((scores + noise) / config.temperature).softmax(-1)
-            chosen = int(shares.argmax())
-            stream, kept = self.operate(config.operators[chosen], rows, positions, generator)
-            # Straight-through estimator: the factor is 1 in the forward pass and has the share's gradient.
-            return stream * (1 + shares[chosen] - shares[chosen].detach()).to(stream.dtype), kept
-        return self.operate(config.operators[int(scores.argmax())], rows, positions, None)
+        stream, kept = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        order = kept.argsort(stable=True)
+        return stream[order], kept[order]
+
+    def scores(self, question: Tensor) -> Tensor:
+        """The gate's score of each operator in float32, [..., operators]."""
+        assert self.gate is not None
+        return self.gate(question).float()  # type: ignore[no-any-return]
+
+    def choice(self, question: Tensor) -> Operator:
+        """The operator with the highest score."""
+        return self.config.operators[int(self.scores(question).argmax())]
+
+    def draw(self, question: Tensor, generator: torch.Generator) -> Operator:
+        """An operator for one training example. Half of the examples draw it by the gate's shares (Gumbel-max), the others
+        draw all operators with the same chance, so that each of them stays trained.
+        """
+        operators = self.config.operators
+        explores = float(torch.rand((), generator=generator)) < EXPLORED
+        noise = -torch.empty(len(operators)).exponential_(generator=generator).log()
+        if not explores:
+            noise = noise + self.scores(question).detach().cpu() / self.config.temperature
+        return operators[int(noise.argmax())]
+
+    def expected_cost(self, questions: Tensor, costs: Tensor) -> Tensor:
+        """The gate's loss: the mean cost of the operators that ``draw`` draws by the gate's shares, minus a share of their
+        entropy, which keeps the shares of operators with similar costs similar.
+
+        Args:
+            questions: [examples, hidden].
+            costs: cost of each operator, [examples, operators].
+        """
+        logprobs = (self.scores(questions) / self.config.temperature).log_softmax(-1)
+        return (logprobs.exp() * (costs + ENTROPY_WEIGHT * logprobs)).sum(-1).mean()
 
     def operate(
-        self, name: str, rows: Tensor, positions: Tensor, generator: torch.Generator | None
+        self, name: Operator, rows: Tensor, positions: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
         """The output of one operator. The row of a group has the position of the group's last token."""
         count = len(rows)

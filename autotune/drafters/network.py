@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from autotune.documents.subnet import Operator
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, DraftBlock, rotation
 from autotune.errors import UserError
 from autotune.files import Document
@@ -97,12 +98,19 @@ class DraftNetwork(nn.Module, ABC):
         """The stream that enters the first block, [..., hidden]."""
         return embeddings
 
-    def condense(self, rows: PromptRows, question: Tensor, generator: torch.Generator | None = None) -> PromptRows:
+    def condense(
+        self,
+        rows: PromptRows,
+        question: Tensor,
+        generator: torch.Generator | None = None,
+        operator: Operator | None = None,
+    ) -> PromptRows:
         """Compress the rows of a prompt's visual tokens; by default unchanged.
 
         Args:
             question: the target's output for the prompt's last token, [hidden].
             generator: source of noise in training; None: deterministic.
+            operator: compresses the rows; None for the choice of the network's gate.
         """
         return rows
 

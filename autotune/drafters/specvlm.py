@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from autotune.documents.subnet import Operator
 from autotune.drafters.blocks import DraftBlock
 from autotune.drafters.compression import CompressionConfig, Compressor
 from autotune.drafters.network import BlocksConfig, BlocksNetwork, PromptRows
@@ -39,13 +40,21 @@ class SpecVlmNetwork(BlocksNetwork):
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         return self.fusion(torch.cat([self.embedding_norm(embeddings), features], -1))  # type: ignore[no-any-return]
 
-    def condense(self, rows: PromptRows, question: Tensor, generator: torch.Generator | None = None) -> PromptRows:
+    def condense(
+        self,
+        rows: PromptRows,
+        question: Tensor,
+        generator: torch.Generator | None = None,
+        operator: Operator | None = None,
+    ) -> PromptRows:
         """Compress the visual rows. A compressed row has no features of a single token; its features are zero."""
         is_text = ~rows.is_visual
         if self.config.compression.gate == "none" or bool(is_text.all()):
             return rows
         question = self.target_features({self.config.num_target_layers: question})
-        visual, at = self.compressor(rows.stream[rows.is_visual], rows.positions[rows.is_visual], question, generator)
+        visual, at = self.compressor(
+            rows.stream[rows.is_visual], rows.positions[rows.is_visual], question, generator, operator
+        )
         positions = torch.cat([rows.positions[is_text], at])
         order = positions.argsort(stable=True)
         features = torch.cat([rows.features[is_text], rows.features.new_zeros(len(visual), rows.features.shape[1])])

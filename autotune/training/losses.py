@@ -2,6 +2,8 @@
 
 Inside a tree a draft reads its own states in place of the target's features. Each batch is therefore read twice: with the
 target's features, and with runs of the draft's own states in their place.
+
+The gate of SpecVLM's compressor learns from the losses of all operators on a few examples of each batch.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.documents.subnet import Subnet
+from autotune.documents.subnet import Operator, Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import BlocksNetwork, PromptRows
+from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import HEAD_SHARES, VISUAL_KEEPS, StarNetwork
 from autotune.modeling.graph_runner import KVSlots
 from autotune.training.recipe import Stage
@@ -41,6 +44,8 @@ class DraftRows:
     loss_mask: Tensor
     all_features: Tensor
     """The features of every column of the teacher batch, which blocks that cross attend to, [batch, columns, hidden]."""
+    num_rows: Tensor
+    """Number of rows of each example, [batch]."""
     is_pruned: bool
     """Whether tokens of the teacher batch have no row."""
 
@@ -52,8 +57,11 @@ def rows_of(
     visual_keep: float,
     injection_layer: int,
     generator: torch.Generator | None = None,
+    operators: Sequence[Operator | None] | None = None,
 ) -> DraftRows:
-    """The rows of a teacher batch for one subnet. ``generator`` makes the noise of trained gates."""
+    """The rows of a teacher batch for one subnet. ``generator`` makes the noise of trained compressors; ``operators`` are
+    those of the compressor for each example.
+    """
     num_rows = len(batch.lengths)
     before = network.target_features({injection_layer: batch.hidden[injection_layer][:, :-1]})
     features = torch.cat([network.first_feature.expand(num_rows, 1, -1), before], 1)
@@ -67,19 +75,21 @@ def rows_of(
             kept = torch.arange(length, device=is_visual.device)
         rows = PromptRows(stream[row, kept], features[row, kept], kept, is_visual[kept])
         question = batch.hidden[injection_layer][row, batch.loss_start[row]]
-        condensed.append(network.condense(rows, question, generator))
+        condensed.append(network.condense(rows, question, generator, operators[row] if operators else None))
     padded = [nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*condensed, strict=True)]
     stream, features, positions, _ = padded
-    is_row = torch.arange(positions.shape[1]) < torch.tensor([len(rows.positions) for rows in condensed])[:, None]
+    num_rows = torch.tensor([len(rows.positions) for rows in condensed], device=positions.device)
+    is_row = torch.arange(positions.shape[1], device=positions.device) < num_rows[:, None]
     wide = positions.unsqueeze(-1).expand(-1, -1, batch.embeddings.shape[2])
     return DraftRows(
         embeddings=batch.embeddings.gather(1, wide),
         stream=stream,
         features=features,
         positions=positions,
-        loss_mask=batch.loss_mask.gather(1, positions) & is_row.to(positions.device),
+        loss_mask=batch.loss_mask.gather(1, positions) & is_row,
         all_features=all_features,
-        is_pruned=any(len(rows.positions) < length for rows, length in zip(condensed, batch.lengths, strict=True)),
+        num_rows=num_rows,
+        is_pruned=bool((num_rows < batch.lengths).any()),
     )
 
 
@@ -179,11 +189,12 @@ class TwoReadings:
         )
 
 
-def own_feature_mask(rows: DraftRows, generator: torch.Generator) -> Tensor:
+def own_feature_mask(rows: DraftRows, generator: torch.Generator, *, copies: int = 1) -> Tensor:
     """Rows that read the draft's own state of the row before [batch, n]: all answer tokens except the first of each run of
-    OWN_FEATURE_RUN tokens. Runs begin at a random offset.
+    OWN_FEATURE_RUN tokens. Runs begin at a random offset, the same for ``copies`` consecutive examples.
     """
-    offset = torch.randint(OWN_FEATURE_RUN, (len(rows.positions), 1), generator=generator).to(rows.positions.device)
+    offset = torch.randint(OWN_FEATURE_RUN, (len(rows.positions) // copies, 1), generator=generator)
+    offset = offset.repeat_interleave(copies, 0).to(rows.positions.device)
     follows = torch.zeros_like(rows.loss_mask)
     follows[:, 1:] = rows.loss_mask[:, :-1] & rows.loss_mask[:, 1:]
     return follows & ((rows.positions + offset) % OWN_FEATURE_RUN != 0)
@@ -202,6 +213,101 @@ def sample_subnet(network: StarNetwork, generator: torch.Generator) -> Subnet:
     )
 
 
+@dataclass(frozen=True)
+class TokenLosses:
+    """Loss and agreement of every loss token of a batch, in both readings."""
+
+    losses: Tensor
+    """[2, tokens]"""
+    agrees: Tensor
+    """Whether the draft's most probable token is the target's, [2, tokens]."""
+    is_own: Tensor
+    """Tokens that read the draft's own state in the second reading, [tokens]."""
+    example: Tensor
+    """The example of each token, [tokens]."""
+    early: Tensor
+    """The stream after the first block in the first reading, [tokens, hidden]."""
+
+
+def token_losses(
+    network: BlocksNetwork,
+    batch: TeacherBatch,
+    rows: DraftRows,
+    stage: Stage,
+    head_masks: list[Tensor] | None,
+    is_own: Tensor,
+) -> TokenLosses:
+    """Read the rows of a batch twice, and compare the draft with the target: the weighted sum of the KL divergence from the
+    target's distribution and of the SmoothL1 loss of the last features.
+    """
+    logit_weight, feature_weight = stage.loss_weights(network.config.kind)
+    target_states = batch.hidden[network.config.num_target_layers][batch.loss_mask]
+    teacher_logprobs = batch.head(target_states).float().log_softmax(-1)
+    best = teacher_logprobs.argmax(-1)
+    early: list[Tensor] = []
+    readings = TwoReadings(network, rows, head_masks)
+    states = readings.with_target_features(early)
+    own_states = readings.with_own_features(states, is_own)
+    losses, agrees = [], []
+    for draft_states in (states[rows.loss_mask], own_states[readings.is_again]):
+        logits = batch.head(draft_states).float().log_softmax(-1)
+        divergence = functional.kl_div(logits, teacher_logprobs, reduction="none", log_target=True).sum(-1)
+        distance = functional.smooth_l1_loss(draft_states.float(), target_states.float(), reduction="none").mean(-1)
+        losses.append(logit_weight * divergence + feature_weight * distance)
+        agrees.append((logits.argmax(-1) == best).float())
+    return TokenLosses(
+        torch.stack(losses),
+        torch.stack(agrees),
+        is_own[rows.loss_mask],
+        rows.loss_mask.nonzero()[:, 0],
+        early[0][rows.loss_mask],
+    )
+
+
+@torch.no_grad()
+def operator_losses(
+    network: SpecVlmNetwork, batch: TeacherBatch, stage: Stage, subnet: Subnet, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Loss of every example with each operator of the compressor, as in decoding, and the rows that each operator leaves of
+    every visual token: both [examples, operators].
+    """
+    operators = network.config.compression.operators
+    count, copies = len(batch.lengths), len(operators)
+    repeated = batch.select([row for row in range(count) for _ in operators])
+    layer = network.config.num_target_layers
+    rows = rows_of(
+        network, repeated, visual_keep=subnet.visual_keep, injection_layer=layer, operators=[*operators] * count
+    )
+    is_own = own_feature_mask(rows, generator, copies=copies)
+    found = token_losses(network, repeated, rows, stage, None, is_own)
+    sums = found.losses.new_zeros(count * copies).index_add(0, found.example, found.losses.mean(0))
+    num_visual = repeated.is_visual.sum(1)
+    shares = (rows.num_rows - (repeated.lengths - num_visual)) / num_visual.clamp(min=1)
+    return (sums / repeated.loss_mask.sum(1)).view(count, copies), shares.view(count, copies)
+
+
+def gate_loss(
+    network: SpecVlmNetwork, batch: TeacherBatch, stage: Stage, subnet: Subnet, generator: torch.Generator
+) -> tuple[Tensor, dict[str, float]] | None:
+    """The loss of the compressor's gate on a few examples with images, and figures to display; None without such examples.
+
+    The cost of an operator is its loss, relative to the mean over all operators and examples, plus ``gate_cost`` times the
+    share of visual rows that it leaves.
+    """
+    with_image = batch.is_visual.any(1).nonzero()[:, 0].cpu()
+    drawn = with_image[torch.randperm(len(with_image), generator=generator)][: stage.gate_examples].tolist()
+    if not drawn:
+        return None
+    examples, layer = batch.select(drawn), network.config.num_target_layers
+    losses, shares = operator_losses(network, examples, stage, subnet, generator)
+    costs = losses / losses.mean() + stage.gate_cost * shares
+    states = examples.hidden[layer][torch.arange(len(drawn)), examples.loss_start]
+    questions = network.target_features({layer: states}).detach()
+    chosen = network.compressor.scores(questions).argmax(-1, keepdim=True)
+    regret = (costs.gather(1, chosen)[:, 0] - costs.min(1).values).mean()
+    return network.compressor.expected_cost(questions, costs), {"gate_regret": regret.item()}
+
+
 def drafting_loss(
     network: BlocksNetwork,
     batch: TeacherBatch,
@@ -213,34 +319,24 @@ def drafting_loss(
     """The loss of one teacher batch for one subnet, and figures to display.
 
     ``agreement`` is the share of tokens on which the draft's most probable token is the target's, given the target's
-    features; ``own_agreement`` the same given the draft's own states.
+    features; ``own_agreement`` the same given the draft's own states. In training, the loss of a network with a selecting
+    gate includes the gate's, which has gradients for the gate alone.
     """
     layer = subnet.injection_layer or network.config.num_target_layers
     noise = generator if network.training else None
     rows = rows_of(network, batch, visual_keep=subnet.visual_keep, injection_layer=layer, generator=noise)
-    target_states = batch.hidden[network.config.num_target_layers][batch.loss_mask]
-    teacher_logprobs = batch.head(target_states).float().log_softmax(-1)
-    early: list[Tensor] = []
-    is_own = own_feature_mask(rows, generator)
-    readings = TwoReadings(network, rows, head_masks)
-    states = readings.with_target_features(early)
-    own_states = readings.with_own_features(states, is_own)
-    losses, figures = [], {}
-    for name, draft_states, is_scored in (
-        ("agreement", states[rows.loss_mask], None),
-        ("own_agreement", own_states[readings.is_again], is_own[rows.loss_mask]),
-    ):
-        logits = batch.head(draft_states).float().log_softmax(-1)
-        losses.append(
-            stage.logit_weight * functional.kl_div(logits, teacher_logprobs, reduction="batchmean", log_target=True)
-            + stage.feature_weight * functional.smooth_l1_loss(draft_states.float(), target_states.float())
-        )
-        agrees = (logits.argmax(-1) == teacher_logprobs.argmax(-1)).float()
-        figures[name] = (agrees if is_scored is None else agrees[is_scored]).mean().item()
-    loss = torch.stack(losses).mean()
+    found = token_losses(network, batch, rows, stage, head_masks, own_feature_mask(rows, generator))
+    loss = found.losses.mean()
+    figures = {"agreement": found.agrees[0].mean().item(), "own_agreement": found.agrees[1][found.is_own].mean().item()}
     if stage.distillation != "none":
         source = batch.distilled_layer(stage.distillation)
         imitated = batch.hidden[source][batch.loss_mask].float()
-        loss = loss + stage.distillation_weight * functional.smooth_l1_loss(early[0][rows.loss_mask].float(), imitated)
+        loss = loss + stage.distillation_weight * functional.smooth_l1_loss(found.early.float(), imitated)
         figures["distilled_layer"] = float(source)
-    return loss, {"loss": loss.item(), **figures}
+    figures = {"loss": loss.item(), **figures}
+    if network.training and isinstance(network, SpecVlmNetwork) and network.config.compression.gate == "select":
+        learned = gate_loss(network, batch, stage, subnet, generator)
+        if learned is not None:
+            loss = loss + learned[0]
+            figures |= learned[1]
+    return loss, figures

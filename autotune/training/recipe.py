@@ -18,6 +18,12 @@ from autotune.workloads.digits import TASKS
 
 Objective = Literal["grounding", "answers", "distillation", "drafting"]
 FEATURE_DRAFTS = tuple(NETWORKS)
+LOSS_WEIGHTS = {
+    "dream": (1.0, 0.2),  # DREAM, section 3.2
+    "star": (1.0, 0.2),  # STAR, eq. 3
+    "specvlm": (0.1, 1.0),  # SpecVLM, eq. 3
+}
+"""Weights of the logits' and of the features' loss in the paper of each draft."""
 
 
 class Stage(Document):
@@ -48,15 +54,31 @@ class Stage(Document):
     """Drafting with random subnets: share of the steps that train the full network instead."""
     subnet: Subnet | None = None
     """Drafting: train only this subnet of ``star``."""
-    logit_weight: float = Field(default=1.0, ge=0)
-    """Drafting: weight of the KL divergence from the target's distributions."""
-    feature_weight: float = Field(default=0.2, ge=0)
-    """Drafting: weight of the SmoothL1 loss between the draft's states and the target's last features."""
+    logit_weight: float | None = Field(default=None, ge=0)
+    """Drafting: weight of the KL divergence from the target's distributions. None: that of the draft's paper."""
+    feature_weight: float | None = Field(default=None, ge=0)
+    """Drafting: weight of the SmoothL1 loss between the draft's states and the target's last features. None: that of the
+    draft's paper.
+    """
+    gate_examples: int = Field(default=1, ge=1)
+    """Drafting of ``specvlm`` with a selecting gate: examples of each batch on which the losses of all operators are
+    compared to train the gate.
+    """
+    gate_cost: float = Field(default=0.01, ge=0)
+    """Cost of an operator that leaves all visual rows, as a share of the mean loss of the operators."""
     distillation: DistillationRule = "none"
     """Drafting: the target layer that the first block imitates: the one of least attention entropy (DREAM, section 3.2), the
     one of least entropy plus change of entropy (STAR, section 3.2), or always the layer of this number (from 1).
     """
     distillation_weight: float = Field(default=0.2, ge=0)
+
+    def loss_weights(self, kind: str) -> tuple[float, float]:
+        """Weights of the logits' and of the features' loss for a kind of draft."""
+        logit_weight, feature_weight = LOSS_WEIGHTS[kind]
+        return (
+            logit_weight if self.logit_weight is None else self.logit_weight,
+            feature_weight if self.feature_weight is None else self.feature_weight,
+        )
 
 
 class Data(Document):

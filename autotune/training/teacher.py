@@ -79,6 +79,20 @@ class TeacherBatch:
         columns = torch.arange(self.embeddings.shape[1], device=self.lengths.device)
         return (columns >= self.loss_start[:, None]) & (columns < self.lengths[:, None])
 
+    def select(self, rows: Sequence[int]) -> TeacherBatch:
+        """These rows as a batch of their own; a row may be repeated."""
+        index = torch.tensor(rows, device=self.lengths.device)
+        longest = int(self.lengths[index].max())
+        return replace(
+            self,
+            embeddings=self.embeddings[index, :longest],
+            is_visual=self.is_visual[index, :longest],
+            lengths=self.lengths[index],
+            loss_start=self.loss_start[index],
+            hidden={layer: states[index, :longest] for layer, states in self.hidden.items()},
+            visual_scores={new: self.visual_scores[row] for new, row in enumerate(rows) if row in self.visual_scores},
+        )
+
     def distilled_layer(self, rule: DistillationRule) -> int:
         """The layer (from 1) whose output the first block imitates.
 
