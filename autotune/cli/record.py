@@ -10,9 +10,11 @@ import click
 from autotune.cli import options
 from autotune.search.settings import SearchSettings
 
+SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio")
+
 
 @click.command(cls=options.Verb, short_help="Record traces: a draft's proposals along the target's answers.")
-@options.settings_options(SearchSettings, "target", "drafts", "heads", "injection_layer", "workload")
+@options.settings_options(SearchSettings, "target", "drafts", *SUBNET_OPTIONS, "workload")
 @options.device
 @click.option(
     "--visual-keep",
@@ -45,8 +47,9 @@ def command(
     console = Console()
     prompts = load_workload(workload, "tune", num_prompts=choices["num_prompts"])
     model_pool = ModelPool(target, drafts, choose_device(device))
+    subnet = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
     variants = [
-        (draft, Subnet(heads=choices["heads"], visual_keep=keep, injection_layer=choices["injection_layer"]))
+        (draft, subnet.model_copy(update={"visual_keep": keep}))
         for draft in model_pool.references
         for keep in choices["visual_keep"]
     ]

@@ -32,7 +32,7 @@ class DraftChoice(Document):
     @property
     def network(self) -> tuple[Any, ...]:
         """Key of the network to load. Points that differ only in visual tokens share one network."""
-        return self.id, self.sha256, self.subnet.head_shares, self.subnet.injection_layer
+        return self.id, self.sha256, *self.subnet.network
 
 
 class Predicted(Document):

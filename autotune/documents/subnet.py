@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -15,6 +15,8 @@ the text after the image, from all tokens (STAR, eq. 2), or from the last token 
 """
 Operator = Literal["prune", "pool", "convolve", "resample", "text_only"]
 """An operator of SpecVLM's compressor (section 3.4)."""
+OPERATORS_WITH_RATIO: tuple[Operator, ...] = ("prune", "pool")
+"""Operators without weights, whose ratio can be chosen after the training."""
 
 
 class Subnet(Document):
@@ -37,6 +39,11 @@ class Subnet(Document):
     def head_shares(self) -> tuple[float, float, float]:
         """The share of heads kept in each block."""
         return self.heads if isinstance(self.heads, tuple) else (self.heads or 1.0,) * 3
+
+    @property
+    def network(self) -> tuple[Any, ...]:
+        """Everything but the choice of visual tokens: subnets with the same value share one loaded network."""
+        return self.head_shares, self.injection_layer, self.operator, self.operator_ratio
 
     @property
     def name(self) -> str:

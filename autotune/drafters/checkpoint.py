@@ -93,7 +93,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> Loade
     independently.
 
     Args:
-        subnet: heads and injection layer to use. Its share of visual tokens applies later, prompt by prompt.
+        subnet: heads, injection layer and operator of the compressor to use. Its share of visual tokens applies later, prompt by prompt.
 
     Raises:
         UserError: an unknown draft, a draft for another target, or a subnet that it does not have.
@@ -101,8 +101,10 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> Loade
     subnet = subnet or Subnet()
     folder = draft_folder(name)
     if folder is None:
-        if subnet.heads is not None or subnet.injection_layer is not None:
-            raise UserError(f"{name}: an independent draft has no subnets; leave heads and injection_layer out")
+        if subnet.network != Subnet().network:
+            raise UserError(
+                f"{name}: an independent draft has no subnets; leave heads, injection_layer and operator out"
+            )
         return IndependentDraft(load_model(name, device=str(target.device)), tokenizer=load_tokenizer(name))
     content = read_json(folder / CONFIG)
     network: DraftNetwork
@@ -115,6 +117,12 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> Loade
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")
         network = network.sliced(subnet.head_shares)
-    draft = FeatureDraft(network, heads=subnet.heads, injection_layer=subnet.injection_layer)
+    draft = FeatureDraft(
+        network,
+        heads=subnet.heads,
+        injection_layer=subnet.injection_layer,
+        operator=subnet.operator,
+        operator_ratio=subnet.operator_ratio,
+    )
     draft.attach(target)
     return draft

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.documents.subnet import Operator
+from autotune.documents.subnet import OPERATORS_WITH_RATIO, Operator
 from autotune.errors import UserError
 from autotune.files import Document
 
@@ -25,7 +25,6 @@ GateMode = Literal["select", "weigh", "concatenate", "none"]
 WEIGHED: tuple[Operator, ...] = ("prune", "pool", "convolve")
 CONCATENATED: tuple[Operator, ...] = ("prune", "pool", "convolve", "resample")
 SELECTED: tuple[Operator, ...] = (*CONCATENATED, "text_only")
-WITH_RATIO = ("prune", "pool")  # operators without weights, whose ratio can be chosen after the training
 EXPLORED = 0.5  # share of the training examples that are compressed by any operator with the same chance
 ENTROPY_WEIGHT = 0.02  # of the gate's shares in ``expected_cost``
 
@@ -74,26 +73,26 @@ class Compressor(nn.Module):
         self.keys_values = nn.Linear(hidden_size, 2 * hidden_size, bias=False) if "resample" in operators else None
         self.gate = nn.Linear(hidden_size, len(operators)) if config.gate in ("select", "weigh") else None
 
-    def fix(self, operator: Operator, ratio: int | None = None) -> None:
+    def fix(self, operator: Operator | None, ratio: int | None = None) -> None:
         """Compress every prompt with one operator.
 
         Args:
+            operator: None for the gate's choice.
             ratio: visual tokens for each row of ``prune`` or ``pool``; None for the ratio of the training.
 
         Raises:
             UserError: an operator that the gate does not combine, or a ratio of an operator whose ratio is fixed.
         """
         operators = self.config.operators
-        if operator not in operators:
+        if operator is not None and operator not in operators:
             known = f"combines {', '.join(operators)}" if operators else "does not compress visual tokens"
             raise UserError(
                 f"this draft (gate: {self.config.gate}) {known}; got operator {operator}; choose another one"
             )
         if ratio is not None:
-            if operator not in WITH_RATIO:
-                raise UserError(
-                    f"only {' and '.join(WITH_RATIO)} have a ratio to choose; got {ratio} for {operator}; leave the ratio out"
-                )
+            if operator not in OPERATORS_WITH_RATIO:
+                names, other = " and ".join(OPERATORS_WITH_RATIO), operator or "the gate's choice"
+                raise UserError(f"only {names} have a ratio to choose; got {ratio} for {other}; leave the ratio out")
             self.ratios[operator] = ratio
         self.operator = operator
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.documents.subnet import Subnet
+from autotune.documents.subnet import Operator, Subnet
 from autotune.drafters.blocks import AttentionContext
 from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows
 from autotune.drafters.draft import kept_tokens
@@ -57,6 +57,11 @@ class FeatureDraft(CachedDraft, CachedModel):
         network: a draft network, or a subnet sliced from a supernet.
         heads: share of heads that the subnet keeps, in all blocks or in each.
         injection_layer: layer of the target to read; None: the network's default.
+        operator: compresses the visual tokens of every prompt; None for the choice of the network's gate.
+        operator_ratio: ratio of the operator; None for that of the training.
+
+    Raises:
+        UserError: a layer or an operator that the network does not have.
     """
 
     def __init__(
@@ -65,11 +70,15 @@ class FeatureDraft(CachedDraft, CachedModel):
         *,
         heads: float | tuple[float, float, float] | None = None,
         injection_layer: int | None = None,
+        operator: Operator | None = None,
+        operator_ratio: int | None = None,
     ) -> None:
         super().__init__()
         self.network = network
         self.kind = network.config.kind
-        self.heads = heads
+        self.heads, self.operator, self.operator_ratio = heads, operator, operator_ratio
+        if operator is not None or operator_ratio is not None:
+            network.fix_operator(operator, operator_ratio)
         self.aux_layers = network.layers_read(injection_layer)
         self.visual_keep = network.config.visual_keep
         self.token_ids = network.token_ids
@@ -81,7 +90,13 @@ class FeatureDraft(CachedDraft, CachedModel):
     @property
     def subnet(self) -> Subnet:
         layer = self.aux_layers[0] if len(self.aux_layers) == 1 else None
-        return Subnet(heads=self.heads, visual_keep=self.visual_keep, injection_layer=layer)
+        return Subnet(
+            heads=self.heads,
+            visual_keep=self.visual_keep,
+            injection_layer=layer,
+            operator=self.operator,
+            operator_ratio=self.operator_ratio,
+        )
 
     @property
     def num_parameters(self) -> int:

@@ -78,6 +78,17 @@ class DraftNetwork(nn.Module, ABC):
             )
         return (layer,)
 
+    def fix_operator(self, operator: Operator | None, ratio: int | None) -> None:
+        """Compress the visual tokens of every prompt with one operator (see ``Compressor.fix``).
+
+        Raises:
+            UserError: a network without a compressor, or without this operator.
+        """
+        raise UserError(
+            f"only a specvlm draft compresses visual tokens; got operator {operator} for {self.config.kind}; leave operator "
+            "and ratio out"
+        )
+
     @abstractmethod
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
         """A cache for ``capacity`` tokens for each block."""

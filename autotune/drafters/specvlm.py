@@ -40,6 +40,9 @@ class SpecVlmNetwork(BlocksNetwork):
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         return self.fusion(torch.cat([self.embedding_norm(embeddings), features], -1))  # type: ignore[no-any-return]
 
+    def fix_operator(self, operator: Operator | None, ratio: int | None) -> None:
+        self.compressor.fix(operator, ratio)
+
     def condense(
         self,
         rows: PromptRows,

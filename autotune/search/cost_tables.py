@@ -14,6 +14,7 @@ from autotune.cost.settings import ProfileSettings
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.search.model_pool import ModelPool
@@ -58,10 +59,12 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
 
 
 def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
-    """One variant per draft and share of heads: the visual tokens kept and the layer read do not change a step's cost."""
+    """One variant per draft and share of heads: visual tokens, operator and the layer read do not change a step's cost."""
     priced: dict[tuple[str, tuple[float, ...]], DraftVariant] = {}
     for draft, subnet in variants:
-        priced.setdefault((draft, subnet.head_shares), (draft, subnet.model_copy(update={"visual_keep": 1.0})))
+        priced.setdefault(
+            (draft, subnet.head_shares), (draft, Subnet(heads=subnet.heads, injection_layer=subnet.injection_layer))
+        )
     return list(priced.values())
 
 

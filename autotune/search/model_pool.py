@@ -13,9 +13,10 @@ from autotune.acceptance.recorder import Recorder
 from autotune.device import fingerprint, free_memory
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.provenance import ModelReference, version_of
-from autotune.documents.subnet import Subnet
+from autotune.documents.subnet import Operator, Subnet
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.specvlm import SpecVlmConfig
 from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER, capture_sizes_for
@@ -124,7 +125,7 @@ class ModelPool:
         return self._full_drafts[draft].kind
 
     def draft(self, draft: str, subnet: Subnet | None = None) -> LoadedDraft:
-        """A draft with the heads and injection layer of a subnet; its visual tokens are selected per prompt.
+        """A draft with the heads, injection layer and operator of a subnet; its visual tokens are selected per prompt.
 
         Raises:
             UserError: the draft has no such subnet.
@@ -132,8 +133,10 @@ class ModelPool:
         full = self._full_drafts[draft]
         subnet = subnet or full.subnet
         layer = subnet.injection_layer or full.subnet.injection_layer
-        subnet = Subnet(heads=subnet.heads, injection_layer=layer)
-        if subnet.heads is None and layer == full.subnet.injection_layer:
+        subnet = Subnet(
+            heads=subnet.heads, injection_layer=layer, operator=subnet.operator, operator_ratio=subnet.operator_ratio
+        )
+        if subnet.network == full.subnet.network:
             return full
         if (draft, subnet) not in self._subnets:
             self._subnets[draft, subnet] = load_draft(draft, self.target, subnet)
@@ -158,7 +161,8 @@ class ModelPool:
         """All variants of a space: its subnets of every draft.
 
         Raises:
-            UserError: the space searches heads or layers, and no draft is a supernet.
+            UserError: the space searches heads or layers, and no draft is a supernet; or it has operators only, and no draft
+                has a compressor.
         """
         supernets = {
             id: draft.network.config.injection_layers
@@ -170,10 +174,20 @@ class ModelPool:
             raise UserError(
                 f"only a star draft has heads and layers to choose; got {names}; leave heads and layers out"
             )
+        compressors: dict[str, tuple[Operator, ...]] = {
+            id: draft.network.config.compression.operators
+            for id, draft in self._full_drafts.items()
+            if isinstance(draft, FeatureDraft) and isinstance(draft.network.config, SpecVlmConfig)
+        }
+        if not any(compressors.values()) and "gate" not in space.operators:
+            raise UserError(
+                f"only a specvlm draft with a compressor has operators to choose; got {', '.join(self._full_drafts)}; "
+                "leave operators out"
+            )
         return [
             (id, subnet)
             for id, draft in self._full_drafts.items()
-            for subnet in space.subnets(id, draft.subnet, supernets.get(id, ()))
+            for subnet in space.subnets(id, draft.subnet, supernets.get(id, ()), compressors.get(id, ()))
         ]
 
     @property

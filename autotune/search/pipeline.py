@@ -202,12 +202,15 @@ class _SearchRun:
 
 
 def narrowed_space(settings: SearchSettings) -> SearchSpace:
-    """The search space, with its heads and layers replaced by those of the settings."""
+    """The search space, with its heads, layers and operators replaced by those of the settings."""
     space = load_space(settings.space)
     if settings.heads is not None:
         space = space.model_copy(update={"heads": [settings.heads]})
     if settings.injection_layer is not None:
         space = space.model_copy(update={"injection_layers": [settings.injection_layer]})
+    if settings.operator is not None:
+        ratios = [] if settings.operator_ratio is None else [settings.operator_ratio]
+        space = space.model_copy(update={"operators": [settings.operator], "operator_ratios": ratios})
     return space
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from autotune.cost.roofline import datasheets
 from autotune.cost.table import shipped_tables
 from autotune.device import choose_device, fingerprint, local_devices, local_gpus
+from autotune.documents.subnet import Operator
 from autotune.errors import UserError, nearest
 from autotune.execution import check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
@@ -40,6 +41,11 @@ class SearchSettings(Document):
     injection_layer: int | None = setting(
         None, "Layer of the target whose output the draft reads, in place of the space's layers."
     )
+    operator: Operator | None = setting(
+        None,
+        "Operator of a specvlm draft's compressor, in place of the space's; default: the space's, or the gate's choice.",
+    )
+    operator_ratio: int | None = setting(None, "Visual tokens for each row that prune or pool leaves.", ge=1)
     workload: str = setting(BUNDLED, "Prompts: 'digits', or a JSONL file.")
     space: str = setting("quick", "Search space: a shipped name or a YAML file.")
     budget_s: float = setting(300.0, "Time to aim for, such as 90s, 10m or 1h.", option="budget", unit="s", gt=0)

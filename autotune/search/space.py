@@ -6,11 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from autotune.documents.subnet import Subnet
+from autotune.documents.subnet import OPERATORS_WITH_RATIO, Operator, Subnet
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root
 
@@ -122,25 +122,37 @@ class SearchSpace(Document, kind="search-space"):
     """Shares of heads that supernets keep: in all blocks, or in each block."""
     injection_layers: Literal["last", "all"] | list[int] = "last"
     """Target layers that supernets read: the last or all of those that they can read, or these."""
+    operators: list[Literal["gate"] | Operator] = Field(default=["gate"], min_length=1)
+    """Operators of the compressor of ``specvlm`` drafts; ``gate``: the choice of the draft's gate."""
+    operator_ratios: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    """Ratios of ``prune`` and ``pool``; empty: the ratio of the draft's training."""
     visual_keep: Dimension
     survivors: int = Field(default=4, ge=1)
     """Number of subnets whose trees are searched; where there are more subnets, screening selects them."""
     trees: dict[str, dict[str, Dimension]] = Field(min_length=1)
 
-    def subnets(self, draft: str, full: Subnet, readable: Sequence[int]) -> list[Subnet]:
+    def subnets(
+        self, draft: str, full: Subnet, readable: Sequence[int], operators: Sequence[Operator] = ()
+    ) -> list[Subnet]:
         """All subnets of a draft.
 
         Args:
             draft: its id, for the error message.
             full: the subnet of the whole draft.
             readable: target layers that a supernet can read; empty for other drafts.
+            operators: those of the draft's compressor; empty for drafts without one.
 
         Raises:
-            UserError: the space names a layer that the draft cannot read.
+            UserError: the space names a layer or an operator that the draft does not have.
         """
         keeps = self.visual_keep.values or []
         if not readable:
-            return [full.model_copy(update={"visual_keep": keep}) for keep in keeps]
+            choices = self._operator_choices(draft, operators)
+            return [
+                full.model_copy(update={"visual_keep": keep, "operator": operator, "operator_ratio": ratio})
+                for keep, (operator, ratio) in itertools.product(keeps, choices)
+                if operator != "text_only" or keep == keeps[0]  # which drops the visual tokens that are kept
+            ]
         layers = readable if self.injection_layers == "all" else readable[-1:]
         if isinstance(self.injection_layers, list):
             layers = self.injection_layers
@@ -158,6 +170,23 @@ class SearchSpace(Document, kind="search-space"):
             )
             for share, layer, keep in itertools.product(self.heads, layers, keeps)
         ]
+
+    def _operator_choices(self, draft: str, known: Sequence[Operator]) -> list[tuple[Operator | None, int | None]]:
+        """Operators of a draft's compressor (None: the gate's choice), each with its ratio (None: the training's)."""
+        choices: list[tuple[Operator | None, int | None]] = []
+        for name in self.operators if known else ["gate"]:
+            if name == "gate":
+                choices.append((None, None))
+            elif name not in known:
+                raise UserError(
+                    f"space {self.name}: the compressor of {draft} has the operators {', '.join(known)}; got {name}; "
+                    "name one of them, or gate"
+                )
+            elif name in OPERATORS_WITH_RATIO and self.operator_ratios:
+                choices += [(name, ratio) for ratio in self.operator_ratios]
+            else:
+                choices.append((name, None))
+        return choices
 
     def enumerated(self, policy: str) -> list[Tree] | None:
         """All trees of a policy, or None where there are too many: replaying a tree costs less than sampling one."""
