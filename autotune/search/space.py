@@ -182,10 +182,11 @@ class SearchSpace(Document, kind="search-space"):
                     f"space {self.name}: the compressor of {draft} has the operators {', '.join(known)}; got {name}; "
                     "name one of them, or gate"
                 )
-            elif name in OPERATORS_WITH_RATIO and self.operator_ratios:
-                choices += [(name, ratio) for ratio in self.operator_ratios]
             else:
-                choices.append((name, None))
+                ratios: list[int | None] = [None]
+                if name in OPERATORS_WITH_RATIO and self.operator_ratios:
+                    ratios = [*self.operator_ratios]
+                choices += [(name, ratio) for ratio in ratios]
         return choices
 
     def enumerated(self, policy: str) -> list[Tree] | None:

@@ -62,9 +62,9 @@ def rows_of(
     """The rows of a teacher batch for one subnet. ``generator`` makes the noise of trained compressors; ``operators`` are
     those of the compressor for each example.
     """
-    num_rows = len(batch.lengths)
+    batch_size = len(batch.lengths)
     before = network.target_features({injection_layer: batch.hidden[injection_layer][:, :-1]})
-    features = torch.cat([network.first_feature.expand(num_rows, 1, -1), before], 1)
+    features = torch.cat([network.first_feature.expand(batch_size, 1, -1), before], 1)
     all_features = features
     stream = network.fuse(batch.embeddings, features)
     condensed = []

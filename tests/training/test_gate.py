@@ -1,0 +1,170 @@
+"""SpecVLM's gate in training: its gradient through the whole draft, and what it learns."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autotune.documents.subnet import Operator, Subnet
+from autotune.drafters.checkpoint import new_network
+from autotune.drafters.specvlm import SpecVlmNetwork
+from autotune.modeling.target import Target
+from autotune.training.losses import TwoReadings, drafting_loss, gate_loss, operator_losses, rows_of, token_losses
+from autotune.training.recipe import Stage
+from autotune.training.teacher import Example, Teacher, TeacherBatch
+from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
+
+LAST = 4
+STAGE = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.0, gate_cost=0.0)
+OPERATORS: tuple[Operator, ...] = ("prune", "pool", "convolve", "resample", "text_only")
+
+
+@pytest.fixture(scope="module")
+def target(pair: Pair) -> Target:
+    return Target(pair.target)
+
+
+@pytest.fixture(scope="module")
+def batch(target: Target, prompts: dict[str, Inputs]) -> TeacherBatch:
+    """The two prompts with images, with answers of 6 and 8 tokens."""
+    with torch.no_grad():
+        encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
+    with_image = [prompt for prompt in encoded if prompt.num_visual_tokens]
+    return Teacher(target).read([Example(p, len(p) - 6 - 2 * n) for n, p in enumerate(with_image[:2])], layers=())
+
+
+def new_specvlm(target: Target, *, std: float | None = None) -> SpecVlmNetwork:
+    """A draft with random weights; ``std``: of larger ones, with which the visual rows matter."""
+    torch.manual_seed(3)
+    sizes = {"num_heads": 4, "head_size": 8, "mlp_size": 32, "compression": {"prune_ratio": 5, "pool_ratio": 4}}
+    network = new_network("specvlm", sizes, target, source="test")
+    assert isinstance(network, SpecVlmNetwork)
+    if std is not None:
+        for name, parameter in network.named_parameters():
+            if parameter.dim() > 1 and name != "feature_norms":
+                torch.nn.init.normal_(parameter, std=std * parameter[0].numel() ** -0.5)
+    return network
+
+
+def test_the_gate_has_a_gradient_through_the_whole_draft(target: Target, batch: TeacherBatch) -> None:
+    """At initialization, at least a thousandth of the median parameter's; the gate's loss reaches the gate alone."""
+    network = new_specvlm(target).train()
+    loss, figures = drafting_loss(network, batch, STAGE, Subnet(), None, torch.Generator().manual_seed(0))
+    loss.backward()
+    norms = {n: float(p.grad.norm()) for n, p in network.named_parameters() if p.grad is not None}
+    assert norms["compressor.gate.weight"] > 1e-3 * statistics.median(norms.values())
+    assert "gate_regret" in figures and figures["loss"] < float(loss.detach()), "the logged loss is the draft's own"
+    found = gate_loss(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    assert found is not None
+    network.zero_grad(set_to_none=True)
+    found[0].backward()
+    assert {n for n, p in network.named_parameters() if p.grad is not None} == {
+        "compressor.gate.weight",
+        "compressor.gate.bias",
+    }
+
+
+def test_evaluation_follows_the_gate_and_does_not_train_it(target: Target, batch: TeacherBatch) -> None:
+    network = new_specvlm(target, std=1.5).eval()
+    losses, _ = operator_losses(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    torch.nn.init.zeros_(network.compressor.gate.weight)  # type: ignore[union-attr]
+    for number, name in enumerate(OPERATORS):
+        with torch.no_grad():
+            network.compressor.gate.bias.copy_(torch.eye(5)[number])  # type: ignore[union-attr]
+            loss, figures = drafting_loss(network, batch, STAGE, Subnet(), None, torch.Generator().manual_seed(0))
+        tokens = batch.loss_mask.sum(1)
+        expected = (losses[:, number] * tokens).sum() / tokens.sum()
+        torch.testing.assert_close(loss, expected, msg=name)
+        assert "gate_regret" not in figures
+
+
+def test_operator_losses_are_those_of_each_example_alone(target: Target, batch: TeacherBatch) -> None:
+    network = new_specvlm(target, std=1.5)
+    losses, shares = operator_losses(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    n = NUM_VISUAL_TOKENS
+    expected = torch.tensor([-(-n // 5) / n, -(-n // 4) / n, -(-n // 3) / n, 2 / n, 0.0])
+    torch.testing.assert_close(shares, expected.expand(2, -1))
+    offsets = torch.randint(6, (2, 1), generator=torch.Generator().manual_seed(0))
+    for row in range(2):
+        alone = batch.select([row])
+        for number, name in enumerate(OPERATORS):
+            with torch.no_grad():
+                rows = rows_of(network, alone, visual_keep=1.0, injection_layer=LAST, operators=[name])
+                follows = rows.loss_mask.clone()
+                follows[:, 1:] &= rows.loss_mask[:, :-1]
+                follows[:, 0] = False
+                is_own = follows & ((rows.positions + offsets[row]) % 6 != 0)
+                found = token_losses(network, alone, rows, STAGE, None, is_own)
+            torch.testing.assert_close(found.losses.mean(), losses[row, number])
+    assert float((losses.max(1).values / losses.min(1).values).min()) > 1.01, "the operators differ"
+
+
+@torch.no_grad()
+def taught_by(network: SpecVlmNetwork, batch: TeacherBatch, operators: list[Operator]) -> TeacherBatch:
+    """A batch whose target is the draft itself with one operator for each example: this operator's loss is zero.
+
+    The draft reads the target's features of the token before, so the target's states are set token by token.
+    """
+    hidden = batch.hidden[LAST].clone()
+    made = replace(batch, hidden={LAST: hidden})
+    for column in range(int(batch.loss_start.min()), hidden.shape[1]):
+        rows = rows_of(network, made, visual_keep=1.0, injection_layer=LAST, operators=operators)
+        states = TwoReadings(network, rows, None).with_target_features([])
+        is_set = rows.loss_mask & (rows.positions == column)
+        hidden[is_set.any(1), column] = states[is_set]
+    return made
+
+
+@pytest.mark.parametrize("best", [["convolve", "text_only"], ["resample", "prune"]])
+def test_training_teaches_the_gate_the_best_operator_of_each_question(
+    target: Target, batch: TeacherBatch, best: list[Operator]
+) -> None:
+    network = new_specvlm(target, std=1.5)
+    made = taught_by(network, batch, best)
+    losses, _ = operator_losses(network, made, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    assert [OPERATORS[int(row.argmin())] for row in losses] == best and float(losses.min()) < 1e-4
+    torch.nn.init.normal_(network.compressor.gate.weight, std=0.01)  # type: ignore[union-attr]
+    assert network.compressor.gate is not None
+    optimizer = torch.optim.AdamW(network.compressor.gate.parameters(), lr=0.05, weight_decay=0.0)
+    network.train()
+    for step in range(40):
+        loss, _ = drafting_loss(network, made, STAGE, Subnet(), None, torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    network.eval()
+    questions = made.hidden[LAST][torch.arange(2), made.loss_start]
+    chosen = [network.compressor.choice(network.target_features({LAST: question})) for question in questions]
+    assert chosen == best
+
+
+def test_a_cost_for_visual_rows_decides_between_equal_operators(target: Target, batch: TeacherBatch) -> None:
+    """Without a visual part of the stream all operators have nearly the same loss; the gate then drops all rows."""
+    network = new_specvlm(target)  # the block's first output is small
+    stage = STAGE.model_copy(update={"gate_cost": 100.0})
+    assert network.compressor.gate is not None
+    optimizer = torch.optim.AdamW(network.compressor.gate.parameters(), lr=0.05, weight_decay=0.0)
+    network.train()
+    for step in range(30):
+        found = gate_loss(network, batch, stage, Subnet(), torch.Generator().manual_seed(step))
+        assert found is not None
+        optimizer.zero_grad()
+        found[0].backward()
+        optimizer.step()
+    questions = network.target_features({LAST: batch.hidden[LAST][torch.arange(2), batch.loss_start]})
+    assert [network.compressor.choice(question) for question in questions] == ["text_only", "text_only"]
+
+
+def test_texts_without_images_do_not_train_the_gate(target: Target, prompts: dict[str, Inputs]) -> None:
+    with torch.no_grad():
+        encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
+    texts = [prompt for prompt in encoded if not prompt.num_visual_tokens]
+    batch = Teacher(target).read([Example(prompt, len(prompt) - 6) for prompt in texts], layers=())
+    network = new_specvlm(target).train()
+    loss, figures = drafting_loss(network, batch, STAGE, Subnet(), None, torch.Generator().manual_seed(0))
+    loss.backward()
+    assert network.compressor.gate is not None and network.compressor.gate.weight.grad is None
+    assert "gate_regret" not in figures
