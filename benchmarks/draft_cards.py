@@ -3,15 +3,19 @@
     python benchmarks/draft_cards.py measure drafts/digits/star [--heads 0.5] [--injection-layer 9] [--visual-keep 0.1]
     autotune train drafts/digits/dream/ablations/without-final.yaml --output FOLDER
     python benchmarks/draft_cards.py measure FOLDER --card drafts/digits/dream --label without-final
+    python benchmarks/draft_cards.py measure drafts/digits/specvlm --operator pool
+    python benchmarks/draft_cards.py operators drafts/digits/specvlm
     python benchmarks/draft_cards.py write drafts/digits/star
 
 ``measure`` adds rows to the card's ``acceptance.jsonl``, one for each value of each option, and skips rows that exist for
-the same weights; a row takes about a minute. ``write`` writes ``README.md`` in a second. Rows whose label is the name of a
+the same weights; a row takes about a minute. ``operators`` writes ``operators.jsonl``: the loss of every operator of a
+compressor by task, and the choice of its gate. ``write`` writes ``README.md`` in a second. Rows whose label is the name of a
 recipe in the draft's ``ablations`` are compared with its ``baseline``, and with the paper's ablation.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,32 +24,47 @@ import click
 import torch
 
 from autotune.acceptance.recorder import Recorder
-from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import load_draft
+from autotune.documents.subnet import Operator, Subnet
+from autotune.drafters.checkpoint import load_draft, load_network
+from autotune.drafters.compression import SELECTED
+from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.files import append_line, read_json, read_lines, read_yaml, sha256_of
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.training.batches import Batches
 from autotune.training.curve import draw_curve
+from autotune.training.draft_task import EVALUATION
+from autotune.training.examples import DigitsExamples
+from autotune.training.losses import operator_losses
+from autotune.training.teacher import Teacher
+from autotune.workloads.digits import TASKS, make_example
 from autotune.workloads.workload import load_workload
 
 TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
-ROWS = "acceptance.jsonl"
+ROWS, OPERATOR_ROWS = "acceptance.jsonl", "operators.jsonl"
 BASELINE = "baseline"
-PUBLISHED: dict[str, dict[str, tuple[float, float, float]]] = {
+CARD_SEED = 77  # of held-out examples that neither training nor the evaluation prompts use
+PUBLISHED: dict[str, dict[str, tuple[float, ...]]] = {
     # Accepted length on MMT-Bench, SEED-Bench and ScienceQA relative to the full design (DREAM, table 2).
     "dream": {
         "without-initial": (0.59, 0.58, 0.61),
         "without-crossing": (0.44, 0.41, 0.32),
         "without-final": (0.63, 0.65, 0.71),
         "two-crossings": (1.09, 1.13, 1.10),
-    }
+    },
+    # Average accepted length relative to selection (SpecVLM, table 3).
+    "specvlm": {"weigh": (3.71 / 3.69,), "concatenate": (3.67 / 3.69,), "none": (3.53 / 3.69,)},
 }
 PAPERS_ABLATION = {
     "dream": (
         "In table 2 of DREAM, the accepted length drops most without the cross-attention block, and grows with a second one. In "
         "figure 4a, the layer of least entropy gives the highest speedup, and 75 % is the best of the static layers."
-    )
+    ),
+    "specvlm": (
+        "In table 3 of SpecVLM, the average accepted length on LLaVA-1.6-7B is 3.69 with a gate that selects, 3.71 with one that "
+        "weighs, 3.67 with concatenation and 3.53 without a compressor."
+    ),
 }
 
 
@@ -87,6 +106,7 @@ def main() -> None:
 @click.option("--heads", type=float, multiple=True)
 @click.option("--injection-layer", type=int, multiple=True)
 @click.option("--visual-keep", type=float, multiple=True)
+@click.option("--operator", type=click.Choice(SELECTED), multiple=True)
 @click.option("--subnet", type=(float, int, float), help="Share of heads, injection layer, share of visual tokens.")
 @click.option("--prompts", default=48, show_default=True)
 def measure(
@@ -96,6 +116,7 @@ def measure(
     heads: tuple[float, ...],
     injection_layer: tuple[int, ...],
     visual_keep: tuple[float, ...],
+    operator: tuple[Operator, ...],
     subnet: tuple[float, int, float] | None,
     prompts: int,
 ) -> None:
@@ -106,6 +127,7 @@ def measure(
     subnets = [Subnet(heads=share, visual_keep=own_keep) for share in heads]
     subnets += [Subnet(injection_layer=layer, visual_keep=own_keep) for layer in injection_layer]
     subnets += [Subnet(visual_keep=keep) for keep in visual_keep]
+    subnets += [Subnet(operator=name, visual_keep=own_keep) for name in operator]
     if subnet is not None:
         subnets.append(Subnet(heads=subnet[0], injection_layer=subnet[1], visual_keep=subnet[2]))
     path = (card or draft) / ROWS
@@ -116,10 +138,77 @@ def measure(
             continue
         loaded = load_draft(str(draft), target, choice)
         decoder = Decoder(target, loaded, tree=TREE, visual_keep=choice.visual_keep, processor=processor)
-        row = {"label": label, "sha256": sha256, "subnet": choice.model_dump(exclude_none=True)}
+        row = {
+            "label": label,
+            "sha256": sha256,
+            "subnet": choice.model_dump(exclude_defaults=True) | {"visual_keep": choice.visual_keep},
+        }
         row |= {"parameters": loaded.num_parameters, **measured(decoder, recorder, prompts)}
         append_line(path, row)
         click.echo(f"{label} {choice.name}: M {row['tokens_per_round']:.2f}, {row['identical']}/{prompts} identical")
+
+
+@main.command()
+@click.argument("draft", type=click.Path(path_type=Path, exists=True))
+@click.option("--examples", default=32, show_default=True, help="Held-out examples of each task with images.")
+def operators(draft: Path, examples: int) -> None:
+    """Measure the loss of every operator of a compressor by task, and what its gate chooses."""
+    target, processor = Target(load_model(BUNDLED_TARGET)), load_processor(BUNDLED_TARGET)
+    network, teacher = load_network(draft), Teacher(target)
+    assert isinstance(network, SpecVlmNetwork)
+    layer, names = network.config.num_target_layers, network.config.compression.operators
+    rows = []
+    for task in TASKS:
+        if make_example("held-out", task, 0).image is None:
+            continue
+        batches = DigitsExamples(
+            Batches(processor, {task: 1.0}, split="held-out", batch_size=8, seed=CARD_SEED), target
+        )
+        losses, agreement, chosen = [], [], []
+        for number in range(examples // 8):
+            batch = teacher.read(batches[number], layers=())
+            found = operator_losses(network, batch, EVALUATION, Subnet(), torch.Generator().manual_seed(number))
+            questions = batch.hidden[layer][torch.arange(8), batch.loss_start]
+            chosen.append(network.compressor.scores(network.target_features({layer: questions})).argmax(-1))
+            losses.append(found.losses)
+            agreement.append(found.agreement)
+        choice, loss = torch.cat(chosen), torch.cat(losses)
+        rows.append(
+            {
+                "sha256": sha256_of(draft / "model.safetensors"),
+                "task": task,
+                "examples": len(choice),
+                "losses": dict(zip(names, loss.mean(0).tolist(), strict=True)),
+                "agreement": dict(zip(names, torch.cat(agreement).mean(0).tolist(), strict=True)),
+                "gate_loss": loss.gather(1, choice[:, None]).mean().item(),
+                "chosen": {name: int((choice == number).sum()) for number, name in enumerate(names)},
+            }
+        )
+        click.echo(json.dumps(rows[-1]))
+    (draft / OPERATOR_ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def operator_section(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines about the losses of the operators by task and the choice of the gate; empty without measurements."""
+    if not rows:
+        return []
+    names = list(rows[0]["losses"])
+    lines = [
+        "",
+        "## What the gate chooses",
+        "",
+        f"The losses of the recipe on {rows[0]['examples']} held-out examples of each task with images, with each operator forced; in brackets "
+        "the agreement with the target. The last column is the loss with the gate's choice, relative to the best operator of the task.",
+        "",
+        f"| task | {' | '.join(names)} | the gate chooses | gate / best |",
+        "|---" * (3 + len(names)) + "|",
+    ]
+    for row in rows:
+        cells = " | ".join(f"{row['losses'][name]:.4f} ({100 * row['agreement'][name]:.1f} %)" for name in names)
+        chosen = {name: count for name, count in row["chosen"].items() if count}
+        choice = ", ".join(f"{name} {100 * count / row['examples']:.0f} %" for name, count in chosen.items())
+        lines.append(f"| {row['task']} | {cells} | {choice} | {row['gate_loss'] / min(row['losses'].values()):.3f} |")
+    return lines
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
@@ -156,7 +245,9 @@ def ablation_section(draft: Path, kind: str, rows: list[dict[str, Any]]) -> list
     ]
     for name in names:
         tokens, published = measured[name]["tokens_per_round"], PUBLISHED.get(kind, {}).get(name)
-        paper = "-" if published is None else f"{min(published):.2f} to {max(published):.2f}"
+        paper = (
+            "-" if published is None else " to ".join(f"{one:.2f}" for one in sorted({min(published), max(published)}))
+        )
         difference = recipes[name]["name"].partition(", ")[2]
         lines.append(f"| `{name}` | {difference} | {tokens:.2f} | {tokens / full:.2f} | {paper} |")
     return lines
@@ -228,6 +319,17 @@ def write(draft: Path) -> None:
         if values:
             values = sorted([*values, (full_value[key], full)], key=lambda item: -item[0])
             lines += ["", f"## {title}", "", *table([row for _, row in values], [f"{value:g}" for value, _ in values])]
+    forced = {
+        row["subnet"]["operator"]: row
+        for row in rows
+        if row["sha256"] == sha256 and "operator" in row["subnet"] and not row["label"]
+    }
+    if forced:
+        note = (
+            f"Every prompt is compressed by one operator, on {next(iter(forced.values()))['prompts']} held-out prompts."
+        )
+        lines += ["", "## Single operators", "", note, "", *table([*forced.values()], [*forced])]
+    lines += operator_section([row for row in read_lines(draft / OPERATOR_ROWS) if row["sha256"] == sha256])
     if section := ablation_section(draft, kind, rows):
         lines += section
     elif others := [row for row in rows if row["label"]]:

@@ -177,16 +177,15 @@ class SearchSpace(Document, kind="search-space"):
         for name in self.operators if known else ["gate"]:
             if name == "gate":
                 choices.append((None, None))
-            elif name not in known:
+                continue
+            operator = next((one for one in known if one == name), None)
+            if operator is None:
                 raise UserError(
                     f"space {self.name}: the compressor of {draft} has the operators {', '.join(known)}; got {name}; "
                     "name one of them, or gate"
                 )
-            else:
-                ratios: list[int | None] = [None]
-                if name in OPERATORS_WITH_RATIO and self.operator_ratios:
-                    ratios = [*self.operator_ratios]
-                choices += [(name, ratio) for ratio in ratios]
+            has_ratios = operator in OPERATORS_WITH_RATIO and self.operator_ratios
+            choices += [(operator, ratio) for ratio in (self.operator_ratios if has_ratios else [None])]
         return choices
 
     def enumerated(self, policy: str) -> list[Tree] | None:

@@ -264,13 +264,23 @@ def token_losses(
     )
 
 
+@dataclass(frozen=True)
+class OperatorLosses:
+    """Every example with each operator of the compressor, as in decoding: [examples, operators]."""
+
+    losses: Tensor
+    """Mean over the loss tokens and both readings."""
+    agreement: Tensor
+    """Share of the loss tokens on which draft and target agree, in the first reading."""
+    shares: Tensor
+    """Rows that the operator leaves, as a share of the visual tokens."""
+
+
 @torch.no_grad()
 def operator_losses(
     network: SpecVlmNetwork, batch: TeacherBatch, stage: Stage, subnet: Subnet, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Loss of every example with each operator of the compressor, as in decoding, and the rows that each operator leaves of
-    every visual token: both [examples, operators].
-    """
+) -> OperatorLosses:
+    """Read every example of a batch with each operator of the compressor."""
     operators = network.config.compression.operators
     count, copies = len(batch.lengths), len(operators)
     repeated = batch.select([row for row in range(count) for _ in operators])
@@ -280,10 +290,13 @@ def operator_losses(
     )
     is_own = own_feature_mask(rows, generator, copies=copies)
     found = token_losses(network, repeated, rows, stage, None, is_own)
-    sums = found.losses.new_zeros(count * copies).index_add(0, found.example, found.losses.mean(0))
-    num_visual = repeated.is_visual.sum(1)
+    num_tokens, num_visual = repeated.loss_mask.sum(1), repeated.is_visual.sum(1)
+
+    def mean(values: Tensor) -> Tensor:
+        return (values.new_zeros(count * copies).index_add(0, found.example, values) / num_tokens).view(count, copies)
+
     shares = (rows.num_rows - (repeated.lengths - num_visual)) / num_visual.clamp(min=1)
-    return (sums / repeated.loss_mask.sum(1)).view(count, copies), shares.view(count, copies)
+    return OperatorLosses(mean(found.losses.mean(0)), mean(found.agrees[0]), shares.view(count, copies))
 
 
 def gate_loss(
@@ -299,8 +312,8 @@ def gate_loss(
     if not drawn:
         return None
     examples, layer = batch.select(drawn), network.config.num_target_layers
-    losses, shares = operator_losses(network, examples, stage, subnet, generator)
-    costs = losses / losses.mean() + stage.gate_cost * shares
+    found = operator_losses(network, examples, stage, subnet, generator)
+    costs = found.losses / found.losses.mean() + stage.gate_cost * found.shares
     states = examples.hidden[layer][torch.arange(len(drawn)), examples.loss_start]
     questions = network.target_features({layer: states}).detach()
     chosen = network.compressor.scores(questions).argmax(-1, keepdim=True)

@@ -19,7 +19,7 @@ from autotune.workloads.digits import TASKS
 Objective = Literal["grounding", "answers", "distillation", "drafting"]
 FEATURE_DRAFTS = tuple(NETWORKS)
 LOSS_WEIGHTS = {
-    "dream": (1.0, 0.2),  # DREAM, section 3.2
+    "dream": (1.0, 0.2),  # DREAM, section 4
     "star": (1.0, 0.2),  # STAR, eq. 3
     "specvlm": (0.1, 1.0),  # SpecVLM, eq. 3
 }

@@ -13,7 +13,7 @@ from autotune.drafters.checkpoint import new_network
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.modeling.target import Target
 from autotune.training.losses import TwoReadings, drafting_loss, gate_loss, operator_losses, rows_of, token_losses
-from autotune.training.recipe import Stage
+from autotune.training.recipe import FEATURE_DRAFTS, LOSS_WEIGHTS, Stage
 from autotune.training.teacher import Example, Teacher, TeacherBatch
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
@@ -69,7 +69,7 @@ def test_the_gate_has_a_gradient_through_the_whole_draft(target: Target, batch: 
 
 def test_evaluation_follows_the_gate_and_does_not_train_it(target: Target, batch: TeacherBatch) -> None:
     network = new_specvlm(target, std=1.5).eval()
-    losses, _ = operator_losses(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    losses = operator_losses(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0)).losses
     torch.nn.init.zeros_(network.compressor.gate.weight)  # type: ignore[union-attr]
     for number, name in enumerate(OPERATORS):
         with torch.no_grad():
@@ -83,10 +83,11 @@ def test_evaluation_follows_the_gate_and_does_not_train_it(target: Target, batch
 
 def test_operator_losses_are_those_of_each_example_alone(target: Target, batch: TeacherBatch) -> None:
     network = new_specvlm(target, std=1.5)
-    losses, shares = operator_losses(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    measured = operator_losses(network, batch, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    losses = measured.losses
     n = NUM_VISUAL_TOKENS
     expected = torch.tensor([-(-n // 5) / n, -(-n // 4) / n, -(-n // 3) / n, 2 / n, 0.0])
-    torch.testing.assert_close(shares, expected.expand(2, -1))
+    torch.testing.assert_close(measured.shares, expected.expand(2, -1))
     offsets = torch.randint(6, (2, 1), generator=torch.Generator().manual_seed(0))
     for row in range(2):
         alone = batch.select([row])
@@ -99,6 +100,7 @@ def test_operator_losses_are_those_of_each_example_alone(target: Target, batch: 
                 is_own = follows & ((rows.positions + offsets[row]) % 6 != 0)
                 found = token_losses(network, alone, rows, STAGE, None, is_own)
             torch.testing.assert_close(found.losses.mean(), losses[row, number])
+            torch.testing.assert_close(found.agrees[0].mean(), measured.agreement[row, number])
     assert float((losses.max(1).values / losses.min(1).values).min()) > 1.01, "the operators differ"
 
 
@@ -124,7 +126,7 @@ def test_training_teaches_the_gate_the_best_operator_of_each_question(
 ) -> None:
     network = new_specvlm(target, std=1.5)
     made = taught_by(network, batch, best)
-    losses, _ = operator_losses(network, made, STAGE, Subnet(), torch.Generator().manual_seed(0))
+    losses = operator_losses(network, made, STAGE, Subnet(), torch.Generator().manual_seed(0)).losses
     assert [OPERATORS[int(row.argmin())] for row in losses] == best and float(losses.min()) < 1e-4
     torch.nn.init.normal_(network.compressor.gate.weight, std=0.01)  # type: ignore[union-attr]
     assert network.compressor.gate is not None
@@ -168,3 +170,11 @@ def test_texts_without_images_do_not_train_the_gate(target: Target, prompts: dic
     loss.backward()
     assert network.compressor.gate is not None and network.compressor.gate.weight.grad is None
     assert "gate_regret" not in figures
+
+
+def test_loss_weights_are_those_of_the_paper_of_each_draft() -> None:
+    assert set(LOSS_WEIGHTS) == set(FEATURE_DRAFTS)
+    assert STAGE.loss_weights("specvlm") == (0.1, 1.0)
+    assert STAGE.loss_weights("star") == STAGE.loss_weights("dream") == (1.0, 0.2)
+    assert STAGE.model_copy(update={"logit_weight": 0.0}).loss_weights("specvlm") == (0.0, 1.0)
+    assert STAGE.model_copy(update={"feature_weight": 0.5}).loss_weights("star") == (1.0, 0.5)

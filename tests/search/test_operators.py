@@ -1,0 +1,155 @@
+"""Operators of SpecVLM's compressor in subnets: loading, recording, search spaces and profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune.acceptance.trace import bounds_for
+from autotune.documents.decoding_profile import DraftChoice
+from autotune.documents.subnet import Subnet
+from autotune.drafters.checkpoint import load_draft, save_draft
+from autotune.errors import UserError
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
+from autotune.search.cost_tables import priced_variants
+from autotune.search.model_pool import ModelPool
+from autotune.search.pipeline import narrowed_space
+from autotune.search.settings import SearchSettings
+from autotune.search.space import SearchSpace, load_space
+from autotune.search.traces import record_trace
+from autotune.trees.chain import ChainPolicy
+from autotune.workloads.workload import load_workload
+from tests.drafters.test_feature_draft import agreeing_draft
+from tests.sample_documents import write_image, write_workload
+from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
+
+SPACE = {
+    "name": "operators",
+    "operators": ["gate", "prune", "convolve", "text_only"],
+    "operator_ratios": [2, 5],
+    "visual_keep": {"choices": [1.0, 0.5]},
+    "trees": {"chain": {"depth": {"low": 1, "high": 4}}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("specvlm")
+    with torch.inference_mode():
+        save_draft(agreeing_draft("specvlm", Target(pair.target), injection_layer=4).network, folder)  # type: ignore[arg-type]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_pool(pair: Pair, folder: Path) -> ModelPool:
+    return ModelPool(str(pair.target_folder), [str(folder), str(pair.draft_folder)], "cpu")
+
+
+@pytest.mark.parametrize(
+    ("subnet", "num_visual_rows"),
+    [
+        (Subnet(operator="prune", operator_ratio=4), 4),
+        (Subnet(operator="pool", operator_ratio=5), 4),
+        (Subnet(operator="convolve"), 6),
+        (Subnet(operator="resample"), 2),
+        (Subnet(operator="text_only"), 0),
+    ],
+)
+def test_a_fixed_operator_compresses_every_prompt(
+    pair: Pair, prompts: dict[str, Inputs], folder: Path, subnet: Subnet, num_visual_rows: int
+) -> None:
+    """Whatever the gate prefers, and the output is the target's."""
+    assert NUM_VISUAL_TOKENS == 16
+    target = Target(pair.target)
+    draft = load_draft(str(folder), target, subnet)
+    assert draft.subnet == subnet.model_copy(update={"injection_layer": 4})
+    for name in ("image", "long"):
+        inputs = {**prompts[name], "max_new_tokens": 16}
+        decoder = Decoder(target, draft, tree={"policy": "chain", "depth": 3})
+        (prompt,) = target.encode(prompts[name]).prompts
+        out = decoder.generate(**inputs).sequences
+        assert draft._num_condensed == prompt.num_visual_tokens - num_visual_rows  # type: ignore[union-attr]
+        assert torch.equal(out, Decoder(target).generate(**inputs).sequences)
+
+
+def test_drafts_without_the_operator_are_refused(pair: Pair, folder: Path, tmp_path: Path) -> None:
+    target = Target(pair.target)
+    with torch.inference_mode():
+        save_draft(agreeing_draft("dream", target, injection_layer=4).network, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="only a specvlm draft compresses visual tokens; got operator pool for dream"):
+        load_draft(str(tmp_path), target, Subnet(operator="pool"))
+    with pytest.raises(
+        UserError, match="an independent draft has no subnets; leave heads, injection_layer and operator"
+    ):
+        load_draft(str(pair.draft_folder), target, Subnet(operator="pool"))
+    with pytest.raises(UserError, match="only prune and pool have a ratio to choose; got 5 for convolve"):
+        load_draft(str(folder), target, Subnet(operator="convolve", operator_ratio=5))
+
+
+def test_a_space_lists_operators_and_ratios(model_pool: ModelPool) -> None:
+    specvlm, independent = model_pool.references
+    found = model_pool.subnets(SearchSpace.model_validate(SPACE))
+    choices = [(None, None), ("prune", 2), ("prune", 5), ("convolve", None)]
+    expected = {(keep, *choice) for keep in (1.0, 0.5) for choice in choices} | {(1.0, "text_only", None)}
+    own = [subnet for draft, subnet in found if draft == specvlm]
+    assert {(s.visual_keep, s.operator, s.operator_ratio) for s in own} == expected and len(own) == len(expected)
+    assert [subnet for draft, subnet in found if draft == independent] == [Subnet(), Subnet(visual_keep=0.5)]
+    assert len(priced_variants(found)) == 2, "operators do not change the cost of a step"
+    full = [
+        subnet for draft, subnet in model_pool.subnets(SearchSpace.model_validate({**SPACE, "operators": ["gate"]}))
+    ]
+    assert all(subnet.operator is None for subnet in full)
+
+
+def test_subnets_of_one_operator_share_a_network(model_pool: ModelPool) -> None:
+    specvlm = next(iter(model_pool.references))
+    pool = model_pool.draft(specvlm, Subnet(operator="pool", operator_ratio=2))
+    assert pool is model_pool.draft(specvlm, Subnet(operator="pool", operator_ratio=2, visual_keep=0.5))
+    others = [
+        model_pool.draft(specvlm),
+        model_pool.draft(specvlm, Subnet(operator="pool")),
+        model_pool.draft(specvlm, Subnet(operator="prune", operator_ratio=2)),
+    ]
+    assert len({id(draft) for draft in (pool, *others)}) == 4
+    choices = [DraftChoice(kind="?", id="a", sha256="b", subnet=draft.subnet) for draft in (pool, *others)]
+    assert len({choice.network for choice in choices}) == 4, "points of a profile load different networks"
+
+
+def test_traces_record_the_operator(model_pool: ModelPool, tmp_path: Path) -> None:
+    """And their draft's KV length is that of the operator's rows."""
+    specvlm = next(iter(model_pool.references))
+    lines = [
+        {"split": "tune", "max_new_tokens": 12, "prompt": "And 2?", "images": [write_image(tmp_path / "0.png", 0)]}
+    ]
+    prompts = load_workload(str(write_workload(tmp_path, lines)), "tune")
+    recorder = model_pool.recorder(tmp_path)
+    traces = {}
+    for operator in ("convolve", "text_only"):
+        subnet = Subnet(operator=operator)
+        trace = record_trace(model_pool, recorder, (specvlm, subnet), prompts, bounds_for([ChainPolicy(depth=2)]))
+        assert trace.header.subnet.operator == operator
+        traces[operator] = trace
+    lengths = {name: int(trace.draft_prompt_length[0]) for name, trace in traces.items()}
+    assert lengths["convolve"] - lengths["text_only"] == 6
+
+
+def test_operators_that_no_draft_has_are_refused(pair: Pair, model_pool: ModelPool) -> None:
+    alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
+    settings = SearchSettings(space="quick", operator="pool", operator_ratio=5)
+    space = narrowed_space(settings)
+    assert (space.operators, space.operator_ratios) == (["pool"], [5])
+    with pytest.raises(UserError, match="only a specvlm draft with a compressor has operators to choose"):
+        alone.subnets(space)
+    with pytest.raises(UserError, match="the compressor of x has the operators prune, pool, convolve; got resample"):
+        SearchSpace.model_validate({**SPACE, "operators": ["resample"]}).subnets(
+            "x", Subnet(), (), ("prune", "pool", "convolve")
+        )
+
+
+def test_the_full_space_screens_every_operator() -> None:
+    operators = ("prune", "pool", "convolve", "resample", "text_only")
+    found = load_space("full").subnets("specvlm", Subnet(), (), operators)
+    assert {subnet.operator for subnet in found} == {None, *operators} and len(found) == 10 * 5 + 1
