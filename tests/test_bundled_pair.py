@@ -9,11 +9,16 @@ import torch
 from PIL import Image
 
 from autotune.acceptance.recorder import Recorder
-from autotune.acceptance.trace import ForestBounds
+from autotune.acceptance.replay import replay
+from autotune.acceptance.trace import ForestBounds, bounds_for
+from autotune.cost.profiler import shape_of
+from autotune.cost.roofline import estimate_table
+from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.trees.policy import parse_policy
 from autotune.workloads.digits import TASKS, make_example
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
 
@@ -98,6 +103,36 @@ def test_draft_is_neither_perfect_nor_useless(pair, tmp_path):
     assert shares[1].min() < 0.75 and shares[1].max() > 0.9
     harder = shares[: len(TASKS) // 2]
     assert (harder[4] - harder[1]).mean() >= 0.1
+
+
+@pytest.mark.parametrize("num_prompts", [6, pytest.param(16, marks=pytest.mark.nightly)])
+def test_sage_is_faster_than_a_chain_where_nodes_are_nearly_free(pair, tmp_path, num_prompts):
+    """In the paper's tables SAGE accepts more tokens than draft chains, and is faster, on every benchmark."""
+    processor, target, draft = pair
+    default, policies = (
+        PUBLISHED_DEFAULTS["sage"],
+        [parse_policy(PUBLISHED_DEFAULTS[n].tree) for n in ("sage", "chain")],
+    )
+    recorder = Recorder(target, reference(BUNDLED_TARGET), processor, tmp_path)
+    prompts = load_workload("digits", "evaluate", num_prompts=num_prompts)
+    bounds = bounds_for(policies).model_copy(update={"answer_tokens": None if num_prompts > 8 else 64})
+    trace = recorder.trace(
+        draft, reference(BUNDLED_DRAFT), prompts, visual_keep=default.subnet.visual_keep, bounds=bounds
+    )
+    table = estimate_table(
+        "h100",
+        target=reference(BUNDLED_TARGET),
+        target_shape=shape_of(target),
+        draft=reference(BUNDLED_DRAFT),
+        draft_shape=shape_of(draft),
+        precision="float32",
+    )
+    prices = table.prices(reference(BUNDLED_DRAFT), max_tokens=65, max_kv_length=1024)
+    assert prices.verify_ms[65, -1] < 1.1 * prices.verify_ms[1, -1], "nodes are nearly free"
+    sage, chain = (replay(trace, policy, prices) for policy in policies)
+    assert sage.is_covered and chain.is_covered
+    assert sage.tokens_per_round > chain.tokens_per_round
+    assert sage.ms_per_token < chain.ms_per_token
 
 
 def test_workload_splits_share_no_prompt():

@@ -44,7 +44,7 @@ class Replay:
     missing: Ints
     """Nodes that the policy expanded and the trace does not hold; where there are none, replay is exact. None of them is on
     the answer, so accepted lengths are exact too, unless a node budget binds: the missing nodes' descendants would have
-    taken room from other nodes.
+    taken room from other nodes. Always 0 for trees that have their shape whatever the draft proposes.
     """
     accepted_lengths: list[Ints]
     """τ of every round, an array for each prompt."""
@@ -121,7 +121,7 @@ def replay(
         plain_steps=plain_steps,
         draft_forwards=draft_forwards,
         verified_nodes=nodes,
-        missing=missing,
+        missing=0 * missing if policy.keeps_empty_nodes else missing,
         accepted_lengths=[
             accepted[begin : begin + count] for begin, count in zip(trace.answer_start, rounds, strict=False)
         ],

@@ -33,7 +33,7 @@ class Round:
     num_levels: int
     """Draft forward passes."""
     num_missing: int
-    """Expanded nodes that the trace does not hold."""
+    """As in ``Replay.missing``."""
 
     @property
     def num_nodes(self) -> int:
@@ -67,7 +67,8 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
         while len(grower.frontier) > 0:
             proposals = recorded.proposals[row[grower.frontier], : policy.num_proposals]
             num_levels += 1
-            num_missing += int((row[grower.frontier] == recorded.unrecorded).sum())
+            if not policy.keeps_empty_nodes:
+                num_missing += int((row[grower.frontier] == recorded.unrecorded).sum())
             first = int(tree.size[0])
             grower.grow(proposals["token"], proposals["logprob"])
             added = np.arange(first, int(tree.size[0]))

@@ -15,13 +15,17 @@ def rename_execution(content: dict[str, Any]) -> None:
 
 
 # Rules that trees followed before they were hyperparameters, by policy.
-_RULES: dict[str, dict[str, Any]] = {"wetap": {"nucleus": "all"}}
+_RULES: dict[str, dict[str, Any]] = {"sage": {"below_threshold": "drop"}, "wetap": {"nucleus": "all"}}
+
+
+def with_its_rules(tree: Any) -> Any:
+    """A tree of a document of version 2, with the rules that it followed."""
+    return _RULES.get(str(tree.get("policy")), {}) | tree if isinstance(tree, dict) else tree
 
 
 def keep_tree_rules(content: dict[str, Any]) -> None:
     """Migrate profiles of version 2: their trees keep the rules by which they were measured."""
     points = content.get("points")
     for point in points if isinstance(points, list) else ():
-        tree = point.get("tree") if isinstance(point, dict) else None
-        if isinstance(tree, dict):
-            point["tree"] = _RULES.get(str(tree.get("policy")), {}) | tree
+        if isinstance(point, dict):
+            point["tree"] = with_its_rules(point.get("tree"))

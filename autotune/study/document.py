@@ -14,6 +14,7 @@ from pydantic import Field
 from autotune.cost.table import ModelShape
 from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.migrations import with_its_rules
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document, rename_keys
 
@@ -58,7 +59,15 @@ def _rename_keys(content: dict[str, Any]) -> None:
         finalist["is_eliminated"] = not finalist.pop("is_standing")
 
 
-class StudyDocument(Document, kind="study", version=2, made_by="autotune search", migrations={1: _rename_keys}):
+def _keep_tree_rules(content: dict[str, Any]) -> None:
+    """Migrate from version 2."""
+    for finalist in content.get("finalists", []):
+        finalist["configuration"]["tree"] = with_its_rules(finalist["configuration"]["tree"])
+
+
+class StudyDocument(
+    Document, kind="study", version=3, made_by="autotune search", migrations={1: _rename_keys, 2: _keep_tree_rules}
+):
     """The inputs and results of a search."""
 
     provenance: Provenance

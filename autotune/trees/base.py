@@ -94,6 +94,13 @@ class BasePolicy(Document):
         """How large the policy's trees can become."""
 
     @property
+    def keeps_empty_nodes(self) -> bool:
+        """Whether the tree's shape is known before the draft proposes its nodes, and kept: a node for which the draft
+        proposes nothing holds ``NO_TOKEN``.
+        """
+        return False
+
+    @property
     def max_depth(self) -> int:
         return self.limits.depth
 

@@ -18,8 +18,6 @@ class ChainPolicy(BasePolicy):
 
     KIND: ClassVar[int] = 0
     source: ClassVar[str] = "vLLM and SGLang, defaults of their speculative decoding"
-    keeps_empty_nodes: ClassVar[bool] = False
-    """A chain ends where the draft proposes nothing."""
 
     policy: Literal["chain"] = "chain"
     depth: int = Field(default=5, ge=1, le=MAX_DEPTH)

@@ -24,8 +24,6 @@ class StaticPolicy(BasePolicy):
 
     KIND: ClassVar[int] = 4
     source: ClassVar[str] = "Sequoia, optimal tree topology by dynamic programming"
-    keeps_empty_nodes: ClassVar[bool] = True
-    """Nodes for which the draft proposes nothing hold ``NO_TOKEN``, so that the tree keeps its shape."""
 
     policy: Literal["static"] = "static"
     paths: tuple[tuple[int, ...], ...] = Field(
@@ -56,6 +54,10 @@ class StaticPolicy(BasePolicy):
     def ordered_paths(self) -> list[tuple[int, ...]]:
         """The paths level by level, each level in the order of parents, then of ranks."""
         return sorted(self.paths, key=lambda path: (len(path), path))
+
+    @property
+    def keeps_empty_nodes(self) -> bool:
+        return True
 
     @property
     def limits(self) -> Limits:

@@ -53,7 +53,15 @@ def random_tree_policy(name: str, rng: random.Random, sizes: Sizes) -> dict[str,
     tree |= {
         "confidence": rng.choice(["previous", "current"]),
         "depth_cap": rng.choice([None, rng.randint(d_min, sizes.depth)]),
+        "below_threshold": rng.choice(["leaf", "drop"]),
+        "rounding": rng.choice(["nearest", "floor", "ceil"]),
+        "plan": rng.choice(["current", "previous"]),
+        "first_paths": rng.choice([None, [[0], [1], [0, 0], [0, 1]]]),
     }
+    if (
+        tree["plan"] == "previous"
+    ):  # otherwise trees leave a recorded trace, whose nodes have high cumulative probabilities
+        tree["threshold_on"] = rng.choice(["path", "token"])
     return {"policy": "sage", **tree}
 
 

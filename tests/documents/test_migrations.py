@@ -9,6 +9,7 @@ from autotune.acceptance.trace import TraceHeader
 from autotune.cost.table import CostTable
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.files import data_root, read_json
+from autotune.trees.sage import SagePolicy
 from tests.sample_documents import cost_table
 
 OLD = Path(__file__).parent / "old"
@@ -36,6 +37,16 @@ def test_trees_of_a_decoding_profile_of_version_2_keep_their_rules() -> None:
     assert sum(tree.pop("nucleus", None) == "all" for tree in trees if tree["policy"] == "wetap") == 2
     assert DecodingProfile.parse(content | {"schema": "autotune.decoding-profile/2"}, source="old") == expected
     assert DecodingProfile.parse(content, source="new") != expected, "a new profile has the rule of transformers"
+
+
+def test_sage_trees_of_version_2_drop_candidates_below_the_threshold() -> None:
+    content = old("decoding-profile-1")
+    profile = DecodingProfile.parse(content, source="old")
+    trees = [point.tree for point in profile.points if isinstance(point.tree, SagePolicy)]
+    assert [(tree.d_max, tree.depth_cap) for tree in trees] == [(10, None), (9, None)]
+    for tree in trees:
+        assert (tree.below_threshold, tree.threshold_on, tree.plan) == ("drop", "path", "current")
+        assert (tree.threshold, tree.rounding, tree.first_paths) == (0.1, "nearest", None)
 
 
 def test_a_cost_table_of_version_4() -> None:

@@ -27,7 +27,8 @@ from tests.trees.drafts import (
 
 
 def sage(**tree: Any) -> TreeSession:
-    return TreeSession("sage", **tree)
+    """Candidates below the threshold are dropped unless ``below_threshold`` is given."""
+    return TreeSession("sage", **{"below_threshold": "drop", **tree})
 
 
 SURE = same_everywhere(1.0)  # a single candidate: confidence 1, and every level passes its threshold
@@ -52,6 +53,12 @@ def test_defaults_are_those_of_the_paper() -> None:
         "window": 10,
         "lower": 2.0,
         "upper": 3.0,
+        "below_threshold": "leaf",
+        "threshold": 0.1,
+        "threshold_on": "path",
+        "rounding": "nearest",
+        "plan": "current",
+        "first_paths": None,
     }
 
 
@@ -151,6 +158,67 @@ def test_the_confidence_is_that_of_the_previous_or_of_the_current_round() -> Non
     previous, current = sage(k=4, w_min=1, w_max=3), sage(k=4, w_min=1, w_max=3, confidence="current")
     assert [shape(previous), shape(previous)] == [(2, 6), (3, 4)]
     assert [shape(current), shape(current)] == [(3, 4), (3, 4)]
+
+
+def test_candidates_below_the_threshold_are_leaves() -> None:
+    """An unsure draft, ten candidates of 0.03 after the root: confidence 0, so D = 3, W = 10, theta_1 = 0.1/3. All ten are
+    verified and none is expanded; the reading ``drop`` gives an empty tree. 0.05 exceeds the threshold.
+    """
+    unsure = same_everywhere(*[0.03] * 10)
+    leaves, dropped = sage(below_threshold="leaf", confidence="current"), sage(confidence="current")
+    assert leaves.grow(unsure) == [(rank,) for rank in range(10)] and leaves.expanded == [[()]]
+    assert dropped.grow(unsure) == []
+    leaves.grow(same_everywhere(0.05, *[0.03] * 9))
+    assert leaves.expanded == [[()], [(0,)]]
+
+
+def test_the_threshold_on_the_last_token_alone() -> None:
+    """D = 3, W = 1, thresholds 0.0333, 0.0667, 0.1: a chain of 0.2 has cumulative probabilities 0.2, 0.04, 0.008."""
+    narrow = {"d_min": 3, "d_max": 3, "w_min": 1, "w_max": 1}
+    chain = same_everywhere(0.2)
+    assert sage(**narrow).grow(chain) == [(0,)]
+    assert sage(**narrow, threshold_on="token").grow(chain) == [(0,), (0, 0), (0, 0, 0)]
+    assert sage(**narrow, threshold=0.05).grow(chain) == [(0,), (0, 0)]  # 0.0333 at level 2, 0.05 at level 3
+    assert sage(**narrow, threshold=0.0).grow(chain) == [(0,), (0, 0), (0, 0, 0)]
+    leaves = sage(**narrow, below_threshold="leaf", threshold_on="path")
+    assert leaves.grow(chain) == [(0,), (0, 0)], "0.04 is a leaf"
+
+
+@pytest.mark.parametrize(("rounding", "depth", "width"), [("nearest", 6, 5), ("floor", 5, 4), ("ceil", 6, 5)])
+def test_rounding_of_depth_and_width(rounding: str, depth: int, width: int) -> None:
+    """The first round: D = 3 + 0.5 * 5 = 5.5, W = 2 + 0.5 * 5 = 4.5."""
+    session = sage(w_max=7, rounding=rounding, threshold=0.0)
+    tree = session.grow(root_and_below([0.2] * 5, [1.0]))
+    assert max(map(len, tree)) == depth and sum(len(path) == 1 for path in tree) == width
+
+
+def test_a_planned_tree_has_the_shape_of_the_last_root() -> None:
+    """After a root of 0.5, 0.25, 0.25 and k = 4: confidence 1/4, D = 3 + 0.25 * 5 = 4.25, rounded 4, W = 2 + 0.75 * 8 = 8.
+    Candidates below the threshold, 0.025 l, are dropped. What the draft proposes in the planned round does not matter.
+
+    Level 1: 0.5, 0.25, 0.25; the fourth has probability 0. Level 2, W_2 = 4 (0.5 + P): 4 for 0.5 and 3 for 0.25, so 0.25,
+    0.125, 0.125; 0.125, 0.0625, 0.0625; the same. All exceed 0.05. Level 3, W_3 = 8/3 (0.5 + P) is 2 for 0.25: 0.125;
+    0.0625 falls below 0.075, as it does below 0.125 and 0.0625. Level 4: 0.0625 falls below 0.1.
+    """
+    session = sage(k=4, plan="previous")
+    session.grow(root_and_below([0.5, 0.25, 0.25], [1.0]))
+    tree = session.grow(same_everywhere(0.9, 0.05, 0.03, 0.02))
+    assert set(tree) == {(0,), (1,), (2,), *((rank, child) for rank in range(3) for child in range(3)), (0, 0, 0)}
+    assert session.expanded == [[()], [(0,), (1,), (2,)], [(0, 0)]], "the draft reads parents only"
+
+
+def test_the_first_tree_can_be_given() -> None:
+    paths = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
+    for plan in ("current", "previous"):
+        session, other = sage(first_paths=paths, plan=plan), sage(plan=plan)
+        draft = same_everywhere(0.6, 0.3, 0.1)
+        assert session.grow(draft) == [tuple(path) for path in paths]
+        other.grow(draft)
+        assert session.grow(draft) == other.grow(draft), "later rounds do not depend on it"
+        session.grower.reset()
+        assert session.grow(draft) == [tuple(path) for path in paths]
+    policy = parse_policy({"policy": "sage", "n_max": 2, "k": 2, "first_paths": [[0], [3], [3, 0]]})
+    assert (policy.max_nodes, policy.num_proposals) == (3, 4)
 
 
 def test_a_candidate_must_exceed_the_threshold() -> None:
@@ -420,6 +488,10 @@ def test_a_value_out_of_range_is_refused() -> None:
         ({"n_max": 129}, "n_max: input should be less than or equal to 128; got 129"),
         ({"window": 0}, "window: input should be greater than or equal to 1; got 0"),
         ({"window": 33}, "window: input should be less than or equal to 32; got 33"),
+        ({"threshold": 1.5}, "threshold: input should be less than or equal to 1; got 1.5"),
+        ({"below_threshold": "prune"}, "below_threshold: input should be 'leaf' or 'drop'; got 'prune'"),
+        ({"first_paths": [[0, 0]]}, "path [0, 0] needs its parent [0]"),
+        ({"first_paths": []}, "first_paths: "),
         ({"confidence": "next"}, "confidence: input should be 'previous' or 'current'; got 'next'"),
         ({"upper": float("nan")}, "upper: input should be a finite number; got nan"),
         ({"d_min": 3.5}, "d_min: input should be a valid integer"),
@@ -429,4 +501,4 @@ def test_a_value_out_of_range_is_refused() -> None:
 def test_limits_follow_from_the_hyperparameters() -> None:
     policy = parse_policy({"policy": "sage", "n_max": 40, "depth_cap": 12, "k": 7})
     assert (policy.max_nodes, policy.max_depth, policy.num_proposals) == (40, 12, 7)
-    assert parse_policy({"policy": "sage", "depth_cap": 5}).max_depth == 8  # the limit starts from d_max
+    assert parse_policy({"policy": "sage", "depth_cap": 5}).max_depth == 8
