@@ -75,7 +75,7 @@ def test_replay_of_random_configurations_equals_their_rounds() -> None:
             fell_back.append(counted.plain_steps.sum() > 0)
     # Else the comparison would prove little.
     assert np.mean(np.array(nodes_per_round) > 4) > 0.4 and max(nodes_per_round) > 12
-    assert accepted >= set(range(6)) and len(num_rounds) > 10 and np.mean(fell_back) > 0.5
+    assert accepted >= set(range(6)) and len(num_rounds) > 10 and np.mean(fell_back) > 0.4
 
 
 def test_an_accepted_path_holds_the_answer() -> None:
