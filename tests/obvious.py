@@ -9,6 +9,8 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
+from autotune.drafters.blocks import AttentionContext, Crossing
+from autotune.drafters.network import BlocksNetwork
 from autotune.trees.tree import ROOT, Tree, new_tree, plant
 
 
@@ -66,6 +68,16 @@ def logits_after(model: Any, inputs: dict[str, Any], tokens: list[int]) -> Tenso
     with torch.inference_mode():
         logits = model(input_ids=torch.cat([inputs["input_ids"], more], 1), **extra, use_cache=False).logits[0]
     return logits[inputs["input_ids"].shape[1] - 1 :]
+
+
+def read_whole_text(network: BlocksNetwork, stream: Tensor, features: Tensor, is_kept: Tensor) -> Tensor:
+    """States of all tokens of one text: pruned tokens are hidden from self-attention, and their features are not."""
+    causal = torch.ones(len(stream), len(stream), dtype=torch.bool).tril()
+    visible = causal & (is_kept | torch.eye(len(stream), dtype=torch.bool))
+    factors = network.factors(torch.arange(len(stream)))[None]
+    context = AttentionContext(visible[None, None])
+    (states,) = network(stream[None], features[None], factors, context, crossing=Crossing(causal[None, None]))
+    return states
 
 
 def assert_same_logits(actual: Tensor, expected: Tensor) -> None:

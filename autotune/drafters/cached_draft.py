@@ -88,6 +88,10 @@ class CachedDraft(CachedModel):
         """Bytes of a token's keys and values in all layers, once the cache is allocated."""
         return int(self.cache.memory_bytes // self.cache.capacity)
 
+    def padded_crossing_length(self, num_tokens: int) -> int | None:
+        """Padded KV length of the blocks that cross after ``num_tokens`` more tokens; None where it is that of all blocks."""
+        return None
+
     @property
     def num_pending(self) -> int:
         return len(self._pending)
@@ -140,13 +144,20 @@ class CachedDraft(CachedModel):
             **{f"hidden.{layer}": pad_rows(states, size) for layer, states in self._pending_hidden().items()},
         }
 
-    def propose_on_device(self, prefix_state: Tensor, inputs: Mapping[str, Tensor], *, padded_kv_length: int) -> Tensor:
+    def propose_on_device(
+        self,
+        prefix_state: Tensor,
+        inputs: Mapping[str, Tensor],
+        *,
+        padded_kv_length: int,
+        padded_crossing_length: int | None,
+    ) -> Tensor:
         """Evaluate the pending tokens; returns the logits after the last of them, the root, [1, vocabulary]."""
         count, tokens = inputs["pending"][:1], inputs["pending"][1:]
         size, device = len(tokens), tokens.device
         offsets = torch.minimum(torch.arange(size, device=device), count - 1)
         tree_mask = torch.full((size, size), self.mask_value, dtype=self.dtype, device=device).triu(1)
-        step = DeviceStep(prefix_state, tokens, offsets, tree_mask, offsets, padded_kv_length)
+        step = DeviceStep(prefix_state, tokens, offsets, tree_mask, offsets, padded_kv_length, padded_crossing_length)
         logits = self.forward_on_device(step, {layer: inputs[f"hidden.{layer}"] for layer in self.aux_layers})
         self._commit_pending_on_device(count)
         return logits[count - 1]

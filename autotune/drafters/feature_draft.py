@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from autotune.documents.subnet import Operator, Subnet
-from autotune.drafters.blocks import AttentionContext
+from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.modeling.graph_runner import KVSlots, Outputs
+from autotune.modeling.graph_runner import KVSlots, Outputs, padded_length
 from autotune.modeling.kv_cache import CachedModel
-from autotune.modeling.masks import MaskBuffer
+from autotune.modeling.masks import MaskBuffer, padded_masks
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import to_device
@@ -27,10 +27,15 @@ from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 if TYPE_CHECKING:
     from autotune.modeling.target import Target
 
+CROSSING_MASK = "crossing_mask"  # the input of that name over fixed buffers
+
 
 class FeatureCache:
     """Keys and values of all blocks. ``length`` counts committed tokens only: nodes are evaluated with the draft's own
     features, and evaluated again with the target's once they are accepted.
+
+    A block that crosses also holds the tokens of the prompt that were pruned: its slot of a token is that of the other
+    blocks plus their number. All blocks have the capacity of a prompt without pruning.
     """
 
     def __init__(self, network: DraftNetwork, capacity: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,6 +54,9 @@ class FeatureCache:
 
 class FeatureDraft(CachedDraft, CachedModel):
     """Drafts with a network that reads outputs of the target's layers (see ``Draft``).
+
+    Pruned tokens are missing from the stream and from self-attention. Blocks that cross attend to the features of all
+    tokens (DREAM, section 3.1; STAR, section 3.1).
 
     A pending token is stored with the target's features of the token before it. After a round, the accepted nodes and the
     new root are pending.
@@ -85,7 +93,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.vocab_size = 0  # the target's, after ``attach``
         self._pending_features: list[dict[int, Tensor]] = []
         self._target: Any = None
-        self._num_condensed = 0  # tokens of the prompt that are not in the cache
+        self._num_condensed = 0  # tokens of the prompt that are not in the stream
 
     @property
     def subnet(self) -> Subnet:
@@ -141,6 +149,8 @@ class FeatureDraft(CachedDraft, CachedModel):
     def _allocate(self, capacity: int) -> None:
         self.cache = FeatureCache(self.network, capacity, dtype=self.dtype, device=self.device)
         self._masks = MaskBuffer({"mask": None}, capacity, dtype=self.dtype, device=self.device)
+        if self.network.crosses:
+            self._crossing_masks = MaskBuffer({CROSSING_MASK: None}, capacity, dtype=self.dtype, device=self.device)
         self._factors = self.network.factors(torch.arange(2 * capacity, device=self.device))
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
@@ -150,6 +160,10 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         return target_prompts
+
+    def reserve(self, num_tokens: int) -> None:
+        super().reserve(num_tokens)
+        self._num_condensed = 0
 
     def prefill(self, prompt: Prompt, visual_scores: Tensor | None, *, capacity: int) -> None:
         """See ``Draft``. The target must have prefilled the same prompt just before."""
@@ -165,15 +179,19 @@ class FeatureDraft(CachedDraft, CachedModel):
             kept = torch.arange(len(prompt), device=self.device)
         if network.first_feature is None:
             kept = kept[kept > 0]
-        stream, features, is_visual = self._embeddings(prompt)[kept], features[kept], prompt.is_visual[kept]
-        rows = PromptRows(network.fuse(stream, features), features, kept, is_visual)
-        stream, features, positions, _ = network.condense(rows, hidden[self.aux_layers[-1]][-1])
-        if len(positions) > 0:
-            network(
-                stream[None], features[None], self._factors[positions][None], AttentionContext(None, self.cache.blocks)
-            )
+        stream, kept_features, is_visual = self._embeddings(prompt)[kept], features[kept], prompt.is_visual[kept]
+        rows = PromptRows(network.fuse(stream, kept_features), kept_features, kept, is_visual)
+        stream, kept_features, positions, _ = network.condense(rows, hidden[self.aux_layers[-1]][-1])
         self.cache.length = len(positions)
         self._num_condensed = len(prompt) - len(positions)
+        crossing = None
+        if self._is_crossing:
+            columns = torch.arange(len(prompt), device=self.device)
+            mask = (columns <= positions[:, None])[None, None]
+            crossing = Crossing(mask, 0, features[None], self._factors[columns][None])
+        if len(positions) > 0:
+            context = AttentionContext(None, self.cache.blocks)
+            network(stream[None], kept_features[None], self._factors[positions][None], context, crossing=crossing)
 
     def _embeddings(self, prompt: Prompt) -> Tensor:
         """The target's embeddings [n, hidden], with the draft's own embeddings for text if it has any."""
@@ -189,31 +207,77 @@ class FeatureDraft(CachedDraft, CachedModel):
         self._pending_features.append({layer: self._target.hidden[layer][-1:] for layer in self.aux_layers})
 
     @property
+    def _is_crossing(self) -> bool:
+        """Whether blocks that cross attend to more tokens than the others."""
+        return self._num_condensed > 0 and self.network.crosses
+
+    def padded_crossing_length(self, num_tokens: int) -> int | None:
+        return padded_length(self.cache.length + self._num_condensed + num_tokens) if self._is_crossing else None
+
+    @property
     def prefix_state(self) -> Ints:
-        """Number of cached tokens, and number of prompt tokens that are not in the cache."""
+        """Number of cached tokens, and number of prompt tokens that are not in the stream."""
         return np.array([self.cache.length, self._num_condensed])
 
     def forward(self, step: Step, source: FeatureSource) -> Tensor:
         count, first = len(step.tokens), step.num_uncommitted
         features = pad_rows(self._features(source), count)
-        begin = self.cache.length + first
-        positions = step.offsets + (self.cache.length + self._num_condensed)
+        prefix, whole_prefix = self.cache.length, self.cache.length + self._num_condensed
+        positions = step.offsets + whole_prefix
         if self.graph_runner is not None:
-            states, logits = self._run_captured(step, positions, step.offsets, features=features)
+            states, logits = self._run_with_crossing(step, positions, features)
         else:
             mask: Any = None
+            crossing_mask: Any = None
             if count > 1 or step.tree_mask.any():  # a node of a chain sees all tokens before it
                 column_offsets = np.zeros(step.tree_mask.shape[1], np.int64)
-                mask = self._masks.write(step.tree_mask, self.cache.length, step.offsets, column_offsets)
+                mask = self._masks.write(step.tree_mask, prefix, step.offsets, column_offsets)
+                if self._is_crossing:
+                    crossing_mask = self._crossing_masks.write(
+                        step.tree_mask, whole_prefix, step.offsets, column_offsets
+                    )
+            crossing = Crossing(crossing_mask, whole_prefix + first) if self._is_crossing else None
             ids = torch.from_numpy(step.tokens).to(self.device)
-            states, logits = self._states(ids, features, _rows(self._factors, positions), mask, begin)
+            context = AttentionContext(mask, self.cache.blocks, prefix + first)
+            states, logits = self._states(ids, features, _rows(self._factors, positions), context, crossing)
         self._own[1 + first : 1 + first + count] = states
         return logits
 
+    def _run_with_crossing(self, step: Step, positions: Ints, features: Tensor) -> Outputs:
+        """``_run_captured``, with the KV slots and the mask of blocks that cross where they differ."""
+        first, num_columns = step.num_uncommitted, step.tree_mask.shape[1]
+        crossing_length = self.padded_crossing_length(num_columns)
+        if crossing_length is None:
+            return self._run_captured(step, positions, step.offsets, features=features)
+        whole_prefix = self.cache.length + self._num_condensed
+        slots = np.arange(whole_prefix + first, whole_prefix + num_columns)
+        masks = padded_masks(
+            {CROSSING_MASK: None},
+            step.tree_mask,
+            whole_prefix,
+            step.offsets,
+            step.offsets,
+            padded_kv_length=crossing_length,
+            mask_value=self.mask_value,
+        )
+        return self._run_captured(
+            step,
+            np.stack([positions, slots]),
+            step.offsets,
+            padded_crossing_length=crossing_length,
+            features=features,
+            **masks,
+        )
+
     def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
         count, first = len(step.tokens), len(step.column_offsets) - len(step.tokens)
-        positions = step.prefix_state[0] + step.prefix_state[1] + step.offsets
-        states, logits = self._run_on_device(step, positions[None], features=self._features(source))
+        whole_prefix = step.prefix_state[:1] + step.prefix_state[1:2]
+        integers, masks = [whole_prefix + step.offsets], {}
+        if step.padded_crossing_length is not None:
+            whole = step._replace(prefix_state=whole_prefix, padded_kv_length=step.padded_crossing_length)
+            integers.append(whole.kv_slots)
+            masks = whole.masks({CROSSING_MASK: None}, mask_value=self.mask_value)
+        states, logits = self._run_on_device(step, torch.stack(integers), features=self._features(source), **masks)
         self._own[1 + first : 1 + first + count] = states
         return logits
 
@@ -223,18 +287,21 @@ class FeatureDraft(CachedDraft, CachedModel):
         return self.network.own_features(_rows(self._own, source + 1))
 
     def _states(
-        self, ids: Tensor, features: Tensor, factors: Tensor, mask: Tensor | None, begin: int | KVSlots
+        self, ids: Tensor, features: Tensor, factors: Tensor, context: AttentionContext, crossing: Crossing | None
     ) -> tuple[Tensor, Tensor]:
         """States and logits of n tokens."""
         stream = self.network.fuse(self._embed(ids), features)
-        context = AttentionContext(mask, self.cache.blocks, begin)
-        (states,) = self.network(stream[None], features[None], factors[None], context)
+        (states,) = self.network(stream[None], features[None], factors[None], context, crossing=crossing)
         return states, self.network.logits(states, self._target.text.logits)
 
     def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        ids, slots, positions = inputs["integers"]
-        fixed = KVSlots(slots, inputs["mask"].shape[-1])
-        return self._states(ids, inputs["features"], self._factors[positions], inputs["mask"], fixed)
+        ids, slots, positions, *crossing_slots = inputs["integers"]
+        mask, crossing = inputs["mask"], None
+        if crossing_slots:
+            crossing_mask = inputs[CROSSING_MASK]
+            crossing = Crossing(crossing_mask, KVSlots(crossing_slots[0], crossing_mask.shape[-1]))
+        context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, mask.shape[-1]))
+        return self._states(ids, inputs["features"], self._factors[positions], context, crossing)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         return {layer: torch.cat([hidden[layer] for hidden in self._pending_features]) for layer in self.aux_layers}

@@ -89,6 +89,11 @@ class DraftNetwork(nn.Module, ABC):
             "and ratio out"
         )
 
+    @property
+    def crosses(self) -> bool:
+        """Whether some blocks cross: they attend to the features of all prompt tokens, pruned ones included."""
+        return False
+
     @abstractmethod
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
         """A cache for ``capacity`` tokens for each block."""
@@ -177,6 +182,10 @@ class BlocksNetwork(DraftNetwork):
     @abstractmethod
     def blocks(self) -> list[DraftBlock]:
         """Blocks in execution order."""
+
+    @property
+    def crosses(self) -> bool:
+        return any(block.crosses for block in self.blocks)
 
     def new_block(self, *, crosses: bool = False) -> DraftBlock:
         config = self.config

@@ -50,6 +50,8 @@ class GraphKey:
     num_tokens: int
     padded_kv_length: int
     output_layers: tuple[int, ...] = ()
+    padded_crossing_length: int | None = None
+    """As in ``DeviceStep``."""
 
 
 class EagerNotice(UserWarning):

@@ -16,7 +16,7 @@ from autotune.device import check_room
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, Outputs, padded_length
-from autotune.modeling.masks import MaskBuffer, first_visible, padded_masks
+from autotune.modeling.masks import MaskBuffer, TreeMask, first_visible, padded_masks
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import to_device
 from autotune.trees.limits import Ints
@@ -193,20 +193,26 @@ class CachedModel(ABC):
         """Numbers that locate the end of the prefix; the first one is the number of committed tokens."""
 
     def _run_captured(
-        self, step: Step, positions: Ints, column_offsets: Ints, output_layers: tuple[int, ...] = (), **values: Tensor
+        self,
+        step: Step,
+        positions: Ints,
+        column_offsets: Ints,
+        output_layers: tuple[int, ...] = (),
+        padded_crossing_length: int | None = None,
+        **values: Tensor | TreeMask,
     ) -> Outputs:
         """Run a step through the graph runner.
 
         Args:
             positions: [n] or [axes, n].
             column_offsets: offsets of the uncommitted tokens and the n tokens.
-            output_layers: as in ``GraphKey``.
+            output_layers, padded_crossing_length: as in ``GraphKey``.
             values: further inputs of ``_forward_over_buffers``.
         """
         assert self.graph_runner is not None
         begin = self.cache.length + step.num_uncommitted
         end = begin + len(step.tokens)
-        key = GraphKey(len(step.tokens), padded_length(end), output_layers)
+        key = GraphKey(len(step.tokens), padded_length(end), output_layers, padded_crossing_length)
         masks = padded_masks(
             self._masks.windows,
             step.tree_mask,
@@ -232,7 +238,7 @@ class CachedModel(ABC):
         inputs = {"integers": integers, **values, **masks}
         if self.graph_runner.mode == "cuda-graph":
             return self._forward_over_buffers(inputs)
-        key = GraphKey(len(step.tokens), step.padded_kv_length, output_layers)
+        key = GraphKey(len(step.tokens), step.padded_kv_length, output_layers, step.padded_crossing_length)
         return self.graph_runner.run(key, inputs, self.dtype)
 
     @property

@@ -48,6 +48,8 @@ class DeviceStep(NamedTuple):
     tree_mask: Tensor  # as in ``Step``, [n, uncommitted + n]
     column_offsets: Tensor  # offsets of the uncommitted tokens and the n tokens, [uncommitted + n]
     padded_kv_length: int
+    padded_crossing_length: int | None = None
+    """Padded KV length of the blocks of a draft that cross, where it is another (see ``drafters.blocks.Crossing``)."""
 
     @property
     def kv_slots(self) -> Tensor:

@@ -58,6 +58,7 @@ class DeviceRound:
         self._verifying = runner(self._verify, "verification")
         self._greedy = runner(self._verify_greedily, "verification")
         self._padded_kv_length = 0  # of the step that runs
+        self._padded_crossing_length: int | None = None  # of the draft's step that runs
         self._caches = target.cache, draft.cache
 
     def run(self, request: Request, point: LoadedPoint) -> RoundResult:
@@ -92,8 +93,10 @@ class DeviceRound:
         }
         num_tokens = len(inputs["pending"]) - 1
         num_drafted = sum(self.grower.widths[:-1]) + self.level_sizes[-1] if self.level_sizes else 0
-        self._padded_kv_length = padded_length(draft.length + max(num_tokens, draft.num_pending + num_drafted))
-        key = num_tokens, self._padded_kv_length, len(prefix_state)
+        num_uncommitted = max(num_tokens, draft.num_pending + num_drafted)
+        self._padded_kv_length = padded_length(draft.length + num_uncommitted)
+        self._padded_crossing_length = draft.padded_crossing_length(num_uncommitted)
+        key = num_tokens, self._padded_kv_length, self._padded_crossing_length, len(prefix_state)
         (packed_tree,) = self._drafting.run(key, inputs, draft.dtype)
         return packed_tree
 
@@ -122,9 +125,15 @@ class DeviceRound:
     def _grow_tree(self, inputs: Mapping[str, Tensor]) -> Outputs:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the packed tree."""
         draft, grower, device = self.draft, self.grower, self.target.device
-        padded_kv_length, num_proposals = self._padded_kv_length, self.policy.num_proposals
+        padded_kv_length, padded_crossing_length = self._padded_kv_length, self._padded_crossing_length
+        num_proposals = self.policy.num_proposals
         grower.plant(device)
-        logits = draft.propose_on_device(inputs["before_pending"], inputs, padded_kv_length=padded_kv_length)
+        logits = draft.propose_on_device(
+            inputs["before_pending"],
+            inputs,
+            padded_kv_length=padded_kv_length,
+            padded_crossing_length=padded_crossing_length,
+        )
         frontier = grower.grow(*draft.best_on_device(logits, num_proposals))
         visible = torch.zeros(1, 0, dtype=torch.bool, device=device)  # [frontier, slots]
         offsets = torch.zeros(0, dtype=torch.long, device=device)  # [slots]
@@ -141,6 +150,7 @@ class DeviceRound:
                 _tree_mask(draft, visible, padding),
                 torch.cat([offsets, level_offsets]),
                 padded_kv_length,
+                padded_crossing_length,
             )
             logits = draft.forward_on_device(step, pad(frontier.row + first_parent, (0, padding)))
             frontier = grower.grow(*draft.best_on_device(logits[:width], num_proposals))

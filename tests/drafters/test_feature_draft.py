@@ -25,7 +25,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree
-from tests.obvious import assert_same_logits, tokens_to
+from tests.obvious import assert_same_logits, read_whole_text, tokens_to
 from tests.sample_documents import free_prices, header
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
@@ -36,9 +36,12 @@ TREES = (
     {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10},
     {"policy": "sage", "d_min": 1, "d_max": 4, "w_min": 1, "w_max": 4, "n_max": 12},
 )
+PAIRS = {"policy": "eagle2", "depth": 3, "k": 2, "budget": 6}
 
 
-def new_draft(kind: str, target: Target, *, injection_layer: int | None = None, **sizes: Any) -> FeatureDraft:
+def new_draft(
+    kind: str, target: Target, *, injection_layer: int | None = None, heads: Any = None, **sizes: Any
+) -> FeatureDraft:
     """A draft with random weights. All its norms differ, so that a mistaken norm shows."""
     torch.manual_seed(5)
     network = new_network(kind, {**SIZES, **sizes}, target, source="test")
@@ -47,7 +50,11 @@ def new_draft(kind: str, target: Target, *, injection_layer: int | None = None, 
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         else:
             torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
-    draft = FeatureDraft(network.eval().requires_grad_(False), injection_layer=injection_layer)
+    if heads is not None:
+        assert isinstance(network, StarNetwork)
+        network.head_importance.uniform_()
+        network = network.sliced(heads)
+    draft = FeatureDraft(network.eval().requires_grad_(False), heads=heads, injection_layer=injection_layer)
     draft.attach(target)
     return draft
 
@@ -67,7 +74,9 @@ def agreeing_draft(kind: str, target: Target, *, injection_layer: int) -> Featur
 
 
 class Stock:
-    """The network over one whole text as in training: no cache, no tree, features of the stock model."""
+    """The network over one whole text as in training: no cache, no tree, features of the stock model. ``kept`` are the
+    prompt tokens that self-attention sees.
+    """
 
     def __init__(self, target: Target, draft: FeatureDraft, inputs: Inputs, kept: Tensor) -> None:
         self.target, self.draft, self.inputs, self.kept = target, draft, inputs, kept
@@ -91,6 +100,15 @@ class Stock:
         committed_features = network.target_features({layer: hidden[layer][0, :-1]})
         features = torch.cat([network.first_feature[None], committed_features])
         number, length = ids.shape[1], self.inputs["input_ids"].shape[1]
+        if network.crosses:
+            is_kept = torch.ones(number + len(path), dtype=torch.bool)
+            is_kept[:length] = False
+            is_kept[self.kept] = True
+            for depth in range(len(path) + 1):
+                rows = embeddings[: number + depth]
+                states = read_whole_text(network, network.fuse(rows, features), features, is_kept[: len(rows)])
+                features = torch.cat([features, network.own_features(states[-1:])])
+            return model.lm_head(states[-1])
         kept = torch.cat([self.kept, torch.arange(length, number)])
         is_visual = ids[0, kept] == model.config.image_token_id
         stream = network.fuse(embeddings[kept], features[kept])
@@ -108,10 +126,22 @@ class Stock:
         return model.lm_head(states[0, -1])
 
 
-@pytest.mark.parametrize("prompt", ["text", "long"])
 @pytest.mark.parametrize(
-    ("kind", "keep", "layer"),
-    [("dream", 0.75, 4), ("star", 1.0, 4), ("star", 0.3, 2), ("specvlm", 1.0, 4), ("specvlm", 0.5, 4)],
+    ("kind", "keep", "mode", "tree", "prompt"),
+    [
+        ("dream", 1.0, "eager", PAIRS, "long"),
+        ("dream", 0.5, "eager", TREES[0], "long"),
+        ("dream", 0.5, "fixed", PAIRS, "long"),
+        ("dream", 0.1, "eager", PAIRS, "text"),
+        ("dream", 0.1, "fixed", TREES[0], "long"),
+        ("star", 1.0, "fixed", PAIRS, "long"),
+        ("star", 0.5, "fixed", TREES[0], "long"),
+        ("star", 0.1, "eager", PAIRS, "long"),
+        ("star", 0.1, "fixed", PAIRS, "text"),
+        ("specvlm", 1.0, "eager", PAIRS, "text"),
+        ("specvlm", 1.0, "eager", PAIRS, "long"),
+        ("specvlm", 0.5, "fixed", PAIRS, "long"),
+    ],
 )
 @torch.inference_mode()
 def test_proposals_equal_forward_passes_over_the_whole_text(
@@ -120,21 +150,26 @@ def test_proposals_equal_forward_passes_over_the_whole_text(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     keep: float,
-    layer: int,
+    mode: str,
+    tree: dict[str, Any],
     prompt: str,
 ) -> None:
     """At every level of every round. A draft with random weights would have few accepted nodes, so at every other level
-    the target's token replaces the best proposal.
+    the target's token replaces the best proposal. ``star`` is a subnet with other heads in each block and another layer.
     """
     target, inputs = Target(pair.target), prompts[prompt]
-    draft = new_draft(kind, target, injection_layer=layer)
+    if kind == "star":
+        draft = new_draft(kind, target, injection_layer=2, heads=(0.25, 0.75, 0.5))
+    else:
+        draft = new_draft(kind, target)
     scores = target.prefill(target.encode(inputs).prompts[0], rank_visual_tokens=True).visual_scores
     is_kept = inputs["input_ids"][0] != pair.target.config.image_token_id
     if scores is not None:
         best = scores.topk(max(1, round(keep * NUM_VISUAL_TOKENS))).indices
         is_kept[(~is_kept).nonzero()[:, 0][best]] = True
     stock = Stock(target, draft, inputs, is_kept.nonzero()[:, 0])
-    decoder = Decoder(target, draft, tree={"policy": "eagle2", "depth": 3, "k": 2, "budget": 6}, visual_keep=keep)
+    decoder = Decoder(target, draft, tree=tree, visual_keep=keep, mode=mode)
+    monkeypatch.setattr(decoder._device_rounds, "get", lambda point, sampler: None)
     answer = Decoder(target).generate(**inputs, max_new_tokens=16).sequences[0, inputs["input_ids"].shape[1] :].tolist()
     inner, seen = draft.propose, []
 
@@ -177,6 +212,46 @@ def test_decoding_is_lossless(pair: Pair, prompts: dict[str, Inputs]) -> None:
                     assert actual.tolist() == expected.tolist(), (draft.kind, tree, settings)
 
 
+@pytest.mark.parametrize("mode", ["eager", "fixed"])
+@pytest.mark.parametrize("kind", ["dream", "star"])
+def test_requests_with_other_shares_of_visual_tokens_do_not_mix(
+    pair: Pair, prompts: dict[str, Inputs], kind: str, mode: str
+) -> None:
+    target = Target(pair.target)
+    draft = agreeing_draft(kind, target, injection_layer=4)
+    requests = [(name, keep) for name in ("image", "long", "text") for keep in (0.1, 1.0, 0.5)]
+
+    def accepted(draft: FeatureDraft, name: str, keep: float) -> list[int]:
+        decoder = Decoder(target, draft, tree=TREES[1], visual_keep=keep, mode=mode)
+        return decoder.generate(**prompts[name], max_new_tokens=20).stats.accepted_lengths
+
+    alone = [accepted(agreeing_draft(kind, target, injection_layer=4), *request) for request in requests]
+    assert [accepted(draft, *request) for request in requests] == alone
+    assert [accepted(draft, *request) for request in reversed(requests)] == alone[::-1]
+
+
+def test_a_longer_prompt_gets_room_for_its_pruned_tokens(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """Blocks that cross hold all tokens of a prompt, however few the others hold."""
+    target = Target(pair.target)
+    draft = new_draft("dream", target)
+    draft.visual_keep = 0.1
+    (prompt,) = target.encode(prompts["image"]).prompts
+    target.output_layers = draft.aux_layers
+    target.reserve(len(prompt))
+    scores = target.prefill(prompt, rank_visual_tokens=True).visual_scores
+    capacity = draft.cache.capacity
+    draft.prefill(prompt, scores, capacity=capacity + 1)
+    length, num_condensed = draft.prefix_state
+    assert num_condensed > 0 and length + num_condensed == len(prompt)
+    assert draft.padded_crossing_length(draft.cache.capacity - len(prompt)) == draft.cache.capacity
+    slabs = [block.slab for block in draft.cache.blocks]
+    assert draft.cache.capacity > capacity
+    assert [int(slab.abs().sum((0, 1, 3)).count_nonzero()) for slab in slabs] == [length, len(prompt), length]
+    draft.reserve(1)
+    assert draft.prefix_state.tolist() == [0, 0]
+    assert draft.kv_bytes_per_token == sum(slab.nbytes for slab in slabs) // draft.cache.capacity
+
+
 def test_alternating_requests_do_not_mix(pair: Pair, prompts: dict[str, Inputs]) -> None:
     target = Target(pair.target)
     decoder = Decoder(target, new_draft("dream", target), tree=TREES[1])
@@ -206,8 +281,13 @@ def test_a_new_decoder_with_the_same_draft_keeps_the_cache_of_a_running_request(
     assert draft.cache is cache and len(remaining) == alone.new_tokens - 2
 
 
-@pytest.mark.parametrize(("kind", "layer"), [("dream", 4), ("star", 2), ("specvlm", 4)])
-def test_replay_counts_the_rounds_of_decoding(pair: Pair, prompts: dict[str, Inputs], kind: str, layer: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layer", "keep"),
+    [("dream", 4, 0.1), ("dream", 4, 0.5), ("star", 2, 0.1), ("star", 2, 1.0), ("specvlm", 4, 0.5)],
+)
+def test_replay_counts_the_rounds_of_decoding(
+    pair: Pair, prompts: dict[str, Inputs], kind: str, layer: int, keep: float
+) -> None:
     """A trace has the proposals with the target's features up to every root and the draft's own below."""
     target = Target(pair.target)
     draft = agreeing_draft(kind, target, injection_layer=layer)
@@ -221,11 +301,11 @@ def test_replay_counts_the_rounds_of_decoding(pair: Pair, prompts: dict[str, Inp
             scores = target.prefill(read, rank_visual_tokens=True).visual_scores
         tokens = plain.sequences[0, len(read) :].tolist()
         answer = Answer(tokens, len(read), [] if scores is None else scores.tolist())
-        draft.visual_keep = 0.5
+        draft.visual_keep = keep
         part = record_forest(target, draft, inputs, answer, bounds)
         trace = join(header(1, bounds=bounds, subnet=draft.subnet, aux_layers=draft.aux_layers), [part])
         for tree in TREES:
-            stats = Decoder(target, draft, tree=tree, visual_keep=0.5).generate(**inputs, max_new_tokens=24).stats
+            stats = Decoder(target, draft, tree=tree, visual_keep=keep).generate(**inputs, max_new_tokens=24).stats
             replayed = replay(trace, parse_policy(tree), free_prices())
             assert replayed.missing[0] == 0 or tree["policy"] == "sage"
             assert replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, (name, tree)

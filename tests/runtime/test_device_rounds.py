@@ -129,6 +129,17 @@ def test_trees_and_tokens_are_those_of_the_host(
     assert num_accepted > 10 or kind == "eagle3", "random heads are hardly ever right; the others must be"
 
 
+@pytest.mark.parametrize("kind", ["dream", "star"])
+def test_trees_and_tokens_for_every_share_of_visual_tokens(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
+    """Blocks that cross have KV slots and a mask of their own where visual tokens are pruned."""
+    target = Target(pair.target)
+    draft = agreeing_draft(kind, target, injection_layer=4)
+    for tree in (TREES["chain"], TREES["eagle2"]):
+        for keep, name in ((0.1, "image"), (1.0, "image"), (0.1, "text"), (0.5, "long")):
+            host, device = two_decoders(target, draft, tree, capture_sizes=(1, 8, 16), visual_keep=keep)
+            assert_same(host, device, prompts[name], max_new_tokens=14)
+
+
 def test_trees_of_other_shapes(pair: Pair, prompts: dict[str, Inputs]) -> None:
     target = Target(pair.target)
     dream = agreeing_draft("dream", target, injection_layer=4)
@@ -226,7 +237,9 @@ def test_rounds_of_compiled_forwards(
     decoder.generate(**prompts["text"], max_new_tokens=4)
     assert decoder._device_rounds.get(decoder.point, TokenSampler()) is None
     monkeypatch.setattr(device_rounds, "_pays", lambda device, mode: True)
-    assert_same(*two_decoders(target, draft, **options), prompts["text"], max_new_tokens=8)
+    options["visual_keep"] = 0.5
+    for name in ("text", "image"):
+        assert_same(*two_decoders(target, draft, **options), prompts[name], max_new_tokens=8)
 
 
 # ---------------------------------------------------------------------------------------------------------- transfers
@@ -347,7 +360,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 
 
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
-@pytest.mark.parametrize("kind", ["independent", "eagle3", "specvlm"])
+@pytest.mark.parametrize("kind", ["independent", "eagle3", "specvlm", "dream"])
 def test_a_captured_round_depends_on_its_buffers_alone(
     pair: Pair, prompts: dict[str, Inputs], kind: str, tapes: list[Tape], tmp_path: Path
 ) -> None:
@@ -355,7 +368,7 @@ def test_a_captured_round_depends_on_its_buffers_alone(
     target = Target(pair.target)
     draft = make_draft(kind, pair, target, tmp_path)
     assert isinstance(draft, CachedDraft)
-    options = {"capture_sizes": (1, 8, 16), "mode": "cuda-graph"}
+    options = {"capture_sizes": (1, 8, 16), "mode": "cuda-graph", "visual_keep": 0.5}
     for tree in (TREES["static"], TREES["eagle2"]):
         host, device = two_decoders(target, draft, tree, **options)
         for name, settings in (

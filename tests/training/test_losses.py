@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.checkpoint import new_network
-from autotune.drafters.network import BlocksNetwork
 from autotune.modeling.target import Target
 from autotune.training.losses import TwoReadings, own_feature_mask, rows_of
 from autotune.training.teacher import Example, Teacher
+from tests.obvious import read_whole_text
 from tests.tiny_models import Inputs, Pair
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
@@ -31,16 +29,6 @@ def examples(target: Target, prompts: dict[str, Inputs]) -> list[Example]:
     with torch.no_grad():
         encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
     return [Example(prompt, len(prompt) - 6 - 2 * number) for number, prompt in enumerate(encoded)]
-
-
-def read_whole_text(network: BlocksNetwork, stream: Tensor, features: Tensor, is_kept: Tensor) -> Tensor:
-    """States of all tokens of one text: pruned tokens are hidden from self-attention, and their features are not."""
-    causal = torch.ones(len(stream), len(stream), dtype=torch.bool).tril()
-    visible = causal & (is_kept | torch.eye(len(stream), dtype=torch.bool))
-    factors = network.factors(torch.arange(len(stream)))[None]
-    context = AttentionContext(visible[None, None])
-    (states,) = network(stream[None], features[None], factors, context, crossing=Crossing(causal[None, None]))
-    return states
 
 
 @pytest.mark.parametrize("visual_keep", [1.0, 0.25])
