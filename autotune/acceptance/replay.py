@@ -99,7 +99,7 @@ def replay(
         trace.packed.proposals,
         trace.answer_start,
         trace.prompt_length,
-        trace.draft_prompt_length,
+        trace.draft_kv_length(prices.crossing_share),
         prices.decode_ms,
         prices.draft_first_ms,
         prices.draft_level_ms,
@@ -184,7 +184,7 @@ def _replay_prompts(
     proposals: Proposals,
     answer_start: Ints,
     prompt_length: Ints,
-    draft_prompt_length: Ints,
+    draft_kv_length: Ints,
     decode_ms: Floats,
     draft_first_ms: Floats,
     draft_ms: Floats,
@@ -208,7 +208,7 @@ def _replay_prompts(
         policies.reset(kind, params, state)
         fallbacks.reset(fallback)
         position = 0  # index of the root in the answer
-        draft_length = draft_prompt_length[p]  # KV length of the draft
+        draft_length = draft_kv_length[p]
         pending = 1  # committed tokens that the draft has not read
         while position < num_answer - 1:
             if fallbacks.is_plain(price, fallback):

@@ -108,6 +108,16 @@ class Trace:
         """Tokens that decoding emits after the first ones, which the prefills emit."""
         return int(len(self.forest.answer) - self.num_prompts)
 
+    def draft_kv_length(self, crossing_share: float) -> Ints:
+        """KV length [prompts] at which a draft's forward passes are priced when decoding begins.
+
+        Blocks that cross (DREAM, STAR) attend to the whole prompt and the others to what pruning left. What attention costs
+        is proportional to the keys and values that it reads, so the price of both is that of a draft without pruning at
+        their mean, weighted by the ``crossing_share`` of the keys and values of a token.
+        """
+        num_pruned = self.prompt_length - self.draft_prompt_length
+        return np.round(self.draft_prompt_length + crossing_share * num_pruned).astype(np.int64)
+
     def roots(self) -> tuple[Ints, Ints, Ints]:
         """Prompt, index in ``forest.answer`` and forest node of every answer token but the last of each answer."""
         lengths = np.diff(self.answer_start)

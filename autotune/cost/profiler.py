@@ -290,6 +290,7 @@ def shape_of(model: TreeModel | FeatureDraft) -> ModelShape:
             vision_parameters=0,
             kv_bytes_per_token=model.kv_bytes_per_token,
             bytes_per_parameter=model.dtype.itemsize,
+            crossing_share=model.network.crossing_share,
         )
     config = model.text.config
     layers = sum(parameter.numel() for layer in model.text.layers for parameter in layer.parameters())

@@ -117,11 +117,15 @@ class ModelShape(Document):
     vision_parameters: int
     kv_bytes_per_token: int
     bytes_per_parameter: int
+    crossing_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the KV bytes per token in blocks that cross, whose KV length includes pruned tokens (``Trace.draft_kv_length``)."""
 
 
 class DraftCosts(Document):
     """Latencies of a draft, or of a subnet with fewer heads. Pruned visual tokens only shorten the KV cache, and the
     injection layer does not change latency.
+
+    Forward passes are measured with one KV length for all blocks, as without pruning.
     """
 
     draft: ModelReference
@@ -313,6 +317,7 @@ class CostTable(
             overhead_level_ms=costs.overhead.level_ms,
             overhead_node_ms=costs.overhead.node_ms,
             draft_prefill=costs.prefill,
+            crossing_share=0.0 if costs.shape is None else costs.shape.crossing_share,
         )
 
 
@@ -329,6 +334,8 @@ class DensePrices:
     overhead_level_ms: float
     overhead_node_ms: float
     draft_prefill: PrefillCost
+    crossing_share: float = 0.0
+    """As in ``ModelShape``, of the draft."""
 
 
 def shipped_tables() -> dict[str, list[Path]]:

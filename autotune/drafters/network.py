@@ -94,6 +94,11 @@ class DraftNetwork(nn.Module, ABC):
         """Whether some blocks cross: they attend to the features of all prompt tokens, pruned ones included."""
         return False
 
+    @property
+    def crossing_share(self) -> float:
+        """Share of the keys and values of a token in blocks that cross."""
+        return 0.0
+
     @abstractmethod
     def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
         """A cache for ``capacity`` tokens for each block."""
@@ -186,6 +191,10 @@ class BlocksNetwork(DraftNetwork):
     @property
     def crosses(self) -> bool:
         return any(block.crosses for block in self.blocks)
+
+    @property
+    def crossing_share(self) -> float:
+        return sum(block.num_heads for block in self.blocks if block.crosses) / sum(b.num_heads for b in self.blocks)
 
     def new_block(self, *, crosses: bool = False) -> DraftBlock:
         config = self.config

@@ -87,7 +87,7 @@ class EngineReplay:
         prices = _fixed_shape_prices(self._prices, tree, batch)
         result = replay(self.trace, tree, prices)
         # An engine drafts the levels that our trees skip too; they are priced at the middle of each answer.
-        middle = (self.trace.draft_prompt_length + result.tokens // 2) // prices.kv_step
+        middle = (self.trace.draft_kv_length(prices.crossing_share) + result.tokens // 2) // prices.kv_step
         level_ms = (
             prices.draft_level_ms[-1, np.minimum(middle, prices.draft_level_ms.shape[1] - 1)] + prices.overhead_level_ms
         )

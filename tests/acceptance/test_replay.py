@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -295,6 +296,16 @@ def test_a_level_wider_than_a_forward_pass_costs_several() -> None:
     table = np.add.outer(np.arange(MAX_LEVEL_STEP + 2.0), 1000.0 * np.arange(20))  # tokens + 1000 per 64 cached tokens
     assert _level_price(table, 300, 64, 64) == (128 + 1000) + (128 + 3000) + (44 + 5000)
     assert _level_price(table, MAX_LEVEL_STEP, 64, 64) == 128 + 1000
+
+
+def test_a_draft_with_blocks_that_cross_by_hand() -> None:
+    """The chain above: four of nine prompt tokens are pruned, and half of the keys and values are of the whole prompt."""
+    prices = replace(prices_by_hand(), crossing_share=0.5)
+    replayed = replay(trace_by_hand(), ChainPolicy(depth=2), prices)
+    # Draft, (tokens, effective KV length), two more than above: (1, 7) (1, 8) | (2, 9) (1, 11) | (1, 12) (1, 13)
+    draft_ms = (1 + 0.1) + (1 + 0.2) + (2 + 0.2) + (1 + 0.2) + (1 + 0.3) + (1 + 0.3) + 3 * 0.5
+    assert replayed.draft_ms[0] == pytest.approx(draft_ms)
+    assert replayed.draft_prefill_ms[0] == pytest.approx(1 + 5 * 0.5 + 2)
 
 
 def test_plain_decoding_by_hand() -> None:

@@ -180,6 +180,7 @@ def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, process
     table = profile(target, references[0], drafts, processor, workload, settings=replace(SETTINGS, min_samples=1))
     rows = [table.costs_of(references[1], subnet) for subnet in (Subnet(), Subnet(heads=0.5))]
     assert [row.heads for row in rows] == [None, 0.5]
+    assert [row.shape.crossing_share for row in rows if row.shape is not None] == [1 / 3, 1 / 3]
     # Three blocks of 4 or 2 heads of 8 numbers, keys and values, 4 bytes each.
     assert [row.kv_bytes_per_token for row in rows] == [3 * 2 * 4 * 8 * 4, 3 * 2 * 2 * 8 * 4]
     assert rows[0].num_parameters - rows[1].num_parameters == 3 * 4 * 2 * 8 * 32

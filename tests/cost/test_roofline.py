@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from autotune.acceptance.trace import Forest, RecordedPrompt, join
 from autotune.cost.roofline import DeviceLimits, anchored, datasheets, estimate_table, load_limits, step_ms
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
 from autotune.device import short_name
 from autotune.documents.subnet import Subnet
-from tests.sample_documents import DRAFT, TARGET
+from tests.sample_documents import DRAFT, TARGET, header
 
 # One layer of a billion parameters of two bytes, and a kilobyte of keys and values per token.
 SHAPE = ModelShape(
@@ -74,6 +75,23 @@ def test_estimate_has_the_given_subnet() -> None:
     )
     assert table.costs_of(DRAFT, half).heads == 0.5 and table.holds(DRAFT, half)
     assert not table.holds(DRAFT, Subnet())
+
+
+def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
+    """Bound by memory, a forward pass takes the time of reading the weights and the keys and values of both KV lengths."""
+    shape = SHAPE.model_copy(update={"crossing_share": 0.25, "kv_bytes_per_token": 10**6})
+    table = estimate_table(
+        "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=shape, precision="bfloat16"
+    )
+    assert table.prices(DRAFT, max_tokens=2, max_kv_length=4096).crossing_share == 0.25
+    forest = Forest(
+        np.zeros(2, np.int64), np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32), -np.ones((1, 1), np.int64)
+    )
+    trace = join(header(1), [RecordedPrompt(forest, 3000, 1000, 2400)])
+    (kv_length,) = trace.draft_kv_length(0.25)
+    num_bytes = 2 * 10**9 + 10**6 * (0.75 * (1000 + 1) + 0.25 * (3000 + 1))
+    limits = load_limits("h100")
+    assert step_ms(shape, limits, 1, kv_length) == pytest.approx(num_bytes / (limits.memory_gb_per_second * 1e6))
 
 
 # -------------------------------------------------------------------------------------------------------------- anchors

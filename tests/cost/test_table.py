@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.cost.table import KV_STEP, CostTable, Overhead, fit_overhead, fit_prefill, shipped_tables
+from autotune.cost.table import KV_STEP, CostTable, ModelShape, Overhead, fit_overhead, fit_prefill, shipped_tables
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
@@ -232,6 +232,18 @@ def test_table_is_saved_and_loaded(tmp_path: Path) -> None:
     content["verify"]["points"][0]["samples_ms"] = []
     with pytest.raises(UserError, match=r"verify\.points\.0\.samples_ms"):
         CostTable.parse(content, source=path)
+
+
+def test_a_table_without_shares_of_crossing_blocks_loads(tmp_path: Path) -> None:
+    """Its drafts are priced at their own KV length, as they were measured."""
+    path, table = tmp_path / "here.cost.json", cost_table()
+    shape = ModelShape(**dict.fromkeys(ModelShape.model_fields, 1))
+    costs = [costs.model_copy(update={"shape": shape}) for costs in table.drafts]
+    table.model_copy(update={"drafts": costs}).save(path)
+    content = json.loads(path.read_text())
+    assert content["drafts"][0]["shape"].pop("crossing_share") == 1
+    path.write_text(json.dumps(content))
+    assert CostTable.load(path).prices(DRAFT, max_tokens=8, max_kv_length=100).crossing_share == 0
 
 
 def test_table_of_an_old_schema_names_the_command(tmp_path: Path) -> None:
