@@ -260,24 +260,19 @@ class FeatureDraft(CachedDraft, CachedModel):
             padded_kv_length=crossing_length,
             mask_value=self.mask_value,
         )
-        return self._run_captured(
-            step,
-            np.stack([positions, slots]),
-            step.offsets,
-            padded_crossing_length=crossing_length,
-            features=features,
-            **masks,
-        )
+        integers = np.stack([positions, slots])
+        return self._run_captured(step, integers, step.offsets, (), crossing_length, features=features, **masks)
 
     def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
         count, first = len(step.tokens), len(step.column_offsets) - len(step.tokens)
         whole_prefix = step.prefix_state[:1] + step.prefix_state[1:2]
-        integers, masks = [whole_prefix + step.offsets], {}
+        integers = [whole_prefix + step.offsets]
+        masks: dict[str, Tensor] = {}
         if step.padded_crossing_length is not None:
             whole = step._replace(prefix_state=whole_prefix, padded_kv_length=step.padded_crossing_length)
             integers.append(whole.kv_slots)
             masks = whole.masks({CROSSING_MASK: None}, mask_value=self.mask_value)
-        states, logits = self._run_on_device(step, torch.stack(integers), features=self._features(source), **masks)
+        states, logits = self._run_on_device(step, torch.stack(integers), (), features=self._features(source), **masks)
         self._own[1 + first : 1 + first + count] = states
         return logits
 
