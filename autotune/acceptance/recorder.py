@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from autotune.acceptance.expansion import choose_expanded, open_columns
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
+from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.cached_draft import FeatureSource
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.execution import EAGER
@@ -28,7 +29,7 @@ from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.trees.limits import MAX_STEP, Floats, Ints
+from autotune.trees.limits import MAX_STEP, Ints
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
 ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,
@@ -40,11 +41,16 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Answer:
-    """The target's answer to a prompt. ``visual_scores`` [visual tokens] rank them for pruning; empty without an image."""
+    """The target's answer to a prompt."""
 
     tokens: list[int]
     prompt_length: int
-    visual_scores: list[float]
+    visual_scores: dict[VisualRanking, list[float]]
+    """Scores of the visual tokens, for pruning, by ranking; empty without an image."""
+
+    @property
+    def num_visual_tokens(self) -> int:
+        return max(map(len, self.visual_scores.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,8 @@ class Recorder:
         for done, prompt in enumerate(workload.prompts, start=1):
             path = self.folder / "answers" / f"{self._answer_key(prompt)}.json"
             answer = _read_answer(path)
-            if answer is None:
-                answer = self._answer(prompt)
+            if answer is None or not isinstance(answer.visual_scores, dict):  # files of version 0.1.0 have one ranking
+                answer = self._answer(prompt, None if answer is None else answer.tokens)
                 write_bytes(path, json.dumps(asdict(answer)).encode())
             answers.append(answer)
             if report is not None:
@@ -94,15 +100,18 @@ class Recorder:
     def _answer_key(self, prompt: WorkloadPrompt) -> str:
         return content_key([self.target_reference.sha256 or self.target_reference.id, prompt.sha256])
 
-    def _answer(self, prompt: WorkloadPrompt) -> Answer:
+    def _answer(self, prompt: WorkloadPrompt, tokens: list[int] | None = None) -> Answer:
+        """The answer, and every ranking of the prompt's visual tokens. ``tokens``: the answer, where it is known."""
         inputs = prompt.inputs(self.processor, self.target.device)
         with torch.inference_mode():
             (encoded,) = self.target.encode(inputs).prompts
             self.target.reserve(len(encoded))
-            scores = self.target.prefill(encoded, rank_visual_tokens=True).visual_scores
-        sequence = self._plain.generate(**inputs, **prompt.settings.generation).sequences
+            scores = self.target.prefill(encoded, visual_rankings=VISUAL_RANKINGS).visual_scores
         length = inputs["input_ids"].shape[1]
-        return Answer(sequence[0, length:].tolist(), length, [] if scores is None else scores.tolist())
+        if tokens is None:
+            sequence = self._plain.generate(**inputs, **prompt.settings.generation).sequences
+            tokens = sequence[0, length:].tolist()
+        return Answer(tokens, length, {ranking: scores[ranking].tolist() for ranking in scores})
 
     def trace(
         self,
@@ -111,13 +120,17 @@ class Recorder:
         workload: Workload,
         *,
         visual_keep: float,
+        visual_ranking: VisualRanking = "text_after_image",
         bounds: ForestBounds,
         report: Report | None = None,
     ) -> Trace:
-        """The proposals of the draft, which sees ``visual_keep`` of the visual tokens, along the target's answers."""
+        """The proposals of the draft, which sees the first ``visual_keep`` of the visual tokens by ``visual_ranking``, along the
+        target's answers.
+        """
         draft.visual_keep = visual_keep
+        subnet = draft.subnet.model_copy(update={"visual_ranking": visual_ranking})
         parts = []
-        draft_key = [draft_reference.sha256 or draft_reference.id, draft.subnet.model_dump(), bounds.model_dump()]
+        draft_key = [draft_reference.sha256 or draft_reference.id, subnet.model_dump(), bounds.model_dump()]
         folder = self.folder / "forests" / content_key(draft_key)
         for done, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True), start=1):
             path = folder / f"{self._answer_key(prompt)}.safetensors"
@@ -126,7 +139,7 @@ class Recorder:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
                 reading = self._reading(prompt, inputs, answer, draft.aux_layers)
-                part = record_forest(self.target, draft, inputs, answer, bounds, reading)
+                part = record_forest(self.target, draft, inputs, answer, bounds, reading, visual_ranking=visual_ranking)
                 _write_part(path, part)
             parts.append(part)
             if report is not None:
@@ -135,7 +148,7 @@ class Recorder:
             provenance=stamp(),
             target=self.target_reference,
             draft=draft_reference,
-            subnet=draft.subnet,
+            subnet=subnet,
             aux_layers=draft.aux_layers,
             workload=workload.name,
             workload_sha256=workload.sha256,
@@ -219,6 +232,8 @@ def record_forest(
     answer: Answer,
     bounds: ForestBounds,
     reading: Reading | None = None,
+    *,
+    visual_ranking: VisualRanking = "text_after_image",
 ) -> RecordedPrompt:
     """The forest along one answer of the target to which the draft is attached. Without a ``reading`` the target is run for
     the layers that the draft reads.
@@ -230,20 +245,20 @@ def record_forest(
     most_at_once = min(MAX_STEP, max(ROOTS_AT_ONCE, NODES_AT_ONCE // max(1, largest)))
     capacity = answer.prompt_length + len(tokens) + most_at_once * largest + MAX_STEP
     draft.use_mode(EAGER)
-    scores = torch.tensor(answer.visual_scores, device=draft.device) if answer.visual_scores else None
+    scores = answer.visual_scores.get(visual_ranking)
     if reading is None and draft.aux_layers:
         reading = read_target(target, inputs, answer, draft.aux_layers)
     if reading is not None:
         target.hidden = reading.prompt_hidden
     (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
-    draft.prefill(prompt, scores, capacity=capacity)
+    draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
     grower = _ForestGrower(draft, tokens, bounds, {} if reading is None else reading.answer_hidden)
     first, num_together = 0, most_at_once
     while first < num_roots:
         end = min(first + num_together, num_roots)
         nodes_per_root = grower.grow(first, end) / (end - first)
         first, num_together = end, max(1, min(most_at_once, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
-    return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, len(answer.visual_scores))
+    return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, answer.num_visual_tokens)
 
 
 class _ForestGrower:
@@ -350,52 +365,3 @@ class _ForestGrower:
         for parents, ranks, first in self._links:
             child_node[parents, ranks] = first + np.arange(len(parents))
         return Forest(self.tokens, child_token, child_logprob, child_node)
-
-
-@njit(cache=True)
-def choose_expanded(
-    root: Ints,
-    logprob: Floats,
-    is_pinned: NDArray[np.bool_],
-    in_nucleus: NDArray[np.bool_],
-    log_floor: float,
-    width: int,
-    beam: int,
-    nucleus_width: int,
-) -> tuple[Ints, Ints]:
-    """The children that ``ForestBounds`` expands at this level, as (frontier row, rank).
-
-    ``logprob`` [rows, proposals] is cumulative. The rows of a root are contiguous.
-    """
-    num_rows, k = logprob.shape
-    rows = np.empty(num_rows * k, np.int64)
-    ranks = np.empty(num_rows * k, np.int64)
-    count = 0
-    begin = 0
-    while begin < num_rows:
-        end = begin
-        while end < num_rows and root[end] == root[begin]:
-            end += 1
-        order = np.argsort(-logprob[begin:end].copy().reshape(-1), kind="mergesort")
-        num_nucleus = 0
-        for i in range(len(order)):
-            row, rank = begin + order[i] // k, order[i] % k
-            is_chosen = i < beam or (i < width and logprob[row, rank] > log_floor)
-            if in_nucleus[row, rank] and num_nucleus < nucleus_width:
-                num_nucleus += 1
-                is_chosen = True
-            if is_chosen or is_pinned[row, rank]:
-                rows[count], ranks[count] = row, rank
-                count += 1
-        begin = end
-    return rows[:count], ranks[:count]
-
-
-@njit(cache=True)
-def open_columns(tree_mask: NDArray[np.float32], root: Ints, ancestors: Ints, num_roots: int) -> None:
-    """Unmask for each node the answer up to its root, its ancestors and itself (the last of ``ancestors``)."""
-    for row in range(len(root)):
-        for column in range(root[row] + 1):
-            tree_mask[row, column] = 0.0
-        for offset in ancestors[row]:
-            tree_mask[row, num_roots + offset] = 0.0

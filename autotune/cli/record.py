@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from autotune.cli import options
+from autotune.documents.subnet import VISUAL_RANKINGS
 from autotune.search.settings import SearchSettings
 
 SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio")
@@ -23,6 +24,14 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio")
     default=(1.0,),
     show_default=True,
     help="Share of visual tokens that the draft sees. Repeatable.",
+)
+@click.option(
+    "--visual-ranking",
+    multiple=True,
+    type=click.Choice(VISUAL_RANKINGS),
+    default=("text_after_image",),
+    show_default=True,
+    help="How these tokens are chosen. Repeatable.",
 )
 @options.num_prompts(64)
 @options.output("traces", "Folder to write.")
@@ -47,11 +56,12 @@ def command(
     console = Console()
     prompts = load_workload(workload, "tune", num_prompts=choices["num_prompts"])
     model_pool = ModelPool(target, drafts, choose_device(device))
-    subnet = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
+    whole = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
     variants = [
-        (draft, subnet.model_copy(update={"visual_keep": keep}))
+        (draft, whole.model_copy(update={"visual_keep": keep, "visual_ranking": ranking}))
         for draft in model_pool.references
         for keep in choices["visual_keep"]
+        for ranking in (choices["visual_ranking"] if keep < 1.0 else ("text_after_image",))
     ]
     traces = record_traces(model_pool, variants, prompts, output, console)
     print_agreement(traces, console)
@@ -60,7 +70,12 @@ def command(
         headers = [trace.header for trace in traces]
         options.print_json(
             [
-                {"draft": header.draft.id, "visual_keep": header.visual_keep, "agreement": agreement.to_dict()}
+                {
+                    "draft": header.draft.id,
+                    "visual_keep": header.visual_keep,
+                    "visual_ranking": header.subnet.visual_ranking,
+                    "agreement": agreement.to_dict(),
+                }
                 for header, agreement in zip(headers, agreements, strict=True)
             ]
         )

@@ -234,14 +234,14 @@ def measure_prefills(
                 target.reserve(length)
                 started = clock()
                 encoded = target.encode(inputs).prompts
-                scores = target.prefill(encoded[0], rank_visual_tokens=True).visual_scores
+                scores = target.prefill(encoded[0], visual_rankings=["text_after_image"]).visual_scores
                 has_image = encoded[0].num_visual_tokens > 0
                 times = [(target_samples, length, clock() - started)]
                 for draft, samples in zip(drafts, draft_samples, strict=True):
                     for draft.visual_keep in (1.0, 0.5, 0.1) if has_image else (1.0,):
                         started = clock()
                         (draft_prompt,) = draft.prompts(inputs, encoded)
-                        draft.prefill(draft_prompt, scores, capacity=length + MAX_STEP)
+                        draft.prefill(draft_prompt, scores.get("text_after_image"), capacity=length + MAX_STEP)
                         times.append((samples, draft.length, clock() - started))
                 for samples, num_tokens, ms in times if attempt > 0 else ():  # the first attempt is a warm-up
                     samples.append((num_tokens, int(has_image), ms))

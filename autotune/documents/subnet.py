@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ VisualRanking = Literal["text_after_image", "all_queries", "last_query", "even",
 """How the visual tokens that a draft reads are chosen: by the attention that they receive in the target's last layer, from
 the text after the image, from all tokens (STAR, eq. 2), or from the last token of the prompt; evenly spaced; or at random.
 """
+VISUAL_RANKINGS: tuple[VisualRanking, ...] = get_args(VisualRanking)
 Operator = Literal["prune", "pool", "convolve", "resample", "text_only"]
 """An operator of SpecVLM's compressor (section 3.4)."""
 OPERATORS_WITH_RATIO: tuple[Operator, ...] = ("prune", "pool")

@@ -96,6 +96,7 @@ class ArmRunner:
             draft,
             tree=configuration.tree,
             visual_keep=configuration.visual_keep,
+            visual_ranking=configuration.subnet.visual_ranking,
             verification=configuration.verification,
             fallback=configuration.fallback,
             capture_sizes=self.decoder.capture_sizes,

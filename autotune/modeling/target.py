@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from autotune.documents.subnet import VisualRanking
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import Step
 from autotune.modeling.tree_model import TreeModel
-from autotune.modeling.visual_attention import LayerAttention, observed_attention, visual_scores
+from autotune.modeling.visual_attention import NEED_ATTENTION, LayerAttention, observed_attention, visual_scores
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Prefilled:
 
     prompt: Prompt
     logits: Tensor  # after the prompt's last token, [vocabulary]
-    visual_scores: Tensor | None
-    """Mean last-layer attention to each visual token, [visual tokens]; None unless requested."""
+    visual_scores: Mapping[VisualRanking, Tensor]
+    """Scores of the visual tokens by each requested ranking, [visual tokens]; empty without an image."""
 
 
 class Target(TreeModel):
@@ -38,24 +40,28 @@ class Target(TreeModel):
         self.tokenizer: Any = None  # tells tokens from padding of the vocabulary; None if unknown
         check_tree_decoding(self)
 
-    def prefill(self, prompt: Prompt, *, rank_visual_tokens: bool = False) -> Prefilled:
+    def prefill(self, prompt: Prompt, *, visual_rankings: Sequence[VisualRanking] = ()) -> Prefilled:
         """Run a prompt through all layers into the empty cache.
 
         Args:
-            rank_visual_tokens: compute ``visual_scores``.
+            visual_rankings: the rankings of ``visual_scores``.
         """
-        if not (rank_visual_tokens and prompt.num_visual_tokens):
-            return Prefilled(prompt, self.prefill_prompt(prompt), None)
-        scores: list[Tensor] = []
+        rankings = visual_rankings if prompt.num_visual_tokens else ()
+        if NEED_ATTENTION.isdisjoint(rankings):
+            logits = self.prefill_prompt(prompt)
+            scores = {ranking: visual_scores(ranking, prompt.tokens, prompt.is_visual) for ranking in rankings}
+            return Prefilled(prompt, logits, scores)
+        scores = {}
 
-        def keep_last_layer(attention: LayerAttention) -> None:
+        def rank_by_last_layer(attention: LayerAttention) -> None:
             if attention.layer == len(self.text.layers) - 1:
-                scores.append(visual_scores(attention, 0, prompt.is_visual, len(prompt)))
+                for ranking in rankings:
+                    scores[ranking] = visual_scores(ranking, prompt.tokens, prompt.is_visual, attention)
 
-        with observed_attention(self.text, keep_last_layer):
+        with observed_attention(self.text, rank_by_last_layer):
             logits = self.prefill_prompt(prompt)
         assert scores, "the last layer did not use the attention interface"
-        return Prefilled(prompt, logits, scores[0])
+        return Prefilled(prompt, logits, scores)
 
     def step(self, token: int) -> Tensor:
         """Decode one token without a tree and commit it; returns the logits after it, [vocabulary]."""

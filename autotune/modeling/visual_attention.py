@@ -13,15 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from autotune.documents.subnet import VisualRanking
 from autotune.modeling.text_model import TextModel
 
 _NAME = "autotune_observed_attention"
+NEED_ATTENTION: frozenset[VisualRanking] = frozenset({"text_after_image", "all_queries", "last_query"})
+QUERIES_AT_ONCE = 256  # rows of attention weights that are in memory together
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,11 @@ class LayerAttention:
     scaling: float
     softcap: float | None
     window: int | None
+
+    def mean_weights(self, row: int, queries: Tensor) -> Tensor:
+        """Attention that each token of a batch row receives, the mean over heads and some queries, [n]."""
+        parts = [self.weights(row, part).mean(0).sum(0) for part in queries.split(QUERIES_AT_ONCE)]
+        return torch.stack(parts).sum(0) / len(queries)
 
     def weights(self, row: int, queries: Tensor) -> Tensor:
         """Attention weights of some tokens of a batch row, [heads, queries, n]. Weights outside the causal window are 0."""
@@ -81,19 +91,41 @@ def _eager_of(module: nn.Module) -> Any:
     return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
 
 
-def visual_scores(attention: LayerAttention, row: int, is_visual: Tensor, num_tokens: int) -> Tensor:
-    """Mean over heads and text queries of the attention to each visual token, [visual tokens] (STAR, eq. 2).
+def visual_scores(
+    ranking: VisualRanking, tokens: Tensor, is_visual: Tensor, attention: LayerAttention | None = None, row: int = 0
+) -> Tensor:
+    """Scores of a prompt's visual tokens, [visual tokens]; a draft keeps the tokens with the highest scores.
 
-    The queries are the tokens after the last visual token, because earlier ones do not see all visual tokens.
+    ``text_after_image`` takes the queries after the last visual token, because earlier ones do not see all visual tokens; if
+    an image ends the prompt, its last token is the query. ``all_queries`` is eq. 2 of STAR: the mean of causal attention
+    weights over heads and all queries. ``even`` and ``random`` need no attention; ``random`` is seeded by the prompt's
+    tokens.
 
     Args:
-        is_visual: whether each token of the prompt is visual, bool [at least num_tokens].
-        num_tokens: length of the prompt.
+        tokens: the prompt, [n].
+        is_visual: whether each token is visual, bool [n].
+        attention: of the target's last layer, whose first n tokens are the prompt.
+        row: the prompt's row of the batch.
     """
-    visual = is_visual[:num_tokens].nonzero().squeeze(1)
-    first = min(int(visual[-1]) + 1, num_tokens - 1)  # if an image ends the prompt, its last token is the query
-    queries = torch.arange(first, num_tokens, device=attention.query.device)
-    return attention.weights(row, queries).mean((0, 1))[visual.to(attention.query.device)]
+    visual, n = is_visual.nonzero().squeeze(1), len(tokens)
+    if ranking == "even":
+        return torch.from_numpy(even_scores(len(visual))).to(is_visual.device)
+    if ranking == "random":
+        seed = tokens.cpu().numpy().astype(np.uint32)
+        return torch.from_numpy(np.random.default_rng(seed).random(len(visual), np.float32)).to(is_visual.device)
+    assert attention is not None, f"{ranking} ranks by attention"
+    first = {"text_after_image": min(int(visual[-1]) + 1, n - 1), "all_queries": 0, "last_query": n - 1}[ranking]
+    received = attention.mean_weights(row, torch.arange(first, n, device=attention.query.device))
+    return received[visual.to(received.device)]
+
+
+def even_scores(count: int) -> np.ndarray:
+    """Scores of which the k highest are spread over ``count`` tokens about evenly for every k, float32 [count]: tokens in
+    the order in which multiples of the golden ratio, modulo 1, reach them. These do not align with the rows of an image, as
+    equal steps may.
+    """
+    reached = (np.arange(1, 4 * count + 1) * GOLDEN_RATIO % 1.0 * count).astype(np.int64)  # every token, by three gaps
+    return -np.unique(reached, return_index=True)[1].astype(np.float32)
 
 
 def attention_entropy(attention: LayerAttention, row: int, queries: Tensor) -> Tensor:

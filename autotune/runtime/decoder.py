@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from autotune.documents.condition import first_match
+from autotune.documents.subnet import VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
 from autotune.execution import EAGER, capture_sizes_for
@@ -68,9 +69,10 @@ class Decoder:
             code.
         tree: a tree policy, ``{"policy": "sage", "d_max": 8, ...}``; the paper's defaults fill in what is left out.
         visual_keep: share of visual tokens that the draft reads, in (0, 1].
+        visual_ranking: how these tokens are chosen, one of ``VISUAL_RANKINGS``.
         verification: how draft tokens are accepted. Lossless by default; ``{"kind": "wetap", "threshold": 0.9}`` is lossy.
         fallback: the cost of a round in plain steps. With it, a request falls back to plain steps while rounds do not pay.
-        points: operating points with their conditions, in place of the five arguments above. A request is decoded by the
+        points: operating points with their conditions, in place of the six arguments above. A request is decoded by the
             first point whose condition it meets; every request must meet the last one's.
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and the
             other modes use ``DEFAULT_CAPTURE_SIZES``.
@@ -92,6 +94,7 @@ class Decoder:
         *,
         tree: Any = None,
         visual_keep: float = 1.0,
+        visual_ranking: VisualRanking = "text_after_image",
         verification: Any = None,
         fallback: RoundPrice | None = None,
         points: Sequence[LoadedPoint] = (),
@@ -107,7 +110,14 @@ class Decoder:
         if processor is not None:
             self.target.tokenizer = getattr(processor, "tokenizer", processor)
         self.points = tuple(points) or (
-            LoadedPoint(draft, tree=tree, visual_keep=visual_keep, verification=verification, fallback=fallback),
+            LoadedPoint(
+                draft,
+                tree=tree,
+                visual_keep=visual_keep,
+                visual_ranking=visual_ranking,
+                verification=verification,
+                fallback=fallback,
+            ),
         )
         self.point = self.points[-1]
         """The operating point of the latest request."""

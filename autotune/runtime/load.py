@@ -95,6 +95,7 @@ def decoder_for(
             None if point.draft is None else draft_of(point.draft),
             tree=point.tree,
             visual_keep=1.0 if point.draft is None else point.draft.subnet.visual_keep,
+            visual_ranking="text_after_image" if point.draft is None else point.draft.subnet.visual_ranking,
             verification=point.verification,
             fallback=point.fallback,
             when=point.when,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.documents.condition import Condition
+from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
-from autotune.errors import UserError
+from autotune.errors import UserError, nearest
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import parse_verification
@@ -22,7 +23,7 @@ class LoadedPoint:
         when: the requests that this point decodes; all of them by default. The other arguments are those of ``Decoder``.
 
     Raises:
-        UserError: an unknown tree policy, hyperparameter or verification, or ``visual_keep`` out of range.
+        UserError: an unknown tree policy, hyperparameter or verification, or ranking, or ``visual_keep`` out of range.
     """
 
     def __init__(
@@ -31,17 +32,21 @@ class LoadedPoint:
         *,
         tree: Any = None,
         visual_keep: float = 1.0,
+        visual_ranking: VisualRanking = "text_after_image",
         verification: Any = None,
         fallback: RoundPrice | None = None,
         when: Condition | None = None,
     ) -> None:
         if not 0.0 < visual_keep <= 1.0:
             raise UserError(f"visual_keep must be above 0 and at most 1; got {visual_keep}; 1 keeps every visual token")
+        if visual_ranking not in VISUAL_RANKINGS:
+            raise UserError(f"unknown visual_ranking {visual_ranking!r}; {nearest(visual_ranking, VISUAL_RANKINGS)}")
         self.when = when or Condition()
         self.draft = as_draft(draft)
         self.policy = parse_policy({"policy": "chain"} if tree is None else tree)
         self.grower = TreeGrower(self.policy)
         self.visual_keep = visual_keep
+        self.visual_ranking = visual_ranking
         self.verification = parse_verification(verification)
         self.fallback = Fallback(fallback)
 

@@ -81,8 +81,9 @@ class Session:
             started = self._clock()
             self._open()
             self.target.reserve(self.capacity)
-            rank_visual_tokens = self.draft is not None and self.point.visual_keep < 1.0
-            self._prefilled = self.target.prefill(request.prompt, rank_visual_tokens=rank_visual_tokens)
+            is_pruned = self.draft is not None and self.point.visual_keep < 1.0
+            rankings = [self.point.visual_ranking] if is_pruned else []
+            self._prefilled = self.target.prefill(request.prompt, visual_rankings=rankings)
             token = request.sampler.token(self._prefilled.logits, len(request.prompt), request.prefix)
             emitted = request.emit([token])
             stats.prompt_tokens, stats.new_tokens = len(request.prompt), 1
@@ -152,7 +153,8 @@ class Session:
         """Prefill the draft: not before the first new token is out, which it does not delay."""
         assert self._prefilled is not None
         prompt = self.request.call.draft_prompt(draft, self.request.row)
-        draft.prefill(prompt, self._prefilled.visual_scores, capacity=self.capacity)
+        scores = self._prefilled.visual_scores.get(self.point.visual_ranking)
+        draft.prefill(prompt, scores, capacity=self.capacity)
         draft.append(self.request.tokens[-1])
         self.point.grower.reset()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from autotune.documents.subnet import OPERATORS_WITH_RATIO, Operator, Subnet
+from autotune.documents.subnet import OPERATORS_WITH_RATIO, Operator, Subnet, VisualRanking
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root
 
@@ -127,6 +127,8 @@ class SearchSpace(Document, kind="search-space"):
     operator_ratios: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     """Ratios of ``prune`` and ``pool``; empty: the ratio of the draft's training."""
     visual_keep: Dimension
+    visual_ranking: list[VisualRanking] = Field(default=["text_after_image"], min_length=1)
+    """Rankings by which visual tokens are kept, where not all of them are."""
     survivors: int = Field(default=4, ge=1)
     """Number of subnets whose trees are searched; where there are more subnets, screening selects them."""
     trees: dict[str, dict[str, Dimension]] = Field(min_length=1)
@@ -145,13 +147,17 @@ class SearchSpace(Document, kind="search-space"):
         Raises:
             UserError: the space names a layer or an operator that the draft does not have.
         """
-        keeps = self.visual_keep.values or []
+        kept = [
+            {"visual_keep": keep, "visual_ranking": ranking}
+            for keep in self.visual_keep.values or []
+            for ranking in (self.visual_ranking if keep < 1.0 else ("text_after_image",))
+        ]
         if not readable:
-            choices = self._operator_choices(draft, operators)
+            operators_and_ratios = self._operator_choices(draft, operators)
             return [
-                full.model_copy(update={"visual_keep": keep, "operator": operator, "operator_ratio": ratio})
-                for keep, (operator, ratio) in itertools.product(keeps, choices)
-                if operator != "text_only" or keep == keeps[0]  # which drops the visual tokens that are kept
+                full.model_copy(update={**choice, "operator": operator, "operator_ratio": ratio})
+                for choice, (operator, ratio) in itertools.product(kept, operators_and_ratios)
+                if operator != "text_only" or choice is kept[0]  # which drops the visual tokens that are kept
             ]
         layers = readable if self.injection_layers == "all" else readable[-1:]
         if isinstance(self.injection_layers, list):
@@ -165,10 +171,10 @@ class SearchSpace(Document, kind="search-space"):
         return [
             Subnet(
                 heads=None if Subnet(heads=share).head_shares == (1.0, 1.0, 1.0) else share,  # all heads have one name
-                visual_keep=keep,
                 injection_layer=layer,
+                **choice,
             )
-            for share, layer, keep in itertools.product(self.heads, layers, keeps)
+            for share, layer, choice in itertools.product(self.heads, layers, kept)
         ]
 
     def _operator_choices(self, draft: str, known: Sequence[Operator]) -> list[tuple[Operator | None, int | None]]:

@@ -65,7 +65,15 @@ def record_trace(
 ) -> Trace:
     """The trace of one variant."""
     model, reference = model_pool.draft(*variant), model_pool.references[variant[0]]
-    return recorder.trace(model, reference, workload, visual_keep=variant[1].visual_keep, bounds=bounds, report=report)
+    return recorder.trace(
+        model,
+        reference,
+        workload,
+        visual_keep=variant[1].visual_keep,
+        visual_ranking=variant[1].visual_ranking,
+        bounds=bounds,
+        report=report,
+    )
 
 
 def _record_in_worker(

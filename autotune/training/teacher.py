@@ -180,8 +180,9 @@ class Teacher:
                 if rule != "none" and row == query_row:
                     entropies[attention.layer] = attention_entropy(attention, index, queries)
                 if attention.layer == self.num_layers - 1 and prompts[row].num_visual_tokens:
-                    text_end = examples[row].loss_start + 1
-                    scores[row] = visual_scores(attention, index, prompts[row].is_visual, text_end)
+                    asked = slice(examples[row].loss_start + 1)  # without the answer
+                    tokens, is_visual = prompts[row].tokens[asked], prompts[row].is_visual[asked]
+                    scores[row] = visual_scores("text_after_image", tokens, is_visual, attention, index)
 
         embed = self.target.text.module.get_input_embeddings()
         embeddings = [embed(p.tokens) if p.embeddings is None else p.embeddings[0] for p in prompts]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from autotune.acceptance.recorder import ROOTS_AT_ONCE, Answer, Recorder, choose_expanded, record_forest
+from autotune.acceptance.expansion import choose_expanded
+from autotune.acceptance.recorder import ROOTS_AT_ONCE, Answer, Recorder, record_forest
 from autotune.acceptance.trace import Forest, ForestBounds, Trace, bounds_for
 from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
@@ -72,7 +76,19 @@ def test_answers_are_those_of_plain_decoding(
         output = plain.generate(**inputs, **prompt.settings.generation)
         assert answer.prompt_length == inputs["input_ids"].shape[1]
         assert answer.tokens == output.sequences[0, answer.prompt_length :].tolist()
-        assert len(answer.visual_scores) == (NUM_VISUAL_TOKENS if prompt.pixels else 0)
+        assert answer.num_visual_tokens == (NUM_VISUAL_TOKENS if prompt.pixels else 0)
+        assert set(answer.visual_scores) == (set(VISUAL_RANKINGS) if prompt.pixels else set())
+
+
+def test_an_answer_of_version_0_1_0_is_ranked_again(fresh: Recorder, workload: Workload) -> None:
+    """Its file has the scores of one ranking. Its tokens are kept."""
+    one = Workload("x", "tune", workload.prompts[1:2])
+    (answer,) = fresh.answers(one)
+    (path,) = (fresh.folder / "answers").iterdir()
+    old = {**asdict(answer), "visual_scores": answer.visual_scores["text_after_image"]}
+    path.write_text(json.dumps({**old, "tokens": answer.tokens[:5]}))
+    assert fresh.answers(one) == [replace(answer, tokens=answer.tokens[:5])]
+    assert json.loads(path.read_text())["visual_scores"].keys() == answer.visual_scores.keys()
 
 
 def test_other_settings_or_pixels_make_another_record(fresh: Recorder, workload: Workload) -> None:
@@ -91,10 +107,17 @@ def test_other_settings_or_pixels_make_another_record(fresh: Recorder, workload:
 class Alone:
     """The draft without cache, masks or batches: one forward pass over pruned prompt, answer so far and path."""
 
-    def __init__(self, draft: IndependentDraft, inputs: dict[str, Any], answer: Answer, keep: float) -> None:
+    def __init__(
+        self,
+        draft: IndependentDraft,
+        inputs: dict[str, Any],
+        answer: Answer,
+        keep: float,
+        ranking: VisualRanking = "text_after_image",
+    ) -> None:
         self.draft = draft
         is_visual = visual_tokens(draft.model.config, inputs["input_ids"][0]).numpy()
-        ranked = np.flatnonzero(is_visual)[np.argsort(answer.visual_scores)[::-1]]
+        ranked = np.flatnonzero(is_visual)[np.argsort(answer.visual_scores.get(ranking, []))[::-1]]
         kept = max(1, round(keep * len(ranked))) if len(ranked) else 0
         self.positions = torch.tensor(sorted({*range(answer.prompt_length)} - {*ranked[kept:].tolist()}))
         captured: list[torch.Tensor] = []
@@ -136,15 +159,30 @@ def paths_of(forest: Forest) -> dict[int, tuple[int, list[int]]]:
     return paths
 
 
-@pytest.mark.parametrize(("number", "keep"), [(0, 1.0), (1, 1.0), (1, 0.5), (3, 0.5)])
+@pytest.mark.parametrize(
+    ("number", "keep", "ranking"),
+    [
+        (0, 1.0, "text_after_image"),
+        (1, 1.0, "text_after_image"),
+        (1, 0.5, "text_after_image"),
+        (3, 0.5, "all_queries"),
+        (3, 0.5, "random"),
+    ],
+)
 def test_a_node_has_the_proposals_of_the_draft_alone(
-    number: int, keep: float, recorder: Recorder, draft: IndependentDraft, workload: Workload, processor: Any
+    number: int,
+    keep: float,
+    ranking: VisualRanking,
+    recorder: Recorder,
+    draft: IndependentDraft,
+    workload: Workload,
+    processor: Any,
 ) -> None:
     prompt, answer = workload.prompts[number], recorder.answers(workload)[number]
     inputs = prompt.inputs(processor)
     draft.visual_keep = keep
-    part = record_forest(recorder.target, draft, inputs, answer, SMALL)
-    alone = Alone(draft, inputs, answer, keep)
+    part = record_forest(recorder.target, draft, inputs, answer, SMALL, visual_ranking=ranking)
+    alone = Alone(draft, inputs, answer, keep, ranking)
     paths = paths_of(part.forest)
     assert len(paths) == len(part.forest.child_token) > 5 * len(answer.tokens)
     assert (part.prompt_length, part.draft_prompt_length) == (answer.prompt_length, len(alone.positions))

@@ -214,7 +214,7 @@ def test_decoding_is_lossless_and_replayed(pair: Pair, prompts: dict[str, Inputs
         out = Decoder(target, draft, tree=TREE).generate(**inputs, max_new_tokens=16)
         assert torch.equal(out.sequences, plain.sequences)
         length = inputs["input_ids"].shape[1]
-        answer = Answer(plain.sequences[0, length:].tolist(), length, [])
+        answer = Answer(plain.sequences[0, length:].tolist(), length, {})
         trace = join(
             header(1, bounds=bounds, aux_layers=draft.aux_layers),
             [record_forest(target, draft, inputs, answer, bounds)],

@@ -162,10 +162,10 @@ def test_proposals_equal_forward_passes_over_the_whole_text(
         draft = new_draft(kind, target, injection_layer=2, heads=(0.25, 0.75, 0.5))
     else:
         draft = new_draft(kind, target)
-    scores = target.prefill(target.encode(inputs).prompts[0], rank_visual_tokens=True).visual_scores
+    scores = target.prefill(target.encode(inputs).prompts[0], visual_rankings=["text_after_image"]).visual_scores
     is_kept = inputs["input_ids"][0] != pair.target.config.image_token_id
-    if scores is not None:
-        best = scores.topk(max(1, round(keep * NUM_VISUAL_TOKENS))).indices
+    if scores:
+        best = scores["text_after_image"].topk(max(1, round(keep * NUM_VISUAL_TOKENS))).indices
         is_kept[(~is_kept).nonzero()[:, 0][best]] = True
     stock = Stock(target, draft, inputs, is_kept.nonzero()[:, 0])
     decoder = Decoder(target, draft, tree=tree, visual_keep=keep, mode=mode)
@@ -238,7 +238,7 @@ def test_a_longer_prompt_gets_room_for_its_pruned_tokens(pair: Pair, prompts: di
     (prompt,) = target.encode(prompts["image"]).prompts
     target.output_layers = draft.aux_layers
     target.reserve(len(prompt))
-    scores = target.prefill(prompt, rank_visual_tokens=True).visual_scores
+    scores = target.prefill(prompt, visual_rankings=["text_after_image"]).visual_scores["text_after_image"]
     capacity = draft.cache.capacity
     draft.prefill(prompt, scores, capacity=capacity + 1)
     length, num_condensed = draft.prefix_state
@@ -298,9 +298,9 @@ def test_replay_counts_the_rounds_of_decoding(
         (read,) = target.encode(inputs).prompts
         with torch.inference_mode():
             target.reserve(len(read))
-            scores = target.prefill(read, rank_visual_tokens=True).visual_scores
+            scores = target.prefill(read, visual_rankings=["text_after_image"]).visual_scores
         tokens = plain.sequences[0, len(read) :].tolist()
-        answer = Answer(tokens, len(read), [] if scores is None else scores.tolist())
+        answer = Answer(tokens, len(read), {ranking: of_ranking.tolist() for ranking, of_ranking in scores.items()})
         draft.visual_keep = keep
         part = record_forest(target, draft, inputs, answer, bounds)
         trace = join(header(1, bounds=bounds, subnet=draft.subnet, aux_layers=draft.aux_layers), [part])

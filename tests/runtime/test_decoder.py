@@ -586,6 +586,11 @@ def test_configure_checks_the_share_too(decoder: Decoder) -> None:
         decoder.configure({"policy": "sage"}, visual_keep=7.0)
 
 
+def test_an_unknown_ranking(pair: Pair) -> None:
+    with pytest.raises(UserError, match="unknown visual_ranking 'evn'; did you mean 'even'"):
+        Decoder(pair.target, pair.draft, visual_keep=0.5, visual_ranking="evn")  # type: ignore[arg-type]
+
+
 def test_an_unknown_tree(pair: Pair, decoder: Decoder) -> None:
     with pytest.raises(UserError, match="unknown tree policy 'sagee'; did you mean 'sage'"):
         Decoder(pair.target, pair.draft, tree={"policy": "sagee"})

@@ -226,11 +226,12 @@ class TestEveryFamily:
             target = Target(model)
             with torch.inference_mode():
                 (prompt,) = target.encode(inputs).prompts
-                scores = target.prefill(prompt, rank_visual_tokens=True).visual_scores
+                scores = target.prefill(prompt, visual_rankings=["text_after_image"]).visual_scores
                 attended = eager(**inputs, output_attentions=True).attentions[-1][0]
             offsets = prompt.is_visual.nonzero()[:, 0]
             first = min(int(offsets[-1]) + 1, len(prompt) - 1)  # the text after the image, or the image's last token
-            torch.testing.assert_close(scores, attended[:, first:, offsets].mean((0, 1)), atol=1e-5, rtol=0)
+            expected = attended[:, first:, offsets].mean((0, 1))
+            torch.testing.assert_close(scores["text_after_image"], expected, atol=1e-5, rtol=0)
         assert model.config.to_dict() == before
 
     def test_in_bfloat16_every_divergence_is_a_near_tie(self, member: Member, attention: str) -> None:
@@ -364,8 +365,9 @@ def test_replay_counts_the_rounds_of_decoding(name: str, tmp_path: Path) -> None
         (prompt,) = target.encode(inputs).prompts
         with torch.inference_mode():
             target.reserve(len(prompt))
-            scores = target.prefill(prompt, rank_visual_tokens=True).visual_scores
-        recorded = Answer(answer(plain.sequences, inputs), len(prompt), [] if scores is None else scores.tolist())
+            scores = target.prefill(prompt, visual_rankings=["text_after_image"]).visual_scores
+        ranked = {ranking: of_ranking.tolist() for ranking, of_ranking in scores.items()}
+        recorded = Answer(answer(plain.sequences, inputs), len(prompt), ranked)
         draft.visual_keep = keep
         part = record_forest(target, draft, inputs, recorded, bounds)
         trace = join(header(1, bounds=bounds, subnet=Subnet(visual_keep=keep)), [part])

@@ -288,6 +288,33 @@ def test_each_draft_is_loaded_once(profile: DecodingProfile, pair: Pair, monkeyp
     assert [point.visual_keep for point in decoder.points] == [0.5, 1.0, 0.3, 1.0, 1.0] and NUM_VISUAL_TOKENS > 10
 
 
+def test_points_rank_visual_tokens_as_their_subnets_say(
+    profile: DecodingProfile, pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Points that share a draft may rank differently."""
+    point = profile.points[READ]
+    assert point.draft is not None and point.draft.subnet.visual_keep < 1.0
+    last = point.draft.subnet.model_copy(update={"visual_ranking": "last_query"})
+    points = [
+        point,
+        profile.points[OTHERS].model_copy(update={"draft": point.draft.model_copy(update={"subnet": last})}),
+    ]
+    points[1] = points[1].model_copy(update={"tree": point.tree})
+    decoder = load(profile.model_copy(update={"points": points}), target=pair.target)
+    assert decoder.points[0].draft is decoder.points[1].draft
+    asked: list[Any] = []
+    prefill = Target.prefill
+
+    def observed(self: Target, prompt: Any, *, visual_rankings: Any = ()) -> Any:
+        asked.append(list(visual_rankings))
+        return prefill(self, prompt, visual_rankings=visual_rankings)
+
+    monkeypatch.setattr(Target, "prefill", observed)
+    decoder.generate(**prompts["image"], max_new_tokens=4, workload="read")
+    decoder.generate(**prompts["image"], max_new_tokens=4)
+    assert asked == [["text_after_image"], ["last_query"]]
+
+
 def test_a_given_draft_serves_points_that_name_one_draft(profile: DecodingProfile, pair: Pair) -> None:
     with pytest.raises(UserError, match=r"its points name 3 drafts; leave draft= out, and they are loaded by name"):
         load(profile, target=pair.target, draft=pair.draft)

@@ -80,6 +80,13 @@ def test_subnets_of_every_draft(model_pool: ModelPool) -> None:
     assert len(found) == len(set(found)) == 2 * len(layers) * 2 + 2 and layers[-1] == 4
     assert [subnet for draft, subnet in found if draft == independent] == [Subnet(), Subnet(visual_keep=0.5)]
     assert len(priced_variants(found)) == 3, "two shares of heads of the supernet, and the other draft"
+    ranked = model_pool.subnets(SearchSpace.model_validate({**GRID, "visual_ranking": ["even", "all_queries"]}))
+    assert [subnet for draft, subnet in ranked if draft == independent] == [
+        Subnet(),  # there is nothing to rank where all tokens are kept
+        Subnet(visual_keep=0.5, visual_ranking="even"),
+        Subnet(visual_keep=0.5, visual_ranking="all_queries"),
+    ]
+    assert priced_variants(ranked) == priced_variants(found)
     whole = model_pool.draft(star)
     assert model_pool.draft(star, Subnet(injection_layer=4)) is whole
     half = model_pool.draft(star, Subnet(heads=0.25, injection_layer=2))
@@ -97,7 +104,9 @@ def test_heads_without_a_supernet_are_refused(pair: Pair) -> None:
 def test_screened_figures_equal_decoding(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path
 ) -> None:
-    variants = model_pool.subnets(SearchSpace.model_validate(GRID))
+    variants = model_pool.subnets(
+        SearchSpace.model_validate({**GRID, "visual_ranking": ["text_after_image", "random"]})
+    )
     ledger = Ledger(tmp_path / "ledger.sqlite")
     found = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
     assert {one.variant for one in found} == set(variants) and len(found) == len(variants)
@@ -107,7 +116,8 @@ def test_screened_figures_equal_decoding(
         assert one.depth in DEPTHS
         tree = {"policy": "chain", "depth": one.depth}
         draft = model_pool.draft(*one.variant)
-        decoder = Decoder(model_pool.target, draft, tree=tree, visual_keep=one.subnet.visual_keep)
+        chosen = {"visual_keep": one.subnet.visual_keep, "visual_ranking": one.subnet.visual_ranking}
+        decoder = Decoder(model_pool.target, draft, tree=tree, **chosen)  # type: ignore[arg-type]
         tokens = rounds = 0
         for prompt in workload.prompts:
             stats = decoder.generate(**prompt.inputs(model_pool.processor), **prompt.settings.generation).stats

@@ -87,8 +87,8 @@ def test_visual_scores_depend_on_the_prompt_only(
         with torch.inference_mode():
             (prompt,) = target.encode(inputs).prompts
             target.reserve(prompt_length)
-            expected = target.prefill(prompt, rank_visual_tokens=True).visual_scores
-        torch.testing.assert_close(batch.visual_scores[row], expected, atol=1e-5, rtol=0)
+            expected = target.prefill(prompt, visual_rankings=["text_after_image"]).visual_scores
+        torch.testing.assert_close(batch.visual_scores[row], expected["text_after_image"], atol=1e-5, rtol=0)
 
 
 def test_attention_entropies_equal_those_of_an_eager_model(
