@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FIT_ITERATIONS = 5  # of iteratively reweighted least squares
+PREFILL_MS = ("intercept_ms", "per_token_ms", "image_ms")
 KV_STEP = 16  # tokens between two KV lengths of the prices
 # Numbers of tokens measured: every small one, because matrix kernels work on blocks and the ninth token may cost more than
 # the first eight; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
@@ -149,6 +152,12 @@ class DraftCosts(Document):
         """Name in tables: ``digits/star heads-0.5``."""
         heads = "" if self.heads is None else f" {Subnet(heads=self.heads).name.removesuffix('-keep-1')}"
         return self.draft.id + heads
+
+    @property
+    def head_share(self) -> float | None:
+        """The share of heads, if it is the same in all blocks."""
+        shares = set(Subnet(heads=self.heads).head_shares)
+        return shares.pop() if len(shares) == 1 else None
 
     def is_of(self, draft: ModelReference, subnet: Subnet) -> bool:
         """Whether these are the latencies of a draft with the heads of a subnet. Without hashes, names are compared."""
@@ -281,6 +290,28 @@ class CostTable(
         """Whether the table has a draft with the heads of a subnet."""
         return any(costs.is_of(draft, subnet) for costs in self.drafts)
 
+    def costs_around(self, draft: ModelReference, subnet: Subnet) -> tuple[DraftCosts, DraftCosts, float]:
+        """Two measured costs and the weight of the second, whose weighted mean is the cost of a subnet.
+
+        A subnet with different shares of heads that the table does not hold is interpolated between the nearest subnets with
+        one share in all blocks, at the mean of its own shares: all blocks have the same sizes.
+
+        Raises:
+            UserError: the table has no costs of the draft around this mean.
+        """
+        equal = {
+            costs.head_share: costs
+            for costs in self.drafts
+            if costs.head_share is not None and costs.draft.is_same(draft)
+        }
+        mean = sum(subnet.head_shares) / len(subnet.head_shares)
+        below, above = [s for s in equal if s <= mean], [s for s in equal if s >= mean]
+        if self.holds(draft, subnet) or len(set(subnet.head_shares)) == 1 or not below or not above:
+            costs = self.costs_of(draft, subnet)
+            return costs, costs, 0.0
+        low, high = max(below), min(above)
+        return equal[low], equal[high], (mean - low) / (high - low) if high > low else 0.0
+
     def costs_of(self, draft: ModelReference, subnet: Subnet | None = None) -> DraftCosts:
         """Latencies of a draft with the heads of a subnet.
 
@@ -303,20 +334,26 @@ class CostTable(
         self, draft: ModelReference, *, max_tokens: int, max_kv_length: int, subnet: Subnet | None = None
     ) -> DensePrices:
         """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``."""
-        costs = self.costs_of(draft, subnet)
+        costs, other, weight = self.costs_around(draft, subnet or Subnet())
+
+        def between(value_of: Callable[[DraftCosts], Any]) -> Any:
+            return value_of(costs) if weight == 0.0 else (1 - weight) * value_of(costs) + weight * value_of(other)
+
         tokens = np.array([round_up(size, self.capture_sizes) for size in range(1, max_tokens + 1)], np.float64)
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
         free = np.zeros((1, len(lengths)))
         return DensePrices(
             decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],
-            draft_first_ms=np.concatenate([free, costs.draft_first.latency_ms(tokens, lengths)]),
-            draft_level_ms=np.concatenate([free, costs.draft_level.latency_ms(tokens, lengths)]),
+            draft_first_ms=np.concatenate([free, between(lambda c: c.draft_first.latency_ms(tokens, lengths))]),
+            draft_level_ms=np.concatenate([free, between(lambda c: c.draft_level.latency_ms(tokens, lengths))]),
             verify_ms=np.concatenate([free, self.verify.latency_ms(tokens, lengths)]),
             kv_step=KV_STEP,
             overhead_round_ms=costs.overhead.round_ms,
             overhead_level_ms=costs.overhead.level_ms,
             overhead_node_ms=costs.overhead.node_ms,
-            draft_prefill=costs.prefill,
+            draft_prefill=costs.prefill.model_copy(
+                update={name: between(attrgetter(f"prefill.{name}")) for name in PREFILL_MS}
+            ),
             crossing_share=0.0 if costs.shape is None else costs.shape.crossing_share,
         )
 

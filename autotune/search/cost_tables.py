@@ -21,6 +21,7 @@ from autotune.search.model_pool import ModelPool
 from autotune.study.ledger import Ledger, Record
 from autotune.workloads.workload import Workload
 
+MAX_PRICED = 8  # choices of heads of one draft that are all measured
 PRINTED_SIZES = (1, 4, 8, 16, 32, 64)  # tokens
 
 
@@ -59,13 +60,23 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
 
 
 def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
-    """One variant per draft and share of heads: visual tokens, operator and the layer read do not change a step's cost."""
-    priced: dict[tuple[str, tuple[float, ...]], DraftVariant] = {}
+    """One variant per draft and share of heads: visual tokens, operator and the layer read do not change a step's cost.
+
+    Of a draft with more than ``MAX_PRICED`` choices of heads, those with one share in all blocks are priced; the costs of the
+    others are interpolated (``CostTable.costs_around``).
+    """
+    priced: dict[str, dict[tuple[float, ...], Subnet]] = {}
     for draft, subnet in variants:
-        priced.setdefault(
-            (draft, subnet.head_shares), (draft, Subnet(heads=subnet.heads, injection_layer=subnet.injection_layer))
-        )
-    return list(priced.values())
+        plain = Subnet(heads=subnet.heads, injection_layer=subnet.injection_layer)
+        priced.setdefault(draft, {}).setdefault(subnet.head_shares, plain)
+    for draft, by_shares in priced.items():
+        if len(by_shares) > MAX_PRICED:
+            shares = sorted({share for triple in by_shares for share in triple}, reverse=True)
+            some = next(iter(by_shares.values()))
+            priced[draft] = {
+                (share,) * 3: some.model_copy(update={"heads": share if share < 1.0 else None}) for share in shares
+            }
+    return [(draft, subnet) for draft, by_shares in priced.items() for subnet in by_shares.values()]
 
 
 def local_table(

@@ -149,7 +149,8 @@ class Evaluator:
 
     def _prices_of(self, trace: Trace) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet
-        largest_level = self.table.costs_of(draft, subnet).draft_level.max_tokens
+        *costs, _ = self.table.costs_around(draft, subnet)
+        largest_level = min(one.draft_level.max_tokens for one in costs)
         max_tokens = min(MAX_STEP, self.table.verify.max_tokens, largest_level)
         return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet)
 
@@ -205,8 +206,10 @@ class Evaluator:
     def draft_mib(self, variant: DraftVariant, policy: Policy) -> float | None:
         """MiB of a draft with its KV cache at the longest KV length; None where the cost table has no sizes."""
         header = self.traces[variant].header
-        costs = self.table.costs_of(header.draft, header.subnet)
-        return memory_mib(costs, self.table.precision, self.max_kv_length + policy.max_grown)
+        *costs, weight = self.table.costs_around(header.draft, header.subnet)
+        num_tokens = self.max_kv_length + policy.max_grown
+        low, high = (memory_mib(one, self.table.precision, num_tokens) for one in costs)
+        return None if low is None or high is None else (1 - weight) * low + weight * high
 
     def is_feasible(self, variant: DraftVariant, tree: Tree) -> bool:
         """Whether a tree keeps the constraints."""

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from autotune.cost.table import KV_STEP, CostTable, ModelShape, Overhead, fit_overhead, fit_prefill, shipped_tables
+from autotune.cost.table import (
+    KV_STEP,
+    CostTable,
+    DensePrices,
+    ModelShape,
+    Overhead,
+    fit_overhead,
+    fit_prefill,
+    shipped_tables,
+)
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
@@ -145,6 +155,34 @@ def test_subnets_are_identified_by_their_heads() -> None:
         UserError, match=r"with these weights and heads 0\.25; it has: .*, .* \(heads 0\.5\); profile that"
     ):
         table.costs_of(whole.draft, Subnet(heads=0.25))
+
+
+def test_unequal_shares_are_priced_between_equal_ones() -> None:
+    """At the mean share: a third of the way from a half of the heads to all of them, and exactly where the table has them."""
+    table = cost_table()
+    (whole,) = table.drafts
+    cheap = {"draft_first": surface(lambda n, m: 0.1 + 0.01 * n), "draft_level": surface(lambda n, m: 0.05 + 0.004 * n)}
+    prefill = whole.prefill.model_copy(update={"intercept_ms": 3.0})
+    half = whole.model_copy(update={"heads": 0.5, "prefill": prefill, **cheap})
+    table = table.model_copy(update={"drafts": [whole, half]})
+
+    def prices(heads: Any) -> DensePrices:
+        return table.prices(whole.draft, max_tokens=8, max_kv_length=300, subnet=Subnet(heads=heads))
+
+    found, low, high = prices((0.5, 1.0, 0.5)), prices(0.5), prices(1.0)
+    for name in ("draft_first_ms", "draft_level_ms"):
+        expected = (2 * getattr(low, name) + getattr(high, name)) / 3
+        np.testing.assert_allclose(getattr(found, name), expected)
+        assert (getattr(low, name)[1:] < getattr(found, name)[1:]).all()
+    assert found.draft_prefill.intercept_ms == pytest.approx(2.0 + whole.prefill.intercept_ms / 3)
+    np.testing.assert_array_equal(found.verify_ms, low.verify_ms)
+    own = half.model_copy(update={"heads": (0.5, 1.0, 0.5)})
+    table = table.model_copy(update={"drafts": [whole, half, own]})
+    np.testing.assert_array_equal(prices((0.5, 1.0, 0.5)).draft_level_ms, low.draft_level_ms)
+    table = table.model_copy(update={"drafts": [whole, half]})
+    for outside in ((0.25, 0.25, 0.5), 0.75):
+        with pytest.raises(UserError, match="profile that draft first"):
+            prices(outside)
 
 
 # ---------------------------------------------------------------------------------------------------- held-out errors
