@@ -158,22 +158,11 @@ class ModelPool:
         return self.draft(configuration.draft or next(iter(self._full_drafts)), configuration.subnet)
 
     def subnets(self, space: SearchSpace) -> list[DraftVariant]:
-        """All variants of a space: its subnets of every draft.
+        """All variants of a space: its subnets of every draft. Heads and layers of a space are those of supernets.
 
         Raises:
-            UserError: the space searches heads or layers, and no draft is a supernet; or it has operators only, and no draft
-                has a compressor.
+            UserError: the space has operators only, and no draft has a compressor.
         """
-        supernets = {
-            id: draft.network.config.injection_layers
-            for id, draft in self._full_drafts.items()
-            if draft.kind == "star" and isinstance(draft, FeatureDraft)
-        }
-        if not supernets and (space.heads != [1.0] or isinstance(space.injection_layers, list)):
-            names = ", ".join(self._full_drafts)
-            raise UserError(
-                f"only a star draft has heads and layers to choose; got {names}; leave heads and layers out"
-            )
         compressors: dict[str, tuple[Operator, ...]] = {
             id: draft.network.config.compression.operators
             for id, draft in self._full_drafts.items()
@@ -187,8 +176,27 @@ class ModelPool:
         return [
             (id, subnet)
             for id, draft in self._full_drafts.items()
-            for subnet in space.subnets(id, draft.subnet, supernets.get(id, ()), compressors.get(id, ()))
+            for subnet in space.subnets(id, draft.subnet, self.supernet_layers(id), compressors.get(id, ()))
         ]
+
+    def supernet_layers(self, draft: str) -> tuple[int, ...]:
+        """The layers of the target that a supernet can read; empty for other drafts."""
+        full = self._full_drafts[draft]
+        if full.kind != "star" or not isinstance(full, FeatureDraft):
+            return ()
+        return full.network.config.injection_layers
+
+    def check_has_supernet(self) -> None:
+        """Check that heads and layers can be chosen.
+
+        Raises:
+            UserError: no draft is a supernet.
+        """
+        if not any(self.supernet_layers(draft) for draft in self._full_drafts):
+            names = ", ".join(self._full_drafts)
+            raise UserError(
+                f"only a star draft has heads and layers to choose; got {names}; leave heads and layers out"
+            )
 
     @property
     def key(self) -> str:

@@ -85,6 +85,8 @@ class _SearchRun:
         self.model_pool = ModelPool(
             settings.target, settings.drafts, self.device or "cpu", settings.capture_sizes, settings.mode
         )
+        if settings.heads is not None or settings.injection_layer is not None:
+            self.model_pool.check_has_supernet()
         self.variants = self.model_pool.subnets(self.space)
         name = settings.study or f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
         self.folder = settings.folder / name

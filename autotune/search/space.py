@@ -169,11 +169,7 @@ class SearchSpace(Document, kind="search-space"):
                         f"got {layer}; name one of them, or all"
                     )
         return [
-            Subnet(
-                heads=None if Subnet(heads=share).head_shares == (1.0, 1.0, 1.0) else share,  # all heads have one name
-                injection_layer=layer,
-                **choice,
-            )
+            Subnet(heads=_one_name(share), injection_layer=layer, **choice)
             for share, layer, choice in itertools.product(self.heads, layers, kept)
         ]
 
@@ -231,6 +227,13 @@ class SearchSpace(Document, kind="search-space"):
         """The parameters of an Optuna trial for which ``suggest`` returns ``tree``."""
         policy = tree["policy"]
         return {"policy": policy} | {f"{policy}.{name}": tree[name] for name in self.trees[policy]}
+
+
+def _one_name(heads: float | tuple[float, float, float]) -> float | tuple[float, float, float] | None:
+    """Shares of heads as a subnet names them: one number if all blocks have the same share, None for all heads."""
+    shares = set(Subnet(heads=heads).head_shares)
+    equal = shares.pop() if len(shares) == 1 else None
+    return heads if equal is None else None if equal == 1.0 else equal
 
 
 def ordered(policy: str, values: dict[str, Any]) -> Tree:

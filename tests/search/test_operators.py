@@ -152,4 +152,4 @@ def test_operators_that_no_draft_has_are_refused(pair: Pair, model_pool: ModelPo
 def test_the_full_space_screens_every_operator() -> None:
     operators = ("prune", "pool", "convolve", "resample", "text_only")
     found = load_space("full").subnets("specvlm", Subnet(), (), operators)
-    assert {subnet.operator for subnet in found} == {None, *operators} and len(found) == 10 * 5 + 1
+    assert {subnet.operator for subnet in found} == {None, *operators} and len(found) == 11 * 5 + 1

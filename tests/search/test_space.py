@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,46 @@ def test_shipped_spaces_contain_valid_policies() -> None:
         assert keeps is not None and all(0 < keep <= 1 for keep in keeps)
         sampled = found.model_copy(update={"trees": {name: d for name, d in found.trees.items() if name != "static"}})
         assert all(parse_policy(tree) for tree in suggestions(sampled, 100))
+
+
+def test_full_holds_every_published_default() -> None:
+    """The subnet, and the tree: hyperparameters that the space does not search have their default values."""
+    full = load_space("full")
+    for name, default in PUBLISHED_DEFAULTS.items():
+        policy = parse_policy(default.tree)
+        dimensions = full.trees[policy.policy]
+        values = {field: getattr(policy, field) for field in dimensions}
+        assert parse_policy({"policy": policy.policy, **values}) == policy, name
+        assert all(holds(dimensions[field], value) for field, value in values.items()), (name, values)
+        for whole in (Subnet(), Subnet(injection_layer=5)):  # of another draft, and of a supernet
+            readable = () if whole.injection_layer is None else (4, 5)
+            subnet = default.subnet.model_copy(update={"injection_layer": whole.injection_layer})
+            assert subnet in full.subnets("d", whole, readable), name
+
+
+def holds(dimension: Dimension, value: Any) -> bool:
+    if dimension.choices is not None:
+        return value in dimension.choices
+    assert dimension.low is not None and dimension.high is not None
+    return dimension.low <= value <= dimension.high and (
+        dimension.step is None or value in (dimension.values or [value])
+    )
+
+
+def test_star_exhaustive_holds_every_subnet_that_training_samples() -> None:
+    """64 shares of heads of the three blocks, 5 layers and 10 shares of visual tokens; star has 200 of them, and full."""
+    layers = tuple(range(8, 13))
+    found = load_space("star-exhaustive").subnets("d", Subnet(), layers)
+    trained = {
+        (heads, layer, keep)
+        for heads in itertools.product((0.25, 0.5, 0.75, 1.0), repeat=3)
+        for layer in layers
+        for keep in (tenths / 10 for tenths in range(1, 11))
+    }
+    assert len(found) == 3200 and {(s.head_shares, s.injection_layer, s.visual_keep) for s in found} == trained
+    equal = {s for s in found if len(set(s.head_shares)) == 1}
+    assert len(equal) == 200 and set(load_space("star").subnets("d", Subnet(), layers)) == equal
+    assert equal < set(load_space("full").subnets("d", Subnet(), layers))
 
 
 def test_published_defaults_are_configurations() -> None:
@@ -240,16 +281,16 @@ def test_sweep_fills_every_dimension_evenly() -> None:
 # -------------------------------------------------------------------------------------------------------------- subnets
 
 
-def test_full_space_has_200_subnets_of_a_supernet() -> None:
-    """The grid of STAR; other drafts have ten subnets."""
+def test_full_space_has_the_grid_of_a_supernet() -> None:
+    """STAR's shares of visual tokens and DREAM's, with one share of heads in all blocks; other drafts have 11 subnets."""
     full = load_space("full")
     found = full.subnets("star", Subnet(injection_layer=12), range(8, 13))
-    assert len({subnet.name for subnet in found}) == len(found) == 200
+    assert len({subnet.name for subnet in found}) == len(found) == 220
     assert {subnet.injection_layer for subnet in found} == {8, 9, 10, 11, 12}
     assert {subnet.head_shares for subnet in found} == {(s, s, s) for s in (0.25, 0.5, 0.75, 1.0)}
-    assert {subnet.visual_keep for subnet in found} == {tenths / 10 for tenths in range(1, 11)}
+    assert {subnet.visual_keep for subnet in found} == {0.75, *(tenths / 10 for tenths in range(1, 11))}
     assert Subnet(injection_layer=12) in found, "the whole draft is one of them"
-    assert len(full.subnets("other", Subnet(), ())) == 10
+    assert len(full.subnets("other", Subnet(), ())) == 11
 
 
 def test_heads_per_block_and_layers_by_number(tmp_path: Path) -> None:
