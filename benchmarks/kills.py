@@ -7,6 +7,7 @@ Takes about 10 minutes.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -21,19 +22,25 @@ import click
 import sqlalchemy
 
 from autotune.study.document import LEDGER
+from autotune.study.records import screened_in
 from autotune.study.storage import storage_url
 
 SCREENING_S = 9.0  # latest kill after screening has started
 
 
 def finished(study: Path) -> dict[str, str]:
-    """JSON of the finished subnet records, by key."""
+    """JSON of the finished records of subnets, by key."""
     if not (study / LEDGER).exists():
         return {}
     engine = sqlalchemy.create_engine(storage_url(study / LEDGER))
     query = "select key, record from autotune_ledger where stage = 'subnets' and record is not null"
     with engine.connect() as connection:
         return {key: record for key, record in connection.execute(sqlalchemy.text(query))}
+
+
+def screened(records: dict[str, str]) -> int:
+    """Number of subnets in records."""
+    return sum(len(screened_in(json.loads(record))) for record in records.values())
 
 
 def forests(study: Path) -> dict[Path, int]:
@@ -73,11 +80,11 @@ def main(draft: str, space: str, kills: int, seed: int) -> None:
             time.sleep(1.0)  # worker processes notice that their parent is gone
             lost, again = lost + differ(records, finished(study)), again + differ(recorded, forests(study))
             records, recorded = finished(study), forests(study)
-            print(f"kill {number}: {len(records)} subnets screened, {len(recorded)} forests recorded", flush=True)
+            print(f"kill {number}: {screened(records)} subnets screened, {len(recorded)} forests recorded", flush=True)
         subprocess.run(command, cwd=root, check=True, stderr=subprocess.DEVNULL)
         lost, again = lost + differ(records, finished(study)), again + differ(recorded, forests(study))
         print(
-            f"{len(finished(study))} subnets screened; {lost} records lost or changed, {again} forests lost or recorded again"
+            f"{screened(finished(study))} subnets screened; {lost} records lost or changed, {again} forests lost or recorded again"
         )
 
 

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("drafters",),
     ("runtime",),
     ("acceptance.recorder", "cost.profiler"),  # these drive models to fill the documents of the layers below
+    ("acceptance.chain_recorder",),
     ("evaluation",),
     ("study",),
     ("search",),

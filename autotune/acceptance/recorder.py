@@ -20,7 +20,7 @@ from torch import Tensor
 from autotune.acceptance.expansion import choose_expanded, open_columns
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
-from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
+from autotune.documents.subnet import VISUAL_RANKINGS, Subnet, VisualRanking
 from autotune.drafters.cached_draft import FeatureSource
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.execution import EAGER
@@ -138,32 +138,42 @@ class Recorder:
             if part is None:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
-                reading = self._reading(prompt, inputs, answer, draft.aux_layers)
+                reading = self.reading(prompt, inputs, answer, draft.aux_layers) if draft.aux_layers else None
                 part = record_forest(self.target, draft, inputs, answer, bounds, reading, visual_ranking=visual_ranking)
                 _write_part(path, part)
             parts.append(part)
             if report is not None:
                 report(done, len(workload.prompts))
-        header = TraceHeader(
+        return join(self.header(draft_reference, subnet, draft.aux_layers, workload, bounds), parts)
+
+    def header(
+        self,
+        draft_reference: ModelReference,
+        subnet: Subnet,
+        aux_layers: tuple[int, ...],
+        workload: Workload,
+        bounds: ForestBounds,
+    ) -> TraceHeader:
+        """The header of a trace that is recorded here."""
+        return TraceHeader(
             provenance=stamp(),
             target=self.target_reference,
             draft=draft_reference,
             subnet=subnet,
-            aux_layers=draft.aux_layers,
+            aux_layers=aux_layers,
             workload=workload.name,
             workload_sha256=workload.sha256,
             bounds=bounds,
             prompts=[prompt.name for prompt in workload.prompts],
             tasks=[prompt.settings.task for prompt in workload.prompts],
         )
-        return join(header, parts)
 
-    def _reading(
-        self, prompt: WorkloadPrompt, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]
-    ) -> Reading | None:
-        """The target's reading, kept in memory, for a draft that reads ``layers``; None where they are not in ``self.layers``."""
-        if not layers or not set(layers) <= set(self.layers):
-            return None
+    def reading(self, prompt: WorkloadPrompt, inputs: dict[str, Any], answer: Answer, layers: Sequence[int]) -> Reading:
+        """The target's reading of the prompt and its answer, for a draft that reads ``layers``. Readings of ``self.layers`` are
+        kept in memory.
+        """
+        if not set(layers) <= set(self.layers):
+            return read_target(self.target, inputs, answer, layers)
         key = prompt.sha256, len(answer.tokens)
         if key not in self._readings:
             reading = read_target(self.target, inputs, answer, self.layers)

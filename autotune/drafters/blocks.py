@@ -135,7 +135,7 @@ class DraftBlock(nn.Module):
             factors: rotary factors from ``rotation``, [batch or 1, n, 3, 1, head size / 2].
             cache: the block's cache among those of the context.
             crossing: for a block that crosses, what it attends to; None: the features of the stream's own tokens.
-            head_mask: 0 masks a head, [heads].
+            head_mask: 0 masks a head, [heads] or [batch, 1, heads].
         """
         # Functions instead of modules, because calling a module costs as much as a small kernel.
         heads, size, mlp = self.num_heads, self.head_size, self.mlp_size
@@ -163,7 +163,7 @@ class DraftBlock(nn.Module):
         key, value = keys_values.unbind(2) if cache is None else cache.write(keys_values, context.begin)
         output = context.attend(query, key, value)
         if head_mask is not None:
-            output = output * head_mask[:, None]
+            output = output * head_mask[..., None]
         both = torch.cat([output.flatten(2), functional.silu(gate) * up], -1)
         return stream + functional.linear(both, self.to_stream.weight)
 

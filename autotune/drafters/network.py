@@ -229,15 +229,19 @@ class BlocksNetwork(DraftNetwork):
         *,
         crossing: Crossing | None = None,
         head_masks: Sequence[Tensor] | None = None,
+        fan_out: Sequence[Tensor] | None = None,
         early: list[Tensor] | None = None,
     ) -> Tensor:
         """See ``DraftNetwork``.
 
         Args:
             head_masks: 0 for masked heads, for each block.
+            fan_out: for each block, the row of the stream that each row of the block's batch continues; None: its own.
             early: receives the stream after the first block, which intermediate distillation aligns.
         """
         for number, block in enumerate(self.blocks):
+            if fan_out is not None:
+                stream = stream[fan_out[number]]
             stream = block(
                 stream,
                 features,

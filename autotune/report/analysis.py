@@ -71,7 +71,7 @@ def fastest_by_variant(sources: Sources) -> list[FastestOfVariant]:
 
 @dataclass(frozen=True)
 class SubnetGrid:
-    """Predicted speedups of a draft's subnets with one injection layer."""
+    """Predicted speedups of a draft's subnets with one injection layer, each by its fastest ranking of visual tokens."""
 
     draft: str
     layer: int | None
@@ -93,7 +93,7 @@ def subnet_grids(screened: Iterable[ScreenedSubnet]) -> list[SubnetGrid]:
     keeps = sorted(frame.keep.unique())
     grids = []
     for _, group in frame.groupby(["draft", "layer"]):
-        speedups = group.pivot(index="heads", columns="keep", values="speedup")
+        speedups = group.pivot_table(index="heads", columns="keep", values="speedup", aggfunc="max")
         layer = int(group.layer.iloc[0])
         grids.append(
             SubnetGrid(

@@ -19,7 +19,7 @@ from autotune.search.tree_search import optuna_storage
 from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
 from autotune.study.folder import find_studies, find_study, load_headers, load_tables, points_of_prompts
 from autotune.study.ledger import Ledger, Record
-from autotune.study.records import ScreenedSubnet
+from autotune.study.records import ScreenedSubnet, screened_in
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
     ledger = Ledger(storage) if storage is not None else None
     if ledger is None and (folder / LEDGER).exists():
         ledger = Ledger(folder / LEDGER)
-    subnets = [ScreenedSubnet.model_validate(record, strict=False) for record in _records(ledger, study, "subnets")]
+    subnets = [subnet for record in _records(ledger, study, "subnets") for subnet in screened_in(record)]
     candidates = [
         Candidate.model_validate(content, strict=False)
         for record in _records(ledger, study, "trees")

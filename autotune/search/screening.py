@@ -1,6 +1,8 @@
-"""Screening: every subnet of every draft is evaluated, exhaustively, as STAR chooses among its 200 subnets.
+"""Screening: every subnet of every draft is evaluated, exhaustively, as STAR chooses among its subnets.
 
-A subnet's speed is predicted from chains along recorded answers and the cost table, or measured by real runs.
+A subnet's speed is predicted from chains along recorded answers and the cost table, or measured by real runs. Subnets of a
+supernet that differ in heads only are recorded together (``acceptance.chain_recorder``); their chains are those of the
+recorder of traces, up to rounding, so nothing is estimated but the cost of unequal shares of heads.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from autotune.acceptance.chain_recorder import chain_traces
 from autotune.acceptance.trace import bounds_for
 from autotune.console import Console
 from autotune.cost.table import CostTable
@@ -16,6 +19,7 @@ from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.decoding_profile import AR
 from autotune.documents.provenance import version_of
 from autotune.documents.subnet import Subnet
+from autotune.drafters.feature_draft import FeatureDraft
 from autotune.evaluation.summary import summarize
 from autotune.files import content_key
 from autotune.search.evaluator import Evaluator
@@ -23,7 +27,7 @@ from autotune.search.finalists import NAMES, print_labels
 from autotune.search.model_pool import ModelPool
 from autotune.search.traces import record_trace
 from autotune.study.ledger import Ledger, Record
-from autotune.study.records import ScreenedSubnet
+from autotune.study.records import ScreenedSubnet, record_of, screened_in
 from autotune.trees.chain import ChainPolicy
 from autotune.workloads.workload import Workload
 
@@ -75,28 +79,55 @@ def _screen_in_worker(
 def _screening_units(
     model_pool: ModelPool, variants: Sequence[DraftVariant], table: CostTable, workload: Workload, folder: Path
 ) -> dict[str, Callable[[], Record]]:
-    """Units that find the best chain of a variant."""
+    """Units that find the best chain of each variant; variants that are recorded together are one unit."""
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
     recorder = model_pool.recorder(folder)
-    recorder.layers = tuple(sorted({layer for variant in variants for layer in model_pool.draft(*variant).aux_layers}))
+    recorder.layers = tuple(sorted({layer for variant in variants for layer in _layers(model_pool, variant)}))
     recorder.answers(prompts)
 
-    def screen_variant(draft: str, subnet: Subnet) -> ScreenedSubnet:
-        trace = record_trace(model_pool, recorder, (draft, subnet), prompts, BOUNDS)
-        evaluator = Evaluator([trace], table, jobs=1)
-        chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
-        best = min((evaluator.evaluate(chain) for chain in chains), key=lambda candidate: candidate.ms_per_token)
-        return ScreenedSubnet(
-            draft=draft,
-            subnet=subnet,
-            depth=best.configuration.tree["depth"],
-            tokens_per_round=best.tokens_per_round,
-            ms_per_token=best.ms_per_token,
-            speedup=best.speedup,
-        )
+    def screen_together(group: Sequence[DraftVariant]) -> list[ScreenedSubnet]:
+        draft, subnets = group[0][0], [subnet for _, subnet in group]
+        if len(group) == 1:
+            traces = [record_trace(model_pool, recorder, group[0], prompts, BOUNDS)]
+        else:
+            supernet, reference = model_pool.draft(draft), model_pool.references[draft]
+            assert isinstance(supernet, FeatureDraft)
+            traces = chain_traces(recorder, supernet, reference, prompts, subnets, BOUNDS)
+        evaluator = Evaluator(traces, table, jobs=1)
+        return [_best_chain(evaluator, draft, subnet) for subnet in subnets]
 
     documents = ["screened", table.content_hash, prompts.sha256, BOUNDS.model_dump()]
-    return _units(model_pool, variants, screen_variant, documents)
+    return _units(model_pool, _recorded_together(model_pool, variants), screen_together, documents)
+
+
+def _layers(model_pool: ModelPool, variant: DraftVariant) -> tuple[int, ...]:
+    """The layers of the target that a variant reads."""
+    draft, subnet = variant
+    whole = model_pool.draft(draft).aux_layers
+    return whole if subnet.injection_layer is None else (subnet.injection_layer,)
+
+
+def _recorded_together(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> list[list[DraftVariant]]:
+    """The variants in groups: subnets of a supernet that differ in heads only, and single ones."""
+    groups: dict[object, list[DraftVariant]] = {}
+    for draft, subnet in variants:
+        is_supernet = model_pool.supernet_layers(draft) != ()
+        key = subnet.model_copy(update={"heads": None}) if is_supernet else subnet
+        groups.setdefault((draft, key), []).append((draft, subnet))
+    return list(groups.values())
+
+
+def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSubnet:
+    chains = [Configuration(tree={"policy": "chain", "depth": d}, draft=draft, subnet=subnet) for d in DEPTHS]
+    best = min((evaluator.evaluate(chain) for chain in chains), key=lambda candidate: candidate.ms_per_token)
+    return ScreenedSubnet(
+        draft=draft,
+        subnet=subnet,
+        depth=best.configuration.tree["depth"],
+        tokens_per_round=best.tokens_per_round,
+        ms_per_token=best.ms_per_token,
+        speedup=best.speedup,
+    )
 
 
 def measure(
@@ -115,40 +146,44 @@ def measure(
     by_variant = {subnet.variant: subnet for subnet in screened}
     runner = model_pool.runner(threads)
 
-    def measure_variant(draft: str, subnet: Subnet) -> ScreenedSubnet:
+    def measure_variant(group: Sequence[DraftVariant]) -> list[ScreenedSubnet]:
+        ((draft, subnet),) = group
         predicted = by_variant[draft, subnet]
         tree = {"policy": "chain", "depth": predicted.depth}
         arm = runner.arm("chain", Configuration(tree=tree, draft=draft, subnet=subnet))
         runs = runner.compare([runner.plain, arm], prompts, min_prompts=len(prompts.prompts))
         speedup = summarize(arm.name, runs[arm.name], runs[AR]).speedup
-        return predicted.model_copy(update={"measured_speedup": speedup})
+        return [predicted.model_copy(update={"measured_speedup": speedup})]
 
     depths = sorted([predicted.draft, predicted.subnet.name, predicted.depth] for predicted in screened)
-    units = _units(model_pool, list(by_variant), measure_variant, ["measured", prompts.sha256, depths])
+    groups = [[variant] for variant in by_variant]
+    units = _units(model_pool, groups, measure_variant, ["measured", prompts.sha256, depths])
     with console.stage("subnets, measured") as update:
         return _ranked(ledger.work("subnets", units, report=lambda done, of: update(done, of, "")))
 
 
 def _units(
     model_pool: ModelPool,
-    variants: Sequence[DraftVariant],
-    make: Callable[[str, Subnet], ScreenedSubnet],
+    groups: Sequence[Sequence[DraftVariant]],
+    make: Callable[[Sequence[DraftVariant]], list[ScreenedSubnet]],
     documents: object,
 ) -> dict[str, Callable[[], Record]]:
-    """A unit for every variant; its key contains everything that its record depends on."""
+    """A unit for every group of variants; its key contains everything that its record depends on."""
     common = [version_of("autotune"), model_pool.key, documents]
 
-    def unit(draft: str, subnet: Subnet) -> Record:
-        return make(draft, subnet).model_dump(mode="json")
+    def unit(group: Sequence[DraftVariant]) -> Record:
+        return record_of(make(group))
 
     return {
-        content_key([common, draft, subnet.model_dump(mode="json")]): partial(unit, draft, subnet)
-        for draft, subnet in variants
+        content_key([common, [[draft, subnet.model_dump(mode="json")] for draft, subnet in group]]): partial(
+            unit, group
+        )
+        for group in groups
     }
 
 
 def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
-    screened = (ScreenedSubnet.model_validate(record, strict=False) for record in records.values())
+    screened = (subnet for record in records.values() for subnet in screened_in(record))
     return sorted(screened, key=lambda subnet: subnet.rank)
 
 
@@ -180,3 +215,17 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
         rows,
     )
     print_labels({name: f"{subnet.draft} {subnet.subnet.label}" for name, subnet in named.items()}, console)
+    for draft in dict.fromkeys(subnet.draft for subnet in screened):
+        _print_equal_shares([subnet for subnet in screened if subnet.draft == draft], console)
+
+
+def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) -> None:
+    """Compare a draft's best subnet with the best of those that keep one share of heads in all blocks, fastest first."""
+    equal = [one for one in screened if len(set(one.subnet.head_shares)) == 1]
+    if 0 < len(equal) < len(screened):
+        best, best_equal = (one[0].measured_speedup or one[0].speedup for one in (screened, equal))
+        console.say(
+            f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label}, "
+            f"M {screened[0].tokens_per_round:.2f}); best of the {len(equal)} with one share of heads in all blocks "
+            f"{best_equal:.3f}x ({equal[0].subnet.label}, M {equal[0].tokens_per_round:.2f})"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import Subnet
 from autotune.files import Document
@@ -28,3 +30,13 @@ class ScreenedSubnet(Document):
     def rank(self) -> tuple[float, float, str]:
         """Sort key: the fastest first, the smaller of equally fast subnets."""
         return -(self.measured_speedup or self.speedup), sum(self.subnet.head_shares), self.subnet.name
+
+
+def record_of(screened: list[ScreenedSubnet]) -> dict[str, Any]:
+    """The ledger record of subnets that were screened together."""
+    return {"subnets": [subnet.model_dump(mode="json") for subnet in screened]}
+
+
+def screened_in(record: dict[str, Any]) -> list[ScreenedSubnet]:
+    """The subnets of a ledger record; records of version 0.1.0 hold one."""
+    return [ScreenedSubnet.model_validate(one, strict=False) for one in record.get("subnets", [record])]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from autotune.acceptance.chain_recorder import chain_traces
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.trace import ForestBounds
 from autotune.console import Console
@@ -23,12 +24,12 @@ from autotune.search import traces as traces_module
 from autotune.search.cost_tables import priced_variants
 from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
-from autotune.search.screening import DEPTHS, measure, screen, survivors
+from autotune.search.screening import DEPTHS, measure, print_screened, screen, survivors
 from autotune.search.space import SearchSpace, load_space
-from autotune.search.traces import record_traces
+from autotune.search.traces import record_trace, record_traces
 from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
-from autotune.study.records import ScreenedSubnet
+from autotune.study.records import ScreenedSubnet, record_of, screened_in
 from autotune.workloads.workload import Workload, load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.sample_documents import cost_table, write_image, write_workload
@@ -94,11 +95,24 @@ def test_subnets_of_every_draft(model_pool: ModelPool) -> None:
     assert half.num_parameters < whole.num_parameters and half.aux_layers == (2,)
 
 
-def test_heads_without_a_supernet_are_refused(pair: Pair) -> None:
+def test_heads_of_a_space_are_those_of_supernets(pair: Pair) -> None:
+    """Other drafts have none. A user who asks for heads or a layer needs a supernet."""
     alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
-    with pytest.raises(UserError, match="only a star draft has heads and layers to choose"):
-        alone.subnets(SearchSpace.model_validate(GRID))
+    (name,) = alone.references
+    assert alone.subnets(SearchSpace.model_validate(GRID)) == [(name, Subnet()), (name, Subnet(visual_keep=0.5))]
     assert len(alone.subnets(load_space("quick"))) == 3
+    with pytest.raises(UserError, match="only a star draft has heads and layers to choose"):
+        alone.check_has_supernet()
+
+
+def test_many_choices_of_heads_are_priced_by_equal_shares(model_pool: ModelPool) -> None:
+    star, independent = model_pool.references
+    exhaustive = model_pool.subnets(load_space("star-exhaustive"))
+    priced = priced_variants(exhaustive)
+    assert [subnet.heads for draft, subnet in priced if draft == star] == [None, 0.75, 0.5, 0.25]
+    assert [subnet for draft, subnet in priced if draft == independent] == [Subnet()]
+    few = [(star, Subnet(heads=heads)) for heads in ((1.0, 0.5, 0.5), (0.25, 0.5, 0.5))]
+    assert priced_variants(few) == few, "a few are priced themselves"
 
 
 def test_screened_figures_equal_decoding(
@@ -128,25 +142,52 @@ def test_screened_figures_equal_decoding(
 def test_screening_resumes_from_its_records(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After some variants, then all: nothing is recorded twice, and another table makes new records."""
+    """After some groups, then all: nothing is recorded twice, and another table makes new records."""
     variants = model_pool.subnets(SearchSpace.model_validate(GRID))
+    groups = screening._recorded_together(model_pool, variants)
+    assert sorted(map(len, groups)) == [1, 1] + [2] * ((len(variants) - 2) // 2)
     recorded: list[Subnet] = []
-    trace = Recorder.trace
 
-    def counting(self: Recorder, draft: Any, *args: Any, visual_keep: float, **options: Any) -> Any:
-        recorded.append(draft.subnet.model_copy(update={"visual_keep": visual_keep}))
-        return trace(self, draft, *args, visual_keep=visual_keep, **options)
+    def alone(pool: ModelPool, recorder: Recorder, variant: Any, *args: Any) -> Any:
+        recorded.append(variant)
+        return record_trace(pool, recorder, variant, *args)
 
-    monkeypatch.setattr(Recorder, "trace", counting)
+    def together(recorder: Recorder, draft: Any, reference: Any, prompts: Any, subnets: Any, bounds: Any) -> Any:
+        recorded.extend((reference.id, subnet) for subnet in subnets)
+        return chain_traces(recorder, draft, reference, prompts, subnets, bounds)
+
+    monkeypatch.setattr(screening, "record_trace", alone)
+    monkeypatch.setattr(screening, "chain_traces", together)
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    screen(model_pool, variants[:3], table, workload, tmp_path, ledger, Console())
+    some = [variant for group in groups[:3] for variant in group]
+    assert len(screen(model_pool, some, table, workload, tmp_path, ledger, Console())) == len(recorded) == len(some)
     first = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
-    assert len(recorded) == len(variants)
+    assert len(recorded) == len(set(recorded)) == len(variants)
     assert screen(model_pool, variants, table, workload, tmp_path, ledger, Console()) == first
     assert len(recorded) == len(variants)
     dearer = table.model_copy(update={"verify": table.decode.model_copy(), "precision": "bfloat16"})
     with pytest.raises(UserError):  # which prices one token at a time
         screen(model_pool, variants[:1], dearer, workload, tmp_path, ledger, Console())
+
+
+def test_screening_compares_with_one_share_of_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    def one(heads: Any, speedup: float, draft: str = "a") -> ScreenedSubnet:
+        return ScreenedSubnet(
+            draft=draft, subnet=Subnet(heads=heads), depth=1, tokens_per_round=2, ms_per_token=1, speedup=speedup
+        )
+
+    ranked = [one((0.5, 1.0, 1.0), 2.125), one(0.5, 2.0), one(None, 1.5), one(None, 1.2, "b")]
+    print_screened(ranked, [ranked[0].variant], Console())
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "a: best of 3 subnets 2.125x (heads=0.5/1/1 keep=1, M 2.00)" in printed
+    assert "best of the 2 with one share of heads in all blocks 2.000x (heads=0.5 keep=1, M 2.00)" in printed
+    assert "b: best" not in printed, "it has no other subnets"
+
+
+def test_records_of_version_0_1_0_hold_one_subnet() -> None:
+    subnet = ScreenedSubnet(draft="a", subnet=Subnet(), depth=1, tokens_per_round=2, ms_per_token=1, speedup=1.5)
+    assert screened_in(subnet.model_dump(mode="json")) == [subnet]
+    assert screened_in(record_of([subnet, subnet])) == [subnet, subnet]
 
 
 def test_records_of_workers_are_reused(
