@@ -33,7 +33,7 @@ from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.training.batches import Batches
-from autotune.training.curve import draw_curve
+from autotune.training.curve import distilled_layers, draw_curve, logged
 from autotune.training.draft_task import EVALUATION
 from autotune.training.examples import DigitsExamples
 from autotune.training.losses import operator_losses
@@ -253,6 +253,24 @@ def ablation_section(draft: Path, kind: str, rows: list[dict[str, Any]]) -> list
     return lines
 
 
+def layer_section(layers: dict[int, int]) -> list[str]:
+    """Lines with the share of the logged steps that distilled each layer; empty without intermediate distillation."""
+    if not layers:
+        return []
+    total = sum(layers.values())
+    return [
+        "",
+        "## Distilled layers",
+        "",
+        f"Layer of the target that the first block imitated, as a share of {total:,} logged steps. DREAM and STAR choose the layer by "
+        "attention entropy (section 3.2 of both) and do not show which layers they choose.",
+        "",
+        "| layer | " + " | ".join(map(str, layers)) + " |",
+        "|---" * (1 + len(layers)) + "|",
+        "| steps | " + " | ".join(f"{100 * number / total:.0f} %" for number in layers.values()) + " |",
+    ]
+
+
 @main.command()
 @click.argument("draft", type=click.Path(path_type=Path, exists=True))
 def write(draft: Path) -> None:
@@ -298,6 +316,7 @@ def write(draft: Path) -> None:
         "| accepted | " + " | ".join(f"{100 * share:.1f} %" for share in full["by_depth"]) + " |",
         "",
         "![Loss and agreement in training](training.png)",
+        *layer_section(distilled_layers(logged(draft / "training.jsonl"))),
     ]
     full_value = {
         "heads": 1.0,

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", exc_type=ImportError)
 
 from autotune.drafters.checkpoint import CONFIGS, load_network, save_draft  # noqa: E402
 from autotune.drafters.dream import DreamConfig, DreamNetwork  # noqa: E402
-from benchmarks.draft_cards import ablation_section  # noqa: E402
+from benchmarks.draft_cards import ablation_section, layer_section  # noqa: E402
 
 DREAM = data_root() / "drafts" / "digits" / "dream"
 
@@ -66,3 +66,10 @@ def test_card_compares_ablations_with_their_baseline() -> None:
     ]
     assert ablation_section(DREAM, "dream", rows[:1]) == [], "no baseline"
     assert ablation_section(Path("nowhere"), "star", rows) == []
+
+
+def test_card_shows_the_share_of_steps_that_distilled_each_layer() -> None:
+    lines = layer_section({1: 3, 5: 9})
+    assert "12 logged steps" in lines[3]
+    assert lines[-3:] == ["| layer | 1 | 5 |", "|---|---|---|", "| steps | 25 % | 75 % |"]
+    assert layer_section({}) == []

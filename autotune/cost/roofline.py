@@ -56,15 +56,19 @@ def step_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: f
     return max(_bounds_ms(shape, limits, tokens, kv_length))
 
 
+def operations(shape: ModelShape, tokens: float, kv_length: float) -> float:
+    """Floating-point operations of a forward pass; a product of two matrices counts two for every multiplication."""
+    attention = 4 * shape.num_layers * shape.hidden_size * tokens * (kv_length + tokens)
+    return 2 * shape.text_parameters * tokens + attention
+
+
 def _bounds_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> tuple[float, float, float]:
     """Lower bounds of the latency of a forward: memory, arithmetic, kernel launches."""
     read = shape.text_parameters * shape.bytes_per_parameter + (kv_length + tokens) * shape.kv_bytes_per_token
-    attention = 4 * shape.num_layers * shape.hidden_size * tokens * (kv_length + tokens)
-    operations = 2 * shape.text_parameters * tokens + attention
     peak = limits.float32_tflops if shape.bytes_per_parameter == 4 else limits.bfloat16_tflops
     return (
         read / (limits.memory_gb_per_second * 1e6),
-        operations / (peak * 1e9),
+        operations(shape, tokens, kv_length) / (peak * 1e9),
         shape.num_layers * limits.eager_layer_ms,
     )
 

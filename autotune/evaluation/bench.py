@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +22,8 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.runner import DISTURBED, STALLED, ArmRunner
-from autotune.evaluation.runs import Run, runs_dataframe
-from autotune.evaluation.summary import Summary, summarize
+from autotune.evaluation.runs import Run, length_bands, runs_dataframe, time_shares
+from autotune.evaluation.summary import Summary, speedup, summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
 from autotune.trees.acceptance_counts import AcceptanceCounts
@@ -99,11 +100,14 @@ def run_bench(
         )
     if len(points) > 1:
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")
-    by_task = speedups_by_task(runs)
+    by_task, by_length = speedups_by_task(runs), gain_by_length(runs)
+    shares = {name: found for name, arm_runs in runs.items() if (found := time_shares(arm_runs))}
     print_arms(summaries, console)
     print_tasks(by_task, console)
     if lossy_sweep:
         print_lossy_sweep(summaries, console)
+    print_lengths(by_length, console)
+    print_time_shares(shares, console)
     counts = {name: pool_counts(arm_runs) for name, arm_runs in runs.items()}
     if TUNED in counts:
         print_acceptance(TUNED, counts[TUNED], console)
@@ -120,6 +124,8 @@ def run_bench(
         "notes": chosen.notes,
         "speedup_by_task": by_task.astype(object).where(by_task.notna(), None).to_dict("index"),
         "speedup_geomean": geomeans(by_task).to_dict(),
+        "by_length": json.loads(by_length.to_json(orient="records")),
+        "time_shares": shares,
         "acceptance_counts": {name: found.to_json() for name, found in counts.items() if not found.is_empty},
         "disturbed_runs": runner.num_disturbed,
         "runs": {name: [run.model_dump(mode="json") for run in arm_runs] for name, arm_runs in runs.items()},
@@ -276,6 +282,60 @@ def print_tasks(by_task: DataFrame, console: Console) -> None:
         ["arm", *table.columns],
         [[str(name), *row] for name, row in zip(table.index, table.to_numpy(), strict=True)],
         emphasised=_tuned(list(table.index)),
+    )
+
+
+def gain_by_length(runs: dict[str, list[Run]]) -> DataFrame:
+    """Speedup over ``ar`` and tokens per round by the length of the answer of ``ar`` (SAGE, figure 3).
+
+    Columns: arm, length, prompts, speedup, tokens_per_round; NaN where an arm has no rounds.
+    """
+    import pandas as pd
+
+    plain = runs[AR]
+    bands = np.asarray(length_bands([run.new_tokens for run in plain]).astype(str))
+    rows = []
+    for name, arm_runs in runs.items():
+        for band in dict.fromkeys(sorted(bands, key=lambda band: int(band.split("-")[0]))):
+            numbers = [
+                n for n in np.flatnonzero(bands == band) if plain[n].new_tokens > 1 and arm_runs[n].new_tokens > 1
+            ]
+            chosen = [arm_runs[n] for n in numbers]
+            num_rounds, num_tokens = sum(run.rounds for run in chosen), sum(run.new_tokens - 1 for run in chosen)
+            ratio = speedup(chosen, [plain[n] for n in numbers]) if chosen else float("nan")
+            rows.append((name, band, len(chosen), ratio, num_tokens / num_rounds if num_rounds else float("nan")))
+    frame = pd.DataFrame(rows, columns=["arm", "length", "prompts", "speedup", "tokens_per_round"])
+    return frame[frame.prompts > 0].reset_index(drop=True)
+
+
+def print_lengths(by_length: DataFrame, console: Console) -> None:
+    """Print speedup and M of each arm by the length of the answer, if the answers are of several lengths."""
+    lengths = list(by_length.length.unique())
+    if len(lengths) < 2:
+        return
+    cells = {
+        (row.arm, row.length): f"{row.speedup:.2f}x"
+        + ("" if np.isnan(row.tokens_per_round) else f", M {row.tokens_per_round:.2f}")
+        for row in by_length.itertuples()
+    }
+    names = list(by_length.arm.unique())
+    console.table(
+        "Speedup over ar and M by the number of tokens of ar's answer",
+        ["arm", *lengths],
+        [[name, *(cells.get((name, length), "-") for length in lengths)] for name in names],
+        emphasised=_tuned(names),
+    )
+
+
+def print_time_shares(shares: dict[str, dict[str, float]], console: Console) -> None:
+    """Print the share of each part of an arm's time, prefill included."""
+    if not shares:
+        return
+    console.table(
+        "Shares of the total time",
+        ["arm", *next(iter(shares.values()))],
+        [[name, *(f"{100 * share:.1f} %" for share in parts.values())] for name, parts in shares.items()],
+        emphasised=_tuned(list(shares)),
     )
 
 

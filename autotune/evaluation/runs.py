@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import AliasChoices, Field
 
 from autotune.documents.decoding_profile import PromptEvidence
 from autotune.files import Document
+from autotune.trees.limits import Ints
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import Categorical, DataFrame
 
 
 NESTED = ("arm", "acceptance_counts", "health")  # of a run's JSON, not columns of a table
@@ -71,7 +74,9 @@ def prompt_evidence(run: Run, plain: Run) -> PromptEvidence:
 
 
 def runs_dataframe(runs: Mapping[str, Sequence[Run | Mapping[str, Any]]]) -> DataFrame:
-    """A row for every run: arm, prompt, task, counts, and times in milliseconds.
+    """A row for every run: arm, prompt, task, counts, times in milliseconds, and the band of the answer's length.
+
+    ``rest_ms`` is the decoding time outside the models; NaN where times inside the models are not measured.
 
     Args:
         runs: by arm name; runs, or their JSON.
@@ -85,4 +90,40 @@ def runs_dataframe(runs: Mapping[str, Sequence[Run | Mapping[str, Any]]]) -> Dat
             first = {"arm": name, "number": number, "prompt": values.pop("prompt"), "task": values.pop("task", None)}
             counts = {"accepted_tokens": sum(values.pop("accepted_lengths"))}
             rows.append({**first, **counts, **{key: value for key, value in values.items() if key not in NESTED}})
-    return pd.DataFrame(rows)
+    frame = pd.DataFrame(rows)
+    if len(frame):
+        inside_ms = frame.draft_prefill_ms + frame.draft_ms + frame.verify_ms
+        frame["rest_ms"] = (frame.decode_ms - inside_ms).where(frame.verify_ms > 0)
+        frame["length"] = length_bands(frame.new_tokens.to_numpy()).astype(str)
+    return frame
+
+
+PARTS = {
+    "target prefill": "target_prefill_ms",
+    "verification": "verify_ms",
+    "draft prefill": "draft_prefill_ms",
+    "draft forward passes": "draft_ms",
+}
+REST = "tree building and the rest"
+
+
+def time_shares(runs: Sequence[Run | Mapping[str, Any]]) -> dict[str, float]:
+    """Share of each part in the time of all runs, prefill included (SAGE, table 6); empty where parts are not measured."""
+    rows = [run.model_dump() if isinstance(run, Run) else run for run in runs]
+    total_ms = sum(row["target_prefill_ms"] + row["decode_ms"] for row in rows)
+    if total_ms == 0 or not any(row["verify_ms"] > 0 for row in rows):
+        return {}
+    shares = {part: float(sum(row[name] for row in rows) / total_ms) for part, name in PARTS.items()}
+    return {**shares, REST: 1.0 - sum(shares.values())}
+
+
+def length_bands(new_tokens: Sequence[int] | Ints) -> Categorical:
+    """The band of each answer's number of tokens, in order: ``1-16``, ``17-32``, ``33-64``, and so on."""
+    import pandas as pd
+
+    tokens = np.asarray(new_tokens, np.int64)
+    ends = [0, 16]
+    while ends[-1] < tokens.max(initial=0):
+        ends.append(2 * ends[-1])
+    labels = [f"{first + 1}-{last}" for first, last in itertools.pairwise(ends)]
+    return pd.Categorical.from_codes(np.searchsorted(ends, tokens) - 1, labels, ordered=True)

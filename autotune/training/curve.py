@@ -1,7 +1,9 @@
-"""A plot of the training log: loss, and agreement of the draft with the target."""
+"""A plot of the training log: loss, agreement of the draft with the target, and the distilled layers."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,21 @@ def logged(log: Path) -> list[dict[str, Any]]:
     return steps
 
 
+def distilled_layers(steps: Iterable[dict[str, Any]]) -> dict[int, int]:
+    """Number of steps by the target layer that intermediate distillation aligned, over all stages; empty without it.
+
+    A line counts the steps since the line before it. Lines of earlier versions name the layer of their own step only.
+    """
+    counts: Counter[int] = Counter()
+    for record in steps:
+        if "distilled_layer" in record:
+            counts[int(record["distilled_layer"])] += 1
+        counts.update({int(layer): number for layer, number in record.get("distilled_layers", {}).items()})
+    return dict(sorted(counts.items()))
+
+
 def draw_curve(log: Path, path: Path) -> None:
-    """Plot loss and agreement over the steps of all stages as a PNG file."""
+    """Plot loss and agreement over the steps of all stages, and a histogram of the distilled layers, as a PNG file."""
     import io
 
     from matplotlib.figure import Figure
@@ -48,9 +63,14 @@ def draw_curve(log: Path, path: Path) -> None:
     for stage in objectives:
         begins[stage] = num_steps
         num_steps += max(record["step"] for record in steps if record["stage"] == stage)
-    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True)
-    for panel, (title, lines) in zip(panels, PANELS.items(), strict=True):
+    layers = distilled_layers(steps)
+    figure = Figure(figsize=(8, 6 + 2 * bool(layers)), dpi=150, layout="constrained")
+    panels = figure.subplots(
+        len(PANELS) + bool(layers), 1, gridspec_kw={"height_ratios": [3, 3, 2][: 2 + bool(layers)]}
+    )
+    panels[0].sharex(panels[1])
+    panels[0].tick_params(labelbottom=False)
+    for panel, (title, lines) in zip(panels, PANELS.items(), strict=False):
         panel.set_ylabel(title)
         for name, (label, style) in lines.items():
             points = [(begins[record["stage"]] + record["step"], record[name]) for record in steps if name in record]
@@ -68,6 +88,14 @@ def draw_curve(log: Path, path: Path) -> None:
     panels[1].yaxis.set_major_formatter(PercentFormatter(1.0))
     panels[1].set_xlabel("step")
     panels[1].set_xlim(0, max(num_steps, 1))
+    if layers:
+        total = sum(layers.values())
+        panels[2].bar(list(layers), [number / total for number in layers.values()], color="tab:blue")
+        panels[2].set_xticks(range(1, max(layers) + 1))
+        panels[2].set_xlim(0.4, max(layers) + 0.6)
+        panels[2].set_xlabel("distilled layer of the target")
+        panels[2].set_ylabel("share of steps")
+        panels[2].yaxis.set_major_formatter(PercentFormatter(1.0))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_bytes(path, buffer.getvalue())

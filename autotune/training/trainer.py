@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -129,9 +130,12 @@ class Trainer:
             self.checkpoint.load_optimizer(module, optimizer)
         module.train()
         held_out: dict[str, float] = {}
+        layers: Counter[int] = Counter()  # distilled in the steps since the last line of the log
         for step in range(first_step, stage.steps):
             started = time.perf_counter()
             metrics = self._step(stage, step, parameters, optimizer)
+            if (layer := metrics.pop("distilled_layer", None)) is not None:
+                layers[int(layer)] += 1
             if not self.accelerator.is_main_process:
                 continue
             num_done, is_last = step + 1, step + 1 == stage.steps
@@ -142,7 +146,10 @@ class Trainer:
                 name = f"{self.recipe.name} {stage.objective} {number + 1}/{len(self.recipe.stages)}"
                 self.progress(name, num_done, stage.steps, held_out | metrics)
             if num_done % LOG_EVERY == 0 or is_last:
-                record = {"stage": number, "objective": stage.objective, "step": num_done}
+                record: dict[str, Any] = {"stage": number, "objective": stage.objective, "step": num_done}
+                if layers:
+                    record["distilled_layers"] = {str(layer): layers[layer] for layer in sorted(layers)}
+                    layers.clear()
                 append_line(self.log, {**record, **metrics, "seconds": time.perf_counter() - started})
             if num_done % CHECKPOINT_EVERY == 0 and not is_last:
                 self.checkpoint.save(module, optimizer, number, num_done)

@@ -24,9 +24,12 @@ from autotune.evaluation.bench import (
     LOSSY_SWEEP,
     assistant_of,
     choose_arms,
+    gain_by_length,
     geomeans,
     print_arms,
+    print_lengths,
     print_tasks,
+    print_time_shares,
     run_bench,
     speedups_by_task,
 )
@@ -257,6 +260,32 @@ def test_speedups_by_task_by_hand() -> None:
     assert found.loc[AR, ["read", "add"]].tolist() == [1.0, 1.0]
     assert found.loc[TUNED, ["read", "add"]].tolist() == [4.0, 2.0] and found["say"].isna().all()
     assert geomeans(found)[TUNED] == pytest.approx(8**0.5)
+
+
+def test_gain_by_answer_length_by_hand() -> None:
+    """Two answers of 17 to 32 tokens: (60 + 60) / (20 + 40); one of up to 16; one without decoding."""
+    tokens = [21, 11, 31, 1]
+    runs = {
+        AR: [run(ms, tokens=n, rounds=n - 1) for ms, n in zip([60.0, 30.0, 60.0, 0.0], tokens, strict=True)],
+        TUNED: [run(ms, tokens=n, rounds=5) for ms, n in zip([20.0, 30.0, 40.0, 0.0], tokens, strict=True)],
+    }
+    found = gain_by_length(runs).set_index(["arm", "length"])
+    assert found.loc[(TUNED, "17-32")].tolist() == pytest.approx([2, 2.0, (20 + 30) / 10])
+    assert found.loc[(TUNED, "1-16")].tolist() == pytest.approx([1, 1.0, 2.0])
+    assert found.loc[(AR, "17-32")].tolist() == pytest.approx([2, 1.0, 1.0])
+    assert len(found) == 4
+
+
+def test_gain_by_length_and_shares_of_time_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {AR: [run(9.0), run(9.0, tokens=40)], TUNED: [run(3.0), run(9.0, tokens=40)]}
+    print_lengths(gain_by_length(runs), Console())
+    print_time_shares({TUNED: {"verification": 0.125, "tree building and the rest": 0.875}}, Console())
+    shown = capsys.readouterr().err
+    assert "33-64" in shown and "3.00x, M 2.00" in shown and "1.00x, M 7.80" in shown
+    assert "12.5 %" in shown and "87.5 %" in shown
+    print_lengths(gain_by_length({AR: [run(9.0)]}), Console())
+    print_time_shares({}, Console())
+    assert capsys.readouterr().err == "", "one length says nothing"
 
 
 def test_the_tables_show_the_figures(capsys: pytest.CaptureFixture[str]) -> None:

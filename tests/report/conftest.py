@@ -91,8 +91,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     for trace in traces:
         save_trace(folder / "traces" / "evil-draft" / f"{trace.header.subnet.name}.trace.json", trace)
     table = cost_table(EVIL)
-    costs = table.drafts[0].model_copy(update={"num_parameters": 10**6, "kv_bytes_per_token": 1024})
-    table = table.model_copy(update={"drafts": [costs]})
+    costs = table.drafts[0].model_copy(update={"num_parameters": 10**6, "kv_bytes_per_token": 1024, "shape": SHAPE})
+    half = SHAPE.model_copy(update={"text_parameters": SHAPE.text_parameters // 2})
+    table = table.model_copy(update={"drafts": [costs, costs.model_copy(update={"heads": 0.5, "shape": half})]})
     table.save(folder / "0123.cost.json")
 
     ledger = Ledger(folder / LEDGER)
@@ -259,6 +260,10 @@ def _runs(profile: DecodingProfile, overall: Configuration) -> list[dict[str, An
             "prompt_sha256": one.sha256,
             "point": number % 2,
             "decode_ms": one.decode_ms,
+            "target_prefill_ms": 5.0,
+            "draft_prefill_ms": 1.0,
+            "draft_ms": 3.0,
+            "verify_ms": 4.0,
             "acceptance_counts": counts,
         }
         for number, one in enumerate(profile.evidence.prompts)

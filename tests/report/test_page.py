@@ -26,6 +26,7 @@ SECTIONS = (
     "ablation",
     "importance",
     "acceptance",
+    "decoding",
     "trees",
     "costs",
     "subnets",

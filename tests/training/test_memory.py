@@ -19,7 +19,7 @@ from autotune.errors import UserError
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.training import memory
-from autotune.training.curve import draw_curve, logged
+from autotune.training.curve import distilled_layers, draw_curve, logged
 from autotune.training.draft_task import EVALUATION, DraftTask
 from autotune.training.memory import BatchShape, MemoryEstimate, check_memory, estimate_memory, free_disk
 from autotune.training.teacher import Example, Teacher, TeacherBatch
@@ -210,6 +210,24 @@ def test_training_log_is_plotted(tmp_path: Path) -> None:
         with Image.open(tmp_path / "training.png") as image:
             assert image.size == (1200, 900)
             assert len(np.unique(np.asarray(image.convert("L")))) > 20
+
+
+def test_distilled_layers_are_counted_over_the_log_and_plotted(tmp_path: Path) -> None:
+    log = tmp_path / "a.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"step": 25, "distilled_layer": 5.0},  # of an earlier version
+        {"step": 50, "distilled_layers": {"5": 20, "11": 5}},
+        {"step": 75, "distilled_layers": {"3": 25}},  # repeated after a restart
+        {"step": 75, "distilled_layers": {"3": 1, "5": 24}},
+    ]
+    log.write_text(
+        "".join(json.dumps({"stage": 0, "objective": "drafting", "loss": 1.0, **line}) + "\n" for line in lines)
+    )
+    assert distilled_layers(logged(log)) == {3: 1, 5: 45, 11: 5}
+    assert distilled_layers([]) == {}
+    draw_curve(log, tmp_path / "training.png")
+    with Image.open(tmp_path / "training.png") as image:
+        assert image.size == (1200, 1200)
 
 
 def test_plain_lines_show_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

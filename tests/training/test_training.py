@@ -28,7 +28,7 @@ from autotune.training import trainer
 from autotune.training.batches import Batches
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import DigitsExamples
-from autotune.training.losses import own_feature_mask, rows_of
+from autotune.training.losses import drafting_loss, own_feature_mask, rows_of
 from autotune.training.memory import BatchShape
 from autotune.training.recipe import load_recipe
 from autotune.training.teacher import Example, Teacher, TeacherBatch, TeacherBatches
@@ -334,6 +334,26 @@ def test_run_on_a_file_killed_at_any_step_ends_with_the_same_weights(
     lines = read_lines(killed / "training.jsonl")
     assert [(line["stage"], line["step"]) for line in lines] == [(0, 3), (1, 4)], "the end of every stage is logged"
     assert all("held_out_agreement" in line for line in lines)
+
+
+def test_log_counts_the_distilled_layer_of_every_step(
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines after steps 2 and 3 of the first stage; the second stage does not distil."""
+    monkeypatch.setattr(trainer, "LOG_EVERY", 2)
+    distilled: list[str] = []
+
+    def observed(*arguments: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        loss, figures = drafting_loss(*arguments)
+        if "distilled_layer" in figures:
+            distilled.append(str(int(figures["distilled_layer"])))
+        return loss, figures
+
+    monkeypatch.setattr("autotune.training.draft_task.drafting_loss", observed)
+    lines = read_lines(train(recipe_path, output=tmp_path / "out") / "training.jsonl")
+    assert len(distilled) == 3
+    found = [(line["step"], line.get("distilled_layers")) for line in lines]
+    assert found == [(2, Counter(distilled[:2])), (3, Counter(distilled[2:])), (2, None), (4, None)]
 
 
 def train_killed(recipe_path: Path, output: Path, killed_after: int) -> None:
