@@ -222,13 +222,14 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
 
 
 def ablation_section(draft: Path, kind: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Lines that compare the drafts trained from the recipes in ``ablations`` with their baseline; empty without one.
+    """Lines that compare the drafts trained from the recipes in ``ablations`` with their baseline; empty without one, and for
+    drafts without a published ablation of these names.
 
     The last row measured of each recipe counts.
     """
     recipes = {path.stem: read_yaml(path) for path in sorted((draft / "ablations").glob("*.yaml"))}
     measured = {row["label"]: row for row in rows if row["label"] in recipes}
-    if BASELINE not in measured:
+    if BASELINE not in measured or kind not in PUBLISHED:
         return []
     full = measured[BASELINE]["tokens_per_round"]
     names = [BASELINE, *(name for name in recipes if name in measured and name != BASELINE)]
@@ -238,13 +239,13 @@ def ablation_section(draft: Path, kind: str, rows: list[dict[str, Any]]) -> list
         "## Ablations",
         "",
         f"Drafts trained for {' or '.join(f'{steps:,}' for steps in num_steps)} steps by the recipes in [`ablations`](ablations), on "
-        f"{measured[BASELINE]['prompts']} held-out prompts. {PAPERS_ABLATION.get(kind, '')}".rstrip(),
+        f"{measured[BASELINE]['prompts']} held-out prompts. {PAPERS_ABLATION[kind]}",
         "",
         "| recipe | difference | M | M / baseline | paper |",
         "|---|---|---|---|---|",
     ]
     for name in names:
-        tokens, published = measured[name]["tokens_per_round"], PUBLISHED.get(kind, {}).get(name)
+        tokens, published = measured[name]["tokens_per_round"], PUBLISHED[kind].get(name)
         paper = (
             "-" if published is None else " to ".join(f"{one:.2f}" for one in sorted({min(published), max(published)}))
         )
