@@ -313,11 +313,9 @@ def print_lengths(by_length: DataFrame, console: Console) -> None:
     lengths = list(by_length.length.unique())
     if len(lengths) < 2:
         return
-    cells = {
-        (row.arm, row.length): f"{row.speedup:.2f}x"
-        + ("" if np.isnan(row.tokens_per_round) else f", M {row.tokens_per_round:.2f}")
-        for row in by_length.itertuples()
-    }
+    figures = zip(by_length.speedup.to_numpy(float), by_length.tokens_per_round.to_numpy(float), strict=True)
+    texts = [f"{gain:.2f}x" + ("" if np.isnan(tokens) else f", M {tokens:.2f}") for gain, tokens in figures]
+    cells = dict(zip(zip(by_length.arm, by_length.length, strict=True), texts, strict=True))
     names = list(by_length.arm.unique())
     console.table(
         "Speedup over ar and M by the number of tokens of ar's answer",

@@ -126,4 +126,5 @@ def length_bands(new_tokens: Sequence[int] | Ints) -> Categorical:
     while ends[-1] < tokens.max(initial=0):
         ends.append(2 * ends[-1])
     labels = [f"{first + 1}-{last}" for first, last in itertools.pairwise(ends)]
-    return pd.Categorical.from_codes(np.searchsorted(ends, tokens) - 1, labels, ordered=True)
+    numbers = np.maximum(np.searchsorted(ends, tokens) - 1, 0)
+    return pd.Categorical([labels[number] for number in numbers], categories=labels, ordered=True)

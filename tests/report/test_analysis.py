@@ -211,7 +211,7 @@ def test_curves_repeat_the_cost_table(sources: Sources) -> None:
             assert found["target, verification"].ms(point.tokens) == pytest.approx(point.latency_ms)
     assert found["target, verification"].tokens == [1, 2, 8, 65]
     assert found["target, verification"].ms(66) is None is found["target, plain step"].ms(2)
-    assert len(found) == 4 and all(one.limit_ms(1) is None for one in found.values()), (
+    assert len(found) == 6 and all(one.limit_ms(1) is None for one in found.values()), (
         "the sample device has no datasheet"
     )
 
