@@ -63,7 +63,7 @@ def subnet_flops(sources: Sources) -> pd.DataFrame:
             trace, shape = traces.get(subnet.draft), _shape(sources, subnet)
             if trace is None or shape is None:
                 continue
-            draft_kv, kv = _kv_lengths(trace, subnet.subnet.visual_keep)
+            draft_kv, kv = _kv_lengths(trace, subnet.subnet.visual_keep, shape.crossing_share)
             flops = round_operations(
                 shape, depth=subnet.depth, tokens_per_round=subnet.tokens_per_round, kv_length=draft_kv
             )
@@ -123,8 +123,10 @@ def _shape(sources: Sources, subnet: ScreenedSubnet) -> ModelShape | None:
     return None
 
 
-def _kv_lengths(trace: Trace, visual_keep: float) -> tuple[float, float]:
-    """Mean tokens in the KV caches of a draft that keeps this share of the visual tokens, and of the target."""
+def _kv_lengths(trace: Trace, visual_keep: float, crossing_share: float) -> tuple[float, float]:
+    """Mean tokens in the KV caches of a draft that keeps this share of the visual tokens, and of the target. Of a draft's
+    keys and values, the ``crossing_share`` is kept for pruned tokens too.
+    """
     answers = np.diff(trace.answer_start) / 2
-    pruned = (1 - visual_keep) * trace.num_visual_tokens
+    pruned = (1 - crossing_share) * (1 - visual_keep) * trace.num_visual_tokens
     return float((trace.prompt_length - pruned + answers).mean()), float((trace.prompt_length + answers).mean())

@@ -92,7 +92,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         save_trace(folder / "traces" / "evil-draft" / f"{trace.header.subnet.name}.trace.json", trace)
     table = cost_table(EVIL)
     costs = table.drafts[0].model_copy(update={"num_parameters": 10**6, "kv_bytes_per_token": 1024, "shape": SHAPE})
-    half = SHAPE.model_copy(update={"text_parameters": SHAPE.text_parameters // 2})
+    half = SHAPE.model_copy(update={"text_parameters": SHAPE.text_parameters // 2, "crossing_share": 0.25})
     table = table.model_copy(update={"drafts": [costs, costs.model_copy(update={"heads": 0.5, "shape": half})]})
     table.save(folder / "0123.cost.json")
 

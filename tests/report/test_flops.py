@@ -82,7 +82,8 @@ def test_rows_of_every_subnet_and_device(sources: Sources) -> None:
     for row, subnet in zip(own.itertuples(), sources.screened, strict=True):
         halves = 0.5 if subnet.subnet.heads else 1.0
         shape = SHAPE.model_copy(update={"text_parameters": int(SHAPE.text_parameters * halves)})
-        visual = [(1 - subnet.subnet.visual_keep) * n for n in trace.num_visual_tokens]
+        self_share = 0.75 if subnet.subnet.heads else 1.0  # of the keys and values, in blocks that do not cross
+        visual = [self_share * (1 - subnet.subnet.visual_keep) * n for n in trace.num_visual_tokens]
         lengths = [
             n - v + a / 2 for n, v, a in zip(trace.prompt_length, visual, np.diff(trace.answer_start), strict=True)
         ]
