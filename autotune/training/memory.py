@@ -14,7 +14,6 @@ from autotune.device import check_room, free_memory, gib
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 
-PASSES_PER_BATCH = 2  # with the target's features, and with the draft's own states
 # Float32 arrays of [loss tokens, vocabulary] that exist at the same time in the backward pass, as measured: the target's
 # log-probabilities, and for each pass the draft's and the products of the divergence, some of them with gradients.
 LOGITS_COPIES = 9
@@ -83,7 +82,7 @@ def estimate_memory(
     text, num_bytes = target.text.config, target.dtype.itemsize
     hidden_size, num_layers = text.hidden_size, len(target.text.layers)
     linears = [module for module in network.modules() if isinstance(module, nn.Linear)]
-    num_activations = PASSES_PER_BATCH * sum(linear.in_features + linear.out_features for linear in linears)
+    num_activations = sum(linear.in_features + linear.out_features for linear in linears)
     per_token = ACTIVATIONS[half_precision] * 4 * num_activations
     # For the target: the outputs of all layers, copies of those kept, and the peak inside a layer.
     widest = 3 * getattr(text, "intermediate_size", 4 * hidden_size) + 8 * hidden_size
@@ -97,7 +96,8 @@ def estimate_memory(
     draft_bytes = BYTES_PER_WEIGHT * sum(parameter.numel() for parameter in network.parameters())
 
     def needs(shape: BatchShape) -> MemoryEstimate:
-        activations = int(per_token * shape.num_tokens)
+        # Every token is read with the target's features, the loss tokens again with the draft's own states.
+        activations = int(per_token * (shape.num_tokens + shape.num_loss_tokens))
         logits = LOGITS_COPIES * 4 * shape.num_loss_tokens * target.vocab_size
         # The target runs before the draft, so both use the same memory in turn.
         teacher_bytes = max(batch_bytes(shape), target_per_token * shape.num_tokens - activations - logits)
