@@ -84,8 +84,8 @@ WITHIN_BATCH = AttentionContext()
 
 
 class Crossing(NamedTuple):
-    """What a block that crosses attends to: features of more tokens than its stream has, because visual tokens are pruned
-    from the stream only (DREAM, section 3.1; STAR, section 3.1).
+    """Input of a block that crosses: features of more tokens than its stream has, because visual tokens are pruned from
+    the stream only (DREAM, section 3.1; STAR, section 3.1).
     """
 
     mask: Tensor | None = None  # as in ``AttentionContext``, with a column for every feature

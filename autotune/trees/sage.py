@@ -81,7 +81,7 @@ class SagePolicy(BasePolicy):
     upper: float = Field(default=3.0, ge=0)
     """Mean accepted length above which the depth limit rises."""
     below_threshold: Literal["leaf", "drop"] = "leaf"
-    """What happens to a candidate that does not exceed its threshold: it is verified but has no children (``leaf``), or it
+    """Treatment of a candidate that does not exceed its threshold: it is verified but has no children (``leaf``), or it
     is not in the tree (``drop``).
     """
     threshold: float = Field(default=0.1, ge=0, le=1)

@@ -95,7 +95,7 @@ def test_wetap_reaches_its_limits() -> None:
     session = TreeSession("wetap", **LARGEST["wetap"])
     session.grow(same_everywhere(*[1 / 16] * 16))
     assert len(session.grown) == session.policy.max_grown == 16 + 23 * 256
-    assert max(map(len, session.expanded)) == session.policy.max_width == 128
+    assert max(map(len, session.expanded)) == session.policy.max_width == 256
 
 
 @pytest.mark.parametrize("name", POLICIES)
