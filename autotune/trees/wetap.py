@@ -48,7 +48,7 @@ class WetapPolicy(BasePolicy):
     top_k: int = Field(default=10, ge=1, le=MAX_CHILDREN)
     top_p: float = Field(default=0.9, gt=0, le=1)
     nucleus: Literal["top_k", "all"] = "top_k"
-    """What ``top_p`` is a share of: the probability of the ``top_k`` best candidates, as transformers cuts, or of all
+    """Mass that ``top_p`` is a share of: the probability of the ``top_k`` best candidates, as transformers cuts, or of all
     tokens, as profiles before version 3 do.
     """
 
