@@ -62,7 +62,7 @@ def recorder(model_pool: ModelPool, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def figures(trace: Trace, depth: int) -> tuple[list[list[int]], list[int], list[int], int]:
-    """What replay of a chain counts, by prompt: accepted lengths, draft forwards, verified nodes; and what it misses."""
+    """Counts of a replayed chain by prompt: accepted lengths, draft forwards, verified nodes; and what it misses."""
     found = replay(trace, ChainPolicy(depth=depth), free_prices())
     accepted = [lengths.tolist() for lengths in found.accepted_lengths]
     return accepted, found.draft_forwards.tolist(), found.verified_nodes.tolist(), int(found.missing.sum())
