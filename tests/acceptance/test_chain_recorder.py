@@ -98,7 +98,7 @@ def test_chains_of_all_subnets_equal_those_recorded_one_by_one(
 def test_probabilities_equal_those_recorded_one_by_one(
     model_pool: ModelPool, recorder: Recorder, workload: Workload
 ) -> None:
-    """Of the children of every root, and of the chains that follow the answer."""
+    """Children of every root, and chains that follow the answer, are compared."""
     (name,) = model_pool.references
     subnets = [Subnet(heads=shares, injection_layer=2, visual_keep=0.5) for shares in SHARES]
     draft: Any = model_pool.draft(name)

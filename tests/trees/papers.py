@@ -36,7 +36,7 @@ def static(paths: Iterable[Node]) -> list[Node]:
 
 
 def _most_probable(logprob: Mapping[Node, float], count: int) -> list[Node]:
-    """Of equal ones those that come first, which are shallower."""
+    """The best nodes; of equal ones those that come first, which are shallower."""
     return sorted(logprob, key=lambda node: -logprob[node])[:count]
 
 

@@ -141,7 +141,7 @@ def test_candidates_of_a_parent_end_where_their_probabilities_sum_to_top_p() -> 
 
 
 def test_top_p_is_a_share_of_the_top_k() -> None:
-    """Of 0.4, 0.3, 0.2, 0.1 the three best have 0.9 in all. Two of them are 7/9 of that, below 0.8, and more than 0.7; of all
+    """The three best of 0.4, 0.3, 0.2, 0.1 have 0.9 in all. Two of them are 7/9 of that, below 0.8, and more than 0.7; of all
     tokens they are 0.7.
     """
     draft, wide = same_everywhere(0.4, 0.3, 0.2, 0.1), {"w_min": 10, "w_max": 10, "length": 1, "top_k": 3}
