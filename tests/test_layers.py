@@ -14,7 +14,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("settings",),
     ("trees",),
     ("documents",),
-    ("device", "execution", "workloads"),
+    ("contention", "device", "execution", "workloads"),
     ("cost",),
     ("acceptance",),
     ("modeling",),

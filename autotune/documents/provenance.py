@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import platform
 
+from autotune.documents.contention import Contention
 from autotune.files import Document
 
 
@@ -17,6 +18,8 @@ class Provenance(Document):
     python: str
     torch: str
     transformers: str
+    contention: Contention | None = None
+    """Contention during the measurement; None for documents that hold no timings."""
 
 
 class ModelReference(Document):
@@ -37,12 +40,13 @@ def version_of(package: str) -> str:
         return "unknown"
 
 
-def stamp() -> Provenance:
-    """Provenance of a document written now."""
+def stamp(contention: Contention | None = None) -> Provenance:
+    """Provenance of a document written now, with the contention during its measurement."""
     return Provenance(
         autotune=version_of("autotune"),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         python=platform.python_version(),
         torch=version_of("torch"),
         transformers=version_of("transformers"),
+        contention=contention,
     )

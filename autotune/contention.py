@@ -1,0 +1,230 @@
+"""Measures contention while something is timed, and waits until a machine is quiet.
+
+Every source may be missing, as in containers and on systems other than Linux; its figure is then None.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from autotune.console import Console
+from autotune.documents.contention import Contention
+
+SYS = Path("/sys")
+BUSY = ("user", "nice", "system", "irq", "softirq")  # of psutil.cpu_times; guests are part of user
+# Bits of NVML's clock event reasons that mean a slower clock than the GPU was set to.
+THROTTLE_REASONS = {0x4: "power", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power"}
+QUIET_SECONDS = 3  # in a row
+POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """Counters that only grow; seconds unless named otherwise."""
+
+    wall_s: float
+    own_s: float
+    busy_s: float | None
+    stolen_s: float | None
+    waiting_s: float | None
+    throttled_s: float | None
+    thermal_throttles: int | None
+
+
+class ContentionMonitor:
+    """Measures the contention of the time from its creation to ``contention``, or to the end of its ``with`` block::
+
+        with ContentionMonitor("cuda:0") as monitor:
+            ...  # what is timed
+        print(monitor.contention.describe("while runs were timed"))
+
+    Args:
+        device: ``cpu`` or ``cuda:N``, on which is timed.
+        clock: seconds.
+    """
+
+    def __init__(self, device: str = "cpu", *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._device, self._clock = device, clock
+        self._reasons = _gpu_state(device)[1]
+        self._started = _read_counters(clock())
+        self._ended: Contention | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended = self.contention
+
+    @property
+    def contention(self) -> Contention:
+        """The contention until now, or until the ``with`` block ended."""
+        if self._ended is not None:
+            return self._ended
+        first, last = self._started, _read_counters(self._clock())
+        seconds = last.wall_s - first.wall_s
+
+        def share(before: float | None, after: float | None) -> float | None:
+            return None if before is None or after is None else max(0.0, after - before) / max(seconds, 1e-9)
+
+        own_cores, all_cores = share(first.own_s, last.own_s) or 0.0, share(first.busy_s, last.busy_s)
+        throttles = first.thermal_throttles, last.thermal_throttles
+        gpu_processes, reasons = _gpu_state(self._device)
+        return Contention(
+            seconds=seconds,
+            num_cores=psutil.cpu_count() or 1,
+            own_cores=own_cores,
+            other_cores=None if all_cores is None else max(0.0, all_cores - own_cores),
+            stolen_cores=share(first.stolen_s, last.stolen_s),
+            cpu_pressure=share(first.waiting_s, last.waiting_s),
+            load_average=_load_average(),
+            throttled=share(first.throttled_s, last.throttled_s),
+            thermal_throttles=None if None in throttles else max(0, (throttles[1] or 0) - (throttles[0] or 0)),
+            gpu_processes=gpu_processes,
+            gpu_throttle_reasons=tuple(sorted(self._reasons | reasons)),
+        )
+
+
+def wait_until_quiet(
+    limit_s: float,
+    device: str,
+    console: Console,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> float:
+    """Wait until others have used little of the machine for ``QUIET_SECONDS`` in a row, at most ``limit_s`` seconds.
+
+    Returns:
+        The seconds waited. Whether the machine became quiet is printed.
+    """
+    started = clock()
+    whole = ContentionMonitor(device, clock=clock)
+    num_quiet = 0
+    while num_quiet < QUIET_SECONDS and clock() - started < limit_s:
+        with ContentionMonitor(device, clock=clock) as monitor:
+            sleep(min(POLL_S, max(0.0, limit_s - (clock() - started))))
+        num_quiet = num_quiet + 1 if monitor.contention.is_quiet else 0
+    waited_s = clock() - started
+    if num_quiet >= QUIET_SECONDS:
+        console.say(f"the machine is quiet after {waited_s:.0f} s")
+    else:
+        seen = whole.contention.describe("meanwhile")
+        console.say(f"the machine did not become quiet within {waited_s:.0f} s, and the work begins now: {seen}")
+    return waited_s
+
+
+# -------------------------------------------------------------------------------------------------------------- sources
+
+
+def _read_counters(wall_s: float) -> _Counters:
+    cpu_times = _cpu_times()
+    waiting = re.search(r"^some .*total=(\d+)", _text(_proc() / "pressure" / "cpu"), re.MULTILINE)
+    thermal = [
+        int(text)
+        for path in SYS.glob("devices/system/cpu/cpu*/thermal_throttle/core_throttle_count")
+        if (text := _text(path).strip()).isdigit()
+    ]
+    return _Counters(
+        wall_s=wall_s,
+        own_s=_own_cpu_s(),
+        busy_s=None if cpu_times is None else sum(getattr(cpu_times, name, 0.0) for name in BUSY),
+        stolen_s=getattr(cpu_times, "steal", None),
+        waiting_s=None if waiting is None else int(waiting[1]) / 1e6,
+        throttled_s=_throttled_s(),
+        thermal_throttles=sum(thermal) if thermal else None,
+    )
+
+
+def _proc() -> Path:
+    """The folder of process information; psutil lets containers mount that of their host elsewhere."""
+    return Path(getattr(psutil, "PROCFS_PATH", "/proc"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _cpu_times() -> Any | None:
+    """Seconds of all cores together, by kind."""
+    try:
+        return psutil.cpu_times()
+    except (OSError, ValueError, IndexError, RuntimeError):
+        return None
+
+
+def _own_cpu_s() -> float:
+    """CPU time of this process and its descendants, user and system, those that have ended included."""
+    own = os.times()
+    seconds = own.user + own.system + own.children_user + own.children_system
+    try:
+        descendants = psutil.Process().children(recursive=True)
+    except (psutil.Error, OSError):
+        return seconds
+    for process in descendants:
+        try:
+            times = process.cpu_times()
+        except (psutil.Error, OSError):  # it has just ended
+            continue
+        seconds += times.user + times.system + getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
+    return seconds
+
+
+def _throttled_s() -> float | None:
+    """Time in which the control group's CPU limit stopped this process; control groups of both versions are read."""
+    folders = []
+    for line in _text(_proc() / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "cpu" in controllers.split(","):
+            mounted = SYS / "fs" / "cgroup" / controllers
+            folders += [mounted / path.lstrip("/"), mounted]  # inside a container, its own group is the root
+    for folder in folders:
+        fields = dict(re.findall(r"^(\w+) (\d+)$", _text(folder / "cpu.stat"), re.MULTILINE))
+        if "throttled_usec" in fields:
+            return int(fields["throttled_usec"]) / 1e6
+        if "throttled_time" in fields:
+            return int(fields["throttled_time"]) / 1e9
+    return None
+
+
+def _load_average() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):  # not on Windows
+        return None
+
+
+def _gpu_state(device: str) -> tuple[int | None, set[str]]:
+    """Number of other processes on a GPU, and why it runs slowly now; (None, no reason) for the CPU and without NVML."""
+    if not device.startswith("cuda"):
+        return None, set()
+    import pynvml
+    import torch
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            uuid = torch.cuda.get_device_properties(device).uuid
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            pids = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        finally:
+            pynvml.nvmlShutdown()
+    except (pynvml.NVMLError, RuntimeError):
+        return None, set()
+    # In a container, NVML may know this process by a number of the host: then one of the processes is this one.
+    num_own = 1 if os.getpid() in pids or torch.cuda.is_initialized() else 0
+    return max(0, len(pids) - num_own), {reason for bit, reason in THROTTLE_REASONS.items() if bits & bit}

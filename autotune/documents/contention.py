@@ -1,0 +1,115 @@
+"""Contention: the share of a machine that others take while something is timed on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from autotune.files import Document
+
+QUIET_CORES = 0.1  # that others may use on a quiet machine...
+QUIET_SHARE = 0.05  # ...or this share of the cores, if that is more
+QUIET_PRESSURE = 0.1
+QUIET_THROTTLED = 0.01
+
+
+class Contention(Document):
+    """Contention from other processes, and throttling, during ``seconds``. None: the machine does not tell.
+
+    The figures are means over the time; those of the GPU are read at its beginning and end.
+    """
+
+    seconds: float = Field(ge=0)
+    num_cores: int = Field(ge=1)
+    own_cores: float = Field(ge=0)
+    """Cores used by this process and its children: CPU time over wall-clock time."""
+    other_cores: float | None = Field(default=None, ge=0)
+    """Cores used by other processes."""
+    stolen_cores: float | None = Field(default=None, ge=0)
+    """Cores that the hypervisor gave to other virtual machines while this one had work for them."""
+    cpu_pressure: float | None = Field(default=None, ge=0)
+    """Share of the time in which some process waited for a core (PSI, ``some``)."""
+    load_average: float | None = Field(default=None, ge=0)
+    """Runnable processes, mean of the last minute before the end."""
+    throttled: float | None = Field(default=None, ge=0)
+    """Share of the time in which the CPU limit of the control group stopped this process."""
+    thermal_throttles: int | None = Field(default=None, ge=0)
+    """Number of times that cores were slowed down because they were hot."""
+    gpu_processes: int | None = Field(default=None, ge=0)
+    """Other processes with a context on the GPU."""
+    gpu_throttle_reasons: tuple[str, ...] = ()
+    """Why the GPU ran below its clock: ``power``, ``heat``, ``hardware``."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether others took so little that latencies are those of an idle machine.
+
+        Pressure counts only where the cores used by others are unknown, because threads of this process cause it too.
+        """
+        taken = None if self.other_cores is None else self.other_cores + (self.stolen_cores or 0.0)
+        if taken is None:
+            has_cores = (self.cpu_pressure or 0.0) <= QUIET_PRESSURE
+        else:
+            has_cores = taken <= max(QUIET_CORES, QUIET_SHARE * self.num_cores)
+        is_throttled = (self.throttled or 0.0) > QUIET_THROTTLED or self.thermal_throttles or self.gpu_throttle_reasons
+        return has_cores and not is_throttled and not self.gpu_processes
+
+    def describe(self, during: str) -> str:
+        """One line: ``other processes used 0.6 of 2 cores while steps were timed; CPU pressure 31 %``.
+
+        Args:
+            during: what was done meanwhile, for example "while steps were timed".
+        """
+        if self.other_cores is None:
+            parts = [f"the cores used by other processes {during} are unknown"]
+        else:
+            parts = [f"other processes used {self.other_cores:.1f} of {_count(self.num_cores, 'core')} {during}"]
+        if self.stolen_cores is not None and self.stolen_cores >= 0.05:
+            parts.append(f"other virtual machines took {self.stolen_cores:.1f} cores")
+        if self.cpu_pressure is not None:
+            parts.append(f"CPU pressure {100 * self.cpu_pressure:.0f} %")
+        if self.throttled:
+            parts.append(f"stopped by the CPU limit for {100 * self.throttled:.0f} % of the time")
+        if self.thermal_throttles:
+            parts.append(f"cores slowed down by heat {_count(self.thermal_throttles, 'time')}")
+        if self.gpu_processes:
+            parts.append(f"{_count(self.gpu_processes, 'other process', 'other processes')} on the GPU")
+        if self.gpu_throttle_reasons:
+            parts.append(f"GPU slowed down by {' and '.join(self.gpu_throttle_reasons)}")
+        return "; ".join(parts)
+
+    @classmethod
+    def pool(cls, intervals: Sequence[Contention]) -> Contention:
+        """The contention of several intervals together: means weighted by time, sums of counts.
+
+        A figure that one of the intervals lacks is None; the load average is that of the last interval.
+        """
+        seconds = sum(interval.seconds for interval in intervals)
+
+        def mean(name: str) -> float | None:
+            values = [getattr(interval, name) for interval in intervals]
+            if any(value is None for value in values):
+                return None
+            weights = [interval.seconds / seconds if seconds else 1 / len(intervals) for interval in intervals]
+            return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+        throttles = [interval.thermal_throttles for interval in intervals]
+        processes = [interval.gpu_processes for interval in intervals]
+        return cls(
+            seconds=seconds,
+            num_cores=intervals[-1].num_cores,
+            own_cores=mean("own_cores") or 0.0,
+            other_cores=mean("other_cores"),
+            stolen_cores=mean("stolen_cores"),
+            cpu_pressure=mean("cpu_pressure"),
+            throttled=mean("throttled"),
+            load_average=intervals[-1].load_average,
+            thermal_throttles=None if None in throttles else sum(filter(None, throttles)),
+            gpu_processes=None if None in processes else max(filter(None, processes), default=0),
+            gpu_throttle_reasons=tuple(sorted({r for interval in intervals for r in interval.gpu_throttle_reasons})),
+        )
+
+
+def _count(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"

@@ -1,0 +1,219 @@
+"""Contention from counters in fake /proc and /sys folders, and waiting with a simulated clock."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from autotune import contention
+from autotune.console import Console
+from autotune.contention import ContentionMonitor, wait_until_quiet
+from autotune.documents.contention import Contention
+from autotune.documents.provenance import Provenance, stamp
+
+GROUP = "4:cpu,cpuacct:/box\n0::/\n"
+
+
+class FakeMachine:
+    """Two cores. ``pass_time`` advances the clock and the counters."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = self.own_s = 0.0
+        self.ticks = {"user": 0.0, "idle": 0.0, "steal": 0.0}
+        self.pressure_us = self.throttled_ns = self.throttles = 0
+        self.proc, self.sys = folder / "proc", folder / "sys"
+        self.group = self.sys / "fs/cgroup/cpu,cpuacct/box"
+        self.core = self.sys / "devices/system/cpu/cpu0/thermal_throttle"
+        for path in (self.proc / "pressure", self.proc / "self", self.group, self.core):
+            path.mkdir(parents=True)
+        monkeypatch.setattr(psutil, "PROCFS_PATH", str(self.proc))
+        monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+        monkeypatch.setattr(contention, "SYS", self.sys)
+        monkeypatch.setattr(contention, "_own_cpu_s", lambda: self.own_s)
+        self.write()
+
+    def write(self) -> None:
+        user, idle, steal = (int(100 * self.ticks[name]) for name in ("user", "idle", "steal"))
+        (self.proc / "stat").write_text(f"cpu  {user} 0 0 {idle} 0 0 0 {steal} 0 0\n")
+        (self.proc / "pressure/cpu").write_text(f"some avg10=0.00 avg60=0.00 avg300=0.00 total={self.pressure_us}\n")
+        (self.proc / "self/cgroup").write_text(GROUP)
+        (self.group / "cpu.stat").write_text(f"nr_periods 9\nnr_throttled 3\nthrottled_time {self.throttled_ns}\n")
+        (self.core / "core_throttle_count").write_text(f"{self.throttles}\n")
+
+    def pass_time(self, seconds: float, *, own: float = 0.0, others: float = 0.0, stolen: float = 0.0) -> None:
+        """``own``, ``others`` and ``stolen`` are cores."""
+        self.seconds += seconds
+        self.own_s += own * seconds
+        self.ticks["user"] += (own + others) * seconds
+        self.ticks["steal"] += stolen * seconds
+        self.write()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    return FakeMachine(tmp_path, monkeypatch)
+
+
+def measured(machine: FakeMachine, change: Callable[[], None]) -> Contention:
+    with ContentionMonitor(clock=lambda: machine.seconds) as monitor:
+        change()
+    machine.pass_time(100, others=2)  # after the end: not counted
+    return monitor.contention
+
+
+def test_cores_are_told_apart(machine: FakeMachine) -> None:
+    def change() -> None:
+        machine.pressure_us, machine.throttled_ns, machine.throttles = 3_100_000, 500_000_000, 2
+        machine.pass_time(10, own=0.9, others=0.6, stolen=0.2)
+
+    found = measured(machine, change)
+    assert (found.seconds, found.num_cores) == (10, 2)
+    assert found.own_cores == pytest.approx(0.9) and found.other_cores == pytest.approx(0.6)
+    assert found.stolen_cores == pytest.approx(0.2) and found.cpu_pressure == pytest.approx(0.31)
+    assert found.throttled == pytest.approx(0.05) and found.thermal_throttles == 2
+    assert not found.is_quiet
+    assert found.describe("while steps were timed") == (
+        "other processes used 0.6 of 2 cores while steps were timed; other virtual machines took 0.2 cores; "
+        "CPU pressure 31 %; stopped by the CPU limit for 5 % of the time; cores slowed down by heat 2 times"
+    )
+
+
+def test_own_work_is_no_contention(machine: FakeMachine) -> None:
+    """This process keeps both cores busy, and its threads wait for each other."""
+
+    def change() -> None:
+        machine.pressure_us = 5_000_000
+        machine.pass_time(10, own=2.0)
+
+    assert measured(machine, change).is_quiet
+
+
+@pytest.mark.parametrize("missing", ["stat", "pressure/cpu", "self/cgroup"])
+def test_missing_sources_are_none(machine: FakeMachine, missing: str) -> None:
+    def change() -> None:
+        machine.pass_time(5, others=1.0)
+        (machine.proc / missing).unlink()
+
+    found = measured(machine, change)
+    figures = {"stat": found.other_cores, "pressure/cpu": found.cpu_pressure, "self/cgroup": found.throttled}
+    assert [name for name, value in figures.items() if value is None] == [missing]
+    unknown = "the cores used by other processes during it are unknown"
+    assert (unknown in found.describe("during it")) == (missing == "stat")
+
+
+def test_control_groups_of_version_2(machine: FakeMachine) -> None:
+    """Its file is at the root of a container, whose path in the host's groups is another."""
+    monkey_group = machine.sys / "fs/cgroup/cpu.stat"
+
+    def change() -> None:
+        monkey_group.write_text("usage_usec 7\nthrottled_usec 1000000\n")
+        machine.pass_time(10)
+        (machine.proc / "self/cgroup").write_text("0::/docker/1234\n")
+
+    monkey_group.write_text("usage_usec 5\nthrottled_usec 0\n")
+    (machine.proc / "self/cgroup").write_text("0::/docker/1234\n")
+    assert measured(machine, change).throttled == pytest.approx(0.1)
+
+
+def test_pressure_decides_where_cores_are_unknown() -> None:
+    unknown = Contention(seconds=1, num_cores=2, own_cores=1)
+    assert unknown.is_quiet
+    assert not unknown.model_copy(update={"cpu_pressure": 0.2}).is_quiet
+    assert unknown.model_copy(update={"cpu_pressure": 0.2, "other_cores": 0.0}).is_quiet
+    assert Contention(seconds=1, num_cores=64, own_cores=1, other_cores=3.0).is_quiet
+    assert not Contention(seconds=1, num_cores=2, own_cores=1, other_cores=0.2).is_quiet
+
+
+def test_children_are_this_process_too() -> None:
+    """The CPU time of a child counts as our own while it runs and after it has ended."""
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    before = contention._own_cpu_s()
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert contention._own_cpu_s() - before >= 0.25
+        child.communicate(b"\n")
+    assert contention._own_cpu_s() - before >= 0.25
+
+
+def test_pooled_intervals() -> None:
+    """Three parts quiet and one part busy."""
+    quiet = Contention(seconds=30, num_cores=2, own_cores=1, other_cores=0, gpu_processes=0, cpu_pressure=0.1)
+    busy = Contention(seconds=10, num_cores=2, own_cores=2, other_cores=0.8, gpu_processes=1, load_average=3.0)
+    pooled = Contention.pool([quiet, busy.model_copy(update={"gpu_throttle_reasons": ("heat",)})])
+    assert pooled == Contention(
+        seconds=40,
+        num_cores=2,
+        own_cores=1.25,
+        other_cores=0.2,
+        gpu_processes=1,
+        load_average=3.0,
+        gpu_throttle_reasons=("heat",),
+    )
+    assert "1 other process on the GPU; GPU slowed down by heat" in pooled.describe("meanwhile")
+
+
+def test_other_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, one of which is this one under a number of the host; the clock is limited by heat and idleness."""
+    import pynvml
+
+    fakes: dict[str, Any] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=-1), SimpleNamespace(pid=-2)],
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0x21,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(pynvml, name, fake)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    found = ContentionMonitor("cuda:0").contention
+    assert found.gpu_processes == 1 and found.gpu_throttle_reasons == ("heat",) and not found.is_quiet
+
+    def fail(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", fail)
+    assert ContentionMonitor("cuda:0").contention.gpu_processes is None
+
+
+def test_provenance_keeps_contention() -> None:
+    """Documents of earlier versions have none."""
+    found = ContentionMonitor().contention
+    written = stamp(found).model_dump(mode="json")
+    assert Provenance.model_validate_json(stamp(found).model_dump_json()).contention == found
+    del written["contention"]
+    assert Provenance.model_validate(written).contention is None
+
+
+# -------------------------------------------------------------------------------------------------------------- waiting
+
+
+def waited(machine: FakeMachine, others: Callable[[float], float], limit_s: float) -> float:
+    def sleep(seconds: float) -> None:
+        machine.pass_time(seconds, others=others(machine.seconds))
+
+    return wait_until_quiet(limit_s, "cpu", Console(), clock=lambda: machine.seconds, sleep=sleep)
+
+
+def test_waiting_ends_when_the_machine_is_quiet(machine: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two quiet seconds between bursts are not enough; from the ninth second on nothing else runs."""
+    assert waited(machine, lambda now: 1.0 if now < 9 and now % 3 == 0 else 0.0, 60.0) == 10.0
+    assert capsys.readouterr().err == "the machine is quiet after 10 s\n"
+
+
+def test_waiting_ends_at_the_limit(machine: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert waited(machine, lambda now: 0.8, 7.5) == 7.5
+    assert capsys.readouterr().err == (
+        "the machine did not become quiet within 8 s, and the work begins now: "
+        "other processes used 0.8 of 2 cores meanwhile; CPU pressure 0 %\n"
+    )
