@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from autotune.cli import options
+from autotune.search.settings import SearchSettings
 
 
 @click.command(cls=options.Verb, short_help="Compare a profile with plain decoding and other configurations.")
@@ -26,6 +27,7 @@ from autotune.cli import options
 @options.num_prompts(32)
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
 @options.device
+@options.settings_options(SearchSettings, "wait_until_quiet_s")
 @options.table("a row for every run")
 @options.as_json
 def command(
@@ -36,6 +38,7 @@ def command(
     num_prompts: int,
     seed: int,
     device: str,
+    wait_until_quiet_s: float | None,
     table: Path | None,
     as_json: bool,
 ) -> None:
@@ -52,7 +55,17 @@ def command(
     from autotune.evaluation.runs import runs_dataframe
     from autotune.files import write_table
 
-    result = run_bench(profile, workload, arms, num_prompts, seed, device, Console(), lossy_sweep=lossy_sweep)
+    result = run_bench(
+        profile,
+        workload,
+        arms,
+        num_prompts,
+        seed,
+        device,
+        Console(),
+        lossy_sweep=lossy_sweep,
+        wait_until_quiet_s=wait_until_quiet_s,
+    )
     if table is not None:
         write_table(table, runs_dataframe(result["runs"]))
     if as_json:

@@ -185,7 +185,9 @@ def _option(name: str, field: FieldInfo) -> Decorator:
     elif unit == "fraction":
         options |= {"type": Percent(), "default": f"{100 * default:g}%"}
     elif unit == "s":
-        options |= {"type": Duration(), "default": f"{default:g}s" if default % 60 else f"{default / 60:g}m"}
+        options |= {"type": Duration()}
+        if default is not None:
+            options["default"] = f"{default:g}s" if default % 60 else f"{default / 60:g}m"
     return click.option(*names, name, **options)
 
 

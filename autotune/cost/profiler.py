@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune.contention import ContentionMonitor
 from autotune.cost.adaptive_grid import standard_error
 from autotune.cost.sampling import Sampler, plain_steps_ms
 from autotune.cost.settings import ProfileSettings
@@ -68,6 +69,7 @@ def profile(
     """
     if not drafts:
         raise UserError("a cost table needs a draft; name one with --draft")
+    monitor = ContentionMonitor(str(target.device))
     loaded = [draft for draft, _ in drafts]
     benches = [_Bench(target, draft, settings) for draft in loaded]
     threads = choose_threads(benches)
@@ -97,7 +99,7 @@ def profile(
         )
     report(100, 100)
     return CostTable(
-        provenance=stamp(),
+        provenance=stamp(monitor.contention),
         device=fingerprint(str(target.device)),
         precision=str(target.dtype).removeprefix("torch."),
         mode=settings.mode,

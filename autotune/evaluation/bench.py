@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from autotune.console import Console
+from autotune.contention import ContentionMonitor, wait_until_quiet
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
 from autotune.documents.provenance import stamp
@@ -57,12 +58,14 @@ def run_bench(
     console: Console,
     *,
     lossy_sweep: bool = False,
+    wait_until_quiet_s: float | None = None,
 ) -> dict[str, Any]:
     """Measure the arms and print tables; returns the figures as JSON.
 
     Args:
         against: names in ``ARMS``; None compares with those of ``COMPARED`` that can run.
         lossy_sweep: also measure ``LOSSY_SWEEP``; without ``against``, nothing else.
+        wait_until_quiet_s: the longest time to wait until the machine is quiet, in seconds; None: do not wait.
 
     Raises:
         UserError: an arm does not exist, or the profile or workload cannot be read.
@@ -90,8 +93,11 @@ def run_bench(
         console.say(f"{name} is left out: {reason}")
     for name, note in chosen.notes.items():
         console.say(f"{name}: {note}")
-    with console.stage("bench") as update:
+    if wait_until_quiet_s is not None:
+        wait_until_quiet(wait_until_quiet_s, str(decoder.target.device), console)
+    with console.stage("bench") as update, ContentionMonitor(str(decoder.target.device)) as monitor:
         runs = runner.compare(arms, prompts, seed=seed, report=lambda done, of: update(done, of, ""))
+    console.say(monitor.contention.describe("while runs were timed"))
     summaries = [summarize(arm.name, runs[arm.name], runs[AR], seed=seed) for arm in arms]
     if runner.num_disturbed:
         console.say(
@@ -112,7 +118,7 @@ def run_bench(
     if TUNED in counts:
         print_acceptance(TUNED, counts[TUNED], console)
     return {
-        "provenance": stamp().model_dump(mode="json"),
+        "provenance": stamp(monitor.contention).model_dump(mode="json"),
         "hardware": fingerprint(str(decoder.target.device)).model_dump(mode="json"),
         "profile": str(profile),
         "workload": workload,

@@ -202,6 +202,8 @@ def print_table(table: CostTable, console: Console) -> None:
             f"{table.num_samples} steps timed; disturbed by changes of the device's speed: "
             f"{table.remeasured_samples} discarded{kept}"
         )
+    if (contention := table.provenance.contention) is not None:
+        console.say(contention.describe("while steps were timed"))
 
 
 def _percent(error: float | None) -> str:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
+from autotune.contention import wait_until_quiet
 from autotune.cost.profiler import shape_of
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.table import TOKENS, CostTable
@@ -45,6 +46,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     """
     check_settings(settings)
     run = _SearchRun(settings, console, time.monotonic() if started is None else started)
+    run.wait_until_quiet()
     with run.stage("cost table"):
         table = run.cost_table()
     variants = run.variants
@@ -105,6 +107,12 @@ class _SearchRun:
             update = {"records": self.ledger.used_keys, "stage_seconds": self.stage_seconds}
             self.study = self.study.model_copy(update=update)
             self.study.save(self.folder / STUDY)
+
+    def wait_until_quiet(self) -> None:
+        """Wait as the settings say, before anything is timed on this device. The budget does not count the waiting."""
+        limit_s = self.settings.wait_until_quiet_s
+        if limit_s is not None and self.device is not None:
+            self.deadline += wait_until_quiet(limit_s, self.device, self.console)
 
     def cost_table(self) -> CostTable:
         """The device's cost table, and the study document."""

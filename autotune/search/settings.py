@@ -49,6 +49,13 @@ class SearchSettings(Document):
     workload: str = setting(BUNDLED, "Prompts: 'digits', or a JSONL file.")
     space: str = setting("quick", "Search space: a shipped name or a YAML file.")
     budget_s: float = setting(300.0, "Time to aim for, such as 90s, 10m or 1h.", option="budget", unit="s", gt=0)
+    wait_until_quiet_s: float | None = setting(
+        None,
+        "Longest time to wait, before anything is timed, until other processes use little of the machine, such as 2m.",
+        option="wait-until-quiet",
+        unit="s",
+        ge=0,
+    )
     num_trials: int = setting(
         200, "Number of configurations that Optuna samples after the sweeps.", option="trials", ge=1
     )
@@ -87,6 +94,7 @@ class SearchSettings(Document):
                 continue
             texts = {
                 "budget_s": f"{self.budget_s:g}s",
+                "wait_until_quiet_s": f"{self.wait_until_quiet_s or 0:g}s",
                 "storage": "...",
                 "capture_sizes": ",".join(map(str, self.capture_sizes)),
             }

@@ -96,6 +96,7 @@ def test_by_default_every_arm_runs(
         assert list(result["speedup_by_task"][arm["name"]]) == ["count", "read"]
     assert result["speedup_by_task"][AR] == {"count": 1.0, "read": 1.0} and result["speedup_geomean"][AR] == 1.0
     assert result["hardware"] == fingerprint("cpu").model_dump() and "transformers" in result["provenance"]
+    assert result["provenance"]["contention"]["seconds"] > 0
     json.dumps(result, allow_nan=False)
     printed = capsys.readouterr().err
     assert f"{HF_ASSISTED}: {BLIND}" in printed and "left out" not in printed

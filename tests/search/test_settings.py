@@ -21,6 +21,7 @@ CHANGED = PLAIN.model_copy(
         "injection_layer": 11,
         "space": "full",
         "budget_s": 90.5,
+        "wait_until_quiet_s": 30.0,
         "num_trials": 7,
         "study": "x",
         "seed": 3,
