@@ -25,7 +25,7 @@ from autotune.training.losses import drafting_loss, sample_subnet
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.task import Task
-from autotune.training.teacher import Examples, Teacher, TeacherBatches
+from autotune.training.teacher import DistillationRule, Examples, Teacher, TeacherBatches
 from autotune.workloads.digits import Split
 
 FIRST_SEED = 1000  # examples for drafts use other seeds than those for the bundled models
@@ -60,6 +60,12 @@ class DraftTask(Task):
         self.target = Target(load_model(name, device=str(accelerator.device)))
         self.target_reference = reference(name)
         self.teacher = Teacher(self.target)
+        for stage in recipe.stages:
+            if isinstance(stage.distillation, int) and stage.distillation > self.teacher.num_layers:
+                raise UserError(
+                    f"{recipe_path}: distillation names a layer of the target, 1 to {self.teacher.num_layers}; got "
+                    f"{stage.distillation}; name one of them"
+                )
         torch.manual_seed(recipe.seed)
         self.module = new_network(recipe.model, recipe.draft, self.target, source=str(recipe_path)).to(
             accelerator.device
@@ -105,26 +111,31 @@ class DraftTask(Task):
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
         examples, cache = self._examples(stage)
-        layers, seed = self.module.config.injection_layers, 10 * self.recipe.seed + number
-        self._teacher_batches = TeacherBatches(
-            examples, self.teacher, layers=layers, rule=stage.distillation, cache=cache, seed=seed
-        )
+        layers, rule = self._layers_kept(stage)
+        seed = 10 * self.recipe.seed + number
+        self._teacher_batches = TeacherBatches(examples, self.teacher, layers=layers, rule=rule, cache=cache, seed=seed)
         self._stage_number = number
         self._held_out = []
         if self.accelerator.is_main_process:  # only it evaluates
             held_out = self._held_out_examples(stage)
             num_batches = min(NUM_HELD_OUT, held_out.num_batches or NUM_HELD_OUT)
-            self._held_out = [self.teacher.read(held_out[index], layers=layers) for index in range(num_batches)]
+            needed = self.module.config.injection_layers
+            self._held_out = [self.teacher.read(held_out[index], layers=needed) for index in range(num_batches)]
         return list(self.module.parameters())
+
+    def _layers_kept(self, stage: Stage) -> tuple[set[int], DistillationRule]:
+        """Target layers that the teacher batches of a stage keep, and the rule that chooses one more in each batch."""
+        layers, rule = {*self.module.config.injection_layers, self.teacher.num_layers}, stage.distillation
+        return (layers | {rule}, "none") if isinstance(rule, int) else (layers, rule)
 
     def check_memory(self, *, half_precision: bool) -> str:
         hidden_size = self.target.text.config.hidden_size
-        layers = {*self.module.config.injection_layers, self.teacher.num_layers}
         max_layers = 0
         shapes: list[BatchShape] = []
         cached: dict[Path, int] = {}  # bytes of the teacher batches in each folder
         for stage in self.recipe.stages:
-            num_layers = min(len(layers) + (stage.distillation != "none"), self.teacher.num_layers)
+            layers, rule = self._layers_kept(stage)
+            num_layers = min(len(layers) + (rule != "none"), self.teacher.num_layers)
             max_layers = max(max_layers, num_layers)
             examples, cache = self._examples(stage)
             shapes += examples.shapes

@@ -341,8 +341,9 @@ def drafting_loss(
     found = token_losses(network, batch, rows, stage, head_masks, own_feature_mask(rows, generator))
     loss = found.losses.mean()
     figures = {"agreement": found.agrees[0].mean().item(), "own_agreement": found.agrees[1][found.is_own].mean().item()}
-    if stage.distillation != "none":
-        source = batch.distilled_layer(stage.distillation)
+    rule = stage.distillation
+    if rule != "none":
+        source = rule if isinstance(rule, int) else batch.distilled_layer(rule)
         imitated = batch.hidden[source][batch.loss_mask].float()
         loss = loss + stage.distillation_weight * functional.smooth_l1_loss(found.early.float(), imitated)
         figures["distilled_layer"] = float(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -66,7 +66,7 @@ class Stage(Document):
     """
     gate_cost: float = Field(default=0.01, ge=0)
     """Cost of an operator that leaves all visual rows, as a share of the mean loss of the operators."""
-    distillation: DistillationRule = "none"
+    distillation: DistillationRule | Annotated[int, Field(ge=1)] = "none"
     """Drafting: the target layer that the first block imitates: the one of least attention entropy (DREAM, section 3.2), the
     one of least entropy plus change of entropy (STAR, section 3.2), or always the layer of this number (from 1).
     """

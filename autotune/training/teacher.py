@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import safetensors.torch
 import torch
-from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
@@ -49,7 +48,7 @@ class Examples(Protocol):
         """The batch of a number; always the same one."""
 
 
-DistillationRule = Literal["none", "entropy", "entropy-and-change"] | Annotated[int, Field(ge=1)]
+DistillationRule = Literal["none", "entropy", "entropy-and-change"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,6 @@ class TeacherBatch:
         The layer of least AE (DREAM, section 3.2), or of least AE + |AE(l) - AE(l - 1)| (STAR, section 3.2). The last layer is
         excluded: its output is the target of the feature loss.
         """
-        if isinstance(rule, int):
-            return rule
         assert self.entropies is not None
         entropies = self.entropies[:-1]
         if rule == "entropy-and-change" and len(entropies) > 1:
@@ -112,10 +109,7 @@ class TeacherBatch:
         """Whether the batch holds these layers and the layer that the rule chooses."""
         if rule == "none":
             return self.hidden.keys() >= set(layers)
-        return (isinstance(rule, int) or self.entropies is not None) and self.hidden.keys() >= {
-            *layers,
-            self.distilled_layer(rule),
-        }
+        return self.entropies is not None and self.hidden.keys() >= {*layers, self.distilled_layer(rule)}
 
     def save(self, path: Path) -> None:
         """Write the batch, in half precision where its values fit."""
@@ -266,9 +260,7 @@ class TeacherBatches:
             if cached.serves(layers, rule):
                 return cached
             layers |= cached.hidden.keys()  # another draft needs these
-            if isinstance(rule, int):
-                layers.add(rule)
-            if cached.entropies is not None and rule not in ("entropy", "entropy-and-change"):
+            if cached.entropies is not None and rule == "none":
                 rule = "entropy"
         self.teacher.read(self.examples[number], layers=layers, rule=rule, seed=number).save(path)
         return self.teacher.load(path)  # rounded to half precision like every later read

@@ -356,6 +356,39 @@ def test_log_counts_the_distilled_layer_of_every_step(
     assert found == [(2, Counter(distilled[:2])), (3, Counter(distilled[2:])), (2, None), (4, None)]
 
 
+def test_fixed_layer_is_distilled_in_every_step(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that reads the last layer imitates layer 2, which its teacher batches keep without measuring entropy."""
+    monkeypatch.chdir(tmp_path)  # where teacher batches are cached
+    path = write_fixed_layer(tmp_path, pair, 2)
+    lines = read_lines(train(path, output=tmp_path / "out") / "training.jsonl")
+    assert [line.get("distilled_layers") for line in lines] == [{"2": 3}]
+    cached = [load_file(file) for file in tmp_path.glob(".autotune/teacher-batches/*/*.safetensors")]
+    assert cached and all("hidden.2" in tensors and "entropies" not in tensors for tensors in cached)
+
+
+def test_layer_that_the_target_does_not_have_is_refused(pair: Pair, tmp_path: Path) -> None:
+    path = write_fixed_layer(tmp_path, pair, LAST + 1)
+    with pytest.raises(UserError) as refused:
+        train(path, output=tmp_path / "out")
+    assert str(refused.value) == (
+        f"{path}: distillation names a layer of the target, 1 to {LAST}; got {LAST + 1}; name one of them"
+    )
+
+
+def write_fixed_layer(folder: Path, pair: Pair, layer: int) -> Path:
+    """A recipe of three steps on a file, for a draft whose first block imitates one layer."""
+    write_examples(folder / "examples.jsonl")
+    stage = {"objective": "drafting", "steps": 3, "batch_size": 2, "learning_rate": 1e-3, "distillation": layer}
+    return write_recipe(
+        folder / "recipe.yaml",
+        str(pair.target_folder),
+        drop=("tasks",),
+        model="dream",
+        data={"file": "examples.jsonl"},
+        stages=[stage],
+    )
+
+
 def train_killed(recipe_path: Path, output: Path, killed_after: int) -> None:
     """Train until an exception after some steps, then resume to the end."""
     steps = 0
