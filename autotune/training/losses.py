@@ -123,8 +123,7 @@ class TwoReadings:
     def __init__(self, network: BlocksNetwork, rows: DraftRows, head_masks: Sequence[Tensor] | None) -> None:
         self.network, self.rows, self.head_masks = network, rows, head_masks
         first = rows.loss_mask.byte().argmax(1, keepdim=True)  # the loss tokens of a row are consecutive
-        self._first, count = first, int(rows.loss_mask.sum(1).max())
-        offsets = torch.arange(count, device=first.device)
+        offsets = torch.arange(int(rows.loss_mask.sum(1).max()), device=first.device)
         self.again = (first + offsets).clamp(max=rows.positions.shape[1] - 1)
         """The rows that are read again, [batch, most loss tokens]."""
         self.is_again = offsets < rows.loss_mask.sum(1, keepdim=True)
@@ -132,8 +131,9 @@ class TwoReadings:
         columns = torch.arange(rows.positions.shape[1], device=first.device)
         self._caches = [self._cache(columns, first) for _ in network.blocks]
         self._factors = network.factors(rows.positions)
-        self._all_columns = torch.arange(rows.all_features.shape[1], device=first.device)
-        if rows.is_pruned:
+        self._is_crossing = rows.is_pruned and network.crosses  # blocks that cross attend to more columns than rows
+        if self._is_crossing:
+            self._all_columns = torch.arange(rows.all_features.shape[1], device=first.device)
             first_column = rows.positions.gather(1, first)
             for number, block in enumerate(network.blocks):
                 if block.crosses:
@@ -150,7 +150,7 @@ class TwoReadings:
         """States of all rows [batch, n, hidden]; see ``BlocksNetwork.forward``."""
         rows, network = self.rows, self.network
         crossing = None
-        if rows.is_pruned:
+        if self._is_crossing:
             crossing = Crossing(
                 mask=(self._all_columns <= rows.positions[:, :, None])[:, None],
                 features=rows.all_features,
@@ -183,7 +183,7 @@ class TwoReadings:
         columns = torch.arange(rows.positions.shape[1], device=self.again.device)
         context = AttentionContext((columns <= self.again[:, :, None])[:, None], self._caches)
         positions = rows.positions.gather(1, self.again)
-        crossing = Crossing((self._all_columns <= positions[:, :, None])[:, None]) if rows.is_pruned else None
+        crossing = Crossing((self._all_columns <= positions[:, :, None])[:, None]) if self._is_crossing else None
         return network(
             stream, features, network.factors(positions), context, crossing=crossing, head_masks=self.head_masks
         )
