@@ -149,10 +149,9 @@ def _record(
     tokens = torch.tensor(answer.tokens, device=device)
     num_prompt, num_roots = len(prompt), len(tokens) - 1
     embed = target.text.module.get_input_embeddings()
-    prompt_embeddings = embed(prompt.tokens) if prompt.embeddings is None else prompt.embeddings[0]
     hidden = torch.cat([prompt_hidden[:-1], reading.answer_hidden[layer]])  # of the token before each
     features = torch.cat([network.first_feature[None], network.target_features({layer: hidden})])
-    stream = network.fuse(torch.cat([prompt_embeddings, embed(tokens[:-1])]), features)
+    stream = network.fuse(torch.cat([target.embeddings(prompt), embed(tokens[:-1])]), features)
     scores = answer.visual_scores.get(subnets[0].visual_ranking)
     scored = None if scores is None else torch.tensor(scores, device=device)
     kept = kept_tokens(prompt.is_visual, scored, subnets[0].visual_keep)

@@ -195,12 +195,11 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     def _embeddings(self, prompt: Prompt) -> Tensor:
         """The target's embeddings [n, hidden], with the draft's own embeddings for text if it has any."""
-        if prompt.embeddings is None:
-            return self._embed(prompt.tokens)  # type: ignore[no-any-return]
+        embeddings: Tensor = self._target.embeddings(prompt)
         if self.network.embedding is None:
-            return prompt.embeddings[0]
+            return embeddings
         text = self._embed(prompt.tokens.masked_fill(prompt.is_visual, 0))
-        return torch.where(prompt.is_visual[:, None], prompt.embeddings[0], text)
+        return torch.where(prompt.is_visual[:, None], embeddings, text)
 
     def append(self, token: int) -> None:
         self._pending.append(token)

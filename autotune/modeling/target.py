@@ -40,6 +40,13 @@ class Target(TreeModel):
         self.tokenizer: Any = None  # tells tokens from padding of the vocabulary; None if unknown
         check_tree_decoding(self)
 
+    def embeddings(self, prompt: Prompt) -> Tensor:
+        """Inputs of the first layer [n, hidden]: the prompt's own embeddings, or those of its tokens."""
+        if prompt.embeddings is not None:
+            return prompt.embeddings[0]
+        embeddings: Tensor = self.text.module.get_input_embeddings()(prompt.tokens)
+        return embeddings
+
     def prefill(self, prompt: Prompt, *, visual_rankings: Sequence[VisualRanking] = ()) -> Prefilled:
         """Run a prompt through all layers into the empty cache.
 

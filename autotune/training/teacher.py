@@ -178,8 +178,7 @@ class Teacher:
                     tokens, is_visual = prompts[row].tokens[asked], prompts[row].is_visual[asked]
                     scores[row] = visual_scores("text_after_image", tokens, is_visual, attention, index)
 
-        embed = self.target.text.module.get_input_embeddings()
-        embeddings = [embed(p.tokens) if p.embeddings is None else p.embeddings[0] for p in prompts]
+        embeddings = [self.target.embeddings(prompt) for prompt in prompts]
         # Some families make masks and further inputs for one prompt at a time, or positions only for prompts with images.
         axes = {None if prompt.positions is None else prompt.positions.shape[:-1] for prompt in prompts}
         can_batch = len(axes) == 1 and all(prompt.mask is None and not prompt.extra for prompt in prompts)
