@@ -27,10 +27,10 @@ from autotune.drafters.star import StarNetwork
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.target import Target
 from autotune.trees.limits import Ints
+from autotune.trees.static import NO_TOKEN
 from autotune.workloads.workload import Workload
 
 ROWS_AT_ONCE = 1 << 15  # limit on the batch rows times their tokens
-NO_TOKEN = -1
 
 
 class _GrownCache:

@@ -20,6 +20,7 @@ from autotune.modeling.target import Target
 from autotune.search.model_pool import ModelPool
 from autotune.search.traces import record_trace
 from autotune.trees.chain import ChainPolicy
+from autotune.trees.static import NO_TOKEN
 from autotune.workloads.workload import Workload, load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.sample_documents import free_prices, write_image, write_workload
@@ -115,7 +116,7 @@ def test_probabilities_equal_those_recorded_one_by_one(
             )
             compared += len(ours)
             ours, theirs = found.forest.child_node[ours, 0], alone.forest.child_node[theirs, 0]
-            is_real = (ours >= 0) & (found.forest.child_token[ours, 0] != chain_recorder.NO_TOKEN)
+            is_real = (ours >= 0) & (found.forest.child_token[ours, 0] != NO_TOKEN)
             ours, theirs = ours[is_real], theirs[is_real]
     assert compared > 200
     first = {tuple(trace.forest.child_logprob[:5, 0].round(3).tolist()) for trace in together}
