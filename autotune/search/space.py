@@ -127,7 +127,7 @@ class SearchSpace(Document, kind="search-space"):
     operator_ratios: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     """Ratios of ``prune`` and ``pool``; empty: the ratio of the draft's training."""
     visual_keep: Dimension
-    visual_ranking: list[VisualRanking] = Field(default=["text_after_image"], min_length=1)
+    visual_rankings: list[VisualRanking] = Field(default=["text_after_image"], min_length=1)
     """Rankings by which visual tokens are kept, where not all of them are."""
     survivors: int = Field(default=4, ge=1)
     """Number of subnets whose trees are searched; where there are more subnets, screening selects them."""
@@ -150,7 +150,7 @@ class SearchSpace(Document, kind="search-space"):
         kept = [
             {"visual_keep": keep, "visual_ranking": ranking}
             for keep in self.visual_keep.values or []
-            for ranking in (self.visual_ranking if keep < 1.0 else ("text_after_image",))
+            for ranking in (self.visual_rankings if keep < 1.0 else ("text_after_image",))
         ]
         if not readable:
             operators_and_ratios = self._operator_choices(draft, operators)

@@ -81,7 +81,7 @@ def test_subnets_of_every_draft(model_pool: ModelPool) -> None:
     assert len(found) == len(set(found)) == 2 * len(layers) * 2 + 2 and layers[-1] == 4
     assert [subnet for draft, subnet in found if draft == independent] == [Subnet(), Subnet(visual_keep=0.5)]
     assert len(priced_variants(found)) == 3, "two shares of heads of the supernet, and the other draft"
-    ranked = model_pool.subnets(SearchSpace.model_validate({**GRID, "visual_ranking": ["even", "all_queries"]}))
+    ranked = model_pool.subnets(SearchSpace.model_validate({**GRID, "visual_rankings": ["even", "all_queries"]}))
     assert [subnet for draft, subnet in ranked if draft == independent] == [
         Subnet(),  # there is nothing to rank where all tokens are kept
         Subnet(visual_keep=0.5, visual_ranking="even"),
@@ -119,7 +119,7 @@ def test_screened_figures_equal_decoding(
     model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path
 ) -> None:
     variants = model_pool.subnets(
-        SearchSpace.model_validate({**GRID, "visual_ranking": ["text_after_image", "random"]})
+        SearchSpace.model_validate({**GRID, "visual_rankings": ["text_after_image", "random"]})
     )
     ledger = Ledger(tmp_path / "ledger.sqlite")
     found = screen(model_pool, variants, table, workload, tmp_path, ledger, Console())
