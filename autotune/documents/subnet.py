@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from pydantic import Field
 
@@ -18,6 +18,8 @@ Operator = Literal["prune", "pool", "convolve", "resample", "text_only"]
 """An operator of SpecVLM's compressor (section 3.4)."""
 OPERATORS_WITH_RATIO: tuple[Operator, ...] = ("prune", "pool")
 """Operators without weights, whose ratio can be chosen after the training."""
+NUM_BLOCKS: Final = 3
+"""Blocks of a supernet."""
 
 
 class Subnet(Document):
@@ -39,7 +41,7 @@ class Subnet(Document):
     @property
     def head_shares(self) -> tuple[float, float, float]:
         """The share of heads kept in each block."""
-        return self.heads if isinstance(self.heads, tuple) else (self.heads or 1.0,) * 3
+        return self.heads if isinstance(self.heads, tuple) else (self.heads or 1.0,) * NUM_BLOCKS
 
     @property
     def network(self) -> tuple[Any, ...]:

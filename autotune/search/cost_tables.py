@@ -14,7 +14,7 @@ from autotune.cost.settings import ProfileSettings
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
-from autotune.documents.subnet import Subnet
+from autotune.documents.subnet import NUM_BLOCKS, Subnet
 from autotune.errors import UserError
 from autotune.files import content_key
 from autotune.search.model_pool import ModelPool
@@ -74,7 +74,8 @@ def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
             shares = sorted({share for triple in by_shares for share in triple}, reverse=True)
             some = next(iter(by_shares.values()))
             priced[draft] = {
-                (share,) * 3: some.model_copy(update={"heads": share if share < 1.0 else None}) for share in shares
+                (share,) * NUM_BLOCKS: some.model_copy(update={"heads": share if share < 1.0 else None})
+                for share in shares
             }
     return [(draft, subnet) for draft, by_shares in priced.items() for subnet in by_shares.values()]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from autotune.documents.subnet import OPERATORS_WITH_RATIO, Operator, Subnet, VisualRanking
+from autotune.documents.subnet import NUM_BLOCKS, OPERATORS_WITH_RATIO, Operator, Subnet, VisualRanking
 from autotune.errors import UserError, nearest
 from autotune.files import Document, content_key, data_root
 
@@ -120,6 +120,8 @@ class SearchSpace(Document, kind="search-space"):
     description: str = ""
     heads: list[float | tuple[float, float, float]] = Field(default=[1.0], min_length=1)
     """Shares of heads that supernets keep: in all blocks, or in each block."""
+    heads_by_block: bool = False
+    """Whether every combination of the shares in ``heads`` over the blocks is searched."""
     injection_layers: Literal["last", "all"] | list[int] = "last"
     """Target layers that supernets read: the last or all of those that they can read, or these."""
     operators: list[Literal["gate"] | Operator] = Field(default=["gate"], min_length=1)
@@ -132,6 +134,13 @@ class SearchSpace(Document, kind="search-space"):
     survivors: int = Field(default=4, ge=1)
     """Number of subnets whose trees are searched; where there are more subnets, screening selects them."""
     trees: dict[str, dict[str, Dimension]] = Field(min_length=1)
+
+    @field_validator("heads_by_block")
+    @classmethod
+    def _combines_single_shares(cls, heads_by_block: bool, info: ValidationInfo) -> bool:
+        if heads_by_block and any(isinstance(shares, tuple) for shares in info.data.get("heads", ())):
+            raise ValueError("heads_by_block combines single shares; give heads such as [1.0, 0.5]")
+        return heads_by_block
 
     def subnets(
         self, draft: str, full: Subnet, readable: Sequence[int], operators: Sequence[Operator] = ()
@@ -168,9 +177,10 @@ class SearchSpace(Document, kind="search-space"):
                         f"space {self.name}: {draft} can read the target's layers {', '.join(map(str, readable))}; "
                         f"got {layer}; name one of them, or all"
                     )
+        heads: Iterable[Any] = itertools.product(self.heads, repeat=NUM_BLOCKS) if self.heads_by_block else self.heads
         return [
             Subnet(heads=_one_name(share), injection_layer=layer, **choice)
-            for share, layer, choice in itertools.product(self.heads, layers, kept)
+            for share, layer, choice in itertools.product(heads, layers, kept)
         ]
 
     def _operator_choices(self, draft: str, known: Sequence[Operator]) -> list[tuple[Operator | None, int | None]]:

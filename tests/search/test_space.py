@@ -149,6 +149,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"trees": {"chain": {"depth": {"low": 1, "high": 4, "step": 0}}}}, "step"),
     ({"trees": {"chain": {"depth": {"low": 1, "high": 4, "step": -1}}}}, "step"),
     ({"trees": {"chain": {"depth": {"choices": [1], "low": 1}}}}, "choices"),
+    (
+        {"heads": [0.5, [1.0, 0.5, 0.5]], "heads_by_block": True},
+        r"heads_by_block combines single shares; give heads such as \[1.0, 0.5\]",
+    ),
     ({"visual_keeps": {"choices": [1.0]}}, "unknown key 'visual_keeps'; did you mean 'visual_keep'"),
     ({"schema": "autotune.search-space/9"}, "newer than this program reads"),
 ]
@@ -299,6 +303,13 @@ def test_heads_per_block_and_layers_by_number(tmp_path: Path) -> None:
     assert [(s.head_shares, s.injection_layer) for s in found] == [
         ((1.0, 0.5, 0.25), 9), ((1.0, 0.5, 0.25), 11), ((0.5, 0.5, 0.5), 9), ((0.5, 0.5, 0.5), 11)
     ]  # fmt: skip
+
+
+def test_heads_by_block_are_all_combinations_of_single_shares(tmp_path: Path) -> None:
+    content = {"heads": [1.0, 0.5], "heads_by_block": True}
+    found = load_space(str(write_space(tmp_path, content))).subnets("star", Subnet(injection_layer=12), (12,))
+    assert [s.head_shares for s in found] == list(itertools.product((1.0, 0.5), repeat=3))
+    assert [s.heads for s in found if len(set(s.head_shares)) == 1] == [None, 0.5], "as where heads are single shares"
 
 
 def test_layer_that_a_draft_cannot_read_is_refused(tmp_path: Path) -> None:
