@@ -16,11 +16,30 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any, TextIO
 
-# Versions before the renaming of these keys read schema 1 only.
+# Keys that later versions added, with the value that means what versions without them do: hyperparameters of trees by
+# policy, and choices of a subnet.
+LATER_KEYS: dict[str, dict[str, Any]] = {
+    "sage": {
+        "below_threshold": "drop",
+        "threshold": 0.1,
+        "threshold_on": "path",
+        "rounding": "nearest",
+        "plan": "current",
+        "first_paths": None,
+    },
+    "wetap": {"nucleus": "all"},
+    "subnet": {"visual_ranking": "text_after_image", "operator": None, "operator_ratio": None},
+}
+# The present defaults of those whose default is another value.
+LATER_DEFAULTS = {"below_threshold": "leaf", "nucleus": "top_k"}
+# Names of keys and values in schema 1.
 FORMER_KEYS = {"mode": "runner", "capture_sizes": "buckets"}
 FORMER_MODES = {"cuda-graph": "graph"}
+# Parts of the messages by which versions refuse profiles of later ones.
+REFUSALS = ("newer than this program reads", "unknown key")
 
 
 class Stopwatch:
@@ -95,29 +114,74 @@ class SideDecoder:
 
 
 def _load(profile: str, device: str) -> Any:
-    """The profile's decoder. An earlier version that refuses the profile is given it with its former keys."""
+    """The profile's decoder. An earlier version that refuses the profile is given it in earlier forms, one after the other."""
     import autotune
 
-    try:
-        return autotune.load(profile, device=device)
-    except Exception as error:
-        if not isinstance(error, getattr(autotune, "UserError", ())):
-            raise
+    refusal = None
+    for path in _forms(profile):
         try:
-            with open(profile, encoding="utf-8") as file:
-                content = {FORMER_KEYS.get(key, key): value for key, value in json.load(file).items()}
-            content["schema"] = "autotune.decoding-profile/1"
-            for point in content["points"]:
-                if (point["tree"] or {}).get("nucleus") == "all":  # the rule of versions that have no such key
-                    del point["tree"]["nucleus"]
-            content["runner"] = FORMER_MODES.get(content.get("runner", "eager"), content.get("runner", "eager"))
-            former = f"{profile}.former.json"
-            with open(former, "w", encoding="utf-8") as file:
-                json.dump(content, file)
-            return autotune.load(former, device=device)
-        except Exception:  # the first error is the one that counts
-            pass
-        raise
+            return autotune.load(path, device=device)
+        except Exception as error:
+            is_refused = isinstance(error, getattr(autotune, "UserError", ()))
+            if not is_refused or not any(text in str(error) for text in REFUSALS):
+                raise
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _forms(profile: str) -> Iterator[str]:
+    """The profile, then copies of it as earlier versions wrote it.
+
+    Raises:
+        UserError: an earlier form cannot say what the profile does.
+    """
+    yield profile
+    with open(profile, encoding="utf-8") as file:
+        content = json.load(file)
+    for number, convert in enumerate((_without_contention, _to_schema_2, _to_schema_1)):
+        convert(content)
+        earlier = f"{profile}.earlier-{number}.json"
+        with open(earlier, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        yield earlier
+
+
+def _without_contention(content: dict[str, Any]) -> None:
+    """Leave out the contention during the search, which decoding does not read."""
+    content.get("provenance", {}).pop("contention", None)
+
+
+def _to_schema_2(content: dict[str, Any]) -> None:
+    """Leave out the keys that later versions added. Versions that have them read their earlier values from schema 2."""
+    if content.get("schema") == "autotune.decoding-profile/2":
+        return
+    content["schema"] = "autotune.decoding-profile/2"
+    for number, point in enumerate(content.get("points", ())):
+        tree, draft = point.get("tree") or {}, point.get("draft") or {}
+        _leave_out(tree, LATER_KEYS.get(str(tree.get("policy")), {}), f"points.{number}.tree")
+        _leave_out(draft.get("subnet", {}), LATER_KEYS["subnet"], f"points.{number}.draft.subnet")
+
+
+def _leave_out(record: dict[str, Any], later: dict[str, Any], where: str) -> None:
+    import autotune
+
+    for key, earlier in later.items():
+        value = record.pop(key, LATER_DEFAULTS.get(key, earlier))
+        if value != earlier:
+            raise autotune.UserError(
+                f"{where}.{key} is {json.dumps(value)}, and versions without that key do what is now {json.dumps(earlier)}; "
+                "compare with a version that has it"
+            )
+
+
+def _to_schema_1(content: dict[str, Any]) -> None:
+    """Give keys and values their former names."""
+    content["schema"] = "autotune.decoding-profile/1"
+    for key, former in FORMER_KEYS.items():
+        if key in content:
+            content[former] = content.pop(key)
+    content["runner"] = FORMER_MODES.get(content.get("runner", "eager"), content.get("runner", "eager"))
 
 
 def _accepted(options: dict[str, Any], function: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from autotune.check import worker
 from autotune.check.worker_process import WORKER, Decoded, Request, Side, WorkerProcess
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
+from autotune.trees.policy import parse_policy
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Inputs, Pair
 
@@ -163,22 +166,92 @@ def test_an_earlier_version_is_given_the_profile_with_its_former_keys(
         worker.SideDecoder(str(profile), "cpu")
 
 
-REVISION = "5dbff644fed7111f750ecb309bd8477407e77b90"
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[DecodingProfile]:
+    """The profiles that a stand-in for versions of schema 2 has read. It refuses keys that later versions added."""
+    later = {key for keys in worker.LATER_KEYS.values() for key in keys} | {"contention"}
+    found: list[DecodingProfile] = []
+
+    def load(path: str, *, device: str) -> Any:
+        text = Path(path).read_text()
+        if json.loads(text)["schema"] != "autotune.decoding-profile/2":
+            raise UserError("newer than this program reads")
+        if unknown := [key for key in later if f'"{key}"' in text]:
+            raise UserError(f"unknown key {unknown[0]!r}")
+        found.append(DecodingProfile.load(path))
+        return SimpleNamespace(target_model="model")
+
+    monkeypatch.setattr(autotune, "load", load, raising=False)
+    monkeypatch.setattr(autotune, "Decoder", lambda target, draft: None, raising=False)
+    return found
+
+
+def profile_of(tree: dict[str, Any], **subnet: Any) -> DecodingProfile:
+    document = decoding_profile(tree=tree)
+    point, choice = document.point, document.point.draft
+    assert choice is not None
+    choice = choice.model_copy(update={"subnet": Subnet(**subnet)})
+    return document.model_copy(update={"points": [point.model_copy(update={"draft": choice})]})
+
+
+def test_keys_that_an_earlier_version_refuses_are_left_out(loaded: list[DecodingProfile], tmp_path: Path) -> None:
+    """At the values that mean what it does. Everything else reaches it: read by this version, the profile is the same."""
+    documents = [
+        decoding_profile(draft=None),
+        profile_of({"policy": "chain", "depth": 2}, heads=0.5, injection_layer=9, visual_keep=0.25),
+        profile_of({"policy": "sage", "k": 4, "below_threshold": "drop"}),
+        profile_of({"policy": "wetap", "budget": 16, "nucleus": "all"}),
+    ]
+    for document in documents:
+        document.save(tmp_path / "profile.json")
+        worker.SideDecoder(str(tmp_path / "profile.json"), "cpu")
+    assert loaded == documents
+
+
+def test_a_key_that_an_earlier_version_needs_is_named(loaded: list[DecodingProfile], tmp_path: Path) -> None:
+    cases = [
+        (profile_of({"policy": "sage"}), 'tree.below_threshold is "leaf"', '"drop"'),
+        (profile_of({"policy": "sage", "below_threshold": "drop", "threshold": 0.2}), "tree.threshold is 0.2", "0.1"),
+        (profile_of({"policy": "wetap"}), 'tree.nucleus is "top_k"', '"all"'),
+        (profile_of({"policy": "chain"}, operator="pool"), 'draft.subnet.operator is "pool"', "null"),
+    ]
+    for document, value, earlier in cases:
+        document.save(tmp_path / "profile.json")
+        with pytest.raises(UserError) as refused:
+            worker.SideDecoder(str(tmp_path / "profile.json"), "cpu")
+        assert str(refused.value) == (
+            f"points.0.{value}, and versions without that key do what is now {earlier}; compare with a version that has it"
+        )
+    assert loaded == []
+
+
+def test_later_keys_have_the_defaults_of_this_version() -> None:
+    """A profile may leave them out."""
+    for name, keys in worker.LATER_KEYS.items():
+        present = Subnet() if name == "subnet" else parse_policy({"policy": name})
+        expected = {key: worker.LATER_DEFAULTS.get(key, earlier) for key, earlier in keys.items()}
+        assert present.model_dump(include=set(keys)) == expected
+
+
+REVISIONS = {1: "5dbff644fed7111f750ecb309bd8477407e77b90", 2: "bf0b2167607addf204adb1e9b9d11fa4ccc1cba9"}
+"""Versions of autotune by the newest schema that they read."""
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.nightly
-def test_the_version_before_the_renames_decodes_with_todays_profiles(
-    profile: Path, prompts: dict[str, Inputs], tmp_path: Path
+@pytest.mark.parametrize("schema", [1, 2])
+def test_earlier_versions_decode_with_todays_profiles(
+    profile: Path, prompts: dict[str, Inputs], tmp_path: Path, schema: int
 ) -> None:
     """In a real process with the code of that commit."""
-    archive = subprocess.run(["git", "archive", REVISION, "autotune"], cwd=REPOSITORY, capture_output=True)
+    revision = REVISIONS[schema]
+    archive = subprocess.run(["git", "archive", revision, "autotune"], cwd=REPOSITORY, capture_output=True)
     if archive.returncode != 0:
         pytest.skip("this clone does not have the commit")
     code = tmp_path / "earlier"
     code.mkdir()
     subprocess.run(["tar", "-x", "-C", str(code)], input=archive.stdout, check=True)
-    side = Side(name="base", label=REVISION[:10], profile=profile, code=code)
+    side = Side(name="base", label=revision[:10], profile=profile, code=code)
     process = WorkerProcess(side, device="cpu", log=tmp_path / "base.log")
     wanted = request(prompts["image"], tmp_path)
     tuned, plain = (process.decode(wanted, plain=plain) for plain in (False, True))
