@@ -15,16 +15,11 @@ from autotune.modeling.target import Target
 from autotune.training.losses import TwoReadings, drafting_loss, gate_loss, operator_losses, rows_of, token_losses
 from autotune.training.recipe import FEATURE_DRAFTS, LOSS_WEIGHTS, Stage
 from autotune.training.teacher import Example, Teacher, TeacherBatch
-from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
+from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs
 
 LAST = 4
 STAGE = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.0, gate_cost=0.0)
 OPERATORS: tuple[Operator, ...] = ("prune", "pool", "convolve", "resample", "text_only")
-
-
-@pytest.fixture(scope="module")
-def target(pair: Pair) -> Target:
-    return Target(pair.target)
 
 
 @pytest.fixture(scope="module")

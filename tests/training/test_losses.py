@@ -12,15 +12,10 @@ from autotune.modeling.target import Target
 from autotune.training.losses import TwoReadings, own_feature_mask, rows_of
 from autotune.training.teacher import Example, Teacher
 from tests.obvious import read_whole_text
-from tests.tiny_models import Inputs, Pair
+from tests.tiny_models import Inputs
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
 LAST = 4
-
-
-@pytest.fixture(scope="module")
-def target(pair: Pair) -> Target:
-    return Target(pair.target)
 
 
 @pytest.fixture(scope="module")

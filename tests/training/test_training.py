@@ -42,11 +42,6 @@ ALL_LAYERS = range(LAST + 1)  # layer 0 is the input of the first layer
 
 
 @pytest.fixture(scope="module")
-def target(pair: Pair) -> Target:
-    return Target(pair.target)
-
-
-@pytest.fixture(scope="module")
 def examples(target: Target, prompts: dict[str, Inputs]) -> list[Example]:
     """Three examples of different lengths; the last five tokens of each are its answer."""
     with torch.no_grad():

@@ -128,6 +128,21 @@ def tied_draft(seed: int) -> Draft:
     return draft
 
 
+def small_wetap(rng: np.random.Generator) -> dict[str, Any]:
+    """Random hyperparameters whose trees are far smaller than the paper's."""
+    w_min = int(rng.choice([1, 2, 3, 6, 12]))
+    return {
+        "length": int(rng.integers(1, 9)),
+        "w_min": w_min,
+        "w_max": w_min + int(rng.integers(0, 20)),
+        "gamma": float(rng.choice([0.2, 0.5, 1.0, 1.2, 4.0])),
+        "alpha": float(rng.choice([0.0, 0.1, 0.3, 0.6, 0.9, 1.0])),
+        "budget": int(rng.choice([1, 3, 8, 16, 32, 64])),
+        "top_k": int(rng.choice([1, 2, 4, 10, 16])),
+        "top_p": float(rng.choice([0.3, 0.7, 0.9, 1.0])),
+    }
+
+
 def assert_refused(policy: str, *cases: tuple[dict[str, Any], str]) -> None:
     """Assert that hyperparameters are refused in one line with a message."""
     for mistake, message in cases:

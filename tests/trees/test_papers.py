@@ -13,7 +13,7 @@ from autotune.trees.tree import MAX_LEVELS, ROOT, new_tree, plant
 from autotune.trees.verification import accept_by_ratio
 from tests.obvious import add_node
 from tests.trees import papers
-from tests.trees.drafts import Draft, Ranks, TreeSession, logprobs_of, same_everywhere
+from tests.trees.drafts import Draft, Ranks, TreeSession, logprobs_of, same_everywhere, small_wetap
 
 NUM_ROUNDS = 1000
 
@@ -82,20 +82,6 @@ def test_eagle2_as_in_its_paper_and_as_released() -> None:
         num_pruned += len(paper) == total
         num_different += paper != release
     assert min(num_pruned, num_different) > 200
-
-
-def small_wetap(rng: np.random.Generator) -> dict[str, Any]:
-    w_min = int(rng.choice([1, 2, 3, 6, 12]))
-    return {
-        "length": int(rng.integers(1, 9)),
-        "w_min": w_min,
-        "w_max": w_min + int(rng.integers(0, 20)),
-        "gamma": float(rng.choice([0.2, 0.5, 1.0, 1.2, 4.0])),
-        "alpha": float(rng.choice([0.0, 0.1, 0.3, 0.6, 0.9, 1.0])),
-        "budget": int(rng.choice([1, 3, 8, 16, 32, 64])),
-        "top_k": int(rng.choice([1, 2, 4, 10, 16])),
-        "top_p": float(rng.choice([0.3, 0.7, 0.9, 1.0])),
-    }
 
 
 def wide_wetap(rng: np.random.Generator) -> dict[str, Any]:

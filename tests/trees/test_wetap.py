@@ -23,6 +23,7 @@ from tests.trees.drafts import (
     random_draft,
     root_and_below,
     same_everywhere,
+    small_wetap,
     tied_draft,
 )
 
@@ -273,20 +274,6 @@ def test_a_tree_within_the_budget_is_not_pruned() -> None:
 # -------------------------------------------------------------------------------------------------------- random trees
 
 
-def random_hyperparameters(rng: Generator) -> dict[str, Any]:
-    w_min = int(rng.choice([1, 2, 3, 6, 12]))
-    return {
-        "length": int(rng.integers(1, 9)),
-        "w_min": w_min,
-        "w_max": w_min + int(rng.integers(0, 20)),
-        "gamma": float(rng.choice([0.2, 0.5, 1.0, 1.2, 4.0])),
-        "alpha": float(rng.choice([0.0, 0.1, 0.3, 0.6, 0.9, 1.0])),
-        "budget": int(rng.choice([1, 3, 8, 16, 32, 64])),
-        "top_k": int(rng.choice([1, 2, 4, 10, 16])),
-        "top_p": float(rng.choice([0.3, 0.7, 0.9, 1.0])),
-    }
-
-
 def wide_hyperparameters(rng: Generator) -> dict[str, Any]:
     """The paper's sizes."""
     return {
@@ -301,7 +288,7 @@ def random_rounds(num_small: int, num_wide: int) -> list[tuple[TreeSession, Draf
     """Session, draft and tree of one round each; every third draft has many exact ties."""
     rng, rounds = np.random.default_rng(31), []
     for seed in range(num_small + num_wide):
-        session = wetap(**(random_hyperparameters(rng) if seed < num_small else wide_hyperparameters(rng)))
+        session = wetap(**(small_wetap(rng) if seed < num_small else wide_hyperparameters(rng)))
         draft = tied_draft(seed) if seed % 3 == 0 else random_draft(seed, float(rng.choice([0.03, 0.1, 0.3, 1.0])))
         rounds.append((session, draft, session.grow(draft)))
     return rounds
