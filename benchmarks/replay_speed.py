@@ -19,7 +19,8 @@ import numpy as np
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import Trace, bounds_for, load_trace
 from autotune.console import Console
-from autotune.cost.table import DensePrices, PrefillCost
+from autotune.cost.request_costs import PrefillCost
+from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET

@@ -20,8 +20,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modeling",),
     ("drafters",),
     ("runtime",),
-    ("acceptance.recorder", "cost.profiler"),  # these drive models to fill the documents of the layers below
-    ("acceptance.chain_recorder",),
+    # These drive models to fill the documents of the layers below.
+    ("acceptance.recorder", "cost.request_timing", "cost.step_bench"),
+    ("acceptance.chain_recorder", "cost.profiler"),
     ("evaluation",),
     ("study",),
     ("search",),
@@ -45,6 +46,9 @@ TORCH_FREE = (
     "check.settings",
     "check.timing",
     "cli",
+    "contention",
+    "cost.block_log",
+    "cost.request_costs",
     "cost.roofline",
     "cost.sampling",
     "cost.surface",

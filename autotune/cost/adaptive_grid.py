@@ -14,26 +14,13 @@ from itertools import pairwise
 import numpy as np
 
 from autotune.cost.settings import ProfileSettings, Size
-from autotune.cost.surface import Point, Surface
+from autotune.cost.surface import Point, Surface, standard_error
 
 KERNEL_BLOCK = 8  # tokens; the latency of matrix kernels may jump after multiples of it
-MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean, for normal samples
-MAD_TO_SD = 1.4826  # standard deviation over median absolute deviation, for normal samples
-
-
-def robust_deviation(samples: Sequence[float]) -> float:
-    """Standard deviation estimated from the median absolute deviation, which interruptions do not affect."""
-    return MAD_TO_SD * float(np.median(np.abs(np.array(samples) - np.median(samples))))
-
-
-def standard_error(samples: Sequence[float]) -> float:
-    """Relative standard error of the median."""
-    median = float(np.median(samples))
-    return MEDIAN_ERROR * robust_deviation(samples) / median / len(samples) ** 0.5 if median > 0 else 0.0
 
 
 class AdaptiveGrid:
-    """The sizes and samples of one surface.
+    """The sizes and samples of one surface. Samples may have any unit: only their ratios matter.
 
     Args:
         tokens: numbers of tokens of the finest grid.
@@ -65,24 +52,31 @@ class AdaptiveGrid:
         grid = [(n, m) for n in self._tokens for m in self._lengths]
         return list(dict.fromkeys([*grid, *self._held_out, *self._examined]))
 
-    def undersampled(self, *, minimum_only: bool) -> list[Size]:
-        """Sizes with fewer than the minimum number of samples, or too noisy for fewer than the maximum."""
-        counts = {size: len(self.samples.get(size, ())) for size in self.sizes}
-        return [
-            size
-            for size, count in counts.items()
-            if count < self.settings.min_samples
-            or (not minimum_only and count < self.settings.max_samples and self._is_noisy(size))
-        ]
+    @property
+    def coarse_sizes(self) -> list[Size]:
+        """The sizes of the initial grid, without which there is no surface."""
+        return [(n, m) for n in self._coarse for m in (self._all_lengths[0], self._all_lengths[-1])]
+
+    def lacking(self, num_samples: int, sizes: Iterable[Size] | None = None) -> list[Size]:
+        """The sizes, of all that are to be measured unless given, that have fewer samples."""
+        chosen = self.sizes if sizes is None else sizes
+        return [size for size in chosen if len(self.samples.get(size, ())) < num_samples]
+
+    def noisy(self) -> list[Size]:
+        """Sizes whose samples disagree, and that have fewer than the maximum number of them."""
+        return [size for size in self._all_noisy() if len(self.samples[size]) < self.settings.max_samples]
 
     def noisiest(self, count: int) -> list[Size]:
-        """``count`` of the sizes that are too noisy, noisiest first, repeated as needed; empty if there are none."""
-        noisy = [size for size in self.sizes if self.samples.get(size) and self._is_noisy(size)]
+        """``count`` of the sizes whose samples disagree, noisiest first, repeated as needed; empty if there are none."""
+        noisy = self._all_noisy()
         noisy.sort(key=lambda size: -standard_error(self.samples[size]))
         return [noisy[number % len(noisy)] for number in range(count)] if noisy else []
 
-    def _is_noisy(self, size: Size) -> bool:
-        return standard_error(self.samples[size]) > self.settings.target_error
+    def _all_noisy(self) -> list[Size]:
+        target_error = self.settings.target_error
+        return [
+            size for size in self.sizes if self.samples.get(size) and standard_error(self.samples[size]) > target_error
+        ]
 
     def refine(self) -> bool:
         """Add the examined sizes where interpolation is wrong to the grid. Returns whether there are new sizes to measure."""
@@ -135,17 +129,28 @@ class AdaptiveGrid:
         error = abs(predicted / float(np.median(self.samples[size])) - 1)
         return error - max(self.settings.tolerance, 2 * float(noise))
 
-    def surface(self) -> Surface:
-        """The measured surface, with the better model."""
+    def surface(self, unit_ms: float = 1.0) -> Surface:
+        """The measured surface, with the better model.
+
+        Where time was too short for a whole row or column of the grid, its sizes count as examined.
+
+        Args:
+            unit_ms: milliseconds of a sample of 1.
+        """
 
         def points(sizes: Iterable[Size]) -> list[Point]:
-            return [Point(tokens=n, kv_length=m, samples_ms=self.samples[n, m]) for n, m in sorted(sizes)]
+            return [
+                Point(tokens=n, kv_length=m, samples_ms=[unit_ms * sample for sample in self.samples[n, m]])
+                for n, m in sorted(sizes)
+            ]
 
-        grid = {(n, m) for n in self._tokens for m in self._lengths}
-        examined = self._examined.keys() - grid
-        return Surface(
-            points=points(grid), examined=points(examined), held_out=points(self._held_out)
-        ).with_best_model()
+        measured = {size for size, samples in self.samples.items() if samples}
+        lengths = [m for m in self._lengths if all((n, m) in measured for n in self._coarse)]
+        tokens = [n for n in self._tokens if all((n, m) in measured for m in lengths)]
+        grid = {(n, m) for n in tokens for m in lengths}
+        held_out = measured.intersection(self._held_out)
+        examined = measured.intersection(self.sizes) - grid - held_out
+        return Surface(points=points(grid), examined=points(examined), held_out=points(held_out)).with_best_model()
 
 
 def _middle(values: list[int]) -> list[int]:

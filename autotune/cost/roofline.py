@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
+from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Point, Surface
-from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape, Overhead, PrefillCost
+from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet

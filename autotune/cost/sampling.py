@@ -1,26 +1,31 @@
 """Times the steps of a target and its drafts in the order of decoding. A ``Bench`` runs and times the single steps.
 
-Samples are taken in blocks. A reference step is timed before and after each block; if it was slower or faster than usual, the
-device was throttled or shared during the block, and the block is measured again.
+A plain step is timed before and after every job. Samples are kept as multiples of the plain steps beside them, because
+another process, throttling or another clock slow both down alike; the median of all plain steps turns them into milliseconds.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
 
-from autotune.cost.adaptive_grid import AdaptiveGrid, robust_deviation
+from autotune.cost.adaptive_grid import AdaptiveGrid
+from autotune.cost.block_log import Block, BlockLog, Samples, TimedJob
 from autotune.cost.settings import ProfileSettings, Size
+from autotune.cost.surface import Surface, robust_deviation
 
 LEVELS_PER_ROUND = 3  # draft levels after the draft's first forward
 STEPS_IN_A_ROW = 4  # plain steps
-JOBS_PER_BLOCK = 16  # about half a second between two references
+JOBS_PER_BLOCK = 16
+DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
+DECODE, VERIFY = "decode", "verify"
 
 
 class Bench(Protocol):
@@ -64,25 +69,26 @@ class Round:
 Job = PlainSteps | Round
 
 
-@dataclass(eq=False)
-class Block:
-    """Samples (grid, size, ms) taken together, and the reference steps before and after them, in milliseconds."""
-
-    samples: list[tuple[AdaptiveGrid, Size, float]] = field(default_factory=list)
-    references: list[float] = field(default_factory=list)
-
-
 class Sampler:
     """Measures the surfaces of a target and of several drafts; all drafts share those of the target.
 
     Steps run in the order of decoding: every round is a verification, then a draft's first forward, then draft levels. Drafts
     and sizes come in random order, so that neither a warm cache nor a drifting clock favors one.
+
+    Args:
+        log: keeps every block of samples as soon as it is complete, and has those of an interrupted run.
+        clock: seconds.
     """
 
     def __init__(
-        self, benches: Sequence[Bench], settings: ProfileSettings, *, clock: Callable[[], float] = time.monotonic
+        self,
+        benches: Sequence[Bench],
+        settings: ProfileSettings,
+        *,
+        log: BlockLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.benches, self.settings, self._clock = benches, settings, clock
+        self.benches, self.settings, self._log, self._clock = benches, settings, log, clock
         self._random = random.Random(settings.seed)
 
         def grid() -> AdaptiveGrid:
@@ -95,63 +101,72 @@ class Sampler:
         self.verify = grid()
         self.draft_firsts = [grid() for _ in benches]
         self.draft_levels = [grid() for _ in benches]
-        self.remeasured_samples = 0
-        self.drifted_samples = 0
-        self._deadline = 0.0
-        self._warm: set[tuple[AdaptiveGrid, Size]] = set()
-        self._references: list[float] = []
+        self.grids = {DECODE: self.decode, VERIFY: self.verify}
+        for number in range(len(benches)):
+            self.grids |= {
+                _draft_first(number): self.draft_firsts[number],
+                _draft_level(number): self.draft_levels[number],
+            }
+        self.jobs: list[TimedJob] = []
+        self._warm: set[tuple[str, Size]] = set()
+        for block in () if log is None else log.blocks:
+            self._add(block)
+
+    # ------------------------------------------------------------------------------------------------------- results
 
     @property
-    def grids(self) -> list[AdaptiveGrid]:
-        return [self.decode, self.verify, *self.draft_firsts, *self.draft_levels]
+    def plain_ms(self) -> float:
+        """A plain step at the shortest KV length, as it usually is beside other jobs."""
+        return float(np.median([ms for job in self.jobs for ms in job.plain_ms]))
 
-    def run(self, report: Callable[[float], None] = lambda share: None) -> None:
-        """Measure until the surfaces are accurate or the time limit is reached. ``report`` is called with the share done."""
-        started, limit = self._clock(), self.settings.time_limit_s
-        self._deadline = started + limit
+    def surface(self, grid: AdaptiveGrid) -> Surface:
+        """The surface of one of the grids, in milliseconds."""
+        return grid.surface(self.plain_ms)
+
+    @property
+    def disturbed_samples(self) -> int:
+        """Samples during which the device's speed changed by more than it usually does from one plain step to the next."""
+        changes = [math.log(job.plain_ms[1] / job.plain_ms[0]) for job in self.jobs]
+        allowed = max(math.log(1 + DISTURBANCE), 3 * robust_deviation(changes)) if changes else 0.0
+        return sum(len(job.samples) for job, change in zip(self.jobs, changes, strict=True) if abs(change) > allowed)
+
+    # --------------------------------------------------------------------------------------------------- measurement
+
+    def run(self, deadline: float, report: Callable[[float], None] = lambda share: None) -> None:
+        """Measure until the surfaces are accurate or ``deadline`` of the clock is reached.
+
+        The sizes of the coarse grids get ``settings.least_samples`` samples in any case. ``report`` is called with the share
+        of the time that has passed.
+        """
+        started = self._clock()
 
         def report_time() -> None:
-            report(min(1.0, (self._clock() - started) / limit))
+            report(min(1.0, (self._clock() - started) / max(deadline - started, 1e-9)))
 
+        least, minimum = self.settings.least_samples, self.settings.min_samples
+        self._measure(math.inf, report_time, lambda grid: grid.lacking(least, grid.coarse_sizes))
         while True:
+            self._measure(deadline, report_time, lambda grid: grid.lacking(least))
+            self._measure(deadline, report_time, lambda grid: grid.lacking(minimum))
             # A stage gets a quarter of the time, because precise samples do not make a coarse grid accurate.
-            self._measure(min(self._deadline, self._clock() + limit / 4), report_time)
-            if self._clock() >= self._deadline or not any([grid.refine() for grid in self.grids]):
+            stage_end = min(deadline, self._clock() + (deadline - started) / 4)
+            self._measure(stage_end, report_time, AdaptiveGrid.noisy)
+            if self._clock() >= deadline or not any([grid.refine() for grid in self.grids.values()]):
                 break
-        self._measure(self._deadline, report_time)
+        self._measure(deadline, report_time, AdaptiveGrid.noisy)
         report(1.0)
 
-    def _measure(self, until: float, report: Callable[[], None]) -> None:
-        """Sample every size: at least the minimum number of times, and more if needed and there is time."""
-        blocks: list[Block] = []
-        for attempt in range(1 + self.settings.retries):
-            while jobs := self._sweep(minimum_only=self._clock() >= until):
-                for first in range(0, len(jobs), JOBS_PER_BLOCK):
-                    blocks.append(self._run_block(jobs[first : first + JOBS_PER_BLOCK]))
-                    report()
-            drifted = [block for block in blocks if self._has_drifted(block)]
-            count = sum(len(block.samples) for block in drifted)
-            if attempt == self.settings.retries or self._clock() >= self._deadline:
-                self.drifted_samples += count
-                return
-            self.remeasured_samples += count
-            for block in drifted:
-                for grid, size, ms in block.samples:
-                    grid.samples[size].remove(ms)
-            if not drifted:
-                return
-            blocks = [block for block in blocks if block not in drifted]
+    def _measure(self, until: float, report: Callable[[], None], wanted: Callable[[AdaptiveGrid], list[Size]]) -> None:
+        """Sample the wanted sizes, one sample each in turn, until none is left or the time has come."""
+        while self._clock() < until and (jobs := self._sweep(wanted)):
+            for first in range(0, len(jobs), JOBS_PER_BLOCK):
+                self._run_block(jobs[first : first + JOBS_PER_BLOCK], until)
+                report()
+                if self._clock() >= until:
+                    return
 
-    def _has_drifted(self, block: Block) -> bool:
-        """Whether a reference of the block is off by more than allowed, and by more than references usually vary."""
-        usual = float(np.median(self._references))
-        allowed = max(self.settings.max_drift * usual, 3 * robust_deviation(self._references))
-        return any(abs(reference - usual) > allowed for reference in block.references)
-
-    # ---------------------------------------------------------------------------------------------------------- jobs
-
-    def _sweep(self, *, minimum_only: bool) -> list[Job]:
-        """One sample of every size that needs more, in random order."""
+    def _sweep(self, wanted: Callable[[AdaptiveGrid], list[Size]]) -> list[Job]:
+        """One sample of every wanted size, in random order."""
 
         def shuffled(sizes: list[Size]) -> list[Size]:
             self._random.shuffle(sizes)
@@ -159,15 +174,14 @@ class Sampler:
 
         rounds: list[tuple[int, Size | None, tuple[Size | None, ...]]] = []
         for draft, (first_grid, level_grid) in enumerate(zip(self.draft_firsts, self.draft_levels, strict=True)):
-            draft_firsts = shuffled(first_grid.undersampled(minimum_only=minimum_only))
-            levels = shuffled(level_grid.undersampled(minimum_only=minimum_only))
+            draft_firsts, levels = shuffled(wanted(first_grid)), shuffled(wanted(level_grid))
             groups = [tuple(levels[i : i + LEVELS_PER_ROUND]) for i in range(0, len(levels), LEVELS_PER_ROUND)]
             rounds += [(draft, size, group or (None,)) for size, group in zip_longest(draft_firsts, groups)]
-        verify = self.verify.undersampled(minimum_only=minimum_only)
+        verify = wanted(self.verify)
         # Verification is most of decoding, so rounds that need no size of it sample the noisiest ones once more.
         verify += self.verify.noisiest(len(rounds) - len(verify))
         rounds += [(number % len(self.benches), None, (None,)) for number in range(len(verify) - len(rounds))]
-        jobs: list[Job] = [PlainSteps(m) for _, m in self.decode.undersampled(minimum_only=minimum_only)]
+        jobs: list[Job] = [PlainSteps(m) for _, m in wanted(self.decode)]
         jobs += [
             Round(draft, size, draft_first, draft_levels)
             for size, (draft, draft_first, draft_levels) in zip_longest(shuffled(verify), rounds)
@@ -175,36 +189,59 @@ class Sampler:
         self._random.shuffle(jobs)
         return jobs
 
-    def _run_block(self, jobs: list[Job]) -> Block:
-        block = Block()
-        block.references.append(self._reference_ms())
+    # ---------------------------------------------------------------------------------------------------------- jobs
+
+    def _run_block(self, jobs: list[Job], until: float) -> None:
+        """Run jobs between plain steps; jobs that would begin after ``until`` are left out."""
+        timed: list[TimedJob] = []
+        before = self._plain_step_ms()
         for job in jobs:
-            if isinstance(job, PlainSteps):
-                times = plain_steps_ms(self.benches[0], job.kv_length)
-                block.samples += [(self.decode, (1, job.kv_length), ms) for ms in times]
-            else:
-                self._run_round(job, block)
-        block.references.append(self._reference_ms())
-        self._references += block.references
-        for grid, size, ms in block.samples:
-            grid.samples.setdefault(size, []).append(ms)
-        return block
+            samples = self._plain_samples(job) if isinstance(job, PlainSteps) else self._round_samples(job)
+            after = self._plain_step_ms()
+            timed.append(TimedJob(plain_ms=(before, after), samples=samples))
+            before = after
+            if self._clock() >= until:
+                break
+        block = Block(jobs=timed)
+        self._add(block)
+        if self._log is not None:
+            self._log.append(block)
 
-    def _reference_ms(self) -> float:
-        return float(np.median(plain_steps_ms(self.benches[0], self.settings.kv_lengths[0])))
+    def _add(self, block: Block) -> None:
+        self.jobs += block.jobs
+        for job in block.jobs:
+            for part, tokens, kv_length, ms in job.samples:
+                self.grids[part].samples.setdefault((tokens, kv_length), []).append(ms / job.reference_ms)
 
-    def _run_round(self, job: Round, block: Block) -> None:
+    def _plain_step_ms(self) -> float:
+        """One plain step: more of them, or a first one that is discarded, were found to be no better a reference."""
+        return self.benches[0].decode_ms(self.settings.kv_lengths[0])
+
+    def _plain_samples(self, job: PlainSteps) -> Samples:
+        return [(DECODE, 1, job.kv_length, ms) for ms in plain_steps_ms(self.benches[0], job.kv_length)]
+
+    def _round_samples(self, job: Round) -> Samples:
         bench = self.benches[job.draft]
-        self._time(block, self.verify, bench.verify_ms, job.verify)
-        self._time(block, self.draft_firsts[job.draft], bench.draft_first_ms, job.draft_first)
+        samples: Samples = []
+        self._time(samples, VERIFY, bench.verify_ms, job.verify)
+        self._time(samples, _draft_first(job.draft), bench.draft_first_ms, job.draft_first)
         for size in job.draft_levels:
-            self._time(block, self.draft_levels[job.draft], bench.draft_level_ms, size)
+            self._time(samples, _draft_level(job.draft), bench.draft_level_ms, size)
+        return samples
 
-    def _time(self, block: Block, grid: AdaptiveGrid, time_ms: Callable[[int, int], float], size: Size | None) -> None:
-        """Take a sample. The first one of a size is discarded, because it prepares the kernels."""
+    def _time(self, samples: Samples, part: str, time_ms: Callable[[int, int], float], size: Size | None) -> None:
+        """Take a sample. The first one of a size in this process is discarded, because it prepares the kernels."""
         tokens, kv_length = size or (self.settings.tokens[0], self.settings.kv_lengths[0])
         ms = time_ms(tokens, kv_length)
         if size is not None:
-            if (grid, size) in self._warm:
-                block.samples.append((grid, size, ms))
-            self._warm.add((grid, size))
+            if (part, size) in self._warm:
+                samples.append((part, tokens, kv_length, ms))
+            self._warm.add((part, size))
+
+
+def _draft_first(draft: int) -> str:
+    return f"draft_first {draft}"
+
+
+def _draft_level(draft: int) -> str:
+    return f"draft_level {draft}"

@@ -24,18 +24,17 @@ class ProfileSettings:
     """Numbers of tokens that inputs are padded to; if there are any, they are the sizes measured."""
     mode: str = EAGER
     """How forwards run (``autotune.execution.MODES``)."""
+    least_samples: int = 2
+    """Samples of every size of the coarse grid, even after the time limit."""
     min_samples: int = 6
+    """Samples of every size, as long as there is time."""
     max_samples: int = 30
     target_error: float = 0.015
     """Relative standard error of a median at which sampling stops."""
     tolerance: float = 0.02
     """Relative interpolation error at which refinement stops."""
-    max_drift: float = 0.15
-    """Relative change of the reference step from which a block is measured again."""
-    retries: int = 2
-    """How often drifted blocks are measured again."""
     time_limit_s: float = 90.0
-    """For all steps. After it no size is added, and sizes get the minimum number of samples."""
+    """For the whole table. Slow models get fewer samples, sizes and prompts."""
     seed: int = 0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -13,6 +14,8 @@ from autotune.files import Document
 from autotune.trees.limits import Floats
 
 MAX_EXTRAPOLATION = 1.5  # of the longest KV length measured
+MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean, for normal samples
+MAD_TO_SD = 1.4826  # standard deviation over median absolute deviation, for normal samples
 Model = Literal["linear", "steps"]
 MODELS: tuple[Model, ...] = ("linear", "steps")
 # Numbers of tokens where the latency of matrix kernels changes: after one token, and after whole blocks.
@@ -21,12 +24,42 @@ BENDS = (2, 4, 8, 16, 32, 64)
 BLOCKS = (8, 16, 32, 64)
 
 
+def robust_deviation(samples: Sequence[float]) -> float:
+    """Standard deviation estimated from the median absolute deviation, which interruptions do not affect."""
+    return MAD_TO_SD * float(np.median(np.abs(np.array(samples) - np.median(samples))))
+
+
+def standard_error(samples: Sequence[float]) -> float:
+    """Relative standard error of the median."""
+    median = float(np.median(samples))
+    return MEDIAN_ERROR * robust_deviation(samples) / median / len(samples) ** 0.5 if median > 0 else 0.0
+
+
+def uncertainty(repetitions: Iterable[Sequence[float]], held_out_error: float | None) -> float | None:
+    """Relative standard error of a predicted latency, from two independent sources added in quadrature.
+
+    Args:
+        repetitions: the samples of every size. The root mean square of the standard errors of their medians counts; sizes
+            with a single sample tell nothing.
+        held_out_error: median relative error of the model where it was not fitted, converted to a standard deviation.
+
+    Returns:
+        None without repetitions and without a held-out error.
+    """
+    errors = [standard_error(samples) for samples in repetitions if len(samples) > 1]
+    if not errors and held_out_error is None:
+        return None
+    spread = float(np.mean(np.square(errors))) if errors else 0.0
+    return float(np.sqrt(spread + (MAD_TO_SD * (held_out_error or 0.0)) ** 2))
+
+
 class Point(Document):
     """Samples of a forward that reads ``tokens`` tokens with ``kv_length`` tokens in the KV cache."""
 
     tokens: int = Field(ge=1)
     kv_length: int = Field(ge=0)
     samples_ms: list[float] = Field(min_length=1)
+    """Measured samples are scaled by the plain steps beside them (``autotune.cost.sampling``)."""
 
     @property
     def latency_ms(self) -> float:
@@ -70,6 +103,11 @@ class Surface(Document):
     def held_out_error(self) -> float | None:
         """Median relative error of ``model``; None without held-out points."""
         return self.errors.get(self.model)
+
+    @property
+    def uncertainty(self) -> float | None:
+        """Relative standard error of a latency (``uncertainty``)."""
+        return uncertainty((point.samples_ms for point in self.measured), self.held_out_error)
 
     @property
     def measured(self) -> list[Point]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
+from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Surface
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.migrations import rename_execution
@@ -24,90 +25,11 @@ from autotune.trees.limits import Floats
 if TYPE_CHECKING:
     import pandas as pd
 
-FIT_ITERATIONS = 5  # of iteratively reweighted least squares
 PREFILL_MS = ("intercept_ms", "per_token_ms", "image_ms")
 KV_STEP = 16  # tokens between two KV lengths of the prices
 # Numbers of tokens measured: every small one, because matrix kernels work on blocks and the ninth token may cost more than
 # the first eight; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
 TOKENS = (*range(1, 11), 12, 16, 17, 24, 32, 33, 48, 65, 129)
-
-
-class PrefillCost(Document):
-    """Latency of a prefill, ``intercept + per_token * tokens + image``."""
-
-    intercept_ms: float
-    per_token_ms: float
-    image_ms: float
-    samples: list[tuple[int, int, float]]
-    """(tokens, images, ms)"""
-    held_out_error: float | None = None
-    """Median relative error in leave-one-out cross-validation; None with too few sizes."""
-
-    def ms(self, tokens: np.ndarray, has_image: np.ndarray) -> Floats:
-        latency: Floats = self.intercept_ms + self.per_token_ms * tokens + self.image_ms * has_image
-        return np.maximum(latency, 0.0)
-
-
-def fit_prefill(samples: list[tuple[int, int, float]]) -> PrefillCost:
-    """Fit the medians of samples (tokens, images, ms)."""
-    by_size: dict[tuple[int, int], list[float]] = {}
-    for num_tokens, num_images, sample in samples:
-        by_size.setdefault((num_tokens, num_images), []).append(sample)
-    sizes = np.array([(1, *size) for size in by_size], np.float64)
-    (intercept, per_token, image), error = _fit(
-        sizes, np.array([np.median(size_samples) for size_samples in by_size.values()])
-    )
-    return PrefillCost(
-        intercept_ms=intercept, per_token_ms=per_token, image_ms=image, samples=samples, held_out_error=error
-    )
-
-
-class Overhead(Document):
-    """Time of a round outside the two models, from real decoding: tree growth, masks, acceptance, compaction."""
-
-    round_ms: float = Field(ge=0)
-    level_ms: float = Field(ge=0)
-    """Per draft forward."""
-    node_ms: float = Field(default=0.0, ge=0)
-    """Per verified node."""
-    samples: list[tuple[int, int, int, float]] = Field(default_factory=list)
-    """(rounds, draft forwards, verified nodes, ms) per run."""
-    held_out_error: float | None = None
-    """Median relative error in leave-one-out cross-validation; None with one run."""
-
-
-def fit_overhead(samples: list[tuple[int, int, int, float]]) -> Overhead:
-    """Fit samples (rounds, draft forwards, verified nodes, ms)."""
-    if not samples:  # every output ended with its first token
-        return Overhead(round_ms=0.0, level_ms=0.0)
-    counts = np.array([row[:3] for row in samples], np.float64)
-    (per_round, per_level, per_node), error = _fit(counts, np.maximum([row[3] for row in samples], 1e-6))
-    return Overhead(round_ms=per_round, level_ms=per_level, node_ms=per_node, samples=samples, held_out_error=error)
-
-
-def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:
-    """Fit ``ms ~ counts @ costs`` by non-negative least squares of relative errors.
-
-    Returns:
-        The costs, and the median relative error in leave-one-out cross-validation.
-    """
-    from scipy.optimize import nnls
-
-    def fit(rows: np.ndarray) -> Floats:
-        # Errors are relative to the prediction: relative to the measurement, a slow run would weigh less than a fast one.
-        weight = 1.0 / ms
-        for _ in range(FIT_ITERATIONS):
-            costs: Floats = nnls(counts[rows] * weight[rows, None], ms[rows] * weight[rows])[0]
-            weight = 1.0 / np.maximum(counts @ costs, 1e-9)
-        return costs
-
-    errors = []
-    for number in range(len(ms)):
-        others = np.arange(len(ms)) != number
-        # Some rows cannot be predicted from the others, for example that of the only prompt without an image.
-        if np.linalg.matrix_rank(counts[others]) == np.linalg.matrix_rank(counts):
-            errors.append(abs(float(counts[number] @ fit(others)) / float(ms[number]) - 1))
-    return fit(np.ones(len(ms), bool)).tolist(), float(np.median(errors)) if errors else None
 
 
 class ModelShape(Document):
@@ -182,12 +104,23 @@ def _rename_parts(content: dict[str, Any]) -> None:
         rename_keys(draft, names)
 
 
+def _count_disturbed(content: dict[str, Any]) -> None:
+    """Version 5 measured samples again after the device's speed had changed."""
+    content.pop("remeasured_samples", None)
+    rename_keys(content, {"drifted_samples": "disturbed_samples"})
+
+
 class CostTable(
     Document,
     kind="cost-table",
-    version=5,
+    version=6,
     made_by="autotune profile",
-    migrations={2: lambda content: None, 3: _add_nodes, 4: _rename_parts},  # version 3 added keys that have defaults
+    migrations={
+        2: lambda content: None,  # version 3 added keys that have defaults
+        3: _add_nodes,
+        4: _rename_parts,
+        5: _count_disturbed,
+    },
 ):
     """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet). The
     batch size is 1, because the rows of a batch are decoded one after another.
@@ -205,10 +138,8 @@ class CostTable(
     """Whether latencies are estimates from a datasheet."""
     num_anchors: int = Field(default=0, ge=0)
     """Number of measured tables of the same device that the estimate is scaled to."""
-    remeasured_samples: int = Field(default=0, ge=0)
-    """Number of samples that were discarded because the device was slower or faster than usual, and measured again."""
-    drifted_samples: int = Field(default=0, ge=0)
-    """Number of such samples that were kept because the time or the retries were used up."""
+    disturbed_samples: int = Field(default=0, ge=0)
+    """Number of samples during which the device's speed changed, so that scaling by plain steps corrects them in part only."""
     target: ModelReference
     target_shape: ModelShape | None = None
     decode: Surface
@@ -221,6 +152,17 @@ class CostTable(
     @property
     def held_out_errors(self) -> dict[str, float]:
         """Median relative errors by part: ``verify``, ``digits/star heads-0.5: draft_first``."""
+        return {name: part.held_out_error for name, part in self.parts.items() if part.held_out_error is not None}
+
+    @property
+    def uncertainties(self) -> dict[str, float]:
+        """Relative standard errors by part, as in ``held_out_errors``: spread of repetitions and held-out error together."""
+        found = {name: part.uncertainty for name, part in self.parts.items()}
+        return {name: error for name, error in found.items() if error is not None}
+
+    @property
+    def parts(self) -> dict[str, Surface | PrefillCost | Overhead]:
+        """Everything measured, by name."""
         parts: dict[str, Surface | PrefillCost | Overhead] = {
             "decode": self.decode,
             "verify": self.verify,
@@ -230,7 +172,7 @@ class CostTable(
             for name in ("draft_first", "draft_level", "prefill"):
                 parts[f"{costs.name}: {name}"] = getattr(costs, name)
             parts[f"{costs.draft.id}: overhead"] = costs.overhead  # the same for all subnets of a draft
-        return {name: part.held_out_error for name, part in parts.items() if part.held_out_error is not None}
+        return parts
 
     @property
     def num_samples(self) -> int:

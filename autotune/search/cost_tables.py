@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from autotune.console import Console
+from autotune.cost.block_log import BlockLog
 from autotune.cost.profiler import kv_lengths_for, profile, shape_of
 from autotune.cost.roofline import datasheets, estimate_table
 from autotune.cost.settings import ProfileSettings
@@ -99,6 +100,7 @@ def local_table(
     described = [[draft, list(subnet.head_shares)] for draft, subnet in variants]
     # The schema version is part of the key: tables of older schemas have no held-out errors.
     documents = [model_pool.key, described, workload.sha256, CostTable.schema_version]
+    samples = folder / f"{content_key(documents)}.cost.jsonl"  # serve a table of any time limit
     if time_limit_s != ProfileSettings.time_limit_s:
         documents.append(time_limit_s)
     key = content_key(documents)
@@ -108,10 +110,15 @@ def local_table(
     else:
 
         def measure() -> Record:
-            return measure_table(model_pool, variants, workload, console, time_limit_s).model_dump(mode="json")
+            log = BlockLog(samples)
+            if log.blocks:
+                num_samples = sum(len(job.samples) for block in log.blocks for job in block.jobs)
+                console.say(f"cost table continued from {num_samples} samples of an interrupted run")
+            return measure_table(model_pool, variants, workload, console, time_limit_s, log).model_dump(mode="json")
 
         record = ledger.work("cost table", {key: measure})[key]
         CostTable.model_validate(record, strict=False).save(path)
+        samples.unlink(missing_ok=True)
     table = CostTable.load(path)
     table.check_is_of(model_pool.target_reference, model_pool.device, model_pool.precision, source=str(path))
     return table
@@ -123,8 +130,13 @@ def measure_table(
     workload: Workload,
     console: Console,
     time_limit_s: float = ProfileSettings.time_limit_s,
+    log: BlockLog | None = None,
 ) -> CostTable:
-    """Measure target and drafts at the KV lengths that the workload's prompts and answers reach."""
+    """Measure target and drafts at the KV lengths that the workload's prompts and answers reach.
+
+    Args:
+        log: file of the samples, from which an interrupted measurement continues.
+    """
     drafts = [(model_pool.draft(draft, subnet), model_pool.references[draft]) for draft, subnet in variants]
     lengths = [prompt.inputs(model_pool.processor)["input_ids"].shape[1] for prompt in workload.prompts]
     limits = [prompt.settings.max_new_tokens for prompt in workload.prompts]
@@ -144,7 +156,9 @@ def measure_table(
                 mode=model_pool.mode,
                 time_limit_s=time_limit_s,
             ),
+            log=log,
             report=lambda done, of: update(done, of, ""),
+            say=console.say,
         )
     for model in (model_pool.target, *(draft for draft, _ in drafts)):
         if (graphs := model.graph_runner) is not None:
@@ -167,12 +181,13 @@ def print_table(table: CostTable, console: Console) -> None:
     for name, (surface, sizes) in surfaces.items():
         latencies = surface.latency_ms(np.array(sizes, np.float64), np.array([middle], np.float64))[:, 0]
         cells = [f"{ms:.2f}" for ms in latencies] + ["-"] * (len(PRINTED_SIZES) - len(sizes))
-        rows.append([name, *cells, surface.model, _percent(surface.held_out_error)])
+        errors = surface.held_out_error, surface.uncertainty
+        rows.append([name, *cells, surface.model, *map(_percent, errors)])
     anchors = f" from {table.num_anchors} measured tables" if table.num_anchors else ""
     mark = f" (estimated{anchors})" if table.estimated else ""
     threads = "" if table.threads is None else f", {table.threads} thread{'s' * (table.threads > 1)}"
     console.say(f"{table.device.model}{threads}, {table.precision}, {table.mode}")
-    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "model", "held-out error"]
+    columns = ["part", *(f"{n} tok" for n in PRINTED_SIZES), "model", "held-out error", "uncertainty"]
     console.table(f"Cost table, ms, at KV length {middle}{mark}", columns, rows)
     prefills = {"target": table.prefill} | {costs.name: costs.prefill for costs in table.drafts}
     other_parts = {
@@ -184,24 +199,24 @@ def print_table(table: CostTable, console: Console) -> None:
         for o in [costs.overhead]
     }
     for text, part in other_parts.items():
-        console.say(f"{text} (held-out error {_percent(part.held_out_error)})")
+        held_out, total = _percent(part.held_out_error), _percent(part.uncertainty)
+        console.say(f"{text} (held-out error {held_out}, uncertainty {total})")
     for costs in table.drafts:
         if costs.num_parameters is not None and costs.kv_bytes_per_token is not None:
             millions = costs.num_parameters / 1e6
             console.say(
                 f"{costs.name}: {millions:.3g}M own parameters, {costs.kv_bytes_per_token} bytes of KV cache per token"
             )
-    if errors := table.held_out_errors:
-        worst = max(errors, key=lambda part: errors[part])
-        console.say(
-            f"held-out error: median {_percent(float(np.median([*errors.values()])))} over {len(errors)} parts, "
-            f"largest {_percent(errors[worst])} ({worst})"
-        )
+    for kind, by_part in (("held-out error", table.held_out_errors), ("uncertainty", table.uncertainties)):
+        if by_part:
+            worst = max(by_part, key=lambda part: by_part[part])
+            console.say(
+                f"{kind}: median {_percent(float(np.median([*by_part.values()])))} over {len(by_part)} parts, "
+                f"largest {_percent(by_part[worst])} ({worst})"
+            )
     if not table.estimated:
-        kept = f", {table.drifted_samples} kept" if table.drifted_samples else ""
         console.say(
-            f"{table.num_samples} steps timed; disturbed by changes of the device's speed: "
-            f"{table.remeasured_samples} discarded{kept}"
+            f"{table.num_samples} steps timed; the device's speed changed during {table.disturbed_samples} of them"
         )
     if (contention := table.provenance.contention) is not None:
         console.say(contention.describe("while steps were timed"))

@@ -13,7 +13,8 @@ import pytest
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.replay import _level_price, plain_decode_ms, replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, bounds_for, join
-from autotune.cost.table import DensePrices, PrefillCost
+from autotune.cost.request_costs import PrefillCost
+from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Configuration
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.cost.profiler import kv_lengths_for, overhead_runs, profile
+from autotune.cost.profiler import kv_lengths_for, profile
+from autotune.cost.request_timing import overhead_runs
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.surface import Surface
 from autotune.cost.table import TOKENS, CostTable
@@ -26,7 +29,7 @@ from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS, Pair
 
 SETTINGS = ProfileSettings(
-    kv_lengths=(32, 64, 128), held_out_kv_length=48, min_samples=2, max_samples=2, retries=0, time_limit_s=5
+    kv_lengths=(32, 64, 128), held_out_kv_length=48, min_samples=2, max_samples=2, time_limit_s=60
 )
 
 
@@ -130,6 +133,61 @@ def test_models_decode_as_before(
         assert tokens_of(decoder, workload, processor) == before
 
 
+def test_slow_models_keep_the_time_limit(
+    pair: Pair, workload: Workload, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every forward pass takes a twentieth of a second more on the clock, with which the limit is compared."""
+    target, draft = Target(pair.target), IndependentDraft(pair.draft)
+    skipped_s = 0.0
+
+    def slow(model: Any, name: str) -> None:
+        original = getattr(model, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal skipped_s
+            skipped_s += 0.05
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(model, name, call)
+
+    for model in (target, draft):
+        for name in ("forward", "prefill"):
+            slow(model, name)
+    started = time.monotonic()
+
+    def clock() -> float:
+        return skipped_s + (time.monotonic() - started) / 100
+
+    def clock_ms(device: object) -> float:
+        return 1e3 * clock()
+
+    for module in ("step_bench", "request_timing"):
+        monkeypatch.setattr(f"autotune.cost.{module}.now_ms", clock_ms)
+    ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
+    said: list[str] = []
+    settings = replace(SETTINGS, time_limit_s=25.0, min_samples=6, max_samples=30)
+    table = profile(
+        target, ids[0], [(draft, ids[1])], processor, workload, settings=settings, say=said.append, clock=clock
+    )
+    assert clock() < 1.1 * 25.0 and not said
+    for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
+        assert {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)} <= sizes(surface)
+    assert len(table.prefill.samples) >= 3 and table.drafts[0].overhead.samples
+    skipped_s = 0.0
+    profile(
+        target,
+        ids[0],
+        [(draft, ids[1])],
+        processor,
+        workload,
+        settings=replace(settings, time_limit_s=2.0),
+        say=said.append,
+        clock=clock,
+    )
+    (text,) = said
+    assert re.match(r"the cost table took \d+ s, more than its limit of 2 s: the least, 2 samples of every size", text)
+
+
 def test_table_needs_a_draft(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a cost table needs a draft; name one with --draft"):
         profile(Target(pair.target), reference(str(pair.target_folder)), [], processor, workload)
@@ -137,7 +195,8 @@ def test_table_needs_a_draft(pair: Pair, workload: Workload, processor: Any, tmp
 
 def test_overhead_of_a_single_prompt(pair: Pair, processor: Any, workload: Workload) -> None:
     single = Workload(workload.name, workload.split, workload.prompts[:1])
-    runs = overhead_runs(Target(pair.target), IndependentDraft(pair.draft), processor, single)
+    target, draft = Target(pair.target), IndependentDraft(pair.draft)
+    runs = overhead_runs(target, draft, processor, single, lambda: 2.0, SETTINGS)
     assert len(runs) == 3 and all(rounds <= levels <= nodes and ms > 0 for rounds, levels, nodes, ms in runs)
     counts = np.array([run[:3] for run in runs], float) / [[run[0]] for run in runs]
     assert np.linalg.cond(counts / np.linalg.norm(counts, axis=0)) < 6, (

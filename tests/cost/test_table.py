@@ -9,16 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.cost.table import (
-    KV_STEP,
-    CostTable,
-    DensePrices,
-    ModelShape,
-    Overhead,
-    fit_overhead,
-    fit_prefill,
-    shipped_tables,
-)
+from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
+from autotune.cost.table import KV_STEP, CostTable, DensePrices, ModelShape, shipped_tables
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
@@ -205,6 +197,21 @@ def test_held_out_errors_by_part() -> None:
     assert cost_table().held_out_errors == {}
 
 
+def test_uncertainties_by_part() -> None:
+    """The deviation of a held-out error whose median is known, and errors of repeated prefills of 100 tokens."""
+    tested = surface(lambda n, m: 1.0 + n, held_out=[(5, 100)]).with_best_model()
+    held_out = tested.held_out_error
+    assert held_out is not None
+    prefills = [(100, 0, ms) for ms in (9.0, 10.0, 11.0)] + [(200, 0, 20.0)]
+    table = cost_table(
+        verify=tested, prefill=PrefillCost(intercept_ms=0, per_token_ms=0.1, image_ms=0, samples=prefills)
+    )
+    assert table.uncertainties == {
+        "verify": pytest.approx(1.4826 * held_out),
+        "prefill": pytest.approx(1.2533 * 1.4826 * 0.1 / 3**0.5),
+    }
+
+
 def test_number_of_samples() -> None:
     """Three surfaces of 4 x 3 points, and 3 plain steps."""
     assert cost_table().num_samples == 3 * 12 + 3
@@ -286,7 +293,7 @@ def test_a_table_without_shares_of_crossing_blocks_loads(tmp_path: Path) -> None
 
 def test_table_of_an_old_schema_names_the_command(tmp_path: Path) -> None:
     path = tmp_path / "old.cost.json"
-    path.write_text(cost_table().dump().replace("cost-table/5", "cost-table/1"))
+    path.write_text(cost_table().dump().replace("cost-table/6", "cost-table/1"))
     with pytest.raises(UserError, match=r"cost-table/1' is older .*; make the file again with autotune profile"):
         CostTable.load(path)
 

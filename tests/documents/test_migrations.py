@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def test_a_cost_table_of_version_4() -> None:
         assert surface.model_dump(mode="json") == old_draft[name]
     assert draft.overhead.samples == [(3, 9, 20, 1.5)]
     assert (table.decode, table.verify) == (cost_table().decode, cost_table().verify)
+
+
+def test_a_cost_table_of_version_5_counted_drifted_samples() -> None:
+    """Such samples were measured again then, and what was kept of them is disturbed."""
+    content = json.loads(cost_table().dump()) | {"schema": "autotune.cost-table/5"}
+    del content["disturbed_samples"]
+    table = CostTable.parse(content | {"remeasured_samples": 7, "drifted_samples": 3}, source="old")
+    assert table == cost_table().model_copy(update={"disturbed_samples": 3})
 
 
 def test_a_cost_table_of_version_3_kept_the_nodes_apart() -> None:

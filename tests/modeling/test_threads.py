@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.cost.profiler import choose_threads
+from autotune.cost.step_bench import choose_threads
 from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads

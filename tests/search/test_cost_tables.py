@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotune.console import Console
+from autotune.cost.block_log import Block, BlockLog, LogHeader, TimedJob
 from autotune.cost.table import CostTable
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
@@ -39,6 +41,39 @@ def measured(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> list[Cos
 
     monkeypatch.setattr(cost_tables, "measure_table", measure)
     return found
+
+
+def test_an_interrupted_measurement_continues(
+    model_pool: ModelPool,
+    evaluate: Workload,
+    measured: list[CostTable],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The samples of the first run are given to the second, and are deleted with the table in place."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    priced = priced_variants(model_pool.subnets(load_space("quick")))
+    block = Block(jobs=[TimedJob(plain_ms=(1.0, 1.0), samples=[("verify", 1, 16, 2.0), ("verify", 2, 16, 2.5)])])
+    whole = cost_tables.measure_table
+    logs: list[BlockLog] = []
+
+    def interrupted(*arguments: Any) -> CostTable:
+        log = arguments[-1]
+        logs.append(log)
+        if log.header is None:
+            log.begin(LogHeader(threads=2))
+            log.append(block)
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(cost_tables, "measure_table", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        local_table(model_pool, priced, evaluate, tmp_path, ledger, Console())
+    assert local_table(model_pool, priced, evaluate, tmp_path, ledger, Console()) == measured[0]
+    assert logs[1].header == LogHeader(threads=2) and logs[1].blocks == [block]
+    assert "cost table continued from 2 samples of an interrupted run" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.cost.jsonl"))
 
 
 def test_table_is_measured_once(

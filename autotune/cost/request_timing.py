@@ -1,0 +1,158 @@
+"""Times prefills, and the overhead outside the models in real decoding.
+
+As in ``autotune.cost.sampling``, a plain step is timed before and after every request, and times are multiples of the plain
+steps beside them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autotune.cost.settings import ProfileSettings
+from autotune.drafters.checkpoint import LoadedDraft
+from autotune.modeling.clock import now_ms
+from autotune.modeling.target import Target
+from autotune.modeling.threads import limited_threads
+from autotune.runtime.decoder import Decoder
+from autotune.trees.tree import MAX_STEP
+from autotune.workloads.workload import Workload, WorkloadPrompt
+
+PREFILL_REPEATS = 3
+LEAST_PREFILLS = 3  # even after the time limit: as many as a prefill's cost has coefficients
+MIN_PREFILL_PROMPTS, MAX_PREFILL_PROMPTS = 6, 12  # in between, two of every task
+OVERHEAD_PROMPTS = 4
+OVERHEAD_TOKENS, FEW_OVERHEAD_TOKENS = 24, 8  # new tokens of a run; few where there is little time
+CUT_PROMPT_TOKENS = 16  # where there is little time
+# Chains have one node per level. A wide tree tells the cost of a node from that of a level.
+OVERHEAD_TREES: tuple[dict[str, Any], ...] = (
+    {"policy": "chain", "depth": 1},
+    {"policy": "chain", "depth": 8},
+    {"policy": "eagle2", "depth": 4, "k": 8, "budget": 31},
+)
+PlainStep = Callable[[], float]
+"""Times a plain step, in milliseconds."""
+PrefillSamples = list[tuple[int, int, float]]
+"""(tokens, images, duration in plain steps)."""
+OverheadRuns = list[tuple[int, int, int, float]]
+"""(rounds, draft forwards, verified nodes, time outside the models in plain steps)."""
+
+
+class PrefillTimer:
+    """Times prefills of a target and its drafts over prompts of a workload, drafts also over shares of visual tokens."""
+
+    def __init__(
+        self, target: Target, drafts: Sequence[LoadedDraft], processor: Any, workload: Workload, plain_step: PlainStep
+    ) -> None:
+        self.target, self.drafts, self.processor, self.plain_step = target, drafts, processor, plain_step
+        count = min(max(MIN_PREFILL_PROMPTS, 2 * len(workload.tasks)), MAX_PREFILL_PROMPTS)
+        # A prompt with an image and one without come first: time may end after a few.
+        prompts = workload.prompts[:count]
+        first_of_kind = {bool(prompt.pixels): number for number, prompt in reversed(list(enumerate(prompts)))}
+        order = sorted(range(len(prompts)), key=lambda number: (number not in first_of_kind.values(), number))
+        self.prompts = [prompts[number] for number in order]
+        self.target_samples: PrefillSamples = []
+        self.draft_samples: list[PrefillSamples] = [[] for _ in drafts]
+
+    def run(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Measure every prompt ``PREFILL_REPEATS`` times, and ``LEAST_PREFILLS`` prompts even if that exceeds the limit."""
+        started = clock()
+        visual_keeps = [draft.visual_keep for draft in self.drafts]
+        with torch.inference_mode():
+            for number, prompt in enumerate(self.prompts):  # warm-ups
+                self._time(prompt)
+                is_late = clock() - started > limit_s / 4
+                if number > 0 or not is_late:  # kept if it takes so long that preparing kernels does not matter
+                    self._clear()
+                if is_late:
+                    break
+            for _ in range(PREFILL_REPEATS):
+                for prompt in self.prompts:
+                    if len(self.target_samples) >= LEAST_PREFILLS and clock() - started > limit_s:
+                        break
+                    self._time(prompt)
+        for draft, visual_keep in zip(self.drafts, visual_keeps, strict=True):
+            draft.visual_keep = visual_keep
+
+    def _clear(self) -> None:
+        for samples in (self.target_samples, *self.draft_samples):
+            samples.clear()
+
+    def _time(self, prompt: WorkloadPrompt) -> None:
+        """Prefill the target, then every draft with each share of visual tokens."""
+        target, device = self.target, self.target.device
+        inputs = prompt.inputs(self.processor, device)
+        length = inputs["input_ids"].shape[1]
+        before = self.plain_step()
+        target.reserve(length)
+        target.output_layers = tuple(sorted({layer for draft in self.drafts for layer in draft.aux_layers}))
+        started = now_ms(device)
+        encoded = target.encode(inputs).prompts
+        scores = target.prefill(encoded[0], visual_rankings=["text_after_image"]).visual_scores
+        has_image = encoded[0].num_visual_tokens > 0
+        times = [(self.target_samples, length, now_ms(device) - started)]
+        for draft, samples in zip(self.drafts, self.draft_samples, strict=True):
+            for draft.visual_keep in (1.0, 0.5, 0.1) if has_image else (1.0,):
+                started = now_ms(device)
+                (draft_prompt,) = draft.prompts(inputs, encoded)
+                draft.prefill(draft_prompt, scores.get("text_after_image"), capacity=length + MAX_STEP)
+                times.append((samples, draft.length, now_ms(device) - started))
+        reference_ms = math.sqrt(before * self.plain_step())
+        for samples, num_tokens, ms in times:
+            samples.append((num_tokens, int(has_image), ms / reference_ms))
+
+
+def overhead_runs(
+    target: Target,
+    draft: LoadedDraft,
+    processor: Any,
+    workload: Workload,
+    plain_step: PlainStep,
+    settings: ProfileSettings,
+    *,
+    threads: int | None = None,
+    limit_s: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> OverheadRuns:
+    """Decode with shallow, deep and wide trees.
+
+    Every tree decodes at least once. If time is short, prompts without images are cut to their last ``CUT_PROMPT_TOKENS``
+    tokens and answers have ``FEW_OVERHEAD_TOKENS``: overhead does not depend on the prompt.
+    """
+    started = clock()
+    decoders = [
+        Decoder(target, draft, tree=tree, capture_sizes=settings.capture_sizes, mode=settings.mode, threads=threads)
+        for tree in OVERHEAD_TREES
+    ]
+    inputs = [prompt.inputs(processor, target.device) for prompt in workload.prompts[:OVERHEAD_PROMPTS]]
+    runs: OverheadRuns = []
+    num_tokens = OVERHEAD_TOKENS
+    with limited_threads(threads):  # prefills too: their time does not count here
+        for decoder in decoders:  # warm-ups
+            warmed = clock()
+            decoder.generate(**inputs[0], max_new_tokens=2)
+            run_s = clock() - warmed + OVERHEAD_TOKENS * plain_step() / 1e3
+            if num_tokens == OVERHEAD_TOKENS and clock() - started + 2 * len(decoders) * run_s > limit_s:
+                inputs, num_tokens = [_cut(of_prompt) for of_prompt in inputs], FEW_OVERHEAD_TOKENS
+        for of_prompt in inputs:
+            if runs and clock() - started > limit_s:
+                break
+            for decoder in decoders:
+                before = plain_step()
+                stats = decoder.generate(**of_prompt, max_new_tokens=num_tokens).stats
+                reference_ms = math.sqrt(before * plain_step())
+                if stats.rounds > 0:
+                    counts = stats.rounds, stats.draft_forwards, sum(stats.verified_nodes)
+                    runs.append((*counts, stats.overhead_ms / reference_ms))
+    return runs
+
+
+def _cut(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The end of a prompt of text; all of a prompt with an image, whose tokens must stay together."""
+    if inputs.keys() - {"input_ids", "attention_mask"}:
+        return inputs
+    return {name: value[:, -CUT_PROMPT_TOKENS:] for name, value in inputs.items()}

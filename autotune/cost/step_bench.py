@@ -1,0 +1,139 @@
+"""Times single steps of a decoder: the ``Bench`` of real models, and the choice of CPU threads."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from autotune.cost.sampling import plain_steps_ms
+from autotune.cost.settings import ProfileSettings
+from autotune.cost.surface import standard_error
+from autotune.drafters.checkpoint import LoadedDraft
+from autotune.modeling.clock import now_ms
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.target import Target
+from autotune.modeling.threads import limited_threads
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.generate_args import Call, Request
+from autotune.runtime.token_sampler import TokenSampler
+from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
+
+WARM_UPS = 3
+WARM_UP_MS = 500.0  # no warm-up begins after it, except the first
+THREAD_REPEATS = 15
+
+
+class StepBench:
+    """Times single steps of a decoder. The contents of its KV caches are arbitrary, because latency does not depend on them."""
+
+    def __init__(self, target: Target, draft: LoadedDraft, settings: ProfileSettings) -> None:
+        capacity = max(settings.kv_lengths) + 2 * MAX_STEP
+        self.kv_length, self.max_tokens = settings.kv_lengths[0], max(settings.tokens)
+        self.token_sampler = TokenSampler(device=target.device)
+        with torch.inference_mode(), limited_threads(1 if target.device.type == "cpu" else None):
+            target.reserve(capacity)
+            draft.reserve(capacity)
+            self.draft = draft
+            self.decoder = Decoder(target, draft, capture_sizes=settings.capture_sizes, mode=settings.mode)
+            draft.capture_sizes = settings.capture_sizes
+            for model in (target, draft):
+                model.use_mode(settings.mode)
+            self.tree = self.decoder.point.grower.tree = new_tree(MAX_STEP)
+            started = now_ms(target.device)
+            for _ in range(WARM_UPS):
+                self.decode_ms(self.kv_length)
+                self.round_ms()
+                if now_ms(target.device) - started > WARM_UP_MS:
+                    break
+
+    def _request(self) -> Request:
+        tokens = torch.zeros(1, dtype=torch.long)
+        return Request(Call({}, 1), self.token_sampler, Prompt(tokens, tokens.bool()), tokens[None], tokens=[1])
+
+    def round_ms(self) -> float:
+        """Two rounds of typical sizes: a chain and a small tree."""
+        m, largest = self.kv_length, self.max_tokens
+        levels = sum(self.draft_level_ms(min(n, largest), m) for n in (1, 1, 1, 4, 4))
+        return levels + self.verify_ms(min(6, largest), m) + self.verify_ms(min(12, largest), m)
+
+    def decode_ms(self, kv_length: int) -> float:
+        self.decoder.target.output_layers = ()  # plain decoding needs no features
+        self.decoder.target.cache.length = kv_length
+        request = self._request()
+        self.decoder.host_round.plain_step(request)
+        return request.stats.verify_ms
+
+    def verify_ms(self, tokens: int, kv_length: int) -> float:
+        """A verification of ``tokens`` tokens, including the root."""
+        self.decoder.target.output_layers = self.draft.aux_layers
+        self.decoder.target.cache.length = kv_length
+        _plant_star(self.tree, tokens - 1)
+        request = self._request()
+        self.decoder.host_round.verify(request, self.decoder.point)
+        return request.stats.verify_ms
+
+    def draft_first_ms(self, tokens: int, kv_length: int) -> float:
+        """The draft's first forward, which reads ``tokens`` committed tokens, costs as much as a level of that size."""
+        return self.draft_level_ms(tokens, kv_length)
+
+    def draft_level_ms(self, tokens: int, kv_length: int) -> float:
+        draft, tree = self.draft, self.tree
+        draft.cache.length = kv_length
+        _plant_star(tree, tokens)
+        frontier = np.arange(1, tokens + 1)
+        draft.begin_round()
+        started = now_ms(draft.device)
+        draft.propose(tree, frontier, 10)
+        return now_ms(draft.device) - started
+
+
+def choose_threads(
+    benches: list[StepBench], *, until: float = math.inf, clock: Callable[[], float] = time.monotonic
+) -> int | None:
+    """The number of CPU threads for decoding; None on a GPU or a single core.
+
+    It has the fastest rounds of those whose plain steps are not significantly more than 3 % slower than the fastest: the
+    baseline of every speedup must not be slowed down. The choices are timed one after the other and compared by the ratios of
+    such neighbors, which contention moves least.
+
+    Args:
+        until: the time of ``clock`` after which no repetition begins, apart from the first.
+    """
+    available = torch.get_num_threads()
+    if benches[0].decoder.target.device.type != "cpu" or available == 1:
+        return None
+    choices = sorted({1, max(1, available // 2), available})
+    plain: list[list[float]] = []  # [repetitions, choices]
+    rounds: list[list[float]] = []
+    while len(plain) < max(THREAD_REPEATS, 6 * len(benches)):
+        if plain and clock() >= until:
+            break
+        bench = benches[len(plain) % len(benches)]
+        plain.append([])
+        rounds.append([])
+        for threads in choices:
+            with limited_threads(threads), torch.inference_mode():
+                plain[-1].append(float(np.median(plain_steps_ms(bench, bench.kv_length))))
+                rounds[-1].append(bench.round_ms())
+    plain_ratios, round_ratios = (np.array(times) / np.array(plain)[:, :1] for times in (plain, rounds))
+    medians = np.median(plain_ratios, axis=0)
+    best = int(np.argmin(medians))
+    to_best = plain_ratios / plain_ratios[:, best : best + 1]
+    eligible = [
+        number
+        for number in range(len(choices))
+        if float(np.median(to_best[:, number])) <= 1.03 + 2 * standard_error(to_best[:, number].tolist())
+    ]
+    return choices[min(eligible, key=lambda number: float(np.median(round_ratios[:, number])))]
+
+
+def _plant_star(tree: Tree, num_children: int) -> None:
+    """Plant a root with children. Latency depends on the size of a tree, not on its shape."""
+    plant(tree, 1, 0)
+    proposals = np.zeros((1, max(1, num_children)), CHILD)
+    for rank in range(num_children):
+        add_child(tree, ROOT, rank, proposals)
