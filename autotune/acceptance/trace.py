@@ -108,6 +108,24 @@ class Trace:
         """Tokens that decoding emits after the first ones, which the prefills emit."""
         return int(len(self.forest.answer) - self.num_prompts)
 
+    def select(self, prompts: Sequence[int] | Ints) -> Trace:
+        """The trace of the prompts with these indices, in their order."""
+        header, ends = self.header, [*self.first_node[1:], len(self.forest.child_token)]
+        parts = []
+        for p in prompts:
+            first, nodes = self.first_node[p], slice(self.first_node[p], ends[p])
+            child_node = self.forest.child_node[nodes]
+            forest = Forest(
+                self.forest.answer[self.answer_start[p] : self.answer_start[p + 1]],
+                self.forest.child_token[nodes],
+                self.forest.child_logprob[nodes],
+                np.where(child_node >= 0, child_node - first, -1),
+            )
+            lengths = (self.prompt_length[p], self.draft_prompt_length[p], self.num_visual_tokens[p])
+            parts.append(RecordedPrompt(forest, *map(int, lengths)))
+        names, tasks = ([every[p] for p in prompts] for every in (header.prompts, header.tasks))
+        return join(header.model_copy(update={"prompts": names, "tasks": tasks}), parts)
+
     def draft_kv_length(self, crossing_share: float) -> Ints:
         """KV length [prompts] at which a draft's forward passes are priced when decoding begins.
 

@@ -147,6 +147,11 @@ class Evaluator:
         self.tasks = any_trace.header.tasks
         self._candidates: dict[str, Candidate] = {}
 
+    def select(self, prompts: Ints) -> Evaluator:
+        """The evaluator of the prompts with these indices only."""
+        traces = [trace.select(prompts) for trace in self.traces.values()]
+        return Evaluator(traces, self.table, constraints=self.constraints, jobs=self.jobs)
+
     def _prices_of(self, trace: Trace) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet
         *costs, _ = self.table.costs_around(draft, subnet)

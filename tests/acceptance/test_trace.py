@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, join, load_trace, save_trace
 from autotune.errors import UserError
-from tests.sample_documents import forest_of, header, random_trace
+from autotune.trees.policy import parse_policy
+from tests.sample_documents import forest_of, free_prices, header, random_trace
 
 # Two answers, two children a node. Ranks of the answer's next tokens: 0, 1 | 0, none.
 FIRST = forest_of([1, 2, 3], [[(2, 0.6, 2), (9, 0.3, -1)], [(8, 0.5, -1), (3, 0.4, -1)], [(3, 0.9, -1), (9, 0.1, -1)]])
@@ -42,6 +44,24 @@ def test_joined_prompts_keep_their_nodes() -> None:
     assert (trace.prompt_length.tolist(), trace.draft_prompt_length.tolist()) == ([10, 20], [8, 20])
     assert trace.num_visual_tokens.tolist() == [4, 0]
     assert (trace.num_prompts, trace.num_tokens) == (2, 4)
+
+
+def test_selected_prompts_are_those_of_a_trace_without_the_others() -> None:
+    """One prompt, several in another order, and all of them."""
+    trace = random_trace(0)
+    assert_equal(trace.select(range(trace.num_prompts)), trace)
+    selected = trace.select([3, 1])
+    assert selected.header.prompts == [trace.header.prompts[3], trace.header.prompts[1]]
+    assert selected.header.tasks == [trace.header.tasks[3], trace.header.tasks[1]]
+    assert_equal(selected.select([1, 0]), trace.select([1, 3]))
+    policy = parse_policy({"policy": "eagle2", "k": 3, "depth": 4})
+    whole, part = (replay(one, policy, free_prices()) for one in (trace, selected))
+    assert [part.rounds.tolist(), part.missing.tolist()] == [
+        whole.rounds[[3, 1]].tolist(),
+        whole.missing[[3, 1]].tolist(),
+    ]
+    for mine, theirs in zip(part.accepted_lengths, (whole.accepted_lengths[3], whole.accepted_lengths[1]), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_a_saved_trace_loads_equal(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""Intervals of predictions, against what they should cover."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autotune.cost.table import CostTable
+from autotune.documents.configuration import Configuration
+from autotune.search.evaluator import Evaluator
+from autotune.search.uncertainty import ratio_interval, speedup_interval
+from tests.sample_documents import cost_table, random_trace, surface
+
+CHAIN = Configuration(tree={"policy": "chain", "depth": 3})
+TREE = Configuration(tree={"policy": "eagle2", "k": 2, "depth": 3})
+
+
+def with_errors(**errors: float) -> CostTable:
+    """The sample table with a held-out error of parts: ``decode``, ``verify``, ``draft_level``."""
+    table = cost_table()
+    costs = table.drafts[0]
+    if "draft_level" in errors:
+        level = costs.draft_level.model_copy(update={"errors": {"linear": errors["draft_level"]}})
+        table = table.model_copy(update={"drafts": [costs.model_copy(update={"draft_level": level})]})
+    parts = {
+        name: getattr(table, name).model_copy(update={"errors": {"linear": errors[name]}})
+        for name in ("decode", "verify")
+        if name in errors
+    }
+    return table.model_copy(update=parts)
+
+
+def test_interval_without_errors_is_the_prediction() -> None:
+    evaluator = Evaluator([random_trace(0)], cost_table())
+    speedup = evaluator.evaluate(CHAIN).speedup
+    assert speedup_interval(evaluator, CHAIN) == pytest.approx((speedup, speedup))
+
+
+def test_interval_contains_the_predictions_of_disturbed_tables() -> None:
+    """Tables whose verification and plain steps are off by random factors: 90 % of their predictions lie inside."""
+    evaluator = Evaluator([random_trace(0)], with_errors(verify=0.1, decode=0.05))
+    low, high = speedup_interval(evaluator, CHAIN)
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(400):
+        verify, decode = np.exp(rng.normal(0, [0.1, 0.05]))
+        table = cost_table(
+            decode=surface(lambda n, m, f=decode: f * (1.0 + 0.001 * m), tokens=(1,)),
+            verify=surface(lambda n, m, f=verify: f * (1.0 + 0.02 * n + 0.001 * m)),
+        )
+        inside += low <= Evaluator([random_trace(0)], table).evaluate(CHAIN).speedup <= high
+    assert 0.85 <= inside / 400 <= 0.95
+
+
+def test_other_prompts_widen_the_interval() -> None:
+    evaluator = Evaluator([random_trace(0)], with_errors(verify=0.1))
+    low, high = speedup_interval(evaluator, CHAIN)
+    wide_low, wide_high = speedup_interval(evaluator, CHAIN, other_prompts=True)
+    assert wide_low < low < high < wide_high
+
+
+def test_ratio_of_a_configuration_to_itself_is_certain() -> None:
+    """Whatever the errors of the table."""
+    evaluator = Evaluator([random_trace(0)], with_errors(verify=0.3, draft_level=0.3))
+    assert ratio_interval(evaluator, CHAIN, CHAIN) == pytest.approx((1.0, 1.0))
+
+
+def test_shared_errors_cancel_in_a_ratio() -> None:
+    """An error of the plain step, which neither configuration takes, and of a part with nearly the same share in both."""
+    evaluator = Evaluator([random_trace(0)], cost_table())
+    narrow = ratio_interval(evaluator, TREE, CHAIN)
+    assert ratio_interval(Evaluator([random_trace(0)], with_errors(decode=0.5)), TREE, CHAIN) == pytest.approx(narrow)
+    uncertain = Evaluator([random_trace(0)], with_errors(verify=0.1))
+    low, high = ratio_interval(uncertain, TREE, CHAIN)
+    speedup_low, speedup_high = speedup_interval(uncertain, TREE)
+    assert np.log(high / low) - np.log(narrow[1] / narrow[0]) < 0.5 * np.log(speedup_high / speedup_low)
