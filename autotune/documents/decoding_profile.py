@@ -41,6 +41,10 @@ class Predicted(Document):
     speedup: float
     ms_per_token: float
     tokens_per_round: float | None
+    interval90: tuple[float, float] | None = None
+    """90 % interval of the speedup on other prompts, by the errors of the cost table and the variation over prompts; null in
+    profiles of earlier versions.
+    """
     estimated: bool = False
     """Whether the cost table is an estimate from a datasheet."""
 
@@ -119,12 +123,43 @@ class ComparedArm(Document):
     """The arm decoded this many of the first evaluation prompts; null (earlier versions) for all of them."""
 
 
+class Gain(Document):
+    """The speedup of the profile over another arm on held-out prompts of the same run."""
+
+    task: str
+    """``all``: over the prompts of all tasks."""
+    over: str
+    """Name of the other arm."""
+    speedup: float
+    ci95: tuple[float, float]
+    """Paired bootstrap over prompts."""
+    num_prompts: int
+
+
+class Shrinkage(Document):
+    """Speedups of the configuration that decodes by default: predicted where it was chosen, then where it was not.
+
+    The best of many configurations on some prompts is partly the best by chance, so its speedup shrinks on others.
+    """
+
+    predicted_on_choosing: float | None
+    """On the tuning prompts by which trees were searched. Null, like the next one, without a recorded trace."""
+    predicted_on_confirming: float | None
+    """On the tuning prompts by which finalists were chosen and measured; these prompts did not choose trees."""
+    measured_on_confirming: float
+    measured_on_held_out: float
+
+
 class Evidence(Document):
     """The measurements behind the operating points."""
 
     prompts: list[PromptEvidence] = Field(default_factory=list)
     compared: list[ComparedArm] = Field(default_factory=list)
     configurations_replayed: int = 0
+    best_default: str | None = None
+    """The published default that was fastest on held-out prompts; null in profiles of earlier versions, as the next two."""
+    gains: list[Gain] = Field(default_factory=list)
+    shrinkage: Shrinkage | None = None
 
 
 class WorkloadReference(Document):
@@ -135,6 +170,8 @@ class WorkloadReference(Document):
     evaluate_sha256: str
     num_tune_prompts: int
     num_evaluate_prompts: int
+    max_new_tokens: int | None = None
+    """Limit of every answer, where the search shortened them to keep its budget."""
 
 
 class DecodingProfile(

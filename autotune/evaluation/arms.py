@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any, Protocol
 
 from autotune.documents.condition import first_match
@@ -12,6 +13,7 @@ from autotune.runtime.stats import DecodingStats
 from autotune.trees.fallback import Fallback
 from autotune.workloads.workload import WARM_UP_TOKENS, Prompt
 
+WARM_UP_S = 1.0
 HF, HF_ASSISTED, PROMPT_LOOKUP = "hf", "hf-assisted", "prompt_lookup"
 
 
@@ -54,10 +56,12 @@ class DecoderArm(Arm):
         return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats
 
     def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
-        """Decode the first tokens, in buffers for the whole answer."""
+        """Decode the first tokens, for a second at most, in buffers for the whole answer."""
         stream = self.decoder.stream(**inputs, **settings.generation, workload=settings.task)
+        until = time.monotonic() + WARM_UP_S
         for _ in itertools.islice(stream, WARM_UP_TOKENS):
-            pass
+            if time.monotonic() > until:
+                break
 
     def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
         conditions = [point.when for point in self.decoder.points]

@@ -7,8 +7,9 @@ from typing import Any
 
 from autotune.acceptance.replay import plain_decode_ms
 from autotune.documents.configuration import configuration_of
-from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, OperatingPoint
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, Gain, OperatingPoint
 from autotune.documents.subnet import Subnet
+from autotune.evaluation.arms import HF
 from autotune.report.sources import Sources
 from autotune.trees.static import StaticPolicy
 
@@ -71,7 +72,12 @@ class EvaluationArms:
     def __init__(self, profile: DecodingProfile) -> None:
         arms = {arm.name: arm for arm in profile.evidence.compared}
         self.plain, self.tuned = arms.get(AR), arms.get(TUNED)
-        self.defaults = [arm for name, arm in arms.items() if name not in (AR, TUNED)]
-        self.best_default = max(self.defaults, key=lambda arm: arm.speedup, default=None)
+        self.defaults = [arm for name, arm in arms.items() if name not in (AR, HF, TUNED)]
+        fastest = max(self.defaults, key=lambda arm: arm.speedup, default=None)
+        self.best_default = arms.get(profile.evidence.best_default or "", fastest)
         self.profile = self.plain if profile.point.tree is None else self.tuned
         """The arm that the profile decodes with: the tuned one, or plain decoding if no draft was faster."""
+        self.gains: dict[str, dict[str, Gain]] = {}
+        """What tuning gained, by task and other arm."""
+        for gain in profile.evidence.gains:
+            self.gains.setdefault(gain.task, {})[gain.over] = gain

@@ -1,9 +1,13 @@
-"""Sequential elimination: arms decode the same prompts until one remains."""
+"""Sequential elimination: arms decode the same prompts until the fastest is known.
+
+Candidates leave when they are significantly slower than the fastest arm. Published defaults leave only when they are
+significantly slower than the fastest default, so that the best default is known as well.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +20,7 @@ from autotune.evaluation.runs import Run
 from autotune.workloads.workload import Workload
 
 PROMPTS_PER_ROUND = 8  # prompts between two interim analyses
+MIN_PROMPTS = 4  # even past the deadline
 MAX_PASSES = 4  # over the prompts
 RISK = 0.05  # that any arm is eliminated by chance, over all interim analyses and arms
 
@@ -27,7 +32,9 @@ class Elimination:
     runs: dict[str, list[Run]]
     """By arm name; eliminated arms have fewer runs. Plain decoding has run on all prompts."""
     remaining: list[str]
-    """Names of arms that are not significantly slower than the fastest, which is first."""
+    """Names of candidates that are not significantly slower than the fastest arm, the fastest candidate first."""
+    remaining_defaults: list[str]
+    """Names of defaults that are not significantly slower than the fastest default, which is first."""
 
 
 def eliminate(
@@ -35,45 +42,81 @@ def eliminate(
     arms: Sequence[Arm],
     workload: Workload,
     *,
+    defaults: Sequence[Arm] = (),
+    prompts_per_round: int = PROMPTS_PER_ROUND,
+    max_passes: int = MAX_PASSES,
     seed: int = 0,
     deadline: float | None = None,
     report: Report | None = None,
 ) -> Elimination:
-    """Run arms beside plain decoding, and eliminate those that are significantly slower than the fastest.
+    """Run candidates and defaults beside plain decoding, and eliminate those that are significantly slower.
 
-    It ends when one arm remains, after ``MAX_PASSES`` over the prompts, or when the next round of prompts would end after
-    the deadline.
+    It ends when one candidate remains and the defaults are eliminated down to one or are significantly slower than it, after
+    ``max_passes`` over the prompts, or when the next round of prompts would end after the deadline.
+
+    Args:
+        arms: the candidates.
+        defaults: arms that compete among themselves.
+        prompts_per_round: number of prompts between two interim analyses.
+        deadline: of ``time.monotonic``. After ``MIN_PROMPTS`` prompts, no prompt is begun that would end later.
     """
-    remaining = [arm.name for arm in arms]
-    runs: dict[str, list[Run]] = {name: [] for name in (AR, *remaining)}
+    names, default_names = [arm.name for arm in arms], [arm.name for arm in defaults]
+    runs: dict[str, list[Run]] = {name: [] for name in (AR, *names, *default_names)}
     num_prompts = len(workload.prompts)
-    blocks = [workload.prompts[begin : begin + PROMPTS_PER_ROUND] for begin in range(0, num_prompts, PROMPTS_PER_ROUND)]
+    blocks = [workload.prompts[begin : begin + prompts_per_round] for begin in range(0, num_prompts, prompts_per_round)]
     # Any arm may look fastest by chance: a test for every ordered pair of arms at every interim analysis.
-    num_tests = MAX_PASSES * len(blocks) * len(arms) * max(1, len(arms) - 1)
+    num_arms = len(names) + len(default_names)
+    risk = RISK / (max_passes * len(blocks) * num_arms * max(1, num_arms - 1))
     began = time.monotonic()
-    for number in range(MAX_PASSES * len(blocks)):
+    for number in range(max_passes * len(blocks)):
         prompts = blocks[number % len(blocks)]
         now = time.monotonic()
         is_late = deadline is not None and number > 0 and now + (now - began) / number > deadline
-        if number > 0 and (len(remaining) == 1 or is_late):
+        if is_late or (number > 0 and _is_decided(runs, names, default_names, risk)):
             break
         block_runs = runner.compare(
-            [runner.plain, *(arm for arm in arms if arm.name in remaining)],
+            [runner.plain, *(arm for arm in (*arms, *defaults) if arm.name in {*names, *default_names})],
             Workload(workload.name, workload.split, prompts),
             seed=seed + number,
-            min_prompts=len(prompts),
+            deadline=deadline,
+            min_prompts=MIN_PROMPTS if number == 0 else len(prompts),
             repeat=number // len(blocks),
             keep_memory=number > 0,
         )
         for name, more in block_runs.items():
             runs[name] += more
         if report is not None:
-            report(min(num_prompts * MAX_PASSES, len(runs[AR])), num_prompts * MAX_PASSES)
-        ms = {name: np.array([run.decode_ms for run in runs[name]]) for name in remaining}
-        fastest, *others = sorted(remaining, key=lambda name: float(ms[name].sum()))
-        slower = [name for name in others if is_significantly_slower(ms[name], ms[fastest], risk=RISK / num_tests)]
-        remaining = [name for name in (fastest, *others) if name not in slower]
-    return Elimination(runs, remaining)
+            report(min(num_prompts * max_passes, len(runs[AR])), num_prompts * max_passes)
+        all_names = [*names, *default_names]
+        names = not_slower(runs, names, all_names, risk)
+        default_names = not_slower(runs, default_names, default_names, risk) if default_names else []
+    return Elimination(runs, names, default_names)
+
+
+def not_slower(
+    runs: Mapping[str, Sequence[Run]], names: Sequence[str], rivals: Sequence[str], risk: float
+) -> list[str]:
+    """The arms that are not significantly slower than the fastest rival, the fastest first. All have run equally often."""
+    ms = {name: _decode_ms(runs[name]) for name in (*names, *rivals)}
+    fastest = min(rivals, key=lambda name: float(ms[name].sum()))
+    by_speed = sorted(names, key=lambda name: float(ms[name].sum()))
+    return [n for n in by_speed if n == fastest or not is_significantly_slower(ms[n], ms[fastest], risk=risk)]
+
+
+def _is_decided(
+    runs: Mapping[str, Sequence[Run]], names: Sequence[str], default_names: Sequence[str], risk: float
+) -> bool:
+    """Whether more runs could not change which arm is the fastest."""
+    if len(names) + len(default_names) == 1:
+        return True
+    if len(names) != 1:
+        return False
+    ms = _decode_ms(runs[names[0]])
+    return all(is_significantly_slower(_decode_ms(runs[name]), ms, risk=risk) for name in default_names)
+
+
+def _decode_ms(runs: Sequence[Run]) -> NDArray[np.float64]:
+    return np.array([run.decode_ms for run in runs])
 
 
 def is_significantly_slower(ms: NDArray[np.float64], than: NDArray[np.float64], *, risk: float) -> bool:

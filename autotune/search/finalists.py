@@ -1,4 +1,4 @@
-"""Finalists: the best configurations by replay, measured until the fastest is known."""
+"""Finalists: the best configurations by replay and the published defaults, measured until the fastest is known."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from string import ascii_uppercase
 
 import numpy as np
 
 from autotune.console import Console
+from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
+from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.documents.subnet import Subnet
 from autotune.evaluation.runner import ArmRunner
+from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import bootstrap_ratio, summarize
-from autotune.search.elimination import eliminate
+from autotune.search.elimination import MAX_PASSES, PROMPTS_PER_ROUND, Elimination, eliminate
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.study.document import Finalist
+from autotune.search.model_pool import ModelPool
+from autotune.search.uncertainty import ratio_interval, speedup_interval
+from autotune.study.document import Finalist, MeasuredDefault
 from autotune.workloads.workload import Workload
 
 NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
@@ -25,29 +31,35 @@ MAX_SIMILAR = 2  # finalists with the same draft and policy
 MAX_TIE = 1.005  # times the fastest arm's total time
 
 
-def choose_finalists(
-    candidates: Sequence[Candidate], evaluator: Evaluator, count: int, *, slack: float = 0.05
-) -> list[Candidate]:
+def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
+    """The published defaults to compare with, each with a draft of its paper's kind where one is loaded."""
+    by_kind = {model_pool.kind(draft): draft for draft in reversed(model_pool.references)}
+    first = next(iter(model_pool.references))
+    return {
+        name: default.model_copy(update={"draft": by_kind.get(name, by_kind.get("independent", first))})
+        for name, default in COMPARED_DEFAULTS.items()
+    }
+
+
+def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, count: int) -> list[Candidate]:
     """Up to ``count`` distinct configurations to measure: the fastest of every (draft, subnet, policy), at most two of a
     draft and policy.
 
-    Configurations are left out if they are significantly slower than the fastest by more than ``slack``, an allowance for
-    errors of the prediction.
+    Configurations are ranked on the evaluator's prompts. Those whose time is above that of the fastest in the whole 90 %
+    interval of their ratio are left out.
     """
+    here = [evaluator.evaluate(candidate.configuration) for candidate in candidates]
     fastest: dict[tuple[str | None, Subnet, str], Candidate] = {}
-    for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
+    for candidate in sorted(here, key=lambda candidate: candidate.rank):
         c = candidate.configuration
         fastest.setdefault((c.draft, c.subnet, candidate.policy), candidate)
     chosen: list[Candidate] = []
     num_similar: Counter[tuple[str | None, str]] = Counter()
-    fastest_ms = None
     for candidate in fastest.values():
         kind = candidate.configuration.draft, candidate.policy
         if num_similar[kind] >= MAX_SIMILAR:
             continue
-        (ms,) = evaluator.prompt_ms([candidate.configuration])
-        fastest_ms = ms if fastest_ms is None else fastest_ms
-        if bootstrap_ratio(ms, fastest_ms)[0] > 1.0 + slack:
+        if chosen and ratio_interval(evaluator, candidate.configuration, chosen[0].configuration)[0] > 1.0:
             continue
         num_similar[kind] += 1
         chosen.append(candidate)
@@ -56,8 +68,21 @@ def choose_finalists(
     return chosen
 
 
+@dataclass(frozen=True)
+class MeasuredFinalists:
+    """Results of finalists and published defaults in real runs on tuning prompts."""
+
+    winner: Configuration
+    """The fastest of all; a difference inside the noise goes to the smaller tree."""
+    finalists: list[Finalist]
+    defaults: list[MeasuredDefault]
+    best_defaults: list[str]
+    """Names of the defaults that are not significantly slower than the fastest default, which is first."""
+
+
 def measure_finalists(
     finalists: Sequence[Candidate],
+    defaults: Mapping[str, Configuration],
     runner: ArmRunner,
     evaluator: Evaluator,
     prompts: Workload,
@@ -65,65 +90,149 @@ def measure_finalists(
     *,
     seed: int,
     deadline: float,
-) -> tuple[Candidate, list[Finalist]]:
-    """Run finalists until one remains or the time is over; returns the winner and all results. Ties go to the smaller tree.
+    prompts_per_round: int = PROMPTS_PER_ROUND,
+    max_passes: int = MAX_PASSES,
+) -> MeasuredFinalists:
+    """Run finalists and published defaults until the fastest is known or the time is over.
 
-    ``prompts`` are the first of those that the evaluator has replayed; ``deadline`` is of ``time.monotonic``.
+    Args:
+        prompts: the first of those that the evaluator has replayed.
+        deadline: of ``time.monotonic``.
+        prompts_per_round: number of prompts between two interim analyses.
+        max_passes: largest number of runs on the same prompt.
     """
     by_arm = {f"finalist {number}": candidate for number, candidate in enumerate(finalists, start=1)}
     arms = [runner.arm(name, candidate.configuration) for name, candidate in by_arm.items()]
     with console.stage("finalists, measured") as update:
         elimination = eliminate(
-            runner, arms, prompts, seed=seed, deadline=deadline, report=lambda done, of: update(done, of, "")
+            runner,
+            arms,
+            prompts,
+            defaults=[runner.arm(name, configuration) for name, configuration in defaults.items()],
+            prompts_per_round=prompts_per_round,
+            max_passes=max_passes,
+            seed=seed,
+            deadline=deadline,
+            report=lambda done, of: update(done, of, ""),
         )
-    runs, num_prompts = elimination.runs, len(prompts.prompts)
-    results = []
-    for name, candidate in by_arm.items():
-        summary = summarize(name, runs[name], runs[AR][: len(runs[name])])
-        # On the prompts that were run, over and over. Of speedups, not of times: a machine that has become slower since
-        # its cost table was measured is slower with and without a draft.
-        order = np.arange(len(runs[name])) % num_prompts
-        predicted_ms = evaluator.replay(candidate.configuration).decode_ms
-        results.append(
-            Finalist(
-                configuration=candidate.configuration,
-                predicted_speedup=float(evaluator.ar_ms[order].sum() / predicted_ms[order].sum()),
+    results = [
+        _finalist(
+            candidate, elimination.runs[name], elimination, evaluator, is_eliminated=name not in elimination.remaining
+        )
+        for name, candidate in by_arm.items()
+    ]
+    measured_defaults = []
+    for name, configuration in defaults.items():
+        own = elimination.runs[name]
+        summary = summarize(name, own, elimination.runs[AR][: len(own)])
+        measured_defaults.append(
+            MeasuredDefault(
+                name=name,
+                configuration=configuration,
                 speedup=summary.speedup,
                 ci95=summary.ci95,
-                num_runs=len(runs[name]),
-                is_eliminated=name not in elimination.remaining,
+                num_runs=len(own),
+                is_eliminated=name not in elimination.remaining_defaults,
             )
         )
-    print_finalists(results, console)
-    predicted_ar_ms = float(evaluator.ar_ms[:num_prompts].sum() * len(runs[AR]) / num_prompts)
-    ratio = sum(run.decode_ms for run in runs[AR]) / predicted_ar_ms
+    print_finalists(results, measured_defaults, evaluator, console)
+    num_runs, num_prompts = len(elimination.runs[AR]), len(evaluator.tasks)
+    order = np.arange(num_runs) % min(num_prompts, len(prompts.prompts))
+    ratio = sum(run.decode_ms for run in elimination.runs[AR]) / evaluator.ar_ms[order].sum()
     console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
-    ms = {name: np.array([run.decode_ms for run in runs[name]]) for name in elimination.remaining}
-    winner = fastest = elimination.remaining[0]
-    for name in elimination.remaining[1:]:
-        is_tied = bootstrap_ratio(ms[name], ms[fastest])[0] <= 1.0 and ms[name].sum() <= MAX_TIE * ms[fastest].sum()
-        if is_tied and by_arm[name].nodes_per_round < by_arm[winner].nodes_per_round:
+    configurations = {name: candidate.configuration for name, candidate in by_arm.items()} | dict(defaults)
+    winner = _winner(elimination)
+    return MeasuredFinalists(configurations[winner], results, measured_defaults, elimination.remaining_defaults)
+
+
+def _finalist(
+    candidate: Candidate, runs: Sequence[Run], elimination: Elimination, evaluator: Evaluator, *, is_eliminated: bool
+) -> Finalist:
+    """A finalist's result, with its prediction for the prompts that were run, over and over.
+
+    Predicted speedups, not times: a machine that has become slower since its cost table was measured is slower with and
+    without a draft.
+    """
+    summary = summarize("finalist", runs, elimination.runs[AR][: len(runs)])
+    configuration = candidate.configuration
+    order = np.arange(len(runs)) % len(evaluator.tasks)
+    predicted_ms = evaluator.replay(configuration).decode_ms
+    predicted = float(evaluator.ar_ms[order].sum() / predicted_ms[order].sum())
+    low, high = speedup_interval(evaluator, configuration)
+    scale = predicted / evaluator.evaluate(configuration).speedup  # to the prompts that were run
+    return Finalist(
+        configuration=configuration,
+        predicted_speedup=predicted,
+        interval90=(low * scale, high * scale),
+        speedup=summary.speedup,
+        ci95=summary.ci95,
+        num_runs=len(runs),
+        is_eliminated=is_eliminated,
+    )
+
+
+def _winner(elimination: Elimination) -> str:
+    """The arm with the least time; of arms that are tied with it, the one with the smallest trees."""
+    runs = elimination.runs
+    ms = {
+        name: np.array([run.decode_ms for run in runs[name]])
+        for name in (*elimination.remaining, *elimination.remaining_defaults)
+    }
+    # Defaults that were eliminated late have as many runs as the fastest arm, or fewer: compare on the same runs.
+    fastest = min(ms, key=lambda name: float(ms[name].mean()))
+    winner = fastest
+    for name in ms:
+        count = min(len(ms[name]), len(ms[fastest]))
+        own_ms, fastest_ms = ms[name][:count], ms[fastest][:count]
+        is_tied = bootstrap_ratio(own_ms, fastest_ms)[0] <= 1.0 and own_ms.sum() <= MAX_TIE * fastest_ms.sum()
+        if is_tied and _nodes_per_round(runs[name]) < _nodes_per_round(runs[winner]):
             winner = name
-    return by_arm[winner], results
+    return winner
 
 
-def print_finalists(finalists: Sequence[Finalist], console: Console) -> None:
+def _nodes_per_round(runs: Sequence[Run]) -> float:
+    return sum(run.verified_nodes or 0 for run in runs) / max(1, sum(run.rounds for run in runs))
+
+
+def print_finalists(
+    finalists: Sequence[Finalist], defaults: Sequence[MeasuredDefault], evaluator: Evaluator, console: Console
+) -> None:
     """Print predicted and measured speedups, and the configurations below the table."""
     named = dict(zip(NAMES, finalists, strict=False))
     rows = [
         [
             name,
             f"{finalist.predicted_speedup:.2f}x",
+            _interval(finalist.interval90),
             f"{finalist.speedup:.2f}x",
-            f"{finalist.ci95[0]:.2f}-{finalist.ci95[1]:.2f}",
+            _interval(finalist.ci95),
             f"{100 * finalist.prediction_error:+.1f} %",
             f"{finalist.num_runs}" + (", eliminated" if finalist.is_eliminated else ""),
         ]
         for name, finalist in named.items()
     ]
-    columns = ["finalist", "predicted", "measured", "95 % CI", "prediction error", "runs"]
-    console.table("Finalists on tuning prompts", columns, rows)
-    print_labels({name: finalist.configuration.label for name, finalist in named.items()}, console)
+    for default in defaults:
+        can_replay = evaluator.can_replay(default.configuration)
+        predicted = evaluator.evaluate(default.configuration).speedup if can_replay else None
+        rows.append(
+            [
+                default.name,
+                "-" if predicted is None else f"{predicted:.2f}x",
+                _interval(speedup_interval(evaluator, default.configuration) if can_replay else None),
+                f"{default.speedup:.2f}x",
+                _interval(default.ci95),
+                "-" if predicted is None else f"{100 * (predicted / default.speedup - 1):+.1f} %",
+                f"{default.num_runs}" + (", eliminated" if default.is_eliminated else ""),
+            ]
+        )
+    columns = ["finalist or default", "predicted", "90 % interval", "measured", "95 % CI", "prediction error", "runs"]
+    console.table("Finalists and published defaults on tuning prompts", columns, rows)
+    labels = {name: finalist.configuration.label for name, finalist in named.items()}
+    print_labels(labels | {default.name: default.configuration.label for default in defaults}, console)
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "-" if ends is None else f"{ends[0]:.2f}-{ends[1]:.2f}"
 
 
 def print_labels(labels: Mapping[str, str], console: Console) -> None:

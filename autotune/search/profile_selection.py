@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from autotune.console import Console
+from autotune.contention import ContentionMonitor
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import (
@@ -24,35 +25,52 @@ from autotune.documents.decoding_profile import (
     Measured,
     OperatingPoint,
     Predicted,
+    Shrinkage,
     WorkloadReference,
 )
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import stamp
-from autotune.documents.published_defaults import COMPARED_DEFAULTS
-from autotune.evaluation.arms import Arm, DecoderArm
+from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run, prompt_evidence
 from autotune.evaluation.summary import Summary, summarize
 from autotune.runtime.load import decoder_for
 from autotune.search.elimination import RISK, is_significantly_slower
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.finalists import choose_finalists, measure_finalists, print_labels
+from autotune.search.finalists import (
+    MeasuredFinalists,
+    choose_finalists,
+    measure_finalists,
+    print_labels,
+    published_defaults,
+)
+from autotune.search.held_out import gains_of, print_comparison, print_gains, run_held_out
 from autotune.search.model_pool import ModelPool
+from autotune.search.plan import StageClock
 from autotune.search.point_selection import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
 from autotune.search.tree_search import TreeSearchResult
-from autotune.study.document import RUNS, Finalist
+from autotune.search.tuning_prompts import TuningPrompts
+from autotune.search.uncertainty import speedup_interval
+from autotune.study.document import RUNS
+from autotune.trees.limits import Floats
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
 D = TypeVar("D", ComparedArm, Measured)
 
-NUM_FINALISTS = 6
-NUM_FINALIST_PROMPTS = 16
-FINALISTS_SHARE = 0.3  # of the time left
+# Prompts between two interim analyses, finalists, and published defaults (None: all), from the most to the fewest that are run.
+ROUNDS: tuple[tuple[int, int, int | None], ...] = (
+    (8, 6, None),
+    (8, 4, None),
+    (4, 4, None),
+    (4, 2, None),
+    (4, 2, 2),
+    (4, 1, 1),
+)
+MAX_WARM_UP_S = 1.0
+NUM_CONFIRMED = 64  # fastest configurations on the choosing prompts that are ranked again on the confirming ones
 NUM_POINT_CANDIDATES = 200  # fastest configurations over all prompts, beside the fastest of each task
 POINT_PROMPTS = 4  # of an operating point between two interim analyses
-MIN_EVALUATED_PROMPTS = 16  # even past the deadline
-NUM_DEFAULTS_PROMPTS = 6  # decoded by all compared defaults; only the fastest default decodes the others
 
 
 @dataclass
@@ -61,49 +79,88 @@ class ProfileSelection:
 
     trees: TreeSearchResult
     model_pool: ModelPool
-    evaluator: Evaluator
+    prompts: TuningPrompts
+    """The evaluators of all tuning prompts, of those that chose the trees, and of those that confirm the choice."""
     folder: Path
     """The study's folder, which keeps the runs."""
-    tune: Workload
     evaluate: Workload
     seed: int
-    deadline: float
-    """A value of ``time.monotonic``."""
+    clock: StageClock
     console: Console
 
-    finalists: list[Finalist] = field(default_factory=list, init=False)
+    measured: MeasuredFinalists | None = field(default=None, init=False)
     """Set by ``measure_finalists``."""
 
     def __post_init__(self) -> None:
+        self.evaluator = self.prompts.every
+        self.tune = self.prompts.workload
         self.table = self.evaluator.table
         self.runner = self.model_pool.runner(self.table.threads, self.folder / RUNS)
+        self.defaults = published_defaults(self.model_pool)
 
     def predicted_profile(self) -> DecodingProfile:
         """The profile for another device, with predictions only."""
-        fastest = self.trees.fastest[0]
+        fastest = choose_finalists(self.trees.fastest[:NUM_CONFIRMED], self.prompts.confirming, 1)[0]
         points = [self._plain_point()]
         if fastest.speedup >= 1.0:
-            points = [self._point(when, self.evaluator.with_fallback(c)) for when, c in self.points(fastest)]
+            common = self.evaluator.evaluate(fastest.configuration)
+            points = [
+                self._point(when, self.evaluator.with_fallback(c).configuration) for when, c in self.points(common)
+            ]
         return self._profile(self.table.device, points)
 
     def measured_profile(self) -> DecodingProfile:
         """The profile for this device, with measurements on held-out prompts."""
-        winner = self.measure_finalists(choose_finalists(self.trees.fastest, self.evaluator, NUM_FINALISTS))
-        points = self.confirmed(self.points(winner), winner)
-        return self.evaluated(self._profile(self.model_pool.device, [self._point(when, c) for when, c in points]))
+        monitor = ContentionMonitor(str(self.model_pool.target.device))
+        fastest = self.trees.fastest[:NUM_CONFIRMED]
+        winner = self.measure_finalists(choose_finalists(fastest, self.prompts.confirming, ROUNDS[0][1]))
+        points = [(Condition(), winner)]
+        if self.evaluator.can_replay(winner):
+            points = self.confirmed(self.points(self.evaluator.evaluate(winner)), winner)
+        profile = self.evaluated(self._profile(self.model_pool.device, [self._point(when, c) for when, c in points]))
+        self.console.say(monitor.contention.describe("while configurations were run"))
+        return profile.model_copy(update={"provenance": stamp(monitor.contention)})
 
-    def measure_finalists(self, candidates: Sequence[Candidate]) -> Candidate:
-        """The fastest candidate on tuning prompts, with its fallback."""
-        winner, self.finalists = measure_finalists(
-            [self.evaluator.with_fallback(candidate) for candidate in candidates],
+    def measure_finalists(self, candidates: Sequence[Candidate]) -> Configuration:
+        """The fastest of the candidates, with their fallbacks, and the published defaults, on confirming prompts.
+
+        Where the time is short, fewer of them run: the fastest by prediction.
+        """
+        confirming, deadline = self.prompts.confirming, self.clock.deadline_of("finalists")
+        finalists = [confirming.with_fallback(candidate) for candidate in candidates]
+        by_speed = sorted(self.defaults, key=lambda name: -self._predicted_speedup(self.defaults[name], confirming))
+        for prompts_per_round, num_finalists, num_defaults in ROUNDS:
+            chosen = finalists[:num_finalists]
+            defaults = {name: c for name, c in self.defaults.items() if name in by_speed[:num_defaults]}
+            configurations = [*(candidate.configuration for candidate in chosen), *defaults.values()]
+            if self._round_s(configurations, prompts_per_round) <= deadline - time.monotonic():
+                break
+        if len(configurations) < len(finalists) + len(self.defaults):
+            self.console.say(
+                f"in the time left, {len(chosen)} of {len(finalists)} finalists and {len(defaults)} of {len(self.defaults)} "
+                "published defaults are measured"
+            )
+        self.measured = measure_finalists(
+            chosen,
+            defaults,
             self.runner,
-            self.evaluator,
-            Workload(self.tune.name, self.tune.split, self.tune.prompts[:NUM_FINALIST_PROMPTS]),
+            confirming,
+            self.prompts.confirming_workload,
             self.console,
             seed=self.seed,
-            deadline=time.monotonic() + FINALISTS_SHARE * (self.deadline - time.monotonic()),
+            deadline=deadline,
+            prompts_per_round=prompts_per_round,
         )
-        return winner
+        return self.measured.winner
+
+    def _round_s(self, configurations: Sequence[Configuration], num_prompts: int) -> float:
+        """Predicted duration of runs of plain decoding and of these configurations, with their warm-ups, in seconds."""
+        confirming = self.prompts.confirming
+        trace = next(iter(confirming.traces.values()))
+        prefill_s = float(np.mean(self.table.prefill.ms(trace.prompt_length, trace.num_visual_tokens > 0))) / 1e3
+        plain_s = float(confirming.ar_ms.mean()) / 1e3
+        decode_s = [plain_s, *(plain_s / self._predicted_speedup(c, confirming) for c in configurations)]
+        return sum(num_prompts * (prefill_s + s) + prefill_s + min(MAX_WARM_UP_S, s) for s in decode_s)
 
     # ----------------------------------------------------------------------------------------------- operating points
 
@@ -125,39 +182,55 @@ class ProfileSelection:
         return [(point.condition, candidates[point.configuration]) for point in points]
 
     def confirmed(
-        self, points: list[tuple[Condition, Candidate]], winner: Candidate
-    ) -> list[tuple[Condition, Candidate]]:
-        """The points that beat the winner in real runs of the tuning prompts that meet their conditions."""
-        kept: list[tuple[Condition, Candidate]] = []
+        self, points: list[tuple[Condition, Candidate]], winner: Configuration
+    ) -> list[tuple[Condition, Configuration]]:
+        """The points that beat the winner and the best published default in real runs of the tuning prompts that meet their
+        conditions.
+        """
+        assert self.measured is not None
+        rivals = {"winner": winner}
+        if self.measured.best_defaults:
+            rivals["default"] = self.defaults[self.measured.best_defaults[0]]
+        kept: list[tuple[Condition, Configuration]] = []
         rows: list[list[str]] = []
         labels: dict[str, str] = {}
         for condition, predicted in points[:-1]:
-            candidate = self.evaluator.with_fallback(predicted)
-            if candidate.key == winner.key:
+            candidate = self.evaluator.with_fallback(predicted).configuration
+            if candidate.key in {rival.key for rival in rivals.values()}:
                 continue
-            prompts = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
-            arms = [self.runner.arm("winner", winner.configuration), self.runner.arm("point", candidate.configuration)]
-            ms = {arm.name: np.zeros(0) for arm in arms}
-            for begin in range(0, len(prompts), POINT_PROMPTS):
-                part = Workload(self.tune.name, self.tune.split, prompts[begin : begin + POINT_PROMPTS])
-                runs = self.runner.compare(
-                    arms, part, seed=self.seed + begin, min_prompts=POINT_PROMPTS, keep_memory=begin > 0
-                )
-                ms = {name: np.append(ms[name], [run.decode_ms for run in runs[name]]) for name in ms}
-                if any(is_significantly_slower(ms[a], ms[b], risk=RISK) for a, b in itertools.permutations(ms)):
-                    break
-            ratio = float(ms["point"].sum() / ms["winner"].sum())
-            is_faster = ratio <= 1 - MIN_GAIN
+            ms = self._point_ms(condition, {**rivals, "point": candidate})
+            ratios = {name: float(ms["point"].sum() / ms[name].sum()) for name in rivals}
+            is_faster = max(ratios.values()) <= 1 - MIN_GAIN
             name = f"{len(rows) + 1}"
-            labels[name] = f"{condition.label}: {candidate.configuration.label}"
-            rows.append([name, f"{ratio:.2f}", f"{len(ms['point'])}", "yes" if is_faster else "no"])
+            labels[name] = f"{condition.label}: {candidate.label}"
+            cells = [f"{ratios[rival]:.2f}" if rival in ratios else "-" for rival in ("winner", "default")]
+            rows.append([name, *cells, f"{len(ms['point'])}", "yes" if is_faster else "no"])
             if is_faster:
                 kept.append((condition, candidate))
         if rows:
-            columns = ["point", "time / winner's time", "prompts", "kept"]
+            columns = ["point", "time / winner's time", "time / best default's", "prompts", "kept"]
             self.console.table("Operating points on tuning prompts", columns, rows)
             print_labels(labels, self.console)
         return [*kept, (Condition(), winner)]
+
+    def _point_ms(self, condition: Condition, configurations: Mapping[str, Configuration]) -> dict[str, Floats]:
+        """Decoding times of the arms on the tuning prompts that meet a condition, until the difference of the point to
+        the others is significant.
+        """
+        prompts = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
+        arms = [self.runner.arm(name, configuration) for name, configuration in configurations.items()]
+        ms = {arm.name: np.zeros(0) for arm in arms}
+        for begin in range(0, len(prompts), POINT_PROMPTS):
+            part = Workload(self.tune.name, self.tune.split, prompts[begin : begin + POINT_PROMPTS])
+            runs = self.runner.compare(
+                arms, part, seed=self.seed + begin, min_prompts=POINT_PROMPTS, keep_memory=begin > 0
+            )
+            ms = {name: np.append(ms[name], [run.decode_ms for run in runs[name]]) for name in ms}
+            others = [ms[name] for name in ms if name != "point"]
+            is_faster = all(is_significantly_slower(other, ms["point"], risk=RISK) for other in others)
+            if is_faster or any(is_significantly_slower(ms["point"], other, risk=RISK) for other in others):
+                break
+        return ms
 
     def _meets(self, condition: Condition, prompt: WorkloadPrompt) -> bool:
         settings = prompt.settings
@@ -167,7 +240,8 @@ class ProfileSelection:
     # ----------------------------------------------------------------------------------------------------- evaluation
 
     def evaluated(self, profile: DecodingProfile) -> DecodingProfile:
-        """The profile with measurements: its decoder, published defaults and plain decoding on the evaluation prompts."""
+        """The profile with measurements on the evaluation prompts: its decoder beside the other arms."""
+        assert self.measured is not None
         pool = self.model_pool
         decoder = decoder_for(
             profile,
@@ -185,10 +259,19 @@ class ProfileSelection:
         )
         last = configuration_of(profile.point)
         tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
-        defaults = self._published_defaults()
-        runs = self._evaluation_runs(runner, tuned, [runner.arm(name, default) for name, default in defaults.items()])
-        summaries = {name: summarize(name, own, runs[AR][: len(own)]) for name, own in runs.items()}
-        configurations = {AR: None, **defaults, TUNED: last}
+        defaults = {name: self.defaults[name] for name in self.measured.best_defaults}
+        runs, best_default = run_held_out(
+            runner,
+            tuned,
+            [runner.arm(name, default) for name, default in defaults.items()],
+            self.evaluate,
+            self.console,
+            seed=self.seed + 1,
+            deadline=self.clock.deadline_of("evaluation"),
+        )
+        summaries = {name: summarize(name, own, runs[AR][: len(own)]) for name, own in runs.items() if own}
+        configurations: dict[str, Configuration | None] = dict.fromkeys(summaries) | defaults | {TUNED: last}
+        configurations = {name: configurations[name] for name in (*(n for n in summaries if n != TUNED), TUNED)}
         predicted = {
             name: self.evaluator.evaluate(configuration).speedup
             for name, configuration in configurations.items()
@@ -198,12 +281,13 @@ class ProfileSelection:
         if len(profile.points) > 1:
             labels[TUNED] = f"{len(profile.points)} operating points"
             predicted.pop(TUNED, None)
-        print_comparison(summaries, predicted, labels, self.console)
-        is_plain = summaries[TUNED].speedup < 1.0
-        decoded = runs[AR if is_plain else TUNED]
+        print_comparison({name: summaries[name] for name in configurations}, predicted, labels, self.console)
+        gains = gains_of(runs, best_default)
+        print_gains(gains, best_default, self.console)
+        shrinkage = None if last is None else self._shrinkage(last, profile, runs)
         evidence = profile.evidence.model_copy(
             update={
-                "prompts": [prompt_evidence(run, plain) for run, plain in zip(decoded, runs[AR], strict=True)],
+                "prompts": [prompt_evidence(run, plain) for run, plain in zip(runs[TUNED], runs[AR], strict=True)],
                 "compared": [
                     _from_summary(
                         ComparedArm,
@@ -214,56 +298,64 @@ class ProfileSelection:
                     )
                     for name, configuration in configurations.items()
                 ],
+                "best_default": best_default,
+                "gains": gains,
+                "shrinkage": shrinkage,
             }
         )
-        if is_plain:
-            self.console.say(
-                "plain decoding is faster than the tuned configuration: the profile decodes without a draft"
-            )
-            measured = _measured(summaries[AR], summaries[AR])
-            points = [self._plain_point().model_copy(update={"measured": measured})]
-        else:
+        return self._with_measurements(profile, evidence, runs, summaries)
+
+    def _with_measurements(
+        self,
+        profile: DecodingProfile,
+        evidence: Evidence,
+        runs: Mapping[str, Sequence[Run]],
+        summaries: Mapping[str, Summary],
+    ) -> DecodingProfile:
+        """The profile with its measured points, or with plain decoding where that is faster."""
+        if summaries[TUNED].speedup >= 1.0:
             points = [
-                point.model_copy(update={"measured": _measured_point(number, decoded, runs[AR])})
+                point.model_copy(update={"measured": _measured_point(number, runs[TUNED], runs[AR])})
                 for number, point in enumerate(profile.points)
             ]
-        return profile.model_copy(update={"points": points, "evidence": evidence})
+            return profile.model_copy(update={"points": points, "evidence": evidence})
+        self.console.say("plain decoding is faster than the tuned configuration: the profile decodes without a draft")
+        measured = _measured(summaries[AR], summaries[AR])
+        points = [self._plain_point().model_copy(update={"measured": measured})]
+        plain = [prompt_evidence(run, run) for run in runs[AR]]  # checks compare with plain decoding
+        return profile.model_copy(update={"points": points, "evidence": evidence.model_copy(update={"prompts": plain})})
 
-    def _evaluation_runs(self, runner: ArmRunner, tuned: Arm, defaults: Sequence[Arm]) -> dict[str, list[Run]]:
-        """Runs by arm name. All arms decode the first prompts; plain decoding, the fastest default and the profile decode
-        as many of the others as there is time for.
-        """
-        prompts = self.evaluate.prompts
-        with self.console.stage("evaluation, measured") as update:
+    def _predicted_speedup(self, configuration: Configuration, evaluator: Evaluator) -> float:
+        """The predicted speedup, or 1 where no trace has the configuration's draft variant."""
+        return evaluator.evaluate(configuration).speedup if evaluator.can_replay(configuration) else 1.0
 
-            def compare(arms: Sequence[Arm], begin: int, end: int, **options: Any) -> dict[str, list[Run]]:
-                def report(done: int, _: int) -> None:
-                    update(begin + done, len(prompts), "")
-
-                part = Workload(self.evaluate.name, self.evaluate.split, prompts[begin:end])
-                return runner.compare(arms, part, seed=self.seed + 1 + begin, report=report, **options)
-
-            first = NUM_DEFAULTS_PROMPTS
-            runs = compare([runner.plain, *defaults, tuned], 0, first, min_prompts=first)
-            fastest = min(defaults, key=lambda arm: sum(run.decode_ms for run in runs[arm.name]))
-            more = compare(
-                [runner.plain, fastest, tuned],
-                first,
-                len(prompts),
-                deadline=self.deadline,
-                min_prompts=MIN_EVALUATED_PROMPTS - first,
-                keep_memory=True,
+    def _shrinkage(
+        self, winner: Configuration, profile: DecodingProfile, runs: Mapping[str, Sequence[Run]]
+    ) -> Shrinkage:
+        """How the winner's speedup shrank from the prompts that chose it to those that did not."""
+        assert self.measured is not None
+        choosing, confirming = (
+            evaluator.evaluate(winner).speedup if evaluator.can_replay(winner) else None
+            for evaluator in (self.prompts.choosing, self.prompts.confirming)
+        )
+        by_key = {finalist.configuration.key: finalist.speedup for finalist in self.measured.finalists}
+        by_key |= {default.configuration.key: default.speedup for default in self.measured.defaults}
+        is_alone = [run.point == len(profile.points) - 1 for run in runs[TUNED]]
+        pairs = [pair for pair, own in zip(zip(runs[TUNED], runs[AR], strict=True), is_alone, strict=True) if own]
+        measured = summarize(TUNED, *map(list, zip(*(pairs or zip(runs[TUNED], runs[AR], strict=True)), strict=True)))
+        found = Shrinkage(
+            predicted_on_choosing=choosing,
+            predicted_on_confirming=confirming,
+            measured_on_confirming=by_key[winner.key],
+            measured_on_held_out=measured.speedup,
+        )
+        if choosing is not None and confirming is not None:
+            self.console.say(
+                f"the tuned configuration: predicted {choosing:.2f}x on the {len(self.prompts.choosing.tasks)} prompts that "
+                f"chose it and {confirming:.2f}x on {len(self.prompts.confirming.tasks)} others, measured "
+                f"{found.measured_on_confirming:.2f}x on these and {found.measured_on_held_out:.2f}x on held-out prompts"
             )
-        return {name: [*own, *more.get(name, ())] for name, own in runs.items()}
-
-    def _published_defaults(self) -> dict[str, Configuration]:
-        """The published defaults to compare with, each with a draft of its paper's kind where there is one."""
-        by_kind = {self.model_pool.kind(draft): draft for draft in reversed(self.model_pool.references)}
-        first = next(iter(self.model_pool.references))
-        return {
-            name: default.model_copy(update={"draft": by_kind.get(name, by_kind.get("independent", first))})
-            for name, default in COMPARED_DEFAULTS.items()
-        }
+        return found
 
     # -------------------------------------------------------------------------------------------------------- profile
 
@@ -272,22 +364,28 @@ class ProfileSelection:
         predicted = Predicted(speedup=1.0, ms_per_token=ms, tokens_per_round=None, estimated=estimated)
         return OperatingPoint(when=Condition(), draft=None, tree=None, predicted=predicted, measured=None)
 
-    def _point(self, condition: Condition, candidate: Candidate) -> OperatingPoint:
+    def _point(self, condition: Condition, configuration: Configuration) -> OperatingPoint:
         """An operating point that is not measured yet."""
-        c = candidate.configuration
+        c = configuration
         reference = self.model_pool.references[c.draft or ""]
-        kind = self.model_pool.kind(reference.id)
-        return OperatingPoint(
-            when=condition,
-            draft=DraftChoice(kind=kind, id=reference.id, sha256=reference.sha256, subnet=c.subnet),
-            tree=parse_policy(c.tree),
-            fallback=c.fallback,
-            predicted=Predicted(
+        predicted = None
+        if self.evaluator.can_replay(c):
+            candidate = self.evaluator.evaluate(c)
+            predicted = Predicted(
                 speedup=candidate.speedup,
                 ms_per_token=candidate.ms_per_token,
                 tokens_per_round=candidate.tokens_per_round,
+                interval90=speedup_interval(self.evaluator, c, other_prompts=True),
                 estimated=self.table.estimated,
+            )
+        return OperatingPoint(
+            when=condition,
+            draft=DraftChoice(
+                kind=self.model_pool.kind(reference.id), id=reference.id, sha256=reference.sha256, subnet=c.subnet
             ),
+            tree=parse_policy(c.tree),
+            fallback=c.fallback,
+            predicted=predicted,
             measured=None,
         )
 
@@ -331,29 +429,3 @@ def _measured(summary: Summary, plain: Summary) -> Measured:
     tokens_per_round = None if summary is plain else summary.tokens_per_round
     others = {"tokens_per_round": tokens_per_round, "ar_tokens_per_second": plain.tokens_per_second}
     return _from_summary(Measured, summary, **others)
-
-
-def print_comparison(
-    summaries: Mapping[str, Summary], predicted: Mapping[str, float], labels: Mapping[str, str], console: Console
-) -> None:
-    """Print plain decoding, published defaults and the profile, and their configurations below the table."""
-    rows = [
-        [
-            name,
-            f"{predicted[name]:.2f}x" if name in predicted else "-",
-            f"{summary.speedup:.2f}x",
-            f"{summary.ci95[0]:.2f}-{summary.ci95[1]:.2f}",
-            f"{summary.tokens_per_round:.2f}" if summary.tokens_per_round else "-",
-            f"{summary.tokens_per_second:.0f}",
-            f"{summary.identical_outputs}/{summary.num_prompts}",
-        ]
-        for name, summary in summaries.items()
-    ]
-    plain = summaries[AR]
-    console.table(
-        f"Evaluation on {plain.num_prompts} held-out prompts, {plain.num_tokens} tokens",
-        ["arm", "predicted", "measured", "95 % CI", "M", "tokens/s", "same output"],
-        rows,
-        emphasised=len(rows) - 1,
-    )
-    print_labels(labels, console)

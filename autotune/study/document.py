@@ -36,6 +36,8 @@ class Finalist(Document):
     configuration: Configuration
     predicted_speedup: float
     """On the prompts that it was measured on."""
+    interval90: tuple[float, float] | None = None
+    """Of the prediction; null in studies of earlier versions."""
     speedup: float
     ci95: tuple[float, float]
     num_runs: int
@@ -50,6 +52,18 @@ class Finalist(Document):
         with and without a draft.
         """
         return self.predicted_speedup / self.speedup - 1
+
+
+class MeasuredDefault(Document):
+    """A published default that was measured on tuning prompts, beside the finalists."""
+
+    name: str
+    configuration: Configuration
+    speedup: float
+    ci95: tuple[float, float]
+    num_runs: int
+    is_eliminated: bool
+    """Whether it was significantly slower than the fastest default."""
 
 
 def _rename_keys(content: dict[str, Any]) -> None:
@@ -89,6 +103,7 @@ class StudyDocument(
     optuna_study: str | None = None
     """Name of the Optuna study with TPE's trials; None before the tree stage has ended."""
     finalists: list[Finalist] = Field(default_factory=list)
+    defaults: list[MeasuredDefault] = Field(default_factory=list)
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     """Duration of each stage in the latest run of the search, in which finished work is not repeated."""
 

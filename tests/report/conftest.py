@@ -19,10 +19,12 @@ from autotune.documents.decoding_profile import (
     DecodingProfile,
     DraftChoice,
     Evidence,
+    Gain,
     Measured,
     OperatingPoint,
     Predicted,
     PromptEvidence,
+    Shrinkage,
     WorkloadReference,
 )
 from autotune.documents.provenance import ModelReference
@@ -33,7 +35,7 @@ from autotune.search import tree_search
 from autotune.search.evaluator import Evaluator
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
-from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, Finalist, StudyDocument, StudyDraft
+from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, Finalist, MeasuredDefault, StudyDocument, StudyDraft
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet
 from autotune.trees.policy import parse_policy
@@ -113,7 +115,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
     assert overall is not None
     append_line(folder / RUNS, *_runs(profile, overall))
     finalist = Finalist(
-        configuration=overall, predicted_speedup=1.9, speedup=1.8, ci95=(1.7, 1.9), num_runs=8, is_eliminated=False
+        configuration=overall,
+        predicted_speedup=1.9,
+        interval90=(1.6, 2.2),
+        speedup=1.8,
+        ci95=(1.7, 1.9),
+        num_runs=8,
+        is_eliminated=False,
+    )
+    default = MeasuredDefault(
+        name="sage", configuration=overall, speedup=1.3, ci95=(1.2, 1.4), num_runs=16, is_eliminated=False
     )
     study = StudyDocument(
         provenance=PROVENANCE,
@@ -129,6 +140,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
         records=ledger.used_keys,
         optuna_study=found.optuna_study,
         finalists=[finalist, finalist.model_copy(update={"is_eliminated": True, "speedup": 1.4, "ci95": (1.2, 1.6)})],
+        defaults=[default],
         stage_seconds={"cost table": 12.0, "trees": 3.0},
     )
     study.save(folder / STUDY)
@@ -218,6 +230,17 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
         points=[first, last],
         evidence=Evidence(
             configurations_replayed=1234,
+            best_default="chain",
+            gains=[
+                Gain(task=task, over=over, speedup=speedup, ci95=(speedup - 0.1, speedup + 0.1), num_prompts=3)
+                for task, over, speedup in (("read", "ar", 1.9), ("all", "ar", 1.83), ("all", "chain", 1.23))
+            ],
+            shrinkage=Shrinkage(
+                predicted_on_choosing=2.01,
+                predicted_on_confirming=1.92,
+                measured_on_confirming=1.87,
+                measured_on_held_out=1.83,
+            ),
             prompts=[
                 PromptEvidence(
                     name=f"held/{number}",

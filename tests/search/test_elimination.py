@@ -56,6 +56,29 @@ def test_arms_are_eliminated_once_significantly_slower() -> None:
     assert runner.compared[0][0] == {AR, "slow", "near", "best"} and "slow" not in runner.compared[1][0]
 
 
+def test_defaults_leave_only_when_a_default_is_faster() -> None:
+    """All defaults are slower than the candidates; the best of them is known in the end."""
+    runner = TimedRunner({AR: 100.0, "one": 40.0, "other": 40.2, "chain": 60.0, "sage": 75.0}, noise=0.03)
+    arms, defaults = [StubArm("one"), StubArm("other")], [StubArm("sage"), StubArm("chain")]
+    found = eliminate(runner, arms, some_prompts(16), defaults=defaults)
+    assert found.remaining_defaults == ["chain"] and set(found.remaining) <= {"one", "other"}
+    assert len(found.runs["sage"]) == 8 < len(found.runs["chain"]) == len(found.runs[AR])
+
+
+def test_candidates_leave_when_a_default_is_faster() -> None:
+    runner = TimedRunner({AR: 100.0, "one": 60.0, "chain": 40.0}, noise=0.03)
+    found = eliminate(runner, [StubArm("one")], some_prompts(16), defaults=[StubArm("chain")])
+    assert (found.remaining, found.remaining_defaults) == ([], ["chain"])
+    assert len(found.runs[AR]) == 8, "one arm is left"
+
+
+def test_undecided_defaults_do_not_hold_up_a_decided_winner() -> None:
+    """They are significantly slower than the candidate, whichever of them is the faster one."""
+    runner = TimedRunner({AR: 100.0, "one": 40.0, "chain": 60.0, "sage": 60.0}, noise=0.03)
+    found = eliminate(runner, [StubArm("one")], some_prompts(16), defaults=[StubArm("chain"), StubArm("sage")])
+    assert len(found.runs[AR]) == 8 and sorted(found.remaining_defaults) == ["chain", "sage"]
+
+
 def test_equal_arms_both_remain() -> None:
     """They run to the end: all prompts in every pass, each pass as a repeat of its own."""
     runner = TimedRunner({AR: 100.0, "one": 50.0, "other": 50.0}, noise=0.05)

@@ -14,16 +14,20 @@ import pytest
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR, OperatingPoint
+from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
 from autotune.search.evaluator import Candidate, Evaluator
+from autotune.search.held_out import gains_of
 from autotune.search.model_pool import ModelPool
 from autotune.search.pipeline import bounds_of
-from autotune.search.profile_selection import NUM_DEFAULTS_PROMPTS, POINT_PROMPTS, ProfileSelection, configuration_of
+from autotune.search.plan import StageClock
+from autotune.search.profile_selection import POINT_PROMPTS, ProfileSelection, configuration_of
 from autotune.search.space import SearchSpace
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
+from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.ledger import Ledger
 from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
 from tests.evaluation.sample_runs import run
@@ -68,20 +72,26 @@ def selection(
     traces = record_traces(
         model_pool, model_pool.subnets(SPACE), workloads[0], folder, Console(), bounds=bounds_of(SPACE)
     )
-    evaluator = Evaluator(traces, table)
-    found = search_trees(evaluator, SPACE, Ledger(folder / "ledger.sqlite"), num_trials=0, documents="x")
-    deadline = time.monotonic() + 3600
-    return ProfileSelection(found, model_pool, evaluator, folder, *workloads, 0, deadline, Console())
+    tune, evaluate = workloads
+    prompts = TuningPrompts.of(tune, Evaluator(traces, table))
+    found = search_trees(prompts.choosing, SPACE, Ledger(folder / "ledger.sqlite"), num_trials=0, documents="x")
+    clock = StageClock(time.monotonic() + 3600)
+    return ProfileSelection(found, model_pool, prompts, folder, evaluate, 0, clock, Console())
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], None]:
-    """Sets the decoding time of every arm and prompt."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the decoding time of every arm and prompt, and the nodes of every arm."""
 
-    def set_speed(speed: Speed) -> None:
+    def set_speed(speed: Speed, nodes: Callable[[Arm], int] = lambda arm: 10) -> None:
         def compare(self: ArmRunner, arms: Sequence[Arm], workload: Workload, **_: Any) -> dict[str, list[Run]]:
             return {
-                arm.name: [run(TOKENS * speed(arm, prompt), tokens=TOKENS) for prompt in workload.prompts]
+                arm.name: [
+                    run(
+                        TOKENS * speed(arm, prompt), tokens=TOKENS, task=prompt.settings.task, verified_nodes=nodes(arm)
+                    )
+                    for prompt in workload.prompts
+                ]
                 for arm in arms
             }
 
@@ -91,45 +101,100 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], None]:
 
 
 def finalists_of(selection: ProfileSelection) -> list[Candidate]:
-    return [selection.evaluator.with_fallback(one) for one in selection.trees.fastest[:4]]
+    return [selection.prompts.confirming.with_fallback(one) for one in selection.trees.fastest[:4]]
 
 
-def test_fastest_finalist_in_real_runs_wins(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
-    """The stored prediction is for the prompts that were run."""
+def test_fastest_finalist_in_real_runs_wins(selection: ProfileSelection, clock: Callable[..., None]) -> None:
+    """On the prompts that did not choose the trees; the stored prediction is for the prompts that were run."""
     finalists = finalists_of(selection)
-    clock(lambda arm, prompt: {AR: 10.0, "finalist 3": 5.0}.get(arm.name, 6.0))
-    assert selection.measure_finalists(finalists) is finalists[2]
-    assert [one.configuration.label for one in selection.finalists] == [one.configuration.label for one in finalists]
-    assert any(not one.is_eliminated for one in selection.finalists)
-    assert [one.speedup for one in selection.finalists] == pytest.approx([10 / 6, 10 / 6, 2.0, 10 / 6])
-    for one, candidate in zip(selection.finalists, finalists, strict=True):
-        replayed_ms = selection.evaluator.replay(candidate.configuration).decode_ms
-        ran = slice(8)  # one round of prompts sufficed
-        assert one.predicted_speedup == pytest.approx(selection.evaluator.ar_ms[ran].sum() / replayed_ms[ran].sum())
+    clock(lambda arm, prompt: {AR: 10.0, "finalist 3": 5.0, "sage": 8.0}.get(arm.name, 6.0))
+    assert selection.measure_finalists(finalists) == finalists[2].configuration
+    measured = selection.measured
+    assert measured is not None
+    assert [one.configuration.label for one in measured.finalists] == [one.configuration.label for one in finalists]
+    assert [one.speedup for one in measured.finalists] == pytest.approx([10 / 6, 10 / 6, 2.0, 10 / 6])
+    assert [one.is_eliminated for one in measured.finalists] == [True, True, False, True]
+    confirming = selection.prompts.confirming
+    assert len(confirming.tasks) == 5
+    for one, candidate in zip(measured.finalists, finalists, strict=True):
+        assert one.num_runs == 5
+        replayed_ms = confirming.replay(candidate.configuration).decode_ms
+        assert one.predicted_speedup == pytest.approx(confirming.ar_ms.sum() / replayed_ms.sum())
+        assert one.interval90 == pytest.approx((one.predicted_speedup,) * 2), "the table has no errors"
 
 
-def test_ties_go_to_the_smaller_tree(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
+def test_published_defaults_run_beside_the_finalists(
+    selection: ProfileSelection, clock: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of them; those that are not significantly slower than the fastest default are compared on held-out prompts."""
+    clock(lambda arm, prompt: {AR: 10.0, "sage": 7.0, "chain": 7.0}.get(arm.name, 5.0 if "final" in arm.name else 8.0))
+    selection.measure_finalists(finalists_of(selection))
+    measured = selection.measured
+    assert measured is not None
+    assert [default.name for default in measured.defaults] == list(COMPARED_DEFAULTS)
+    assert sorted(measured.best_defaults) == ["chain", "sage"]
+    assert {default.name: default.is_eliminated for default in measured.defaults}["eagle2"]
+    assert re.search(r"eagle2 .* 1\.25x", capsys.readouterr().err)
+
+
+def test_a_published_default_wins_if_it_is_the_fastest(selection: ProfileSelection, clock: Callable[..., None]) -> None:
+    """The profile then has its configuration, also where no trace predicts it, and is as fast as the best default."""
+    for name in ("chain", "dream"):
+        clock(lambda arm, prompt, name=name: {AR: 10.0, name: 4.0, "tuned": 4.0}.get(arm.name, 5.0))
+        document = selection.measured_profile()
+        (point,) = document.points
+        default = selection.defaults[name]
+        configuration = configuration_of(point)
+        assert configuration is not None and configuration.key == default.key
+        assert (point.predicted is None) == (not selection.evaluator.can_replay(default))
+        assert document.evidence.best_default == name
+        assert {gain.over: gain.speedup for gain in document.evidence.gains}[name] == pytest.approx(1.0)
+
+
+def test_ties_go_to_the_smaller_tree(selection: ProfileSelection, clock: Callable[..., None]) -> None:
+    """Tree sizes are those of the runs."""
     finalists = finalists_of(selection)
+    sizes = {"finalist 2": 10, "finalist 4": 5}
+    clock(
+        lambda arm, prompt: {AR: 10.0}.get(arm.name, 5.0 if "final" in arm.name else 6.0),
+        nodes=lambda arm: sizes.get(arm.name, 20),
+    )
+    assert selection.measure_finalists(finalists) == finalists[3].configuration
+
+
+def test_little_time_measures_fewer_arms(
+    selection: ProfileSelection, clock: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fastest by prediction."""
+    late = replace(selection, clock=StageClock(time.monotonic() - 1))
     clock(lambda arm, prompt: 10.0 if arm.name == AR else 5.0)
-    smallest = min(one.nodes_per_round for one in finalists)
-    assert selection.measure_finalists(finalists).nodes_per_round == smallest
-    assert max(one.nodes_per_round for one in finalists) > smallest
+    late.measure_finalists(finalists_of(selection))
+    assert late.measured is not None
+    assert len(late.measured.finalists) == len(late.measured.defaults) == 1
+    assert "1 of 4 finalists and 1 of 6 published defaults are measured" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_operating_point_must_be_faster_in_real_runs(
-    selection: ProfileSelection, clock: Callable[[Speed], None], capsys: pytest.CaptureFixture[str]
+    selection: ProfileSelection, clock: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Faster than the winner and than the best published default."""
     winner, other = finalists_of(selection)[:2]
     points = [(selection.points(winner)[-1][0].model_copy(update={"workload": "read"}), other)]
     points += selection.points(winner)[-1:]
-    clock(lambda arm, prompt: {"winner": 5.0, "point": 4.99}.get(arm.name, 10.0))
-    assert [when.label for when, _ in selection.confirmed(points, winner)] == ["any request"]
-    clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0}.get(arm.name, 10.0))
-    kept = selection.confirmed(points, winner)
+    clock(lambda arm, prompt: 6.0 if arm.name == "chain" else 10.0)
+    selection.measure_finalists([winner])
+    for own, default in ((4.99, 10.0), (4.0, 4.0)):
+        clock(lambda arm, prompt, own=own, default=default: {"winner": 5.0, "point": own, "default": default}[arm.name])
+        kept = selection.confirmed(points, winner.configuration)
+        assert [when.label for when, _ in kept] == ["any request"]
+    capsys.readouterr()
+    clock(lambda arm, prompt: {"winner": 5.0, "point": 4.0, "default": 6.0}[arm.name])
+    kept = selection.confirmed(points, winner.configuration)
     printed = capsys.readouterr().err
-    assert re.search(rf"1 +0\.80 +{POINT_PROMPTS} +yes", printed), "a significant difference ends the runs"
+    assert re.search(rf"1 +0\.80 +0\.67 +{POINT_PROMPTS} +yes", printed), "a significant difference ends the runs"
     assert "workload read: " in printed and max(map(len, printed.splitlines())) <= 120
-    assert [when.workload for when, _ in kept] == ["read", None] and kept[0][1].key == other.key
+    assert [when.workload for when, _ in kept] == ["read", None]
+    assert kept[0][1].tree == other.configuration.tree
 
 
 def test_temperature_may_get_an_operating_point(selection: ProfileSelection, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,40 +211,73 @@ def test_temperature_may_get_an_operating_point(selection: ProfileSelection, mon
     assert [when.label for when, _ in points] == ["temperature from 0.5", "any request"]
 
 
-def test_profile_has_the_measurements(selection: ProfileSelection, clock: Callable[[Speed], None]) -> None:
-    clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0}.get(arm.name, 5.0))
+def test_profile_has_the_measurements(selection: ProfileSelection, clock: Callable[..., None]) -> None:
+    clock(lambda arm, prompt: {AR: 10.0, "hf": 12.0, "tuned": 4.0}.get(arm.name, 4.0 if "final" in arm.name else 5.0))
     document = selection.measured_profile()
     (point,) = document.points
     assert point.measured is not None and point.measured.speedup == pytest.approx(2.5)
     assert point.measured.num_prompts == 4 and point.measured.identical_outputs == 4
-    compared = {one.name: one for one in document.evidence.compared}
+    evidence = document.evidence
+    compared = {one.name: one for one in evidence.compared}
+    assert list(compared)[:2] == [AR, "hf"] and list(compared)[-1] == "tuned"
     assert compared["tuned"].speedup == pytest.approx(2.5) and compared["chain"].speedup == pytest.approx(2.0)
-    assert document.evidence.configurations_replayed == selection.trees.num_replayed == 2 * (4 + 1)
-    assert len(document.evidence.prompts) == 4
+    assert evidence.configurations_replayed == selection.trees.num_replayed == 2 * (4 + 1)
+    assert len(evidence.prompts) == 4
+    assert {gain.over: gain.speedup for gain in evidence.gains} == pytest.approx(
+        {AR: 2.5, "hf": 3.0, evidence.best_default: 1.25}
+    )
     configuration = configuration_of(point)
     assert configuration is not None
-    assert configuration.key in {selection.evaluator.with_fallback(one).key for one in selection.trees.fastest}
+    assert configuration.tree_label in [one.configuration.tree_label for one in selection.trees.fastest]
+    shrinkage = evidence.shrinkage
+    assert shrinkage is not None
+    assert (shrinkage.measured_on_confirming, shrinkage.measured_on_held_out) == pytest.approx((2.5, 2.5))
+    choosing, confirming = selection.prompts.choosing, selection.prompts.confirming
+    assert shrinkage.predicted_on_choosing == pytest.approx(choosing.evaluate(configuration).speedup)
+    assert shrinkage.predicted_on_confirming == pytest.approx(confirming.evaluate(configuration).speedup)
+    assert point.predicted is not None and point.predicted.interval90 is not None
+    assert point.predicted.interval90[0] < point.predicted.speedup < point.predicted.interval90[1]
 
 
-def test_only_the_fastest_default_decodes_all_prompts(
-    selection: ProfileSelection, clock: Callable[[Speed], None]
-) -> None:
-    """All published defaults decode the first prompts; the fastest of them and the profile decode all prompts."""
+def test_best_default_is_decided_on_held_out_prompts(selection: ProfileSelection, clock: Callable[..., None]) -> None:
+    """Defaults that are tied on tuning prompts run until one is significantly slower."""
     prompts = tuple(replace(prompt, name=f"{n}") for n in range(5) for prompt in selection.evaluate.prompts)
     more = replace(selection, evaluate=Workload("x", "evaluate", prompts))
-    clock(lambda arm, prompt: {AR: 10.0, "tuned": 4.0, "dream": 4.5}.get(arm.name, 5.0))
+
+    def speed(arm: Arm, prompt: WorkloadPrompt) -> float:
+        if arm.name == "sage" and prompt.settings.split == "evaluate":
+            return 6.0
+        return {AR: 10.0, "tuned": 4.0, "chain": 5.0, "sage": 5.0}.get(arm.name, 4.0 if "final" in arm.name else 8.0)
+
+    clock(speed)
     document = more.measured_profile()
     compared = {one.name: one for one in document.evidence.compared}
     assert {name: one.num_prompts for name, one in compared.items()} == {
-        **dict.fromkeys(compared, NUM_DEFAULTS_PROMPTS),
-        **dict.fromkeys((AR, "tuned", "dream"), 20),
+        **dict.fromkeys((AR, "hf", "chain", "tuned"), 20),
+        "sage": 8,
     }
-    assert compared["dream"].speedup == pytest.approx(10 / 4.5) and compared["sage"].speedup == pytest.approx(2.0)
-    assert len(document.evidence.prompts) == 20
+    assert document.evidence.best_default == "chain"
+    assert {gain.over: gain.speedup for gain in document.evidence.gains}["chain"] == pytest.approx(1.25)
+
+
+def test_gains_are_told_by_task() -> None:
+    """Each with an interval of its own, and all tasks together."""
+    runs = {
+        AR: [run(10.0, task=task) for task in ("read", "read", "add")],
+        "hf": [run(12.0, task=task) for task in ("read", "read", "add")],
+        "chain": [run(ms, task=task) for ms, task in ((6.0, "read"), (6.0, "read"), (8.0, "add"))],
+        "tuned": [run(ms, task=task) for ms, task in ((4.0, "read"), (6.0, "read"), (5.0, "add"))],
+    }
+    gains = {(gain.task, gain.over): gain for gain in gains_of(runs, "chain")}
+    assert gains["read", AR].speedup == pytest.approx(2.0) and gains["add", "chain"].speedup == pytest.approx(1.6)
+    assert gains["all", "hf"].speedup == pytest.approx(36 / 15) and gains["all", "hf"].num_prompts == 3
+    low, high = gains["read", AR].ci95
+    assert low == pytest.approx(10 / 6) and high == pytest.approx(2.5)
+    assert {gain.task for gain in gains_of({name: own[:2] for name, own in runs.items()}, None)} == {"all"}
 
 
 def test_profile_decodes_plainly_if_the_draft_is_slower_on_held_out_prompts(
-    selection: ProfileSelection, clock: Callable[[Speed], None]
+    selection: ProfileSelection, clock: Callable[..., None]
 ) -> None:
     """The measurements of the draft remain in the evidence."""
     clock(lambda arm, prompt: {AR: 10.0, "tuned": 11.0}.get(arm.name, 5.0))

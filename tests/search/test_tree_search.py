@@ -24,7 +24,7 @@ from autotune.search.space import SearchSpace
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.ledger import Ledger
 from autotune.trees.policy import parse_policy
-from tests.sample_documents import cost_table, random_trace
+from tests.sample_documents import cost_table, random_trace, surface
 from tests.search.test_evaluator import KEEPS, evaluator, variant
 
 REPOSITORY = Path(__file__).parents[2]
@@ -290,19 +290,24 @@ def test_infeasible_constraints_are_named(tmp_path: Path) -> None:
 
 
 def test_finalists_are_distinct(tmp_path: Path) -> None:
-    """The best of each subnet and policy, at most two of a policy, and none that is significantly slower."""
-    found = evaluator()
-    candidates = search(found, LARGE, tmp_path / "l")
-    finalists = choose_finalists(candidates, found, 9, slack=10.0)
+    """The best of each subnet and policy, at most two of a policy, and none whose time is above the fastest one's in the
+    whole interval of their ratio.
+    """
+    errors = surface(lambda n, m: 1.0 + 0.02 * n + 0.001 * m).model_copy(update={"errors": {"linear": 50.0}})
+    draft = cost_table().drafts[0].model_copy(update={"draft_level": errors})
+    uncertain = Evaluator(evaluator().traces.values(), cost_table(verify=errors, drafts=[draft]))
+    candidates = search(uncertain, LARGE, tmp_path / "l")
+    finalists = choose_finalists(candidates, uncertain, 9)
     kinds = [(c.configuration.tree["policy"], c.configuration.visual_keep) for c in finalists]
     assert sorted(kinds) == sorted((policy, keep) for policy in LARGE for keep in KEEPS)
     assert finalists[0] == candidates[0]
     assert [c.ms_per_token for c in finalists] == sorted(c.ms_per_token for c in finalists)
-    assert len(choose_finalists(candidates, found, 2, slack=10.0)) == 2
-    slow = found.evaluate(Configuration(tree={"policy": "chain", "depth": 4}))
-    fast = candidates[0]
+    assert len(choose_finalists(candidates, uncertain, 2)) == 2
+    certain = evaluator()
+    slow = certain.evaluate(Configuration(tree={"policy": "chain", "depth": 4}))
+    fast = certain.evaluate(candidates[0].configuration)
     assert slow.ms_per_token > 1.2 * fast.ms_per_token
-    assert choose_finalists([fast, slow], found, 9, slack=0.0) == [fast]
+    assert choose_finalists([fast, slow], certain, 9) == [fast]
 
 
 # ---------------------------------------------------------------------------------------------------------- without torch
