@@ -37,7 +37,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     """
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
-    workloads = [load_workload(name, "evaluate", num_prompts=settings.num_prompts) for name in settings.workloads]
+    workloads = [_evaluated(name, profile, settings.num_prompts) for name in settings.workloads]
     evidence = [
         evidence_for(profile, workload, is_required=settings.needs_evidence, source=settings.profile)
         for workload in workloads
@@ -77,6 +77,13 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     write_outputs(result, junit_path=settings.junit, markdown_path=settings.markdown)
     print_result(result, console)
     return result
+
+
+def _evaluated(name: str, profile: DecodingProfile, num_prompts: int | None) -> Workload:
+    """The held-out prompts of a workload; those of the profile's own with answers as short as its search made them."""
+    workload = load_workload(name, "evaluate", num_prompts=num_prompts)
+    limit = profile.workload.max_new_tokens if workload.name == profile.workload.name else None
+    return workload.cut(len(workload.prompts), limit)
 
 
 def _decode_all(

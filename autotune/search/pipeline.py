@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
@@ -20,20 +21,20 @@ from autotune.files import content_key, write_table
 from autotune.search.cost_tables import foreign_table, local_table, priced_variants, print_table
 from autotune.search.evaluator import Constraints, Evaluator
 from autotune.search.model_pool import ModelPool
+from autotune.search.plan import STAGES, UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import measure, print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, search_trees
+from autotune.search.tuning_prompts import CONFIRMING, TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
-from autotune.study.ledger import Ledger
+from autotune.study.ledger import Ledger, Record
 from autotune.workloads.workload import load_workload
 
-MIN_TREE_SEARCH_S = 20.0  # even past the deadline
-TREE_SEARCH_SHARE = 0.4  # of the time left
-TABLE_SHARE = 0.3  # of the budget: an upper limit for the cost table
+MIN_TREE_SEARCH_S = 5.0  # even past the deadline
 
 
 def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
@@ -47,6 +48,7 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     check_settings(settings)
     run = _SearchRun(settings, console, time.monotonic() if started is None else started)
     run.wait_until_quiet()
+    run.make_plan()
     with run.stage("cost table"):
         table = run.cost_table()
     variants = run.variants
@@ -56,10 +58,11 @@ def search(settings: SearchSettings, console: Console, *, started: float | None 
     with run.stage("traces"):
         traces = run.record(variants)
     evaluator = Evaluator(traces, table, constraints=run.constraints, jobs=settings.jobs)
+    prompts = TuningPrompts.of(run.tune, evaluator)
     with run.stage("tree search"):
-        trees = run.search_trees(evaluator)
+        trees = run.search_trees(prompts.choosing)
     with run.stage("finalists and evaluation"):
-        profile = run.select_profile(evaluator, trees)
+        profile = run.select_profile(prompts, trees)
     for path in (run.folder / PROFILE, settings.output):
         profile.save(path)
     if settings.table is not None:
@@ -75,14 +78,16 @@ class _SearchRun:
     def __init__(self, settings: SearchSettings, console: Console, started: float) -> None:
         self.settings = settings
         self.console = console
-        self.deadline = started + settings.budget_s
+        self.started = started
         self.constraints = Constraints(settings.max_round_ms, settings.max_draft_mib)
         self.stage_seconds: dict[str, float] = {}
-        self.space = narrowed_space(settings)
-        self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
         self.tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
         self.evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
+        has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
+        self.space = narrowed_space(settings, has_images=has_images)
+        self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
         self.device = device_for(settings.gpu)
+        self.clock = StageClock(started + settings.budget_s, STAGES if self.device else UNTIMED_STAGES)
         shared_ledger = None if settings.storage is None else Ledger(settings.storage)  # fails before models are loaded
         self.model_pool = ModelPool(
             settings.target, settings.drafts, self.device or "cpu", settings.capture_sizes, settings.mode
@@ -112,7 +117,32 @@ class _SearchRun:
         """Wait as the settings say, before anything is timed on this device. The budget does not count the waiting."""
         limit_s = self.settings.wait_until_quiet_s
         if limit_s is not None and self.device is not None:
-            self.deadline += wait_until_quiet(limit_s, self.device, self.console)
+            waited_s = wait_until_quiet(limit_s, self.device, self.console)
+            self.started += waited_s
+            self.clock.deadline += waited_s
+
+    def make_plan(self) -> None:
+        """Cut the workloads to what fits into the budget. A plan is a record: the same command continues with the same one."""
+        settings, pool = self.settings, self.model_pool
+        size = SearchSize(
+            num_priced=len(priced_variants(self.variants)),
+            num_variants=len(self.variants),
+            num_survivors=min(len(self.variants), max(self.space.survivors, len(pool.references))),
+            answer_tokens=[prompt.settings.max_new_tokens for prompt in self.tune.prompts],
+            num_evaluate_prompts=len(self.evaluate.prompts),
+            num_processes=1 + pool.worker_limits(settings.jobs)[0],
+            is_measured=self.device is not None,
+        )
+
+        def make() -> Record:
+            rates = measure_rates(pool.target, pool.processor, self.tune)
+            spent_s = time.monotonic() - self.started
+            return make_plan(size, rates, seconds=settings.budget_s, spent_s=spent_s).model_dump(mode="json")
+
+        key = content_key([pool.key, settings.budget_s, self.tune.sha256, self.evaluate.sha256, asdict(size)])
+        self.plan = Plan.model_validate(self.ledger.work("plan", {key: make})[key], strict=False)
+        self.console.say(self.plan.describe(size))
+        self.tune, self.evaluate = self.plan.apply(self.tune, self.evaluate)
 
     def cost_table(self) -> CostTable:
         """The device's cost table, and the study document."""
@@ -121,7 +151,7 @@ class _SearchRun:
             table = foreign_table(settings.gpu, self.model_pool, priced)
             table.save(self.folder / f"{table.device.name}.cost.json")
         else:
-            limit_s = min(ProfileSettings.time_limit_s, TABLE_SHARE * settings.budget_s)
+            limit_s = min(ProfileSettings.time_limit_s, self.clock.deadline_of("cost table") - time.monotonic())
             table = local_table(
                 self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
             )
@@ -163,8 +193,7 @@ class _SearchRun:
         return traces
 
     def search_trees(self, evaluator: Evaluator) -> TreeSearchResult:
-        """The fastest configurations by replay."""
-        time_left = self.deadline - time.monotonic()
+        """The fastest configurations by replay of the choosing prompts."""
         with self.console.stage("tree search") as update:
             result = search_trees(
                 evaluator,
@@ -174,11 +203,12 @@ class _SearchRun:
                 documents=[
                     self.model_pool.key,
                     self.tune.sha256,
+                    CONFIRMING,
                     evaluator.table.content_hash,
                     self.bounds.model_dump(),
                 ],
                 seed=self.settings.seed,
-                deadline=time.monotonic() + max(MIN_TREE_SEARCH_S, TREE_SEARCH_SHARE * time_left),
+                deadline=max(self.clock.deadline_of("tree search"), time.monotonic() + MIN_TREE_SEARCH_S),
                 report=update,
             )
         self.console.say(
@@ -188,16 +218,16 @@ class _SearchRun:
         self.study = self.study.model_copy(update={"optuna_study": result.optuna_study})
         return result
 
-    def select_profile(self, evaluator: Evaluator, trees: TreeSearchResult) -> DecodingProfile:
+    def select_profile(self, prompts: TuningPrompts, trees: TreeSearchResult) -> DecodingProfile:
         """Measure finalists, operating points and the profile; on another device, predict them."""
-        settings, table = self.settings, evaluator.table
-        prompts = self.tune, self.evaluate
+        settings, table, plan = self.settings, prompts.every.table, self.plan
+        assert plan is not None and self.study is not None
         selection = ProfileSelection(
-            trees, self.model_pool, evaluator, self.folder, *prompts, settings.seed, self.deadline, self.console
+            trees, self.model_pool, prompts, self.folder, self.evaluate, settings.seed, self.clock, self.console
         )
         if self.device is None:
-            return selection.predicted_profile()
-        if settings.storage is None:
+            profile = selection.predicted_profile()
+        elif settings.storage is None:
             profile = selection.measured_profile()
         else:  # one worker measures for all of them
             fastest = trees.fastest[0].key
@@ -206,14 +236,20 @@ class _SearchRun:
             )
             units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
             profile = DecodingProfile.model_validate(self.ledger.work("profile", units)[key], strict=False)
-        assert self.study is not None
-        self.study = self.study.model_copy(update={"finalists": selection.finalists})
-        return profile
+        if (measured := selection.measured) is not None:
+            update = {"finalists": measured.finalists, "defaults": measured.defaults}
+            self.study = self.study.model_copy(update=update)
+        workload = profile.workload.model_copy(update={"max_new_tokens": plan.max_new_tokens})
+        return profile.model_copy(update={"workload": workload})
 
 
-def narrowed_space(settings: SearchSettings) -> SearchSpace:
-    """The search space, with its heads, layers and operators replaced by those of the settings."""
+def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> SearchSpace:
+    """The search space, with its heads, layers and operators replaced by those of the settings. Without images, visual
+    tokens are not searched.
+    """
     space = load_space(settings.space)
+    if not has_images:
+        space = space.without_images()
     if settings.heads is not None:
         space = space.model_copy(update={"heads": [settings.heads]})
     if settings.injection_layer is not None:

@@ -183,6 +183,11 @@ class SearchSpace(Document, kind="search-space"):
             for share, layer, choice in itertools.product(heads, layers, kept)
         ]
 
+    def without_images(self) -> SearchSpace:
+        """The space for prompts without images, where choices about visual tokens make no difference."""
+        fixed = {"visual_keep": Dimension(choices=[1.0]), "operators": ["gate"], "operator_ratios": []}
+        return self.model_copy(update=fixed)
+
     def _operator_choices(self, draft: str, known: Sequence[Operator]) -> list[tuple[Operator | None, int | None]]:
         """Operators of a draft's compressor (None: the gate's choice), each with its ratio (None: the training's)."""
         choices: list[tuple[Operator | None, int | None]] = []

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -137,6 +137,11 @@ class WorkloadPrompt:
             message = f"{self.name}: the processor refuses the prompt ({error}); fix its text or images"
             raise UserError(message) from None
 
+    def cut(self, max_new_tokens: int) -> WorkloadPrompt:
+        """The prompt with a lower limit of its answer's length."""
+        limit = min(self.settings.max_new_tokens, max_new_tokens)
+        return replace(self, settings=self.settings.model_copy(update={"max_new_tokens": limit}))
+
     @functools.cached_property
     def sha256(self) -> str:
         """Hash of everything that determines the answer."""
@@ -160,6 +165,13 @@ class Workload:
     @functools.cached_property
     def sha256(self) -> str:
         return hashlib.sha256("".join(prompt.sha256 for prompt in self.prompts).encode()).hexdigest()
+
+    def cut(self, num_prompts: int, max_new_tokens: int | None = None) -> Workload:
+        """The first prompts, with answers of at most ``max_new_tokens``; None: of their own limits."""
+        prompts = self.prompts[:num_prompts]
+        if max_new_tokens is not None:
+            prompts = tuple(prompt.cut(max_new_tokens) for prompt in prompts)
+        return Workload(self.name, self.split, prompts)
 
     @property
     def tasks(self) -> list[str]:

@@ -1,0 +1,215 @@
+"""The plan of a search: what fits into its budget on this machine.
+
+The number of prompts and the length of answers are planned from the target's measured speed before the long part begins.
+Every stage then has a share of the time that is left: it does its work in the order of its value until its deadline, and
+time that it does not need goes to later stages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from autotune.errors import UserError
+from autotune.files import Document
+from autotune.modeling.target import Target
+from autotune.modeling.threads import limited_threads
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.stats import DecodingStats
+from autotune.workloads.workload import Workload
+
+STAGES = {
+    "cost table": 0.2,
+    "screening": 0.16,
+    "traces": 0.2,
+    "tree search": 0.1,
+    "finalists": 0.16,
+    "evaluation": 0.18,
+}
+"""Share of the budget of each stage."""
+UNTIMED_STAGES = ("screening", "traces", "tree search")
+"""The stages of a search for another device, whose cost table exists and where nothing is run."""
+ANSWERS_SHARE = 0.5  # of the time for traces, to decode the target's answers
+LEAST_PROMPTS = 6  # for tuning, and decoded by finalists and in the evaluation
+LEAST_TOKENS = 16  # of an answer
+MIN_TUNE_PROMPTS = 16  # answers are shortened until so many fit
+RATE_TOKENS, RATE_RUNS = 6, 2  # decoded to measure the target's speed
+# Estimates of whole stages, in plain steps of the target. They are rough; the deadlines of the stages keep the budget.
+TABLE_STEPS, TABLE_STEPS_OF_DRAFT = 90, 30  # of the smallest cost table
+FULL_TABLE = 8  # times the smallest
+TRACE_STEPS = 1.0  # of a draft's proposals at one position of an answer
+SCREENED_TOKENS = 8 * 64
+SCREENING_STEPS = 0.3  # of a chain at one position of an answer
+DECODING_STEPS = 0.7  # per token, mean over the arms that are compared
+FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
+LEAST_FINALIST_ARMS = EVALUATED_ARMS = 4
+
+
+class Rates(Document):
+    """Measured speed of plain decoding, in seconds."""
+
+    prefill_s: float
+    step_s: float
+
+    def answer_s(self, num_tokens: float) -> float:
+        """Duration of a plain answer of ``num_tokens``."""
+        return self.prefill_s + num_tokens * self.step_s
+
+    def run_s(self, num_tokens: float) -> float:
+        """Mean duration of an answer over the arms that are compared."""
+        return self.prefill_s + num_tokens * DECODING_STEPS * self.step_s
+
+    def table_s(self, num_priced: int) -> float:
+        """Duration of the smallest cost table."""
+        return (TABLE_STEPS + TABLE_STEPS_OF_DRAFT * num_priced) * self.step_s
+
+
+def measure_rates(target: Target, processor: Any, workload: Workload) -> Rates:
+    """Time the target on its first prompt: the shortest of a few runs, each with one CPU thread and with all."""
+    prompt = workload.prompts[0]
+    inputs = prompt.inputs(processor, target.device)
+    generation = {**prompt.settings.generation, "max_new_tokens": RATE_TOKENS, "min_new_tokens": RATE_TOKENS}
+    runs: list[DecodingStats] = []
+    for _ in range(RATE_RUNS):
+        for threads in sorted({1, torch.get_num_threads()}):
+            with limited_threads(threads):
+                runs.append(Decoder(target).generate(**inputs, **generation).stats)
+    steps_ms = (stats.decode_ms / max(1, stats.new_tokens - 1) for stats in runs)
+    return Rates(prefill_s=min(stats.target_prefill_ms for stats in runs) / 1e3, step_s=min(steps_ms) / 1e3)
+
+
+@dataclass(frozen=True)
+class SearchSize:
+    """The size of a search that cuts nothing."""
+
+    num_priced: int
+    """Draft variants in the cost table."""
+    num_variants: int
+    """Draft variants that are screened."""
+    num_survivors: int
+    """Draft variants whose traces are recorded."""
+    answer_tokens: Sequence[int]
+    """Limit of the answer of each tuning prompt."""
+    num_evaluate_prompts: int
+    num_processes: int
+    """Processes that record."""
+    is_measured: bool = True
+    """Whether the device is this machine's, so that a cost table, finalists and held-out prompts are timed."""
+
+    def full_s(self, rates: Rates) -> float:
+        """Estimated duration of a search that cuts nothing, in seconds."""
+        num_tokens, step_s = fmean(self.answer_tokens), rates.step_s
+        counted = len(self.answer_tokens) * (
+            rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * step_s
+        )
+        if self.num_variants > self.num_survivors:
+            counted += self.num_variants * SCREENED_TOKENS * SCREENING_STEPS * step_s
+        num_runs = FULL_FINALIST_RUNS + EVALUATED_ARMS * self.num_evaluate_prompts
+        timed = FULL_TABLE * rates.table_s(self.num_priced) + num_runs * rates.run_s(num_tokens)
+        return (self.is_measured * timed + counted / self.num_processes) / (1 - STAGES["tree search"])
+
+    def least_s(self, rates: Rates) -> float:
+        """Estimated duration of the smallest search that is sound, in seconds."""
+        counted = LEAST_PROMPTS * (rates.answer_s(LEAST_TOKENS) + LEAST_TOKENS * TRACE_STEPS * rates.step_s)
+        num_runs = LEAST_PROMPTS * (LEAST_FINALIST_ARMS + EVALUATED_ARMS)
+        timed = rates.table_s(self.num_priced) + num_runs * rates.run_s(LEAST_TOKENS)
+        return (self.is_measured * timed + counted) / (1 - STAGES["tree search"])
+
+
+class Plan(Document):
+    """What a search does within its budget."""
+
+    seconds: float
+    """The budget."""
+    rates: Rates
+    num_tune_prompts: int
+    num_evaluate_prompts: int
+    max_new_tokens: int | None
+    """Limit of every answer; None: the workload's own limits."""
+    full_s: float
+    """Estimated duration of a search that cuts nothing, in seconds."""
+
+    def apply(self, tune: Workload, evaluate: Workload) -> tuple[Workload, Workload]:
+        """The workloads, cut to the plan."""
+        return (
+            tune.cut(self.num_tune_prompts, self.max_new_tokens),
+            evaluate.cut(self.num_evaluate_prompts, self.max_new_tokens),
+        )
+
+    def describe(self, size: SearchSize) -> str:
+        """One line: what fits, and what a search that cuts nothing would take."""
+        num_prompts, longest = len(size.answer_tokens), max(size.answer_tokens)
+        cuts = []
+        if self.num_tune_prompts < num_prompts:
+            cuts.append(f"{self.num_tune_prompts} of {num_prompts} tuning prompts")
+        if self.max_new_tokens is not None:
+            cuts.append(f"answers of at most {self.max_new_tokens} tokens in place of {longest}")
+        speed = f"prefill {1e3 * self.rates.prefill_s:.0f} ms, plain step {1e3 * self.rates.step_s:.1f} ms"
+        fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their whole answers"
+        if self.full_s > self.seconds:
+            fits += f"; a search that cuts nothing would take about {self.full_s / 60:.0f} min"
+        return f"plan for {self.seconds:.0f} s ({speed}): {fits}"
+
+
+def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float = 0.0) -> Plan:
+    """The plan for a budget of ``seconds``, of which ``spent_s`` are over.
+
+    Answers are shortened, by halves, until ``MIN_TUNE_PROMPTS`` answers and the least of the real runs fit.
+
+    Raises:
+        UserError: not even the smallest sound search fits; the message has its duration.
+    """
+    left_s = seconds - spent_s
+    if (least_s := size.least_s(rates)) > left_s:
+        raise UserError(
+            f"--budget {seconds:.0f}s: on this machine (prefill {1e3 * rates.prefill_s:.0f} ms, plain step "
+            f"{1e3 * rates.step_s:.1f} ms) a sound profile takes about {spent_s + least_s:.0f} s; give "
+            f"--budget {1.1 * (spent_s + least_s):.0f}s or more"
+        )
+    num_prompts, longest = len(size.answer_tokens), max(size.answer_tokens)
+    answers_s = ANSWERS_SHARE * STAGES["traces"] * left_s * size.num_processes
+    num_wanted = min(num_prompts, MIN_TUNE_PROMPTS)
+    limit = longest
+    while limit // 2 >= LEAST_TOKENS:
+        num_tokens = _mean_tokens(size, limit)
+        evaluated_s = LEAST_PROMPTS * EVALUATED_ARMS * rates.run_s(num_tokens)
+        if num_wanted * rates.answer_s(num_tokens) <= answers_s and evaluated_s <= STAGES["evaluation"] * left_s:
+            break
+        limit //= 2
+    num_fitting = int(answers_s / rates.answer_s(_mean_tokens(size, limit)))
+    return Plan(
+        seconds=seconds,
+        rates=rates,
+        num_tune_prompts=min(num_prompts, max(LEAST_PROMPTS, num_fitting)),
+        num_evaluate_prompts=size.num_evaluate_prompts,
+        max_new_tokens=None if limit == longest else limit,
+        full_s=spent_s + size.full_s(rates),
+    )
+
+
+def _mean_tokens(size: SearchSize, limit: int) -> float:
+    return fmean(min(limit, own) for own in size.answer_tokens)
+
+
+class StageClock:
+    """Deadlines of the stages of a search, of ``time.monotonic``.
+
+    Args:
+        deadline: of the search.
+        stages: those that it has, in their order.
+    """
+
+    def __init__(self, deadline: float, stages: Iterable[str] = STAGES) -> None:
+        self.deadline = deadline
+        self.stages = tuple(stages)
+
+    def deadline_of(self, stage: str) -> float:
+        """The end of a stage that begins now: its share of the time left for it and the later stages."""
+        later = [STAGES[name] for name in self.stages[self.stages.index(stage) :]]
+        now = time.monotonic()
+        return now + max(0.0, self.deadline - now) * STAGES[stage] / sum(later)

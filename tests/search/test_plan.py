@@ -1,0 +1,93 @@
+"""What fits into a budget, with given speeds in place of measured ones."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.search import plan as plans
+from autotune.search.plan import LEAST_PROMPTS, LEAST_TOKENS, STAGES, Plan, Rates, SearchSize, StageClock, make_plan
+from autotune.workloads.workload import load_workload
+
+DIGITS = SearchSize(
+    num_priced=7,
+    num_variants=230,
+    num_survivors=4,
+    answer_tokens=[24] * 36 + [160] * 12,
+    num_evaluate_prompts=64,
+    num_processes=2,
+)
+FAST = Rates(prefill_s=0.02, step_s=0.004)
+SLOW = Rates(prefill_s=0.4, step_s=0.1)
+"""A target of 0.3 B parameters on two cores."""
+TEXTS = SearchSize(
+    num_priced=1, num_variants=1, num_survivors=1, answer_tokens=[256] * 40, num_evaluate_prompts=40, num_processes=1
+)
+
+
+def test_a_fast_target_needs_no_cuts() -> None:
+    plan = make_plan(DIGITS, FAST, seconds=300, spent_s=10)
+    assert (plan.num_tune_prompts, plan.num_evaluate_prompts, plan.max_new_tokens) == (48, 64, None)
+    assert "all 48 tuning prompts and their whole answers" in plan.describe(DIGITS)
+
+
+def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
+    """The answers of the tuning prompts fit into their share of the budget, and the plan says what was cut."""
+    plan = make_plan(TEXTS, SLOW, seconds=240, spent_s=15)
+    assert LEAST_PROMPTS <= plan.num_tune_prompts < 40
+    assert plan.max_new_tokens is not None and LEAST_TOKENS <= plan.max_new_tokens < 256
+    answers_s = plan.num_tune_prompts * SLOW.answer_s(plan.max_new_tokens)
+    assert answers_s <= STAGES["traces"] * 240
+    text = plan.describe(TEXTS)
+    assert f"{plan.num_tune_prompts} of 40 tuning prompts" in text
+    assert f"answers of at most {plan.max_new_tokens} tokens in place of 256" in text
+    assert f"would take about {plan.full_s / 60:.0f} min" in text and plan.full_s > 1200
+
+
+def test_more_time_cuts_less() -> None:
+    plans = [make_plan(TEXTS, SLOW, seconds=seconds) for seconds in (240, 600, 3600, 36000)]
+    tokens = [plan.max_new_tokens or 256 for plan in plans]
+    assert tokens == sorted(tokens) and tokens[-1] == 256
+    assert plans[-1].num_tune_prompts == 40
+    assert len({plan.full_s for plan in plans}) == 1
+
+
+def test_a_budget_below_the_least_is_refused_with_the_least() -> None:
+    """The budget that the message asks for is enough."""
+    with pytest.raises(
+        UserError, match=r"--budget 20s: .*plain step 100\.0 ms\) a sound profile takes about"
+    ) as refused:
+        make_plan(TEXTS, SLOW, seconds=20, spent_s=5)
+    needed = float(str(refused.value).split("give --budget ")[1].split("s ")[0])
+    assert needed > 20
+    make_plan(TEXTS, SLOW, seconds=needed, spent_s=5)
+
+
+def test_a_search_for_another_device_times_nothing() -> None:
+    assert replace(TEXTS, is_measured=False).least_s(SLOW) < 0.5 * TEXTS.least_s(SLOW)
+
+
+def test_a_plan_cuts_both_workloads() -> None:
+    tune, evaluate = (load_workload("digits", split, num_prompts=8) for split in ("tune", "evaluate"))
+    plan = Plan(seconds=60, rates=FAST, num_tune_prompts=5, num_evaluate_prompts=7, max_new_tokens=9, full_s=60)
+    short_tune, short_evaluate = plan.apply(tune, evaluate)
+    assert (len(short_tune.prompts), len(short_evaluate.prompts)) == (5, 7)
+    assert all(prompt.settings.max_new_tokens == 9 for prompt in (*short_tune.prompts, *short_evaluate.prompts))
+    assert short_tune.sha256 != tune.cut(5).sha256, "a shorter answer is another prompt"
+    assert plan.model_copy(update={"max_new_tokens": None}).apply(tune, evaluate)[1].sha256 == evaluate.cut(7).sha256
+
+
+def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(plans, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now)}))
+    clock = StageClock(now + 100)
+    assert clock.deadline_of("cost table") == pytest.approx(now + 100 * STAGES["cost table"])
+    assert clock.deadline_of("evaluation") == pytest.approx(now + 100), "the last stage has all the time left"
+    only_table = clock.deadline_of("screening") - now
+    assert only_table > 100 * STAGES["screening"], "nothing was spent on the table"
+    now = 1200.0
+    assert clock.deadline_of("finalists") == now, "no time is left"
+    assert StageClock(time.monotonic(), ("tree search",)).stages == ("tree search",)
