@@ -17,8 +17,8 @@ from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreePolicy, parse_policy
 from autotune.trees.verification import LosslessVerification, Verification
 
-AR, TUNED = "ar", "tuned"
-"""Names of the arms that every bench has: plain decoding and the profile itself."""
+AR, HF, TUNED = "ar", "hf", "tuned"
+"""Names of arms: plain decoding, Hugging Face's ``generate``, and the profile itself."""
 
 
 class DraftChoice(Document):

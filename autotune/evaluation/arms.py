@@ -14,7 +14,7 @@ from autotune.trees.fallback import Fallback
 from autotune.workloads.workload import WARM_UP_TOKENS, Prompt
 
 WARM_UP_S = 1.0
-HF, HF_ASSISTED, PROMPT_LOOKUP = "hf", "hf-assisted", "prompt_lookup"
+HF_ASSISTED, PROMPT_LOOKUP = "hf-assisted", "prompt_lookup"
 
 
 class Arm(Protocol):

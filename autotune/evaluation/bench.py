@@ -16,12 +16,12 @@ import torch
 from autotune.console import Console
 from autotune.contention import ContentionMonitor, wait_until_quiet
 from autotune.device import fingerprint
-from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import COMPARED_DEFAULTS, NAMED
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
-from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
+from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.runner import DISTURBED, STALLED, ArmRunner
 from autotune.evaluation.runs import Run, length_bands, runs_dataframe, time_shares
 from autotune.evaluation.summary import Summary, speedup, summarize

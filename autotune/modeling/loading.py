@@ -12,6 +12,7 @@ from autotune.files import data_root, sha256_of
 
 BUNDLED_TARGET = "digits/target"
 BUNDLED_DRAFT = "digits/independent"
+BUNDLED_DRAFTS = (BUNDLED_DRAFT, "digits/star", "digits/dream", "digits/specvlm")
 
 
 def bundled_models() -> dict[str, Path]:

@@ -7,9 +7,8 @@ from typing import Any
 
 from autotune.acceptance.replay import plain_decode_ms
 from autotune.documents.configuration import configuration_of
-from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, Gain, OperatingPoint
+from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain, OperatingPoint
 from autotune.documents.subnet import Subnet
-from autotune.evaluation.arms import HF
 from autotune.report.sources import Sources
 from autotune.trees.static import StaticPolicy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autotune.console import Console
-from autotune.documents.decoding_profile import AR, TUNED, Gain
-from autotune.evaluation.arms import HF, Arm, HuggingFaceArm
+from autotune.documents.decoding_profile import AR, HF, TUNED, Gain
+from autotune.evaluation.arms import Arm, HuggingFaceArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import Summary, summarize

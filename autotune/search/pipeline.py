@@ -151,7 +151,8 @@ class _SearchRun:
             table = foreign_table(settings.gpu, self.model_pool, priced)
             table.save(self.folder / f"{table.device.name}.cost.json")
         else:
-            limit_s = min(ProfileSettings.time_limit_s, self.clock.deadline_of("cost table") - time.monotonic())
+            # Not the deadline of the stage: the limit is part of the table's key.
+            limit_s = min(ProfileSettings.time_limit_s, STAGES["cost table"] * settings.budget_s)
             table = local_table(
                 self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
             )

@@ -17,7 +17,7 @@ from autotune.documents.subnet import Operator
 from autotune.errors import UserError, nearest
 from autotune.execution import check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
-from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.modeling.loading import BUNDLED_DRAFTS, BUNDLED_TARGET
 from autotune.search.space import space_path
 from autotune.settings import option_name, setting
 from autotune.study.storage import storage_url
@@ -32,8 +32,8 @@ class SearchSettings(Document):
     )
     target: str = setting(BUNDLED_TARGET, "Target: a bundled name, a path or a Hugging Face id.")
     drafts: tuple[str, ...] = setting(
-        (BUNDLED_DRAFT,),
-        "Draft: a bundled name, a path or a Hugging Face id; may be repeated.",
+        BUNDLED_DRAFTS,
+        "Draft: a bundled name, a path or a Hugging Face id; may be repeated; default: all bundled drafts.",
         option="draft",
         min_length=1,
     )
@@ -48,7 +48,9 @@ class SearchSettings(Document):
     operator_ratio: int | None = setting(None, "Visual tokens for each row that prune or pool leaves.", ge=1)
     workload: str = setting(BUNDLED, "Prompts: 'digits', or a JSONL file.")
     space: str = setting("quick", "Search space: a shipped name or a YAML file.")
-    budget_s: float = setting(300.0, "Time to aim for, such as 90s, 10m or 1h.", option="budget", unit="s", gt=0)
+    budget_s: float = setting(
+        300.0, "Time in which the search ends, such as 90s, 10m or 1h.", option="budget", unit="s", gt=0
+    )
     wait_until_quiet_s: float | None = setting(
         None,
         "Longest time to wait, before anything is timed, until other processes use little of the machine, such as 2m.",

@@ -68,7 +68,7 @@ def _shares(evaluator: Evaluator, configuration: Configuration, result: Replay) 
 
 def _table_variance(evaluator: Evaluator, shares: Mapping[str, float]) -> float:
     """Variance of the logarithm of a time, or of a ratio, with these shares of the parts."""
-    errors = evaluator.table.held_out_errors
+    errors = evaluator.table.uncertainties
     return sum((share * errors.get(part, 0.0)) ** 2 for part, share in shares.items())
 
 

@@ -14,12 +14,12 @@ from pandas import DataFrame
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
-from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.drafters.prompt_lookup import PromptLookupDraft
 from autotune.errors import UserError
 from autotune.evaluation import arms
-from autotune.evaluation.arms import HF, HF_ASSISTED, PROMPT_LOOKUP, HuggingFaceArm
+from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, HuggingFaceArm
 from autotune.evaluation.bench import (
     LOSSY_SWEEP,
     assistant_of,

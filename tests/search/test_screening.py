@@ -100,7 +100,7 @@ def test_heads_of_a_space_are_those_of_supernets(pair: Pair) -> None:
     alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
     (name,) = alone.references
     assert alone.subnets(SearchSpace.model_validate(GRID)) == [(name, Subnet()), (name, Subnet(visual_keep=0.5))]
-    assert len(alone.subnets(load_space("quick"))) == 3
+    assert len(alone.subnets(load_space("quick"))) == 10
     with pytest.raises(UserError, match="only a star draft has heads and layers to choose"):
         alone.check_has_supernet()
 

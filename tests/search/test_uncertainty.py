@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from autotune.cost.surface import MAD_TO_SD
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.search.evaluator import Evaluator
@@ -43,7 +44,7 @@ def test_interval_contains_the_predictions_of_disturbed_tables() -> None:
     rng = np.random.default_rng(0)
     inside = 0
     for _ in range(400):
-        verify, decode = np.exp(rng.normal(0, [0.1, 0.05]))
+        verify, decode = np.exp(rng.normal(0, MAD_TO_SD * np.array([0.1, 0.05])))
         table = cost_table(
             decode=surface(lambda n, m, f=decode: f * (1.0 + 0.001 * m), tokens=(1,)),
             verify=surface(lambda n, m, f=verify: f * (1.0 + 0.02 * n + 0.001 * m)),
