@@ -49,10 +49,10 @@ def choose_expanded(
 
 
 @njit(cache=True)
-def open_columns(tree_mask: NDArray[np.float32], root: Ints, ancestors: Ints, num_roots: int) -> None:
-    """Unmask for each node the answer up to its root, its ancestors and itself (the last of ``ancestors``)."""
-    for row in range(len(root)):
-        for column in range(root[row] + 1):
-            tree_mask[row, column] = 0.0
+def open_columns(tree_mask: NDArray[np.float32], last_answer: Ints, ancestors: Ints, num_roots: int) -> None:
+    """Unmask for each token the answer up to ``last_answer``, its ancestors and itself (``ancestors``; -1: none)."""
+    for row in range(len(last_answer)):
+        tree_mask[row, : last_answer[row] + 1] = 0.0
         for offset in ancestors[row]:
-            tree_mask[row, num_roots + offset] = 0.0
+            if offset >= 0:
+                tree_mask[row, num_roots + offset] = 0.0

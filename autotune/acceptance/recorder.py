@@ -5,23 +5,21 @@ time.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from autotune.acceptance.expansion import choose_expanded, open_columns
+from autotune.acceptance.forest_grower import ForestGrower
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import VISUAL_RANKINGS, Subnet, VisualRanking
-from autotune.drafters.cached_draft import FeatureSource
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
@@ -29,7 +27,7 @@ from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.trees.limits import MAX_STEP, Ints
+from autotune.trees.limits import MAX_STEP
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
 ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,
@@ -262,116 +260,10 @@ def record_forest(
         target.hidden = reading.prompt_hidden
     (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
     draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
-    grower = _ForestGrower(draft, tokens, bounds, {} if reading is None else reading.answer_hidden)
+    grower = ForestGrower(draft, tokens, bounds, {} if reading is None else reading.answer_hidden)
     first, num_together = 0, most_at_once
     while first < num_roots:
         end = min(first + num_together, num_roots)
         nodes_per_root = grower.grow(first, end) / (end - first)
         first, num_together = end, max(1, min(most_at_once, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
     return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, answer.num_visual_tokens)
-
-
-class _ForestGrower:
-    """Puts the answer after the prompt in the draft's KV cache, then grows the forests of several roots at a time after it.
-
-    The answer's tokens stay uncommitted, because a root must not see the tokens after it: the mask selects them.
-    """
-
-    def __init__(
-        self, draft: LoadedDraft, tokens: Ints, bounds: ForestBounds, answer_hidden: Mapping[int, Tensor]
-    ) -> None:
-        self.draft = draft
-        self.answer_hidden = answer_hidden
-        self.tokens = tokens
-        self.bounds = bounds
-        self.num_roots = max(0, len(tokens) - 1)
-        k = bounds.num_proposals
-        self._child_token = [np.zeros((0, k), np.int64)]
-        self._child_logprob = [np.zeros((0, k), np.float32)]
-        self._links: list[tuple[Ints, Ints, int]] = []  # parents, ranks, first child node
-        self._num_nodes = 0
-        self._read_answer()
-
-    def _evaluate(
-        self, tokens: Ints, offsets: Ints, tree_mask: NDArray[np.float32], parents: Ints | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Add a forest node for each token. ``parents`` are offsets; None for the answer's own tokens."""
-        source: FeatureSource
-        if parents is None:
-            rows = torch.from_numpy(offsets).to(self.draft.device)
-            source = {layer: self.answer_hidden[layer][rows] for layer in self.draft.aux_layers}
-        else:
-            source = parents
-        logits = self.draft.forward(Step(tokens, offsets, tree_mask), source)
-        child_token, child_logprob = self.draft.best(logits, self.bounds.num_proposals)
-        self._child_token.append(child_token.astype(np.int64))
-        self._child_logprob.append(child_logprob)
-        self._num_nodes += len(tokens)
-        return self._child_token[-1], child_logprob
-
-    def _read_answer(self) -> None:
-        """Evaluate the answer's tokens, teacher-forced: the children of every root."""
-        for first in range(0, self.num_roots, MAX_STEP):
-            rows = np.arange(first, min(first + MAX_STEP, self.num_roots))
-            tree_mask = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.draft.mask_value, 0.0)
-            self._evaluate(self.tokens[rows], rows, tree_mask.astype(np.float32))
-        self._root_token, self._root_logprob = np.concatenate(self._child_token), np.concatenate(self._child_logprob)
-
-    def grow(self, first: int, end: int) -> int:
-        """Grow the forests of the roots ``first`` to ``end - 1``, level by level; returns their number of nodes."""
-        bounds, num_roots = self.bounds, self.num_roots
-        root = np.arange(first, end)
-        tokens, logprobs = self._root_token[root], self._root_logprob[root]
-        node, path_logprob = root.copy(), np.zeros(len(root))
-        is_best, is_answer, is_nucleus = np.ones((3, len(root)), np.bool_)
-        ancestors = np.full((len(root), bounds.depth), -1)  # offsets after the answer, by level
-        written = 0
-        for level in range(1, bounds.depth):
-            following = np.minimum(root + level, len(self.tokens) - 1)
-            is_following = (is_answer & (root + level < len(self.tokens)))[:, None] & (
-                tokens == self.tokens[following][:, None]
-            )
-            is_pinned = is_following.copy()
-            is_pinned[is_best, 0] = True
-            mass = np.cumsum(np.exp(logprobs), axis=1)
-            mass_before = mass - np.exp(logprobs)
-            limit = bounds.nucleus * (mass[:, -1:] if bounds.is_renormalised else 1.0) + 1e-4
-            in_nucleus = is_nucleus[:, None] & (mass_before < limit) & (level < bounds.nucleus_depth)
-            row, rank = choose_expanded(
-                root,
-                path_logprob[:, None] + logprobs,
-                is_pinned,
-                in_nucleus,
-                np.log(bounds.floor * level),
-                bounds.width,
-                bounds.beam if level < bounds.beam_depth else 0,
-                bounds.nucleus_width,
-            )
-            self._links.append((node[row], rank, self._num_nodes))
-            chosen = tokens[row, rank]
-            path_logprob = path_logprob[row] + logprobs[row, rank]
-            is_best, is_nucleus = is_best[row] & (rank == 0), in_nucleus[row, rank]
-            is_answer = is_following[row, rank]
-            root, ancestors = root[row], ancestors[row]
-            node = self._num_nodes + np.arange(len(row))
-            children = []
-            for begin in range(0, len(row), MAX_STEP):
-                part = slice(begin, min(begin + MAX_STEP, len(row)))
-                offsets = written + np.arange(part.stop - part.start)
-                ancestors[part, level] = offsets
-                written += len(offsets)
-                tree_mask = np.full((len(offsets), num_roots + written), self.draft.mask_value, np.float32)
-                open_columns(tree_mask, root[part], ancestors[part, 1 : level + 1], num_roots)
-                # The parent of a root's child is the answer's token of that index.
-                parents = root[part] if level == 1 else num_roots + ancestors[part, level - 1]
-                children.append(self._evaluate(chosen[part], root[part] + level, tree_mask, parents))
-            tokens, logprobs = (np.concatenate(arrays) for arrays in zip(*children, strict=True))
-        return written
-
-    def forest(self) -> Forest:
-        """All nodes; the first ``num_roots`` are the answer's own."""
-        child_token, child_logprob = np.concatenate(self._child_token), np.concatenate(self._child_logprob)
-        child_node = np.full(child_token.shape, -1)
-        for parents, ranks, first in self._links:
-            child_node[parents, ranks] = first + np.arange(len(parents))
-        return Forest(self.tokens, child_token, child_logprob, child_node)

@@ -216,6 +216,22 @@ def test_long_answers_and_wide_levels_take_several_forwards(
         np.testing.assert_allclose(forest.child_logprob[node], expected, atol=TOLERANCE)
 
 
+def test_a_draft_without_features_evaluates_a_token_of_several_forests_once(
+    recorder: Recorder, draft: IndependentDraft, workload: Workload, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forests of one answer overlap: what follows the answer's tokens is in the forests of all roots before it."""
+    draft.visual_keep = 1.0
+    inputs, answer = workload.prompts[0].inputs(processor), recorder.answers(workload)[0]
+    evaluated: list[int] = []
+    forward = draft.forward
+    monkeypatch.setattr(
+        draft, "forward", lambda step, source: evaluated.append(len(step.tokens)) or forward(step, source)
+    )
+    forest = record_forest(recorder.target, draft, inputs, answer, SMALL).forest
+    prefixes = {(*answer.tokens[: root + 1], *path) for root, path in paths_of(forest).values()}
+    assert sum(evaluated) == len(prefixes) < len(forest.child_token)
+
+
 def test_the_expanded_nodes_are_those_of_the_bounds() -> None:
     """The compiled choice against the rules of ``ForestBounds``, on random levels of three forests."""
     rng = np.random.default_rng(0)

@@ -1,0 +1,179 @@
+"""Grows the forests of several positions of one answer together, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from autotune.acceptance.expansion import choose_expanded, open_columns
+from autotune.acceptance.trace import Forest, ForestBounds
+from autotune.drafters.cached_draft import FeatureSource
+from autotune.drafters.checkpoint import LoadedDraft
+from autotune.modeling.step import Step
+from autotune.trees.limits import MAX_STEP, Ints
+
+NOT_EVALUATED = -1
+
+
+class _Evaluated:
+    """The tokens that the draft has evaluated, and what it proposes after them. The first ones are the answer's own.
+
+    The arrays have room for further tokens.
+    """
+
+    def __init__(self, num_proposals: int, num_levels: int) -> None:
+        self.size = 0
+        self.child_token = np.zeros((0, num_proposals), np.int64)
+        self.child_logprob = np.zeros((0, num_proposals), np.float32)
+        self.child = np.zeros((0, num_proposals), np.int64)
+        """The index at which a child is evaluated itself, or ``NOT_EVALUATED``."""
+        self.last_answer = np.zeros(0, np.int64)
+        """Index of the last token of the answer that a token sees."""
+        self.ancestors = np.zeros((0, num_levels), np.int64)
+        """Offsets, after the answer, of the drafted tokens that a token sees, itself included; -1 beyond."""
+        self.num_drafted = np.zeros(0, np.int64)
+        """Number of those tokens."""
+
+    def add(self, tokens: Ints, logprobs: NDArray[np.float32], last_answer: Ints, ancestors: Ints) -> None:
+        begin, end = self.size, self.size + len(tokens)
+        if end > len(self.child_token):
+            for name in ("child_token", "child_logprob", "child", "last_answer", "ancestors", "num_drafted"):
+                old = getattr(self, name)
+                new = np.empty((max(2 * end, 1024), *old.shape[1:]), old.dtype)
+                new[:begin] = old[:begin]
+                setattr(self, name, new)
+        self.child_token[begin:end], self.child_logprob[begin:end] = tokens, logprobs
+        self.child[begin:end] = NOT_EVALUATED
+        self.last_answer[begin:end], self.ancestors[begin:end] = last_answer, ancestors
+        self.num_drafted[begin:end] = (ancestors >= 0).sum(1)
+        self.size = end
+
+
+class ForestGrower:
+    """Puts the answer after the prompt in the draft's KV cache, then grows the forests of several roots at a time after it.
+
+    The answer's tokens stay uncommitted, because a root must not see the tokens after it: the mask selects them.
+
+    What a draft without features proposes depends on the tokens before it only. A child that continues the answer is
+    therefore the answer's own next token, and a token that several roots reach is evaluated for the first of them only.
+
+    Args:
+        draft: has evaluated the prompt.
+        tokens: the answer.
+        answer_hidden: the target's outputs before each token of the answer, by layer; empty for a draft without features.
+    """
+
+    def __init__(
+        self, draft: LoadedDraft, tokens: Ints, bounds: ForestBounds, answer_hidden: Mapping[int, Tensor]
+    ) -> None:
+        self.draft = draft
+        self.answer_hidden = answer_hidden
+        self.tokens = tokens
+        self.bounds = bounds
+        self.num_roots = max(0, len(tokens) - 1)
+        self.evaluated = _Evaluated(bounds.num_proposals, bounds.depth)
+        self._nodes = [np.arange(self.num_roots)]  # where every node of the forest is evaluated
+        self._links: list[tuple[Ints, Ints, int]] = []  # parents, ranks, first child node
+        self._num_nodes = self.num_roots
+        self._read_answer()
+
+    def _propose(self, step: Step, source: FeatureSource) -> tuple[Ints, NDArray[np.float32]]:
+        tokens, logprobs = self.draft.best(self.draft.forward(step, source), self.bounds.num_proposals)
+        return tokens.astype(np.int64), logprobs
+
+    def _read_answer(self) -> None:
+        """Evaluate the answer's tokens, teacher-forced: the children of every root."""
+        for first in range(0, self.num_roots, MAX_STEP):
+            rows = np.arange(first, min(first + MAX_STEP, self.num_roots))
+            tree_mask = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.draft.mask_value, 0.0)
+            at = torch.from_numpy(rows).to(self.draft.device)
+            source = {layer: self.answer_hidden[layer][at] for layer in self.draft.aux_layers}
+            proposed = self._propose(Step(self.tokens[rows], rows, tree_mask.astype(np.float32)), source)
+            self.evaluated.add(*proposed, rows, np.full((len(rows), self.bounds.depth), -1))
+
+    def grow(self, first: int, end: int) -> int:
+        """Grow the forests of the roots ``first`` to ``end - 1``, level by level; returns the number of tokens evaluated."""
+        bounds, evaluated = self.bounds, self.evaluated
+        self._forget_block()
+        root = np.arange(first, end)
+        at, node, path_logprob = root.copy(), root.copy(), np.zeros(len(root))
+        is_best, is_answer, is_nucleus = np.ones((3, len(root)), np.bool_)
+        num_before = evaluated.size
+        for level in range(1, bounds.depth):
+            tokens, logprobs = evaluated.child_token[at], evaluated.child_logprob[at]
+            following = np.minimum(root + level, len(self.tokens) - 1)
+            is_following = (is_answer & (root + level < len(self.tokens)))[:, None] & (
+                tokens == self.tokens[following][:, None]
+            )
+            is_pinned = is_following.copy()
+            is_pinned[is_best, 0] = True
+            mass = np.cumsum(np.exp(logprobs), axis=1)
+            mass_before = mass - np.exp(logprobs)
+            limit = bounds.nucleus * (mass[:, -1:] if bounds.is_renormalised else 1.0) + 1e-4
+            in_nucleus = is_nucleus[:, None] & (mass_before < limit) & (level < bounds.nucleus_depth)
+            row, rank = choose_expanded(
+                root,
+                path_logprob[:, None] + logprobs,
+                is_pinned,
+                in_nucleus,
+                np.log(bounds.floor * level),
+                bounds.width,
+                bounds.beam if level < bounds.beam_depth else 0,
+                bounds.nucleus_width,
+            )
+            self._links.append((node[row], rank, self._num_nodes))
+            path_logprob = path_logprob[row] + logprobs[row, rank]
+            is_best, is_nucleus = is_best[row] & (rank == 0), in_nucleus[row, rank]
+            is_answer, root = is_following[row, rank], root[row]
+            at = self._evaluate_children(at[row], rank, num_before)
+            node = self._num_nodes + np.arange(len(row))
+            self._nodes.append(at)
+            self._num_nodes += len(row)
+        return evaluated.size - num_before
+
+    def _forget_block(self) -> None:
+        """Begin a block of roots, whose tokens take the place of those of the block before in the KV cache."""
+        evaluated = self.evaluated
+        evaluated.child[: evaluated.size] = NOT_EVALUATED
+        if not self.draft.aux_layers:
+            before = np.arange(self.num_roots - 1)
+            continues = evaluated.child_token[before] == self.tokens[before + 1][:, None]
+            token, rank = continues.nonzero()
+            evaluated.child[token, rank] = token + 1
+
+    def _evaluate_children(self, parents: Ints, ranks: Ints, num_before: int) -> Ints:
+        """Evaluate the children of ``parents``, except those that are; returns the index of each.
+
+        Args:
+            num_before: number of tokens evaluated before this block of roots.
+        """
+        evaluated = self.evaluated
+        is_new = evaluated.child[parents, ranks] == NOT_EVALUATED
+        keys = np.unique(parents[is_new] * self.bounds.num_proposals + ranks[is_new])
+        for first in range(0, len(keys), MAX_STEP):
+            part, part_ranks = np.divmod(keys[first : first + MAX_STEP], self.bounds.num_proposals)
+            offsets = evaluated.size - num_before + np.arange(len(part))
+            ancestors, last_answer = evaluated.ancestors[part], evaluated.last_answer[part]
+            num_drafted = evaluated.num_drafted[part]
+            rows = np.arange(len(part))
+            # The parent of the first drafted token is the answer's token of that index.
+            sources = np.where(num_drafted == 0, last_answer, self.num_roots + ancestors[rows, num_drafted - 1])
+            ancestors[rows, num_drafted] = offsets
+            tree_mask = np.full((len(part), self.num_roots + offsets[-1] + 1), self.draft.mask_value, np.float32)
+            open_columns(tree_mask, last_answer, ancestors, self.num_roots)
+            step = Step(evaluated.child_token[part, part_ranks], last_answer + num_drafted + 1, tree_mask)
+            evaluated.child[part, part_ranks] = evaluated.size + rows
+            evaluated.add(*self._propose(step, sources), last_answer, ancestors)
+        return evaluated.child[parents, ranks]
+
+    def forest(self) -> Forest:
+        """All nodes; the first ``num_roots`` are the answer's own."""
+        nodes = np.concatenate(self._nodes)
+        child_node = np.full((len(nodes), self.bounds.num_proposals), -1)
+        for parents, ranks, first in self._links:
+            child_node[parents, ranks] = first + np.arange(len(parents))
+        return Forest(self.tokens, self.evaluated.child_token[nodes], self.evaluated.child_logprob[nodes], child_node)
