@@ -4,6 +4,7 @@ time.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,17 +17,18 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from autotune.acceptance.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
+from autotune.acceptance.answers import Answer as Answer
 from autotune.acceptance.forest_grower import ForestGrower
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
-from autotune.documents.subnet import VISUAL_RANKINGS, Subnet, VisualRanking
+from autotune.documents.subnet import Subnet, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
-from autotune.runtime.decoder import Decoder
 from autotune.trees.limits import MAX_STEP
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
@@ -35,20 +37,6 @@ NODES_AT_ONCE = 800  # and on their nodes: every node's mask has a column for ea
 MAX_READING_BYTES = 2 << 30  # of the readings kept in memory
 Report = Callable[[int, int], None]
 """Called as report(done, of)."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The target's answer to a prompt."""
-
-    tokens: list[int]
-    prompt_length: int
-    visual_scores: dict[VisualRanking, list[float]]
-    """Scores of the visual tokens, for pruning, by ranking; empty without an image."""
-
-    @property
-    def num_visual_tokens(self) -> int:
-        return max(map(len, self.visual_scores.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -79,37 +67,36 @@ class Recorder:
         self.layers: tuple[int, ...] = ()
         """Layers of the target whose readings are kept in memory, to record several drafts that read them."""
         self._readings: dict[tuple[str, int], Reading] = {}
-        self._plain = Decoder(target)
+        self._answers = AnswerRecorder(target, processor)
 
     def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
         """The target's answer to every prompt, by plain decoding."""
-        answers = []
-        for done, prompt in enumerate(workload.prompts, start=1):
-            path = self.folder / "answers" / f"{self._answer_key(prompt)}.json"
-            answer = _read_answer(path)
-            if answer is None or not isinstance(answer.visual_scores, dict):  # files of version 0.1.0 have one ranking
-                answer = self._answer(prompt, None if answer is None else answer.tokens)
-                write_bytes(path, json.dumps(asdict(answer)).encode())
-            answers.append(answer)
+        answers: dict[str, Answer] = {}
+        num_done = itertools.count(1)
+
+        def add(prompt: WorkloadPrompt, answer: Answer) -> None:
+            answers[prompt.sha256] = answer
             if report is not None:
-                report(done, len(workload.prompts))
-        return answers
+                report(next(num_done), len(workload.prompts))
+
+        for first in range(0, len(workload.prompts), ANSWERS_AT_ONCE):
+            missing = []
+            for prompt in workload.prompts[first : first + ANSWERS_AT_ONCE]:
+                answer = read_answer(self._answer_path(prompt))
+                if answer is not None and answer.has_all_rankings:
+                    add(prompt, answer)
+                else:
+                    missing.append((prompt, None if answer is None else answer.tokens))
+            for prompt, answer in self._answers.record(missing):
+                write_bytes(self._answer_path(prompt), json.dumps(asdict(answer)).encode())
+                add(prompt, answer)
+        return [answers[prompt.sha256] for prompt in workload.prompts]
+
+    def _answer_path(self, prompt: WorkloadPrompt) -> Path:
+        return self.folder / "answers" / f"{self._answer_key(prompt)}.json"
 
     def _answer_key(self, prompt: WorkloadPrompt) -> str:
         return content_key([self.target_reference.sha256 or self.target_reference.id, prompt.sha256])
-
-    def _answer(self, prompt: WorkloadPrompt, tokens: list[int] | None = None) -> Answer:
-        """The answer, and every ranking of the prompt's visual tokens. ``tokens``: the answer, where it is known."""
-        inputs = prompt.inputs(self.processor, self.target.device)
-        with torch.inference_mode():
-            (encoded,) = self.target.encode(inputs).prompts
-            self.target.reserve(len(encoded))
-            scores = self.target.prefill(encoded, visual_rankings=VISUAL_RANKINGS).visual_scores
-        length = inputs["input_ids"].shape[1]
-        if tokens is None:
-            sequence = self._plain.generate(**inputs, **prompt.settings.generation).sequences
-            tokens = sequence[0, length:].tolist()
-        return Answer(tokens, length, {ranking: scores[ranking].tolist() for ranking in scores})
 
     def trace(
         self,
@@ -179,14 +166,6 @@ class Recorder:
                 return reading
             self._readings[key] = reading
         return self._readings[key]
-
-
-def _read_answer(path: Path) -> Answer | None:
-    """None where the record is missing or damaged."""
-    try:
-        return Answer(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 _FOREST = tuple(field.name for field in fields(Forest))

@@ -121,6 +121,28 @@ class SlabCache(Cache):  # type: ignore[misc]
         row = self._devices[:layer].count(device)
         return key_slab[row], value_slab[row]
 
+    def insert_row(self, row: int, num_rows: int, source: SlabCache) -> None:
+        """Copy the tokens of a cache with one row to a row of this one, so that they end at ``length``.
+
+        Args:
+            num_rows: of this cache, in which a forward pass later evaluates tokens of all rows.
+        """
+        for device, slabs in source._slabs.items():
+            if device not in self._slabs:
+                self._slabs[device] = tuple(  # type: ignore[assignment]
+                    slab.new_zeros(len(slab), num_rows, slab.shape[2], self.capacity, slab.shape[4]) for slab in slabs
+                )
+            for ours, theirs in zip(self._slabs[device], slabs, strict=True):
+                ours[:, row, :, self.length - source.length : self.length] = theirs[:, 0, :, : source.length]
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Drop all rows but some, whose tokens are copied."""
+        for device, slabs in self._slabs.items():
+            at = torch.tensor(rows, dtype=torch.long, device=device)
+            self._slabs[device] = slabs[0].index_select(1, at), slabs[1].index_select(1, at)
+        for layer in self.layers:
+            layer.keys = layer.values = None  # they are views of the slabs
+
     @property
     def memory_bytes(self) -> int:
         return sum(slab.numel() * slab.element_size() for pair in self._slabs.values() for slab in pair)

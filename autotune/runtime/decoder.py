@@ -191,13 +191,16 @@ class Decoder:
 
         Takes the arguments of ``generate``, except ``streamer``.
         """
-        call = self._prepare(inputs, seed, workload)
-        requests = self._requests(call)
+        requests = self.requests(seed=seed, workload=workload, **inputs)
         if len(requests) != 1:
             raise UserError(f"a stream is of one prompt; input_ids has {len(requests)} rows; stream them one by one")
         with closing(self._decode(requests[0])) as rounds:
             for tokens in rounds:
                 yield from tokens
+
+    def requests(self, *, seed: int = 0, workload: str | None = None, **inputs: Any) -> list[Request]:
+        """The requests that ``generate`` decodes, one for each row. Takes the arguments of ``generate``, except ``streamer``."""
+        return self._requests(self._prepare(inputs, seed, workload))
 
     def __call__(
         self,

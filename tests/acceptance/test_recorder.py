@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from autotune.acceptance.answers import AnswerRecorder
 from autotune.acceptance.expansion import choose_expanded
 from autotune.acceptance.recorder import ROOTS_AT_ONCE, Answer, Recorder, record_forest
 from autotune.acceptance.trace import Forest, ForestBounds, Trace, bounds_for
@@ -22,9 +23,10 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.greedy_batch import GreedyBatch
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
-from autotune.workloads.workload import Workload, load_workload
+from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
 from tests.sample_documents import write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS
 
@@ -78,6 +80,21 @@ def test_answers_are_those_of_plain_decoding(
         assert answer.tokens == output.sequences[0, answer.prompt_length :].tolist()
         assert answer.num_visual_tokens == (NUM_VISUAL_TOKENS if prompt.pixels else 0)
         assert set(answer.visual_scores) == (set(VISUAL_RANKINGS) if prompt.pixels else set())
+
+
+def test_an_answer_with_a_near_tie_is_decoded_again_by_itself(
+    fresh: Recorder, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = Workload("x", "tune", workload.prompts[:3])
+    expected = fresh.answers(greedy)
+    monkeypatch.setattr("autotune.runtime.greedy_batch.NEAR_TIE", 1.0)  # every token is one
+    alone: list[WorkloadPrompt] = []
+    again = AnswerRecorder(fresh.target, fresh.processor)
+    decode = again._alone
+    monkeypatch.setattr(again, "_alone", lambda prompt: alone.append(prompt) or decode(prompt))
+    found = {prompt.sha256: answer for prompt, answer in again.record([(prompt, None) for prompt in greedy.prompts])}
+    assert [prompt.sha256 for prompt in alone] == [prompt.sha256 for prompt in greedy.prompts]
+    assert [found[prompt.sha256] for prompt in greedy.prompts] == expected
 
 
 def test_an_answer_of_version_0_1_0_is_ranked_again(fresh: Recorder, workload: Workload) -> None:
@@ -358,14 +375,15 @@ def test_a_kill_loses_only_the_record_being_made(
 
     with pytest.raises(Killed):
         fresh.answers(workload, kill_after(2))
-    with pytest.raises(Killed):  # in the middle of the third prompt's first step
-        monkeypatch.setattr(fresh.target, "step", lambda token: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):  # in the middle of a batch's first step
+        monkeypatch.setattr(GreedyBatch, "_step", lambda *_: (_ for _ in ()).throw(Killed))
         fresh.answers(workload)
     monkeypatch.undo()
     assert len(list((fresh.folder / "answers").iterdir())) == 2, "half an answer is not recorded"
+    made_before = [prompt for prompt in workload.prompts if fresh._answer_path(prompt).exists()]
     before = num_forwards["target"]
-    fresh.answers(Workload(workload.name, "tune", workload.prompts[:2]))
-    assert num_forwards["target"] == before
+    fresh.answers(Workload(workload.name, "tune", tuple(made_before)))
+    assert len(made_before) == 2 and num_forwards["target"] == before
     with pytest.raises(Killed):
         record(fresh, draft, draft_reference, workload, report=kill_after(3))
     made = {path: path.stat().st_mtime_ns for path in fresh.folder.rglob("*") if path.is_file()}

@@ -27,6 +27,7 @@ from autotune.evaluation.divergence import first_divergence
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.greedy_batch import GreedyBatch, can_batch
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
 from tests.families import (
@@ -268,6 +269,27 @@ class TestEveryFamily:
                 assert found[: len(tokens)] == tokens
                 assert set(found[len(tokens) :]) <= {pad}
                 assert out.row_stats[row].new_tokens == len(tokens)
+
+    def test_plain_steps_of_a_greedy_batch_emit_the_tokens_of_the_model(self, member: Member) -> None:
+        """Rows of several lengths, of which some end before the others, with and without an image."""
+        decoder = Decoder(member.target)
+        limits = [NEW_TOKENS, NEW_TOKENS - 5, NEW_TOKENS - 7, NEW_TOKENS]
+        examples = [(*member.examples, *reversed(member.examples))[row % len(member.examples)] for row in range(4)]
+        requests = [
+            decoder.requests(**example.inputs, max_new_tokens=limit, temperature=0.0)[0]
+            for example, limit in zip(examples, limits, strict=True)
+        ]
+        assert all(can_batch(decoder.target, request) for request in requests)
+        batch, are_certain = GreedyBatch(decoder.target, requests), []
+        for row, request in enumerate(requests):
+            decoder.target.reserve(len(request.prompt))
+            with torch.inference_mode():
+                are_certain.append(batch.insert(row, decoder.target.prefill(request.prompt)))
+        certain = [id(request) for request, is_certain in batch.decode(are_certain) if is_certain]
+        for request, example, limit in zip(requests, examples, limits, strict=True):
+            if id(request) in certain:
+                assert request.tokens == answer(example.sequences, example.inputs)[:limit]
+        assert len(certain) >= 3
 
     def test_generate_takes_the_decoder(self, member: Member) -> None:
         """``model.generate(custom_generate=decoder)``, which prepares positions and pixels in its own way."""

@@ -1,0 +1,122 @@
+"""The target's answers, by plain decoding of several prompts at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
+from autotune.modeling.target import Prefilled, Target
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.generate_args import Request
+from autotune.runtime.greedy_batch import GreedyBatch, can_batch
+from autotune.workloads.workload import WorkloadPrompt
+
+ANSWERS_AT_ONCE = 16  # limit on the prompts that are decoded together,
+MAX_BATCH_BYTES = 1 << 30  # and on the size of their KV caches
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The target's answer to a prompt."""
+
+    tokens: list[int]
+    prompt_length: int
+    visual_scores: dict[VisualRanking, list[float]]
+    """Scores of the visual tokens, for pruning, by ranking; empty without an image."""
+
+    @property
+    def num_visual_tokens(self) -> int:
+        return max(map(len, self.visual_scores.values()), default=0)
+
+    @property
+    def has_all_rankings(self) -> bool:
+        """False for records of version 0.1.0, which have the scores of one ranking."""
+        return isinstance(self.visual_scores, dict)
+
+
+def read_answer(path: Path) -> Answer | None:
+    """A recorded answer; None where the record is missing or damaged."""
+    try:
+        return Answer(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+class AnswerRecorder:
+    """Decodes answers with the target alone, and ranks the visual tokens of their prompts."""
+
+    def __init__(self, target: Target, processor: Any) -> None:
+        self.target = target
+        self.processor = processor
+        self._plain = Decoder(target)
+
+    def record(
+        self, prompts: Sequence[tuple[WorkloadPrompt, list[int] | None]]
+    ) -> Iterator[tuple[WorkloadPrompt, Answer]]:
+        """Yield the answer of each prompt as soon as it is complete, in any order.
+
+        Greedy prompts are decoded in batches. An answer with a near tie, where rounding in a batch may choose another
+        token, is decoded again by itself.
+
+        Args:
+            prompts: with the tokens of their answers, where these are known and only the scores are missing.
+        """
+        batch: list[tuple[WorkloadPrompt, Request]] = []
+        for prompt, tokens in prompts:
+            (request,) = self._plain.requests(**self._inputs(prompt), **prompt.settings.generation)
+            if tokens is not None:
+                yield prompt, self._answer(request, tokens)
+            elif not can_batch(self.target, request):
+                yield prompt, self._answer(request, self._alone(prompt))
+            else:
+                if batch and not self._fits([request, *(other for _, other in batch)]):
+                    yield from self._record_batch(batch)
+                    batch = []
+                batch.append((prompt, request))
+        if batch:
+            yield from self._record_batch(batch)
+
+    def _fits(self, requests: Sequence[Request]) -> bool:
+        longest = max(len(r.prompt) for r in requests) + max(r.call.max_new_tokens for r in requests)
+        return len(requests) * longest * self.target.kv_bytes_per_token <= MAX_BATCH_BYTES
+
+    def _record_batch(self, batch: list[tuple[WorkloadPrompt, Request]]) -> Iterator[tuple[WorkloadPrompt, Answer]]:
+        decoded = GreedyBatch(self.target, [request for _, request in batch])
+        scores, is_certain = [], []
+        for row, (_, request) in enumerate(batch):
+            prefilled = self._prefill(request)
+            scores.append(_as_lists(prefilled.visual_scores))
+            is_certain.append(decoded.insert(row, prefilled))
+        index = {id(request): row for row, (_, request) in enumerate(batch)}
+        for request, certain in decoded.decode(is_certain):
+            prompt = batch[index[id(request)]][0]
+            tokens = request.tokens if certain else self._alone(prompt)
+            yield prompt, Answer(tokens, len(request.prompt), scores[index[id(request)]])
+
+    def _inputs(self, prompt: WorkloadPrompt) -> dict[str, Any]:
+        return prompt.inputs(self.processor, self.target.device)
+
+    def _answer(self, request: Request, tokens: list[int]) -> Answer:
+        return Answer(tokens, len(request.prompt), _as_lists(self._prefill(request).visual_scores))
+
+    @torch.inference_mode()
+    def _prefill(self, request: Request) -> Prefilled:
+        self.target.reserve(len(request.prompt))
+        return self.target.prefill(request.prompt, visual_rankings=VISUAL_RANKINGS)
+
+    def _alone(self, prompt: WorkloadPrompt) -> list[int]:
+        """The answer of a prompt that is decoded by itself."""
+        inputs = self._inputs(prompt)
+        sequence = self._plain.generate(**inputs, **prompt.settings.generation).sequences
+        return sequence[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def _as_lists(scores: Mapping[VisualRanking, Tensor]) -> dict[VisualRanking, list[float]]:
+    return {ranking: scores[ranking].tolist() for ranking in scores}

@@ -1,0 +1,111 @@
+"""Plain greedy decoding of several requests in one batch, with the tokens that decoding them one by one emits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autotune.modeling.kv_cache import SlabCache
+from autotune.modeling.masks import first_visible
+from autotune.modeling.target import Prefilled, Target
+from autotune.modeling.text_model import device_of
+from autotune.runtime.generate_args import Request
+
+NEAR_TIE = 2**-17
+"""A token whose logit exceeds the next one by no more than this share of the largest magnitude may be another one in a
+batch, because matrix products of other sizes round otherwise. It is 64 times the precision of float32; the largest
+difference seen in answers of the bundled target was 10 times the precision.
+"""
+
+
+def can_batch(target: Target, request: Request) -> bool:
+    """Whether a request can be decoded in a batch: it is greedy, and nothing but its length and end tokens stops it. In half
+    precision too many tokens are near ties.
+    """
+    return target.dtype == torch.float32 and request.sampler.is_greedy and not request.call.stops
+
+
+class GreedyBatch:
+    """The KV caches of several prompts, a row each, padded on the left so that all rows end in the same column.
+
+    Args:
+        requests: encoded, and not prefilled.
+    """
+
+    def __init__(self, target: Target, requests: Sequence[Request]) -> None:
+        self.target = target
+        self.requests = list(requests)
+        """One for each row. Finished ones are dropped once they are half of the rows."""
+        self._longest = max(len(request.prompt) for request in requests)
+        capacity = self._longest + max(request.call.max_new_tokens for request in requests)
+        text = target.text
+        self.cache = SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity)
+        self.cache.length = self._longest
+        device = target.device
+        self._padding = torch.tensor([self._longest - len(request.prompt) for request in requests], device=device)
+        deltas = np.broadcast_arrays(
+            *(request.prompt.rope_delta for request in requests)
+        )  # a text may have one axis only
+        self._rope_delta = torch.from_numpy(np.stack(deltas, 1)).to(device)  # [axes, rows]
+
+    @torch.inference_mode()
+    def insert(self, row: int, prefilled: Prefilled) -> bool:
+        """Copy a prompt that the target has just prefilled, and emit its first token; returns whether that is certain."""
+        self.cache.insert_row(row, len(self._padding), self.target.cache)
+        return self._emit(self.requests[row], prefilled.logits)
+
+    def decode(self, is_certain: list[bool]) -> Iterator[tuple[Request, bool]]:
+        """Decode all requests; yields each as soon as it is finished, and whether its tokens are certain: where they are not,
+        it is left unfinished and must be decoded by itself.
+
+        Args:
+            is_certain: results of ``insert``.
+        """
+        rows = list(range(len(self.requests)))  # of the requests that go on
+        while True:
+            for row in rows:
+                request = self.requests[row]
+                if request.is_finished or not is_certain[row]:
+                    yield request, is_certain[row]
+            rows = [row for row in rows if is_certain[row] and not self.requests[row].is_finished]
+            if not rows:
+                return
+            if 2 * len(rows) <= len(self.requests):
+                self._keep(rows)
+                rows = list(range(len(rows)))
+            logits = self._step([request.tokens[-1] for request in self.requests])
+            is_certain = [row in rows and self._emit(self.requests[row], logits[row]) for row in range(len(logits))]
+
+    def _emit(self, request: Request, logits: Tensor) -> bool:
+        (first, second), (token, _) = (part.tolist() for part in logits.float().topk(2))
+        request.emit([token])
+        return bool(first - second > NEAR_TIE * float(logits.abs().max()))
+
+    @torch.inference_mode()
+    def _keep(self, rows: list[int]) -> None:
+        self.requests = [self.requests[row] for row in rows]
+        at = torch.tensor(rows, dtype=torch.long, device=self._padding.device)
+        self._padding, self._rope_delta = self._padding[at], self._rope_delta[:, at]
+        self.cache.keep_rows(rows)
+
+    @torch.inference_mode()
+    def _step(self, tokens: list[int]) -> Tensor:
+        """Evaluate a token of each row; returns the logits [rows, vocabulary]."""
+        target, column = self.target, self.cache.length
+        positions = column - self._padding + self._rope_delta
+        is_padding = torch.arange(column + 1, device=target.device) < self._padding[:, None]
+        mask = torch.zeros(is_padding.shape, dtype=target.dtype, device=target.device)
+        mask = mask.masked_fill_(is_padding, target.mask_value)[:, None, None]
+        masks = {name: mask[..., first_visible(column, window) :] for name, window in target.text.windows.items()}
+        hidden = target.text.module(
+            input_ids=torch.tensor(tokens, device=target.device)[:, None],
+            position_ids=positions[0][:, None] if len(positions) == 1 else positions[..., None],
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
+        self.cache.advance(1)
+        return target.text.logits(hidden)
