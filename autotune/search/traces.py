@@ -30,6 +30,7 @@ def record_traces(
     """
     bounds = bounds or ForestBounds()
     recorder = model_pool.recorder(folder)
+    recorder.layers = _layers_read(model_pool, variants)
     num_prompts = len(workload.prompts)
     total = num_prompts * (1 + len(variants))
     traces: list[Trace] = []
@@ -86,13 +87,19 @@ def _record_in_worker(
 ) -> None:
     """Record what is missing, in a random order: workers with the same order would record the same pieces."""
     recorder = model_pool.recorder(folder)
+    recorder.layers = _layers_read(model_pool, variants)
     order = random.Random(rank)
+    shuffled = order.sample(workload.prompts, len(workload.prompts))
+    recorder.answers(Workload(workload.name, workload.split, tuple(shuffled)))
     prompts = [Workload(workload.name, workload.split, (prompt,)) for prompt in workload.prompts]
-    for prompt in order.sample(prompts, len(prompts)):
-        recorder.answers(prompt)
     pieces = [(draft, subnet, prompt) for draft, subnet in variants for prompt in prompts]
     for draft, subnet, prompt in order.sample(pieces, len(pieces)):
         record_trace(model_pool, recorder, (draft, subnet), prompt, bounds)
+
+
+def _layers_read(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> tuple[int, ...]:
+    """The target's layers that the variants read, which the recorder reads together."""
+    return tuple(sorted({layer for variant in variants for layer in model_pool.draft(*variant).aux_layers}))
 
 
 def print_agreement(traces: Sequence[Trace], console: Console) -> None:
