@@ -181,13 +181,21 @@ class Sampler:
         # Verification is most of decoding, so rounds that need no size of it sample the noisiest ones once more.
         verify += self.verify.noisiest(len(rounds) - len(verify))
         rounds += [(number % len(self.benches), None, (None,)) for number in range(len(verify) - len(rounds))]
-        jobs: list[Job] = [PlainSteps(m) for _, m in wanted(self.decode)]
+        decode = wanted(self.decode)
+        if (
+            rounds
+        ):  # every speedup is a multiple of plain steps, so their share in a sweep does not fall with its progress
+            decode += [size for size in self._lacking_plain_steps() if size not in decode]
+        jobs: list[Job] = [PlainSteps(m) for _, m in decode]
         jobs += [
             Round(draft, size, draft_first, draft_levels)
             for size, (draft, draft_first, draft_levels) in zip_longest(shuffled(verify), rounds)
         ]
         self._random.shuffle(jobs)
         return jobs
+
+    def _lacking_plain_steps(self) -> list[Size]:
+        return self.decode.lacking(self.settings.max_samples, self.decode.coarse_sizes)
 
     # ---------------------------------------------------------------------------------------------------------- jobs
 

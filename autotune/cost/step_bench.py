@@ -20,6 +20,7 @@ from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Call, Request
 from autotune.runtime.token_sampler import TokenSampler
+from autotune.trees.limits import Floats
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 
 WARM_UPS = 3
@@ -120,15 +121,17 @@ def choose_threads(
                 plain[-1].append(float(np.median(plain_steps_ms(bench, bench.kv_length))))
                 rounds[-1].append(bench.round_ms())
     plain_ratios, round_ratios = (np.array(times) / np.array(plain)[:, :1] for times in (plain, rounds))
-    medians = np.median(plain_ratios, axis=0)
-    best = int(np.argmin(medians))
+    best = int(np.argmin(_geometric_means(plain_ratios)))
     to_best = plain_ratios / plain_ratios[:, best : best + 1]
-    eligible = [
-        number
-        for number in range(len(choices))
-        if float(np.median(to_best[:, number])) <= 1.03 + 2 * standard_error(to_best[:, number].tolist())
-    ]
-    return choices[min(eligible, key=lambda number: float(np.median(round_ratios[:, number])))]
+    allowed = [1.03 + 2 * standard_error(ratios.tolist()) for ratios in to_best.T]
+    eligible = [number for number, mean in enumerate(_geometric_means(to_best)) if mean <= allowed[number]]
+    return choices[min(eligible, key=lambda number: float(_geometric_means(round_ratios)[number]))]
+
+
+def _geometric_means(ratios: Floats) -> Floats:
+    """Means of the columns, which count every interruption: threads that wait for each other lose most beside another process."""
+    means: Floats = np.exp(np.log(ratios).mean(axis=0))
+    return means
 
 
 def _plant_star(tree: Tree, num_children: int) -> None:
