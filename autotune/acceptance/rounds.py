@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,8 @@ class Round:
 
     position: int
     """Index of the root in the answer."""
+    context_tokens: int
+    """Tokens in the target's KV cache at the start of the round."""
     tree: Tree | None
     """The verified tree; None for a plain step."""
     path: Ints
@@ -41,8 +43,13 @@ class Round:
         return 0 if self.tree is None else int(self.tree.size[0]) - 1
 
 
-def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | None = None) -> Iterator[Round]:
+def rounds(
+    trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | None = None, *, first: int = 0
+) -> Iterator[Round]:
     """The rounds in which ``policy`` decodes the trace's prompt of index ``prompt``.
+
+    Args:
+        first: index in the answer of the first root: a request that is switched to ``policy`` begins there.
 
     Raises:
         UserError: the policy looks at more children, or grows deeper trees, than the trace holds.
@@ -52,11 +59,11 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
     answer, recorded = trace.forest.answer[begin:end], trace.packed
     grower, control = TreeGrower(policy), Fallback(fallback)
     control.begin_request()
-    position = 0
+    position, prompt_tokens = first, int(trace.prompt_length[prompt])
     while position < len(answer) - 1:
         if control.is_plain:
             control.count_plain_step()
-            yield Round(position, None, np.zeros(0, np.int64), 0, 0)
+            yield Round(position, prompt_tokens + position, None, np.zeros(0, np.int64), 0, 0)
             position += 1
             continue
         tree = grower.tree
@@ -69,9 +76,9 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
             num_levels += 1
             if not policy.keeps_empty_nodes:
                 num_missing += int((row[grower.frontier] == recorded.unrecorded).sum())
-            first = int(tree.size[0])
+            size = int(tree.size[0])
             grower.grow(proposals["token"], proposals["logprob"])
-            added = np.arange(first, int(tree.size[0]))
+            added = np.arange(size, int(tree.size[0]))
             row[added] = recorded.proposals[row[tree.parent[added]], tree.rank[added]]["row"]
         grower.prune()
         path: list[int] = []
@@ -82,20 +89,46 @@ def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | Non
                 break
             path.append(node)
         copy = Tree._make(array.copy() for array in tree)
-        verified = Round(position, copy, np.array(path, np.int64), num_levels, num_missing)
+        path_nodes = np.array(path, np.int64)
+        verified = Round(position, prompt_tokens + position, copy, path_nodes, num_levels, num_missing)
         grower.update(len(path))
         control.update(draft_forwards=num_levels, nodes=verified.num_nodes, accepted=len(path))
         yield verified
         position += len(path) + 1
 
 
-def count_acceptance(
-    trace: Trace, policy: Policy, prompts: list[int], fallback: RoundPrice | None = None
-) -> AcceptanceCounts:
-    """Acceptance counts over the rounds of some prompts, all in the region ``text``: a trace does not hold where images are."""
+def switched_rounds(
+    trace: Trace,
+    prompt: int,
+    points: Mapping[int, tuple[Policy | None, RoundPrice | None]],
+    point_at: Callable[[int], int],
+) -> Iterator[tuple[int, Round]]:
+    """The rounds of a request that is switched between points while its context grows, each after the number of its point.
+
+    Args:
+        points: tree policy (None for plain decoding) and price of a round by number of the point.
+        point_at: number of the point for a context length.
+
+    Raises:
+        UserError: as ``rounds``.
+    """
+    num_tokens = int(trace.answer_start[prompt + 1] - trace.answer_start[prompt])
+    prompt_tokens, position = int(trace.prompt_length[prompt]), 0
+    while position < num_tokens - 1:
+        number = point_at(prompt_tokens + position)
+        policy, price = points[number]
+        step = Round(position, prompt_tokens + position, None, np.zeros(0, np.int64), 0, 0)
+        for one in [step] if policy is None else rounds(trace, prompt, policy, price, first=position):
+            if point_at(one.context_tokens) != number:
+                break
+            yield number, one
+            position = one.position + len(one.path) + 1
+
+
+def count_acceptance(decoded: Iterable[Round]) -> AcceptanceCounts:
+    """Acceptance counts over rounds, all in the region ``text``: a trace does not hold where images are."""
     counts = AcceptanceCounts()
-    for prompt in prompts:
-        for verified in rounds(trace, prompt, policy, fallback):
-            if verified.tree is not None:
-                counts.observe(verified.tree, verified.path, is_near_image=False)
+    for one in decoded:
+        if one.tree is not None:
+            counts.observe(one.tree, one.path, is_near_image=False)
     return counts

@@ -51,7 +51,7 @@ class LocalRun:
 
     @property
     def prices(self) -> list[RoundPrice | None]:
-        """By prompt, from the operating point that decodes it."""
+        """By prompt, from the operating point of its first round."""
         return [self.profile.points[run.point].fallback for run in self.runs]
 
     @property
@@ -185,7 +185,7 @@ def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str
     assert runner.decoder.profile is not None
     points = runner.decoder.profile.points
     for prompt, run, plain_run in zip(workload.prompts, runs[arm.name], runs[AR], strict=False):
-        if run.tokens_sha256 == plain_run.tokens_sha256 or not points[run.point].lossless:
+        if run.tokens_sha256 == plain_run.tokens_sha256 or not all(points[number].lossless for number in run.points):
             continue
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)

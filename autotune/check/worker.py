@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 # Keys that later versions added, with the value that means what versions without them do: hyperparameters of trees by
-# policy, and choices of a subnet.
+# policy, choices of a subnet, and requirements of a condition.
 LATER_KEYS: dict[str, dict[str, Any]] = {
     "sage": {
         "below_threshold": "drop",
@@ -32,6 +32,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
     },
     "wetap": {"nucleus": "all"},
     "subnet": {"visual_ranking": "text_after_image", "operator": None, "operator_ratio": None},
+    "when": {"context_tokens": None, "has_image": None},
 }
 # The present defaults of those whose default is another value.
 LATER_DEFAULTS = {"below_threshold": "leaf", "nucleus": "top_k"}
@@ -139,7 +140,7 @@ def _forms(profile: str) -> Iterator[str]:
     yield profile
     with open(profile, encoding="utf-8") as file:
         content = json.load(file)
-    for number, convert in enumerate((_without_contention, _to_schema_2, _to_schema_1)):
+    for number, convert in enumerate((_to_first_of_schema_3, _to_schema_2, _to_schema_1)):
         convert(content)
         earlier = f"{profile}.earlier-{number}.json"
         with open(earlier, "w", encoding="utf-8") as file:
@@ -147,9 +148,11 @@ def _forms(profile: str) -> Iterator[str]:
         yield earlier
 
 
-def _without_contention(content: dict[str, Any]) -> None:
-    """Leave out the contention during the search, which decoding does not read."""
+def _to_first_of_schema_3(content: dict[str, Any]) -> None:
+    """Leave out the contention during the search, which decoding does not read, and later requirements of conditions."""
     content.get("provenance", {}).pop("contention", None)
+    for number, point in enumerate(content.get("points", ())):
+        _leave_out(point.get("when", {}), LATER_KEYS["when"], f"points.{number}.when")
 
 
 def _to_schema_2(content: dict[str, Any]) -> None:

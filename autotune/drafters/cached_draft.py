@@ -16,7 +16,7 @@ from autotune.execution import round_up
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import rows_to_host, to_device
-from autotune.trees.limits import MAX_LEVEL_STEP
+from autotune.trees.limits import MAX_LEVEL_STEP, MAX_STEP
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
 
 FeatureSource = Ints | Tensor | Mapping[int, Tensor]
@@ -104,16 +104,31 @@ class CachedDraft(CachedModel):
         """Drop the nodes evaluated in the round before."""
         self._num_evaluated = 0
 
+    def append(self, token: int) -> None:
+        """See ``Draft``. A stretch of plain steps longer than a forward pass is read in several."""
+        if len(self._pending) == MAX_STEP:
+            self._read_pending()
+        self._append(token)
+
+    @abstractmethod
+    def _append(self, token: int) -> None:
+        """Make a committed token pending."""
+
+    def _read_pending(self) -> Tensor:
+        """Evaluate and commit the pending tokens; returns the logits after the last of them, [1, vocabulary]."""
+        count = len(self._pending)
+        size = round_up(count, self.capture_sizes)
+        step = Step.causal(np.array(self._pending + [0] * (size - count), np.int64), self.mask_value)
+        step = step._replace(offsets=np.minimum(step.offsets, count - 1))
+        logits = self.forward(step, self._pending_hidden())[count - 1 : count]
+        self._commit_pending(count)
+        self._pending = []
+        self.begin_round()
+        return logits
+
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
         if frontier[0] == ROOT:
-            count = len(self._pending)
-            size = round_up(count, self.capture_sizes)
-            step = Step.causal(np.array(self._pending + [0] * (size - count), np.int64), self.mask_value)
-            step = step._replace(offsets=np.minimum(step.offsets, count - 1))
-            logits = self.forward(step, self._pending_hidden())[count - 1 : count]
-            self._commit_pending(count)
-            self._pending = []
-            self.begin_round()
+            logits = self._read_pending()
         else:
             if len(frontier) > MAX_LEVEL_STEP:  # nodes of a level do not see each other
                 parts = np.split(frontier, range(MAX_LEVEL_STEP, len(frontier), MAX_LEVEL_STEP))

@@ -201,7 +201,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         text = self._embed(prompt.tokens.masked_fill(prompt.is_visual, 0))
         return torch.where(prompt.is_visual[:, None], embeddings, text)
 
-    def append(self, token: int) -> None:
+    def _append(self, token: int) -> None:
         self._pending.append(token)
         self._pending_features.append({layer: self._target.hidden[layer][-1:] for layer in self.aux_layers})
 

@@ -81,7 +81,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         else:
             self.prefill_prompt(prompt.keep(kept), full_prompt=prompt)
 
-    def append(self, token: int) -> None:
+    def _append(self, token: int) -> None:
         self._pending.append(token)
 
     def forward(self, step: Step, source: FeatureSource | None = None) -> Tensor:

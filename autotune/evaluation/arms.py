@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from autotune.documents.condition import first_match
 from autotune.evaluation.hf_generate import hf_generate
+from autotune.modeling.prompt import has_pixels
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.fallback import Fallback
@@ -34,7 +35,7 @@ class Arm(Protocol):
         self.decode(inputs, settings)
 
     def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
-        """Index of the operating point that decodes such a request."""
+        """Index of the operating point that decodes the first round of such a request."""
         return 0
 
     @property
@@ -65,9 +66,12 @@ class DecoderArm(Arm):
 
     def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
         conditions = [point.when for point in self.decoder.points]
-        num_tokens = inputs["input_ids"].shape[1]
         return first_match(
-            conditions, temperature=settings.temperature, prompt_tokens=num_tokens, workload=settings.task
+            conditions,
+            temperature=settings.temperature,
+            prompt_tokens=inputs["input_ids"].shape[1],
+            has_image=has_pixels(inputs),
+            workload=settings.task,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -209,8 +210,8 @@ def assistant_of(runner: ArmRunner) -> Any | None:
 
 
 def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:
-    """How many prompts each operating point has decoded."""
-    counts = Counter(run.point for run in runs)
+    """How many prompts each operating point has decoded; a prompt that is switched counts for each of its points."""
+    counts = Counter(itertools.chain.from_iterable(run.points for run in runs))
     return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
 
 

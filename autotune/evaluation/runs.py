@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pandas import Categorical, DataFrame
 
 
-NESTED = ("arm", "acceptance_counts", "health")  # of a run's JSON, not columns of a table
+NESTED = ("arm", "acceptance_counts", "health", "rounds_by_point")  # of a run's JSON, not columns of a table
 
 
 class Run(Document):
@@ -50,11 +50,18 @@ class Run(Document):
     agreement: float | None = None
     """Share of the answer's tokens that plain decoding emits after the tokens before them; None as ``perplexity``."""
     point: int = 0
-    """Index of the profile's operating point that decoded."""
+    """Index of the profile's operating point that decoded the first round."""
+    rounds_by_point: list[int] = Field(default_factory=list)
+    """As in ``DecodingStats``; empty in runs of earlier versions."""
     plain_steps: int | None = None
     """None, as the fields below, in runs of earlier versions."""
     verified_nodes: int | None = None
     task: str | None = None
+
+    @property
+    def points(self) -> set[int]:
+        """Operating points that decoded a part of the request."""
+        return {self.point, *(number for number, rounds in enumerate(self.rounds_by_point) if rounds > 0)}
 
     @property
     def forward_ms(self) -> float:

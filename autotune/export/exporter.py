@@ -21,7 +21,7 @@ from autotune.export.transformers import Transformers
 from autotune.export.vllm import Vllm
 from autotune.files import require_writable
 from autotune.modeling.loading import bundled_models
-from autotune.study.folder import points_of_prompts
+from autotune.study.folder import points_of_bands
 from autotune.trees.chain import ChainPolicy
 
 ENGINES: dict[str, Engine] = {
@@ -74,7 +74,7 @@ def export_profile(
             f"record it: autotune record --target {profile.target.id} --draft {name} --visual-keep 1 --workload "
             f"{profile.workload.name} --prompts {profile.workload.num_tune_prompts} -o {documents.folder}"
         )
-    prompts = None if point is None else points_of_prompts(profile, trace) == number
+    prompts = None if point is None else points_of_bands(profile, trace).has_rounds(number)
     if prompts is not None and not prompts.any():
         raise UserError(
             f"--point {number}: no tuning prompt meets its condition, {selected.when.label}; leave --point out"

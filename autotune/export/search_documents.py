@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.replay import Replay
+from autotune.acceptance.replay import Replay, plain_band_ms
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
-from autotune.documents.configuration import configuration_of
+from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
 from autotune.search.evaluator import Evaluator
-from autotune.study.folder import find_studies, find_study, points_of_prompts
+from autotune.study.folder import find_studies, find_study, points_of_bands
 
 EAGLE3 = "eagle3"
 INDEPENDENT = "independent"
@@ -69,7 +69,7 @@ class SearchDocuments:
                     "prediction of its point; run autotune search again"
                 )
             return point.predicted
-        evaluator, result = found
+        evaluator, result, _ = found
         per_prompt = (evaluator.ar_ms, result.decode_ms, result.tokens, result.rounds)
         plain_ms, ms, tokens, rounds = (float(values[selected].sum()) for values in per_prompt)
         return Predicted(
@@ -82,22 +82,24 @@ class SearchDocuments:
         """
         if point.predicted is None or (found := self._replay(point)) is None:
             return None
-        evaluator, result = found
+        evaluator, result, _ = found
         times = [result.ms_per_token, evaluator.ar_ms_per_token / result.ms_per_token]
         return bool(np.allclose(times, [point.predicted.ms_per_token, point.predicted.speedup], rtol=1e-9))
 
     def combined_speedup(self, profile: DecodingProfile, trace: Trace) -> float | None:
-        """Predicted speedup of all points, each on the prompts that it decodes; None if one of them was not recorded."""
-        point_numbers = points_of_prompts(profile, trace)
-        plain_ms = Evaluator([trace], self.table).ar_ms
+        """Predicted speedup of all points, each on what it decodes of the prompts; None if one of them was not recorded."""
+        bands = points_of_bands(profile, trace)
+        prices = next(iter(Evaluator([trace], self.table).prices.values()))
+        plain_ms = plain_band_ms(trace, prices, bands.context_boundaries)
         ms = plain_ms.copy()
-        for number in np.unique(point_numbers):
-            point, prompts = profile.points[number], point_numbers == number
+        for number in np.unique(bands.points[bands.points >= 0]):
+            point, is_own = profile.points[number], bands.points == number
             if point.draft is None:
                 continue
             if (found := self._replay(point)) is None:
                 return None
-            ms[prompts] = found[1].decode_ms[prompts]
+            (own_ms,) = found[0].band_ms([found[2]], bands.context_boundaries)
+            ms[is_own] = own_ms[is_own]
         return float(plain_ms.sum() / ms.sum())
 
     def _evaluator(self, path: Path) -> Evaluator:
@@ -106,15 +108,18 @@ class SearchDocuments:
             self._evaluators[path] = Evaluator([load_trace(path)], self.table)
         return self._evaluators[path]
 
-    def _replay(self, point: OperatingPoint) -> tuple[Evaluator, Replay] | None:
-        """The replay of a point along its own trace, with the evaluator; None for plain decoding and without a trace."""
+    def _replay(self, point: OperatingPoint) -> tuple[Evaluator, Replay, Configuration] | None:
+        """The evaluator of a point's own trace, the point's replay along it and its configuration; None for plain decoding and
+        without a trace.
+        """
         configuration = configuration_of(point)
         if configuration is None or point.draft is None:
             return None
         draft = ModelReference(id=point.draft.id, sha256=point.draft.sha256)
         for path, header in self.headers.items():
             if header.draft.is_same(draft) and header.subnet == point.draft.subnet:
-                return self._evaluator(path), self._evaluator(path).replay(configuration)
+                evaluator = self._evaluator(path)
+                return evaluator, evaluator.replay(configuration), configuration
         return None
 
 

@@ -7,6 +7,7 @@ own code.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,6 +145,11 @@ def encode(model: Any, text: TextModel, inputs: dict[str, Any]) -> Encoded:
             prompt = _select(prompt, attended[row].nonzero()[:, 0], prompt.positions)
         prompts.append(prompt)
     return Encoded(prompts, vision.ms)
+
+
+def has_pixels(inputs: Mapping[str, Any]) -> bool:
+    """Whether the inputs hold images or videos."""
+    return any(inputs.get(pixels) is not None for pixels, _ in _MODALITIES.values())
 
 
 def placeholders_of(config: Any) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,10 @@ def acceptance(sources: Sources) -> list[PointAcceptance]:
         if point.tree is None:
             continue
         trace, prompts, runs = sources.trace_of(point), sources.prompts_of(number), evidence_runs(sources, number)
-        replayed = AcceptanceCounts() if trace is None else count_acceptance(trace, point.tree, prompts, point.fallback)
+        replayed = AcceptanceCounts()
+        if trace is not None:
+            decoded = (sources.rounds_of(number, trace, prompt) for prompt in prompts)
+            replayed = count_acceptance(itertools.chain.from_iterable(decoded))
         measured = AcceptanceCounts()
         for run in runs:
             counts = run.get("acceptance_counts") or run["health"]  # the key of earlier versions
@@ -65,7 +69,7 @@ def acceptance(sources: Sources) -> list[PointAcceptance]:
 
 
 def evidence_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
-    """The runs on held-out prompts that are the profile's evidence and that its point ``number`` decoded."""
+    """The runs on held-out prompts that are the profile's evidence and of which its point ``number`` decoded a part."""
     assert sources.profile is not None
     configuration = configuration_of(sources.profile.point)
     if configuration is None:
@@ -75,7 +79,13 @@ def evidence_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
         run["prompt_sha256"]: run
         for run in sources.runs
         if run.get("arm") == configuration.key
-        and run.get("point") == number
+        and (run.get("point") == number or _rounds_of(run, number) > 0)
         and evidence_ms.get(run.get("prompt_sha256", "")) == run["decode_ms"]  # identifies the very run
     }
     return list(runs.values())
+
+
+def _rounds_of(run: dict[str, Any], number: int) -> int:
+    """Rounds of a point; 0 in runs of earlier versions."""
+    rounds = run.get("rounds_by_point") or []
+    return int(rounds[number]) if number < len(rounds) else 0

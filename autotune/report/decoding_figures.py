@@ -190,7 +190,7 @@ def decoding_figures(sources: Sources) -> list[DecodingFigures]:
         trace, prompts = sources.trace_of(point), sources.prompts_of(number)
         if trace is None or point.tree is None or not prompts:
             continue
-        decoded = {prompt: list(rounds(trace, prompt, point.tree, point.fallback)) for prompt in prompts}
+        decoded = {prompt: sources.rounds_of(number, trace, prompt) for prompt in prompts}
         decoded = {prompt: of_prompt for prompt, of_prompt in decoded.items() if of_prompt}
         roots = [root_proposals(trace, prompt, of_prompt) for prompt, of_prompt in decoded.items()]
         pooled = [one for of_prompt in decoded.values() for one in of_prompt]
@@ -215,10 +215,13 @@ def decoding_figures(sources: Sources) -> list[DecodingFigures]:
 
 
 def _gain(sources: Sources, number: int, trace: Trace, decoded: dict[int, list[Round]]) -> pd.DataFrame:
+    """Gain by the length of whole answers, also for a point that decodes parts of them."""
     prompts = np.array([*decoded], np.int64)
     new_tokens = np.diff(trace.answer_start)[prompts]
-    num_rounds = np.array([len(of_prompt) for of_prompt in decoded.values()])
-    evaluator, configuration = sources.evaluator, configuration_of(sources.points[number])
+    evaluator, point = sources.evaluator, sources.points[number]
+    assert point.tree is not None
+    num_rounds = np.array([len(list(rounds(trace, p, point.tree, point.fallback))) for p in decoded])
+    configuration = configuration_of(point)
     if evaluator is None or configuration is None or not evaluator.can_replay(configuration):
         return gain_by_length(new_tokens, num_rounds)
     prices = evaluator.prices[trace.header.draft.id, trace.header.subnet]

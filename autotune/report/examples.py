@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotune.acceptance.rounds import Round, rounds
+from autotune.acceptance.rounds import Round
 from autotune.acceptance.trace import Trace
 from autotune.report.points import condition_label
 from autotune.report.prompts import TokenTexts
@@ -73,7 +73,7 @@ class Example:
         """``number`` is the point's, ``prompt`` the prompt's in the trace; ``prompts`` are those of the workload, if found."""
         point = sources.points[number]
         assert point.tree is not None
-        decoded = list(rounds(trace, prompt, point.tree, point.fallback))
+        decoded = sources.rounds_of(number, trace, prompt)
         drawn = round_to_draw(decoded)
         answer = trace.forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]].tolist()
         texts = [tokens.text(answer[:position], token) for position, token in enumerate(answer)]
@@ -83,10 +83,11 @@ class Example:
         found = prompts.get(self.prompt)
         self.question = None if found is None else found.settings.text
         self.images = [] if found is None else [data_uri(image) for image in found.pixels[:MAX_IMAGES]]
-        self.first_text = texts[0]  # emitted by the prefill
+        begin, end = decoded[0].position, decoded[-1].position + len(decoded[-1].path) + 1
+        self.first_text = "".join(texts[: begin + 1])  # emitted by the prefill and the rounds of other points
         self.answer = answer_parts(decoded, texts, drawn)
         self.num_rounds = len(decoded)
-        self.tokens_per_round = (len(answer) - 1) / len(decoded)
+        self.tokens_per_round = (min(end, len(answer) - 1) - begin) / len(decoded)
         self.drawn, self.shown = drawn + 1, decoded[drawn]
         self.svg = "" if self.shown.tree is None else _svg(self.shown, answer, texts, tokens)
 
@@ -114,9 +115,9 @@ def examples(sources: Sources, prompts: dict[str, WorkloadPrompt], tokens: Token
         trace = sources.trace_of(point)
         if trace is None:
             continue
-        able = [p for p in sources.prompts_of(number) if trace.answer_start[p + 1] - trace.answer_start[p] > 1]
-        if able:
-            prompt = next((p for p in able if trace.num_visual_tokens[p] > 0), able[0])
+        ordered = sorted(sources.prompts_of(number), key=lambda p: trace.num_visual_tokens[p] == 0)
+        prompt = next((p for p in ordered if sources.rounds_of(number, trace, p)), None)
+        if prompt is not None:
             found.append(Example(sources, number, trace, prompt, prompts, tokens))
     return found
 

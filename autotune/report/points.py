@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autotune.acceptance.replay import plain_decode_ms
+from autotune.acceptance.replay import plain_band_ms
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain, OperatingPoint
 from autotune.documents.subnet import Subnet
 from autotune.report.sources import Sources
+from autotune.study.folder import points_of_bands
 from autotune.trees.static import StaticPolicy
 
 
@@ -27,15 +28,20 @@ class PointSummary:
 
 
 def own_speedup(sources: Sources, number: int) -> float | None:
-    """Predicted speedup on the recorded prompts that a point decodes; None without its trace or cost table."""
-    point, prompts, evaluator = sources.points[number], sources.prompts_of(number), sources.evaluator
+    """Predicted speedup on what a point decodes of the recorded prompts; None without its trace or cost table."""
+    point, evaluator = sources.points[number], sources.evaluator
     trace, configuration = sources.trace_of(point), configuration_of(point)
-    if trace is None or not prompts or evaluator is None or configuration is None:
+    if sources.profile is None or trace is None or evaluator is None or configuration is None:
         return None
-    if not evaluator.can_replay(configuration):
+    bands = points_of_bands(sources.profile, trace)
+    is_own = bands.points == number
+    if not is_own.any() or not evaluator.can_replay(configuration):
         return None
-    plain_ms = plain_decode_ms(trace, evaluator.prices[trace.header.draft.id, trace.header.subnet])
-    return float(plain_ms[prompts].sum() / evaluator.replay(configuration).decode_ms[prompts].sum())
+    plain_ms = plain_band_ms(
+        trace, evaluator.prices[trace.header.draft.id, trace.header.subnet], bands.context_boundaries
+    )
+    (own_ms,) = evaluator.band_ms([configuration], bands.context_boundaries)
+    return float(plain_ms[is_own].sum() / own_ms[is_own].sum())
 
 
 def condition_label(points: Sequence[OperatingPoint], number: int) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from autotune.documents.condition import first_match
+from autotune.documents.condition import check_switches, context_group, first_match
 from autotune.documents.subnet import VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
@@ -33,7 +33,7 @@ from autotune.runtime.generate_args import (
     processors_of_row,
 )
 from autotune.runtime.host_rounds import HostRound
-from autotune.runtime.points import LoadedPoint
+from autotune.runtime.points import LoadedPoint, reachable_points
 from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingOutput, DecodingStats
 from autotune.runtime.token_sampler import TokenSampler
@@ -73,7 +73,8 @@ class Decoder:
         verification: how draft tokens are accepted. Lossless by default; ``{"kind": "wetap", "threshold": 0.9}`` is lossy.
         fallback: the cost of a round in plain steps. With it, a request falls back to plain steps while rounds do not pay.
         points: operating points with their conditions, in place of the six arguments above. A request is decoded by the
-            first point whose condition it meets; every request must meet the last one's.
+            first point whose condition it meets; every request must meet the last one's. Points that differ only in
+            ``context_tokens`` are switched within a request, before a round; they must share one draft and its visual tokens.
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and the
             other modes use ``DEFAULT_CAPTURE_SIZES``.
         mode: how forward passes after the prefill run: ``eager``, ``compile`` or ``cuda-graph``. In the latter two the
@@ -83,7 +84,8 @@ class Decoder:
         profile: the decoding profile that the points are from.
 
     Raises:
-        UserError: different vocabularies, an unknown tree policy or hyperparameter, or a value out of range.
+        UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or points that
+            cannot be switched within a request.
     """
 
     @_accepts_old_names
@@ -119,8 +121,12 @@ class Decoder:
                 fallback=fallback,
             ),
         )
+        try:
+            check_switches([point.when for point in self.points], [point.variant for point in self.points])
+        except ValueError as error:
+            raise UserError(f"points: {error}") from None
         self.point = self.points[-1]
-        """The operating point of the latest request."""
+        """The operating point of the latest request's first round."""
         for point in self.points:
             if point.draft is not None:
                 point.draft.attach(self.target)
@@ -298,22 +304,31 @@ class Decoder:
             (point.when for point in self.points),
             temperature=call.temperature,
             prompt_tokens=len(prompt),
+            has_image=prompt.num_visual_tokens > 0,
             workload=call.workload,
         )
-        point = self.points[number]
         sampler = TokenSampler(
             temperature=1.0 if call.temperature > 0 else 0.0,  # one of the processors divides by the temperature
             processors=processors_of_row(call.processors, row),
             seed=call.seed + row,
             device=self.target.device,
         )
-        if sampler.needs_prefix and not point.verification.is_lossless and point.draft is not None:
-            raise UserError(
-                f"{point.verification.kind} verification supports no logits processors that read the prefix; "
-                "drop them, or verify losslessly"
-            )
-        prefix = call.inputs["input_ids"][row : row + 1].to(self.target.device)
-        return Request(call, sampler, prompt, prefix, row, DecodingStats(point=number))
+        stats = DecodingStats(point=number, rounds_by_point=[0] * len(self.points))
+        request = Request(
+            call, sampler, prompt, call.inputs["input_ids"][row : row + 1].to(self.target.device), row, stats
+        )
+        for point in reachable_points(self._group(number), request.contexts).values():
+            if sampler.needs_prefix and not point.verification.is_lossless and point.draft is not None:
+                raise UserError(
+                    f"{point.verification.kind} verification supports no logits processors that read the prefix; "
+                    "drop them, or verify losslessly"
+                )
+        return request
+
+    def _group(self, number: int) -> dict[int, LoadedPoint]:
+        """The points, by index, between which a request of point ``number`` is switched."""
+        group = context_group([point.when for point in self.points], number)
+        return {member: self.points[member] for member in group}
 
     def _generate(self, call: Call, streamer: Any) -> DecodingOutput:
         requests = self._requests(call)
@@ -346,7 +361,7 @@ class Decoder:
         largest_tree = max(point.policy.max_grown for point in self.points) + 1 + max(self.capture_sizes, default=0)
         session = Session(
             request,
-            self.point,
+            self._group(request.stats.point),
             host_round=self.host_round,
             device_rounds=self._device_rounds,
             capacity=len(request.prompt) + request.call.max_new_tokens + largest_tree,

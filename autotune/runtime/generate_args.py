@@ -81,6 +81,12 @@ class Request:
     """New tokens."""
     is_finished: bool = False
 
+    @property
+    def contexts(self) -> range:
+        """Context lengths at which rounds of the request may start; at least that of the first."""
+        num_rounds = max(1, self.call.max_new_tokens - 1)
+        return range(len(self.prompt), len(self.prompt) + num_rounds)
+
     def emit(self, tokens: list[int]) -> list[int]:
         """Append tokens until the request is finished; returns those appended."""
         emitted: list[int] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-from autotune.documents.condition import Condition
+from autotune.documents.condition import Condition, Range
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
@@ -49,6 +50,31 @@ class LoadedPoint:
         self.visual_ranking = visual_ranking
         self.verification = parse_verification(verification)
         self.fallback = Fallback(fallback)
+
+    @property
+    def variant(self) -> Hashable:
+        """The draft and the choice of visual tokens, which points share that a request is switched between; None for plain
+        decoding.
+        """
+        return None if self.draft is None else (self.draft, self.visual_keep, self.visual_ranking)
+
+
+def reachable_points(points: Mapping[int, LoadedPoint], contexts: range) -> dict[int, LoadedPoint]:
+    """The points, by index, that may decode a round at one of these context lengths.
+
+    Args:
+        points: in order of precedence; they differ in ``context_tokens`` alone.
+        contexts: not empty.
+    """
+    reachable = {}
+    whole = Range(min=contexts[0], max=contexts[-1])
+    for number, point in points.items():
+        values = point.when.context_tokens
+        if values is None or values.overlaps(contexts):
+            reachable[number] = point
+        if values is None or values.covers(whole):
+            break
+    return reachable
 
 
 def as_draft(draft: Any | None) -> Draft | None:

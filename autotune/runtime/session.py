@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from autotune.documents.condition import first_at_context
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
 from autotune.modeling.clock import now_ms
@@ -17,7 +18,7 @@ from autotune.modeling.threads import limited_threads
 from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
 from autotune.runtime.generate_args import Request
 from autotune.runtime.host_rounds import HostRound
-from autotune.runtime.points import LoadedPoint
+from autotune.runtime.points import LoadedPoint, reachable_points
 from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
 
 _open_sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
@@ -36,7 +37,11 @@ class Session:
     The target and the draft are configured for the request by ``prefill`` and restored by ``close``. Their caches hold one
     request: a session that opens closes the one that is still open on the same target or draft.
 
+    Before every round the context length chooses among the points. They share one draft, which reads the tokens of plain
+    steps too, so that nothing is computed again at a switch; the tree policy begins anew.
+
     Args:
+        points: operating points by index, in order of precedence, that differ in ``context_tokens`` alone.
         capacity: KV cache length that the request can reach, trees included.
         threads: CPU threads after the prefill; None: as many as torch uses.
     """
@@ -44,20 +49,26 @@ class Session:
     def __init__(
         self,
         request: Request,
-        point: LoadedPoint,
+        points: Mapping[int, LoadedPoint],
         *,
         host_round: HostRound,
         device_rounds: DeviceRounds,
         capacity: int,
         threads: int | None,
     ) -> None:
-        self.request, self.point = request, point
+        self.request = request
+        self.number = next(iter(points))
+        """Index of the point of the next round."""
         self.target = host_round.target
         self.draft: Draft | None = None
-        """The point's draft, unless the fallback leaves it out of this request."""
+        """The points' draft, unless their fallbacks leave it out of this request, or no later round needs it."""
         self.capacity, self.threads = capacity, threads
         self._host_round, self._device_rounds = host_round, device_rounds
-        self._device_round: DeviceRound | None = None
+        self._points = points
+        self._reachable = reachable_points(points, request.contexts)  # points that may still decode a round
+        self._device_round_of: dict[int, DeviceRound | None] = {}  # by point
+        self._speculates: dict[int, bool] = {}  # by point that has been chosen: whether its fallback lets it draft
+        self._drafting: LoadedPoint | None = None  # names the draft and the visual tokens of all points
         self._prefilled: Prefilled | None = None
         images = request.prompt.is_visual.nonzero()
         # First position that is no longer near the prompt's last image.
@@ -66,13 +77,18 @@ class Session:
         self._is_open = False
 
     @property
+    def point(self) -> LoadedPoint:
+        """The point of the next round."""
+        return self._points[self.number]
+
+    @property
     def is_finished(self) -> bool:
         return self.request.is_finished
 
     @property
     def is_plain(self) -> bool:
         """Whether the next token comes from a plain step: there is no draft, or rounds do not pay at present."""
-        return self.draft is None or self.point.fallback.is_plain
+        return self.draft is None or not self._speculates[self.number] or self.point.fallback.is_plain
 
     def prefill(self) -> list[int]:
         """Open the session and prefill the target; returns the first new token."""
@@ -81,8 +97,8 @@ class Session:
             started = self._clock()
             self._open()
             self.target.reserve(self.capacity)
-            is_pruned = self.draft is not None and self.point.visual_keep < 1.0
-            rankings = [self.point.visual_ranking] if is_pruned else []
+            drafting = self._drafting
+            rankings = [drafting.visual_ranking] if drafting is not None and drafting.visual_keep < 1.0 else []
             self._prefilled = self.target.prefill(request.prompt, visual_rankings=rankings)
             token = request.sampler.token(self._prefilled.logits, len(request.prompt), request.prefix)
             emitted = request.emit([token])
@@ -103,7 +119,8 @@ class Session:
         self._cleanup.close()
 
     def _open(self) -> None:
-        models = [model for model in (self.target, self.point.draft) if model is not None]
+        drafts = {point.draft for point in self._reachable.values() if point.draft is not None}  # at most one
+        models = [self.target, *drafts]
         for model in models:
             close_session(model)
         self._is_open = True
@@ -111,12 +128,35 @@ class Session:
         for model in models:
             _open_sessions[model] = self
             self._cleanup.callback(_open_sessions.pop, model)
-        draft = self.draft = self.point.draft if self.point.fallback.begin_request() else None
+        self._drafting = next((point for number, point in self._reachable.items() if self._may_draft(number)), None)
+        draft = self.draft = None if self._drafting is None else self._drafting.draft
         self._configure(self.target, output_layers=() if draft is None else draft.aux_layers)
-        if draft is not None:
+        if self._drafting is not None:
             capture_sizes = self._host_round.capture_sizes
-            self._configure(draft, visual_keep=self.point.visual_keep, capture_sizes=capture_sizes)
-            self._device_round = self._device_rounds.get(self.point, self.request.sampler)
+            self._configure(draft, visual_keep=self._drafting.visual_keep, capture_sizes=capture_sizes)
+            rounds, sampler = self._device_rounds, self.request.sampler
+            self._device_round_of = {number: rounds.get(point, sampler) for number, point in self._reachable.items()}
+        self._choose_point(len(self.request.prompt))
+
+    def _may_draft(self, number: int) -> bool:
+        """Whether the rounds of a point draft, unless its fallback says otherwise during the request."""
+        point = self._points[number]
+        return self._speculates.get(number, point.draft is not None and not point.fallback.is_paused)
+
+    def _choose_point(self, context_tokens: int) -> None:
+        """Choose the point of the next round. Its fallback begins a request when it is first chosen."""
+        ranges = ((number, point.when.context_tokens) for number, point in self._reachable.items())
+        number = first_at_context(ranges, context_tokens)
+        if number == self.number and number in self._speculates:
+            return
+        self.number = number
+        contexts = range(context_tokens, self.request.contexts.stop)
+        self._reachable = reachable_points(self._reachable, contexts)
+        self.point.grower.reset()
+        if number not in self._speculates:
+            self._speculates[number] = self.point.draft is not None and self.point.fallback.begin_request()
+        if not any(self._may_draft(number) for number in self._reachable):
+            self.draft = None
 
     def _configure(self, model: Any, **settings: Any) -> None:
         """Set the mode and other attributes of a model until the session is closed."""
@@ -128,8 +168,10 @@ class Session:
 
     def _end_request(self) -> None:
         self._is_open = False
-        if self.draft is not None and self.request.stats.rounds > 0:
-            self.point.fallback.end_request()
+        rounds = self.request.stats.rounds_by_point
+        for number, speculates in self._speculates.items():
+            if speculates and rounds[number] > 0:
+                self._points[number].fallback.end_request()
 
     def _advance(self, decode: Callable[[], list[int]]) -> list[int]:
         """Run a round or a plain step, emit its tokens and count them."""
@@ -146,17 +188,19 @@ class Session:
             emitted = self.request.emit(tokens)
             stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
             stats.new_tokens += len(emitted)
+            stats.rounds_by_point[self.number] += 1
+            if not self.is_finished:
+                self._choose_point(self.target.length)
             stats.decode_ms += self._clock() - started
         return emitted
 
     def _prefill_draft(self, draft: Draft) -> None:
         """Prefill the draft: not before the first new token is out, which it does not delay."""
-        assert self._prefilled is not None
+        assert self._prefilled is not None and self._drafting is not None
         prompt = self.request.call.draft_prompt(draft, self.request.row)
-        scores = self._prefilled.visual_scores.get(self.point.visual_ranking)
+        scores = self._prefilled.visual_scores.get(self._drafting.visual_ranking)
         draft.prefill(prompt, scores, capacity=self.capacity)
         draft.append(self.request.tokens[-1])
-        self.point.grower.reset()
 
     def _plain_step(self) -> list[int]:
         token, stats = self._host_round.plain_step(self.request), self.request.stats
@@ -165,13 +209,16 @@ class Session:
         stats.verified_nodes.append(0)
         if self.draft is not None:
             self.draft.append(token)
-            self.point.fallback.count_plain_step()
+            if self._speculates[self.number]:
+                self.point.fallback.count_plain_step()
         return [token]
 
     def _round(self) -> list[int]:
         point, stats = self.point, self.request.stats
         is_near_image = self.target.length < self._near_image_until
-        path, next_token, draft_forwards = (self._device_round or self._host_round).run(self.request, point)
+        path, next_token, draft_forwards = (self._device_round_of[self.number] or self._host_round).run(
+            self.request, point
+        )
         tree = point.grower.tree
         num_nodes = int(tree.size[0]) - 1
         stats.draft_forwards += draft_forwards

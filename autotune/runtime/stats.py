@@ -16,7 +16,11 @@ class DecodingStats:
     """Counts and times of one request. Times are wall-clock milliseconds, read with the device synchronised."""
 
     point: int = 0
-    """Index of the operating point that decoded the request, in the order of the profile."""
+    """Index of the operating point of the request's first round, in the order of the profile."""
+    rounds_by_point: list[int] = field(default_factory=list)
+    """Rounds of every operating point, plain steps included, in the order of the profile: a request is switched between
+    points that differ in ``context_tokens`` alone. Empty for requests that no ``Decoder`` decoded.
+    """
     prompt_tokens: int = 0
     new_tokens: int = 0
     accepted_lengths: list[int] = field(default_factory=list)

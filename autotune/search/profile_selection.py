@@ -235,7 +235,12 @@ class ProfileSelection:
     def _meets(self, condition: Condition, prompt: WorkloadPrompt) -> bool:
         settings = prompt.settings
         length = prompt.inputs(self.model_pool.processor)["input_ids"].shape[1]
-        return condition.matches(temperature=settings.temperature or 0.0, prompt_tokens=length, workload=settings.task)
+        return condition.matches(
+            temperature=settings.temperature or 0.0,
+            prompt_tokens=length,
+            has_image=bool(prompt.pixels),
+            workload=settings.task,
+        )
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
@@ -418,7 +423,7 @@ def _from_summary(document: type[D], summary: Summary, **others: Any) -> D:
 
 def _measured_point(number: int, runs: Sequence[Run], plain: Sequence[Run]) -> Measured | None:
     """Measurements of an operating point on the prompts that it decoded; None where it decoded nothing."""
-    pairs = [(run, plain_run) for run, plain_run in zip(runs, plain, strict=True) if run.point == number]
+    pairs = [(run, plain_run) for run, plain_run in zip(runs, plain, strict=True) if number in run.points]
     if not any(run.new_tokens > 1 for run, _ in pairs):
         return None
     own_runs, plain_runs = zip(*pairs, strict=True)

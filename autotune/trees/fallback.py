@@ -116,7 +116,7 @@ class Fallback:
         reset(self._state)
         if self._is_suspected:
             self._state[_SAVED] = PROBE
-        if self.history.pause > 0:
+        if self.is_paused:
             self.history = self.history._replace(pause=self.history.pause - 1)
             return False
         return True
@@ -129,6 +129,11 @@ class Fallback:
         if self._is_suspected:
             pause = min(4 ** (num_failed - self.PATIENCE + 1), self.LONGEST_PAUSE)
             self.history = self.history._replace(pause=pause)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the next request decodes without the draft."""
+        return self.history.pause > 0
 
     @property
     def _is_suspected(self) -> bool:

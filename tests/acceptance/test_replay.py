@@ -12,9 +12,11 @@ import pytest
 
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.replay import _level_price, plain_decode_ms, replay
+from autotune.acceptance.rounds import switched_rounds
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, bounds_for, join
 from autotune.cost.request_costs import PrefillCost
 from autotune.cost.table import DensePrices
+from autotune.documents.condition import Condition, Range
 from autotune.documents.configuration import Configuration
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
@@ -22,6 +24,7 @@ from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
@@ -112,6 +115,38 @@ def test_replay_counts_the_rounds_of_the_decoder(
         num_plain_steps += replayed.plain_steps.sum()
         num_missing += (replayed.missing > 0).sum() * (configuration.tree["policy"] in BEAMS)
     assert num_plain_steps > 0 and num_missing < 3, "prompts that a beam leaves are not compared"
+
+
+def test_a_switched_request_takes_the_rounds_of_its_points(
+    traces: dict[float, Trace], target: Target, draft: IndependentDraft, workload: Workload, processor: Any
+) -> None:
+    """One policy for the first tokens after a prompt, plain steps for the next, another policy with a fallback for the rest."""
+    trace, price = traces[0.5], random_price(random.Random(3))
+    policies = parse_policy({"policy": "sage", "d_max": 6}), parse_policy({"policy": "chain", "depth": 3})
+    for (p, prompt), (first, last) in itertools.product(enumerate(workload.prompts), (policies, policies[::-1])):
+        begin = int(trace.prompt_length[p])
+        ends = begin + 5, begin + 11
+        whens = [Condition(context_tokens=Range(max=end)) for end in ends]
+        points = [
+            LoadedPoint(draft, tree=first, visual_keep=0.5, when=whens[0]),
+            LoadedPoint(None, when=whens[1]),
+            LoadedPoint(draft, tree=last, visual_keep=0.5, fallback=price),
+        ]
+        replayed = list(
+            switched_rounds(
+                trace,
+                p,
+                {0: (first, None), 1: (None, None), 2: (last, price)},
+                lambda context, ends=ends: sum(context > end for end in ends),  # type: ignore[misc]
+            )
+        )
+        stats = decode(Decoder(target, points=points), prompt, processor)
+        rounds = [one for _, one in replayed]
+        assert stats.accepted_lengths == [len(one.path) for one in rounds], prompt.name
+        assert stats.verified_nodes == [one.num_nodes for one in rounds]
+        assert stats.draft_forwards == sum(one.num_levels for one in rounds)
+        assert stats.rounds_by_point == np.bincount([number for number, _ in replayed], minlength=3).tolist()
+        assert min(stats.rounds_by_point) > 0 or prompt.settings.max_new_tokens == 1
 
 
 def test_an_answer_of_one_token_takes_no_round(traces: dict[float, Trace], workload: Workload) -> None:

@@ -18,6 +18,7 @@ import autotune
 from autotune.check import worker
 from autotune.check.worker_process import WORKER, Decoded, Request, Side, WorkerProcess
 from autotune.device import fingerprint
+from autotune.documents.condition import Condition
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
@@ -196,8 +197,11 @@ def profile_of(tree: dict[str, Any], **subnet: Any) -> DecodingProfile:
 
 def test_keys_that_an_earlier_version_refuses_are_left_out(loaded: list[DecodingProfile], tmp_path: Path) -> None:
     """At the values that mean what it does. Everything else reaches it: read by this version, the profile is the same."""
+    tagged = profile_of({"policy": "chain", "depth": 2})
+    first = tagged.point.model_copy(update={"when": Condition(workload="read")})
     documents = [
         decoding_profile(draft=None),
+        tagged.model_copy(update={"points": [first, tagged.point]}),
         profile_of({"policy": "chain", "depth": 2}, heads=0.5, injection_layer=9, visual_keep=0.25),
         profile_of({"policy": "sage", "k": 4, "below_threshold": "drop"}),
         profile_of({"policy": "wetap", "budget": 16, "nucleus": "all"}),
@@ -209,11 +213,15 @@ def test_keys_that_an_earlier_version_refuses_are_left_out(loaded: list[Decoding
 
 
 def test_a_key_that_an_earlier_version_needs_is_named(loaded: list[DecodingProfile], tmp_path: Path) -> None:
+    document = decoding_profile()
+    seeing = document.point.model_copy(update={"when": Condition(has_image=True)})
+    with_image = document.model_copy(update={"points": [seeing, document.point]})
     cases = [
         (profile_of({"policy": "sage"}), 'tree.below_threshold is "leaf"', '"drop"'),
         (profile_of({"policy": "sage", "below_threshold": "drop", "threshold": 0.2}), "tree.threshold is 0.2", "0.1"),
         (profile_of({"policy": "wetap"}), 'tree.nucleus is "top_k"', '"all"'),
         (profile_of({"policy": "chain"}, operator="pool"), 'draft.subnet.operator is "pool"', "null"),
+        (with_image, "when.has_image is true", "null"),
     ]
     for document, value, earlier in cases:
         document.save(tmp_path / "profile.json")
@@ -228,7 +236,8 @@ def test_a_key_that_an_earlier_version_needs_is_named(loaded: list[DecodingProfi
 def test_later_keys_have_the_defaults_of_this_version() -> None:
     """A profile may leave them out."""
     for name, keys in worker.LATER_KEYS.items():
-        present = Subnet() if name == "subnet" else parse_policy({"policy": name})
+        records: dict[str, Any] = {"subnet": Subnet(), "when": Condition()}
+        present = records[name] if name in records else parse_policy({"policy": name})
         expected = {key: worker.LATER_DEFAULTS.get(key, earlier) for key, earlier in keys.items()}
         assert present.model_dump(include=set(keys)) == expected
 

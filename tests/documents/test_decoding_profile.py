@@ -169,7 +169,7 @@ INVALID: tuple[tuple[tuple[str | int, ...], dict[str, Any], str], ...] = (
     (POINT, {"verification": {"kind": "typical"}}, "verification: .*'lossless', 'wetap'"),
     (POINT, {"verification": {"kind": "wetap", "threshold": 2.0}, "lossless": False}, "threshold: .*got 2.0"),
     (POINT, {"fallback": {"round_steps": 0, "level_steps": 0.2, "node_steps": 0}}, "round_steps: .*got 0"),
-    (POINT, {"when": {"batch": 1}}, "unknown key .points.0.when.batch.; known: prompt_tokens, temperature, workload"),
+    (POINT, {"when": {"batch": 1}}, "unknown key .points.0.when.batch.; known: .*prompt_tokens, temperature, workload"),
     (POINT, {"when": {"workload": "read"}}, "points: .*the last point must match every request; leave its 'when'"),
     (
         POINT,
@@ -235,9 +235,37 @@ def test_first_matching_point_is_used(path: Path) -> None:
     content = json.loads(path.read_text())
     change(path, points=[{**content["points"][0], "when": when} for when in whens])
     profile = DecodingProfile.load(path)
-    requests = ((4, "read"), (7,), (12, "x"), (99, "read"), (99,))
-    assert [profile.points.index(profile.point_for(0.0, *request)) for request in requests] == [0, 1, 2, 3, 4]
+    requests = ((4, "read"), (7, None), (12, "x"), (99, "read"), (99, None))
+    found = [
+        profile.point_for(temperature=0.0, prompt_tokens=tokens, has_image=True, workload=tag)
+        for tokens, tag in requests
+    ]
+    assert [profile.points.index(point) for point in found] == [0, 1, 2, 3, 4]
     assert profile.point is profile.points[4]
+
+
+def test_points_switched_by_context_share_a_draft(path: Path) -> None:
+    """They may differ in everything else, and any of them may decode plainly."""
+    point = json.loads(path.read_text())["points"][0]
+    plain = {**point, "draft": None, "tree": None}
+    chain = {**point, "tree": {"policy": "chain", "depth": 2}, "verification": {"kind": "wetap"}, "lossless": False}
+    long, longer = {"context_tokens": {"min": 300}}, {"context_tokens": {"min": 900}}
+    change(path, points=[{**plain, "when": longer}, {**chain, "when": long}, point])
+    profile = DecodingProfile.load(path)
+    found = [
+        profile.point_for(temperature=0.0, prompt_tokens=9, has_image=False, context_tokens=context)
+        for context in (None, 299, 300, 900)
+    ]
+    assert [profile.points.index(one) for one in found] == [2, 2, 1, 0]
+    for subnet in ({"visual_keep": 0.25}, {"visual_ranking": "even"}, {"heads": 0.5}):
+        other = {**point["draft"], "subnet": {**point["draft"]["subnet"], **subnet}}
+        change(path, points=[{**chain, "draft": other, "when": long}, point])
+        assert_refused(path, "points: .*points 0 to 1 differ only in context_tokens, .*share one draft and subnet")
+    for whens in ([{**long, "has_image": True}, {}], [long, {"has_image": True}, {}]):
+        change(path, points=[{**point, "when": when} for when in whens])
+        assert_refused(
+            path, "points: .*point 0 has context_tokens, so the next point must have the same other conditions"
+        )
 
 
 def test_version_is_checked_before_the_content(path: Path) -> None:

@@ -114,7 +114,13 @@ def test_every_request_gets_its_point_and_the_target_s_own_tokens(
         settings, point = settings_of(REQUESTS[number], prompts), profile.points[expected]
         out = decoder.generate(**settings, workload=tag)
         assert out.stats.point == out.stats.to_json()["point"] == expected
-        assert profile.point_for(temperature, out.stats.prompt_tokens, tag) is point
+        has_image = "pixel_values" in settings
+        prompt_tokens = out.stats.prompt_tokens
+        expected_point = profile.point_for(
+            temperature=temperature, prompt_tokens=prompt_tokens, has_image=has_image, workload=tag
+        )
+        assert expected_point is point
+        assert out.stats.rounds_by_point == [out.stats.rounds * (number == expected) for number in range(5)]
         if number not in alone:
             assert torch.equal(out.sequences, plainly(pair, settings))
             lone = profile.model_copy(update={"points": [point.model_copy(update={"when": Condition()})]})

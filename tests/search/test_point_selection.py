@@ -163,7 +163,9 @@ def test_points_form_a_valid_profile() -> None:
             assert whens[-1] == Condition() and whens.count(Condition()) == 1
             assert not any(a.covers(b) for number, b in enumerate(whens) for a in whens[:number])
             decoding = [
-                points[first_match(whens, temperature=t, prompt_tokens=int(n), workload=tag)].configuration
+                points[
+                    first_match(whens, temperature=t, prompt_tokens=int(n), has_image=False, workload=tag)
+                ].configuration
                 for tag, n, t in zip(tags, lengths, temperatures, strict=True)
             ]
             assert ms[decoding, np.arange(80)].sum() <= ms.sum(1).min() * (1 + 1e-9)
