@@ -63,6 +63,7 @@ TORCH_FREE = (
     "modeling.loading",
     "report",
     "search.evaluator",
+    "search.operating_points",
     "search.point_selection",
     "search.sequoia",
     "search.settings",

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.drafters.checkpoint import LoadedDraft
@@ -26,6 +27,7 @@ from autotune.evaluation.perplexity import Quality, quality
 from autotune.evaluation.runs import Run
 from autotune.files import append_line, content_key, read_lines
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import RequestHistory
 from autotune.workloads.workload import Workload, WorkloadPrompt
@@ -79,26 +81,41 @@ class ArmRunner:
 
     def arm(self, name: str, configuration: Configuration) -> DecoderArm:
         """Decodes by a configuration. Arms of equal configurations share a decoder."""
-        key = configuration.key
+        return self._arm(name, configuration.key, [(Condition(), configuration)])
+
+    def switching_arm(self, name: str, points: Sequence[tuple[Condition, Configuration]]) -> DecoderArm:
+        """Decodes a request by the first configuration whose condition it meets; the last condition meets every request."""
+        content = [[when.model_dump(mode="json"), configuration.key] for when, configuration in points]
+        return self._arm(name, content_key(content), points)
+
+    def _arm(self, name: str, key: str, points: Sequence[tuple[Condition, Configuration]]) -> DecoderArm:
         if key not in self._decoders:
-            draft = self.decoder.draft if self.draft_of is None else self.draft_of(configuration)
-            self._decoders[key] = self._decoder(configuration, draft)
+            drafts = [self.draft_of(one) if self.draft_of else self.decoder.draft for _, one in points]
+            self._decoders[key] = self._decoder([(*point, draft) for point, draft in zip(points, drafts, strict=True)])
         return DecoderArm(name, self._decoders[key], key=key)
 
     def prompt_lookup_arm(self) -> DecoderArm:
         """Drafts by n-grams of the prompt and the answer."""
-        decoder = self._decoder(PROMPT_LOOKUP_CHAIN, PromptLookupDraft(self.decoder.target.vocab_size))
+        draft = PromptLookupDraft(self.decoder.target.vocab_size)
+        decoder = self._decoder([(Condition(), PROMPT_LOOKUP_CHAIN, draft)])
         return DecoderArm(PROMPT_LOOKUP, decoder, key=f"{PROMPT_LOOKUP}-{PROMPT_LOOKUP_CHAIN.key}")
 
-    def _decoder(self, configuration: Configuration, draft: Any) -> Decoder:
+    def _decoder(self, points: Sequence[tuple[Condition, Configuration, Any]]) -> Decoder:
+        """A decoder like the runner's own, with other points: condition, configuration and draft of each."""
         return Decoder(
             self.decoder.target,
-            draft,
-            tree=configuration.tree,
-            visual_keep=configuration.visual_keep,
-            visual_ranking=configuration.subnet.visual_ranking,
-            verification=configuration.verification,
-            fallback=configuration.fallback,
+            points=[
+                LoadedPoint(
+                    draft,
+                    tree=configuration.tree,
+                    visual_keep=configuration.visual_keep,
+                    visual_ranking=configuration.subnet.visual_ranking,
+                    verification=configuration.verification,
+                    fallback=configuration.fallback,
+                    when=when,
+                )
+                for when, configuration, draft in points
+            ],
             capture_sizes=self.decoder.capture_sizes,
             mode=self.decoder.mode,
             threads=self.decoder.threads,

@@ -5,6 +5,8 @@ therefore gets its own point only if the configuration chosen on one half of the
 half: by a minimum gain, and significantly. Groups are split in halves many times; because the halves overlap, the
 variance of the mean gain is corrected (Nadeau and Bengio 2003, "Inference for the generalization error"). The significance
 level is divided by the number of groups tried (Bonferroni).
+
+A group is a kind of request, or the part of all requests at some context lengths.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ MIN_GAIN = 0.02  # share of the decoding time that a point must save
 MIN_REQUESTS = 6  # of a group
 RISK = 0.05  # that any group gets a point by chance
 NUM_SPLITS = 50
-LENGTH_QUANTILES = (0.25, 0.5, 0.75)  # of the prompts' lengths: candidates for the boundary between short and long
+LENGTH_QUANTILES = (0.25, 0.5, 0.75)  # of lengths: candidates for the boundary between short and long
+WORKLOAD_ADVANTAGE = 1.5  # times the savings of other groupings, from which a grouping by workload is worth its tags
 
 
 class Group(NamedTuple):
     condition: Condition
     is_member: Flags
     """[requests]"""
+    part_ms: Floats | None = None
+    """Decoding times of the group's part of the requests, [configurations, requests]; None: whole requests."""
 
 
 Grouping = tuple[Group, ...]
@@ -49,22 +54,71 @@ class Point(NamedTuple):
 
 
 def by_workload(tags: Sequence[str]) -> Grouping:
-    """One group per tag."""
+    """One group per tag; none if all requests have the same one."""
     names = np.array(tags)
-    return tuple(Group(Condition(workload=name), names == name) for name in dict.fromkeys(tags))
+    distinct = list(dict.fromkeys(tags))
+    return tuple(Group(Condition(workload=name), names == name) for name in distinct if len(distinct) > 1)
 
 
-def by_prompt_tokens(lengths: Sequence[int]) -> list[Grouping]:
+def by_image(has_image: Sequence[bool] | Flags) -> Grouping:
+    """Requests with and without images; none if all requests are alike."""
+    flags = np.array(has_image)
+    return tuple(
+        Group(Condition(has_image=value), flags == value) for value in (True, False) if flags.any() and not flags.all()
+    )
+
+
+def by_prompt_tokens(lengths: Sequence[int] | Ints) -> list[Grouping]:
     """Short and long prompts, with the boundary at each of ``LENGTH_QUANTILES``."""
     tokens = np.array(lengths)
-    quantiles = {int(np.quantile(tokens, share, method="lower")) for share in LENGTH_QUANTILES}
     return [
         (
             Group(Condition(prompt_tokens=Range(max=longest)), tokens <= longest),
             Group(Condition(prompt_tokens=Range(min=longest + 1)), tokens > longest),
         )
-        for longest in sorted(quantiles - {int(tokens.max())})
+        for longest in _quantiles(tokens)
     ]
+
+
+def context_boundaries(prompt_tokens: Sequence[int] | Ints, answer_tokens: Sequence[int] | Ints) -> list[int]:
+    """Candidates for the boundary between short and long contexts: those of plain decoding, at ``LENGTH_QUANTILES``.
+
+    Args:
+        answer_tokens: decoded after each prompt, without the prefill's token.
+    """
+    contexts = [
+        length + np.arange(number) for length, number in zip(prompt_tokens, answer_tokens, strict=True) if number > 0
+    ]
+    return [longest + 1 for longest in _quantiles(np.concatenate(contexts))] if contexts else []
+
+
+def by_context_tokens(boundaries: Sequence[int], band_ms: Floats, can_switch: Flags) -> list[Grouping]:
+    """Short and long contexts, with the boundary at each of ``boundaries``.
+
+    Args:
+        band_ms: decoding times of the same tokens [configurations, requests, bands], the bands between the boundaries.
+        can_switch: the configurations [configurations] that a request can be switched to from the common one: those with
+            its draft and visual tokens.
+    """
+    ms = np.where(can_switch[:, None, None], band_ms, np.inf)
+
+    def group(condition: Condition, bands: slice) -> Group:
+        is_member = np.asarray((band_ms[:, :, bands] > 0).any((0, 2)))
+        return Group(condition, is_member, ms[:, :, bands].sum(2))
+
+    return [
+        (
+            group(Condition(context_tokens=Range(max=boundary - 1)), slice(0, band)),
+            group(Condition(context_tokens=Range(min=boundary)), slice(band, None)),
+        )
+        for band, boundary in enumerate(boundaries, start=1)
+    ]
+
+
+def _quantiles(lengths: Ints) -> list[int]:
+    """``LENGTH_QUANTILES`` of lengths, ascending, without the longest."""
+    quantiles = {int(np.quantile(lengths, share, method="lower")) for share in LENGTH_QUANTILES}
+    return sorted(quantiles - {int(lengths.max())})
 
 
 def by_temperature(temperatures: Sequence[float]) -> Grouping:
@@ -90,6 +144,9 @@ def choose_points(
 ) -> list[Point]:
     """The points of the grouping that saves most time; the last one decodes all remaining requests.
 
+    A grouping by workload helps only callers who tag their requests. It is used only if it saves ``WORKLOAD_ADVANTAGE`` times
+    as much time as the best of the others.
+
     Args:
         ms: predicted decoding times [configurations, requests]. All configurations emit the same tokens. Plain decoding
             should be among them.
@@ -99,25 +156,30 @@ def choose_points(
         min_requests: smallest size of a group.
         seed: of the splits.
     """
-    best = [Point(Condition(), common, 0.0)]
-    best_saved_ms = 0.0
+    common_point = Point(Condition(), common, 0.0)
+    best = {
+        False: ([common_point], 0.0),
+        True: ([common_point], 0.0),
+    }  # points and saved ms, by whether requests need tags
     sizes = [int(group.is_member.sum()) for grouping in groupings for group in grouping]
     num_tried = max(1, sum(size >= min_requests for size in sizes))
     min_deviations = NormalDist().inv_cdf(1 - RISK / num_tried)
     for grouping in groupings:
         points, saved_ms = [], 0.0
         for group in grouping:
-            members = np.flatnonzero(group.is_member)
-            total_ms = float(ms[common, members].sum())
+            members, own_ms = np.flatnonzero(group.is_member), ms if group.part_ms is None else group.part_ms
+            total_ms = float(own_ms[common, members].sum())
             if len(members) < max(2, min_requests) or total_ms == 0.0:
                 continue
-            gain, deviation = _gain(ms, members, common, seed)
+            gain, deviation = _gain(own_ms, members, common, seed)
             if gain >= min_gain and gain > min_deviations * deviation:
-                points.append(Point(group.condition, _fastest(ms, members), gain))
+                points.append(Point(group.condition, _fastest(own_ms, members), gain))
                 saved_ms += gain * total_ms
-        if saved_ms > best_saved_ms:
-            best, best_saved_ms = [*points, Point(Condition(), common, 0.0)], saved_ms
-    return best
+        needs_tags = any(group.condition.workload is not None for group in grouping)
+        if saved_ms > best[needs_tags][1]:
+            best[needs_tags] = [*points, common_point], saved_ms
+    (seen, seen_ms), (tagged, tagged_ms) = best[False], best[True]
+    return tagged if tagged_ms > WORKLOAD_ADVANTAGE * seen_ms else seen
 
 
 def _gain(ms: Floats, members: Ints, common: int, seed: int) -> tuple[float, float]:

@@ -46,15 +46,16 @@ from autotune.search.finalists import (
 )
 from autotune.search.held_out import gains_of, print_comparison, print_gains, run_held_out
 from autotune.search.model_pool import ModelPool
+from autotune.search.operating_points import prompts_of, propose_points
 from autotune.search.plan import StageClock
-from autotune.search.point_selection import MIN_GAIN, by_prompt_tokens, by_temperature, by_workload, choose_points
+from autotune.search.point_selection import MIN_GAIN
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.search.uncertainty import speedup_interval
 from autotune.study.document import RUNS
 from autotune.trees.limits import Floats
 from autotune.trees.policy import parse_policy
-from autotune.workloads.workload import Workload, WorkloadPrompt
+from autotune.workloads.workload import Workload
 
 D = TypeVar("D", ComparedArm, Measured)
 
@@ -168,18 +169,7 @@ class ProfileSelection:
         """Conditions under which another candidate is predicted to be faster than the winner, which is last."""
         fastest = [*self.trees.fastest[:NUM_POINT_CANDIDATES], *itertools.chain(*self.trees.fastest_by_task.values())]
         candidates = list({candidate.key: candidate for candidate in [winner, *fastest]}.values())
-        trace = next(iter(self.evaluator.traces.values()))
-        points = choose_points(
-            self.evaluator.prompt_ms([candidate.configuration for candidate in candidates]),
-            [
-                by_workload(self.evaluator.tasks),
-                by_temperature([prompt.settings.temperature or 0.0 for prompt in self.tune.prompts]),
-                *by_prompt_tokens(trace.prompt_length.tolist()),
-            ],
-            common=0,  # the winner
-            seed=self.seed,
-        )
-        return [(point.condition, candidates[point.configuration]) for point in points]
+        return propose_points(candidates, self.evaluator, self.tune, seed=self.seed)
 
     def confirmed(
         self, points: list[tuple[Condition, Candidate]], winner: Configuration
@@ -197,6 +187,9 @@ class ProfileSelection:
         for condition, predicted in points[:-1]:
             candidate = self.evaluator.with_fallback(predicted).configuration
             if candidate.key in {rival.key for rival in rivals.values()}:
+                continue
+            variants = {(one.draft, one.subnet) for one in (candidate, winner)}
+            if condition.context_tokens is not None and len(variants) > 1:  # a published default may name no layer
                 continue
             ms = self._point_ms(condition, {**rivals, "point": candidate})
             ratios = {name: float(ms["point"].sum() / ms[name].sum()) for name in rivals}
@@ -217,8 +210,11 @@ class ProfileSelection:
         """Decoding times of the arms on the tuning prompts that meet a condition, until the difference of the point to
         the others is significant.
         """
-        prompts = tuple(prompt for prompt in self.tune.prompts if self._meets(condition, prompt))
+        prompts = prompts_of(condition, self.evaluator, self.tune)
         arms = [self.runner.arm(name, configuration) for name, configuration in configurations.items()]
+        if condition.context_tokens is not None:  # the winner decodes the other contexts
+            parts = [(condition, configurations["point"]), (condition.of_request, configurations["winner"])]
+            arms = [*arms[:-1], self.runner.switching_arm("point", parts)]
         ms = {arm.name: np.zeros(0) for arm in arms}
         for begin in range(0, len(prompts), POINT_PROMPTS):
             part = Workload(self.tune.name, self.tune.split, prompts[begin : begin + POINT_PROMPTS])
@@ -231,16 +227,6 @@ class ProfileSelection:
             if is_faster or any(is_significantly_slower(ms["point"], other, risk=RISK) for other in others):
                 break
         return ms
-
-    def _meets(self, condition: Condition, prompt: WorkloadPrompt) -> bool:
-        settings = prompt.settings
-        length = prompt.inputs(self.model_pool.processor)["input_ids"].shape[1]
-        return condition.matches(
-            temperature=settings.temperature or 0.0,
-            prompt_tokens=length,
-            has_image=bool(prompt.pixels),
-            workload=settings.task,
-        )
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
@@ -345,7 +331,7 @@ class ProfileSelection:
         )
         by_key = {finalist.configuration.key: finalist.speedup for finalist in self.measured.finalists}
         by_key |= {default.configuration.key: default.speedup for default in self.measured.defaults}
-        is_alone = [run.point == len(profile.points) - 1 for run in runs[TUNED]]
+        is_alone = [run.points == {len(profile.points) - 1} for run in runs[TUNED]]
         pairs = [pair for pair, own in zip(zip(runs[TUNED], runs[AR], strict=True), is_alone, strict=True) if own]
         measured = summarize(TUNED, *map(list, zip(*(pairs or zip(runs[TUNED], runs[AR], strict=True)), strict=True)))
         found = Shrinkage(

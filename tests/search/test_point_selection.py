@@ -9,7 +9,17 @@ import pytest
 from numpy.typing import NDArray
 
 from autotune.documents.condition import Condition, first_match
-from autotune.search.point_selection import Point, by_prompt_tokens, by_temperature, by_workload, choose_points
+from autotune.search.point_selection import (
+    WORKLOAD_ADVANTAGE,
+    Point,
+    by_context_tokens,
+    by_image,
+    by_prompt_tokens,
+    by_temperature,
+    by_workload,
+    choose_points,
+    context_boundaries,
+)
 
 NUM_CONFIGURATIONS = 40
 
@@ -65,7 +75,14 @@ def test_random_differences_give_no_point() -> None:
         rng = np.random.default_rng(seed)
         ms = rng.uniform(50, 150, 64) * rng.normal(1, 0.1, (500, 64))
         tags = [f"task {number % 8}" for number in range(64)]
-        groupings = [by_workload(tags), *by_prompt_tokens(rng.integers(50, 500, 64)), by_temperature([0.0, 1.0] * 32)]
+        band_ms = rng.uniform(50, 150, (64, 4)) * rng.normal(1, 0.1, (500, 64, 4))
+        groupings = [
+            by_workload(tags),
+            *by_prompt_tokens(rng.integers(50, 500, 64)),
+            by_temperature([0.0, 1.0] * 32),
+            by_image([number % 3 == 0 for number in range(64)]),
+            *by_context_tokens((100, 200, 300), band_ms, np.ones(500, bool)),
+        ]
         single = ms[ms.sum(1).argmin()]
         own_ms = sum(ms[:, group.is_member].sum(1).min() for group in groupings[0])
         assert 1 - own_ms / single.sum() > 0.02, "without apparent gains the test proves nothing"
@@ -128,6 +145,79 @@ def test_temperatures_belong_to_the_nearest_recorded_one() -> None:
         ({}, 7),
     ]
     assert by_temperature([0.7] * 9) == ()
+
+
+def test_requests_with_images_may_get_a_point() -> None:
+    has_image = [True] * 20 + [False] * 12
+    ms = times([7] * 20 + [3] * 12)
+    assert conditions(chosen(ms, [by_image(has_image)])) == [({"has_image": False}, 3), ({}, 7)]
+
+
+def test_groupings_of_equal_requests_are_left_out() -> None:
+    assert by_image([True] * 9) == by_image([False] * 9) == by_workload(["read"] * 9) == ()
+    assert context_boundaries([50] * 3, [1] * 3) == context_boundaries([50] * 3, [0] * 3) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- context
+
+
+def planted(advantage: float = 0.8, num_requests: int = 32) -> NDArray[np.float64]:
+    """[configurations, requests, bands]: 7 is the best in two bands of short contexts, 3 in two of long ones."""
+    ms = np.stack(
+        [times([best] * num_requests, advantage=advantage, seed=band) for band, best in enumerate((7, 7, 3, 3))]
+    )
+    return np.moveaxis(ms, 0, 2)
+
+
+def chosen_by_context(band_ms: NDArray[np.float64], can_switch: NDArray[np.bool_], common: int = 7) -> list[Point]:
+    groupings = by_context_tokens((100, 200, 300), band_ms, can_switch)
+    return choose_points(band_ms.sum(2), groupings, common)
+
+
+def test_long_contexts_may_get_a_point() -> None:
+    """The boundary is the one that saves most. Only configurations that a request can be switched to are chosen."""
+    band_ms, can_switch = planted(), np.ones(NUM_CONFIGURATIONS, bool)
+    points = chosen_by_context(band_ms, can_switch)
+    assert conditions(points) == [({"context_tokens": {"min": 200}}, 3), ({}, 7)]
+    assert points[0].gain == pytest.approx(0.2, abs=0.03)
+    assert conditions(chosen_by_context(band_ms, can_switch, common=3)) == [
+        ({"context_tokens": {"max": 199}}, 7),
+        ({}, 3),
+    ]
+    can_switch[3] = False
+    assert conditions(chosen_by_context(band_ms, can_switch)) == [({}, 7)]
+
+
+def test_only_requests_that_reach_a_context_count() -> None:
+    """Five of 32 requests have long contexts: too few."""
+    band_ms = planted()
+    band_ms[:, 5:, 2:] = 0.0
+    assert conditions(chosen_by_context(band_ms, np.ones(NUM_CONFIGURATIONS, bool))) == [({}, 7)]
+    longer = planted()
+    longer[:, 12:, 2:] = 0.0
+    points = chosen_by_context(longer, np.ones(NUM_CONFIGURATIONS, bool))
+    assert conditions(points) == [({"context_tokens": {"min": 200}}, 3), ({}, 7)]
+
+
+def test_boundaries_are_quantiles_of_the_contexts_of_decoding() -> None:
+    """Two answers of 100 tokens after 50 tokens, one of 100 after 950: two thirds of the contexts are below 150."""
+    assert context_boundaries([50, 50, 950], [100, 100, 100]) == [88, 125, 975]
+
+
+# ------------------------------------------------------------------------------------------------------------ groupings
+
+
+@pytest.mark.parametrize(("share", "is_tagged"), [(1.0, False), (0.8, False), (0.5, True)])
+def test_a_grouping_by_workload_must_save_clearly_more_than_one_that_the_runtime_sees(
+    share: float, is_tagged: bool
+) -> None:
+    """``share`` of the requests of the task that gains have images, and no others."""
+    assert 0.5 < 1 / WORKLOAD_ADVANTAGE < 0.8
+    tags = ["read"] * 20 + ["count"] * 20
+    has_image = [20 <= number < 20 + 20 * share for number in range(40)]
+    ms = times([7] * 20 + [3] * 20, noise=0.0)
+    found = conditions(chosen(ms, [by_workload(tags), by_image(has_image)], common=7))
+    assert found == [({"workload": "count"} if is_tagged else {"has_image": True}, 3), ({}, 7)]
 
 
 def test_grouping_that_saves_most_is_used() -> None:

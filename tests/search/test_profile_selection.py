@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from autotune.console import Console
+from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
-from autotune.documents.decoding_profile import AR, OperatingPoint
+from autotune.documents.decoding_profile import AR, DecodingProfile, OperatingPoint
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import ArmRunner
@@ -21,9 +23,11 @@ from autotune.evaluation.runs import Run
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.held_out import gains_of
 from autotune.search.model_pool import ModelPool
+from autotune.search.operating_points import prompts_of
 from autotune.search.pipeline import bounds_of
 from autotune.search.plan import StageClock
-from autotune.search.profile_selection import POINT_PROMPTS, ProfileSelection, configuration_of
+from autotune.search.point_selection import context_boundaries
+from autotune.search.profile_selection import POINT_PROMPTS, ProfileSelection, _measured_point, configuration_of
 from autotune.search.space import SearchSpace
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
@@ -197,18 +201,82 @@ def test_operating_point_must_be_faster_in_real_runs(
     assert kept[0][1].tree == other.configuration.tree
 
 
-def test_temperature_may_get_an_operating_point(selection: ProfileSelection, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def predictions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the predicted time of configurations: 1 where they are ``fast`` [prompts, bands of context lengths], else 2."""
+
+    def set_times(fast: dict[str, np.ndarray], *, num_bands: int) -> None:
+        def band_ms(configurations: Sequence[Configuration]) -> np.ndarray:
+            nowhere = np.zeros((16, num_bands), bool)
+            return np.array([np.where(fast.get(one.key, nowhere), 1.0, 2.0) for one in configurations])
+
+        monkeypatch.setattr(Evaluator, "band_ms", lambda self, configurations, _: band_ms(configurations))
+        monkeypatch.setattr(Evaluator, "prompt_ms", lambda self, configurations: band_ms(configurations).sum(2))
+
+    return set_times
+
+
+def num_bands_of(selection: ProfileSelection) -> int:
+    trace = next(iter(selection.evaluator.traces.values()))
+    return 1 + len(context_boundaries(trace.prompt_length, np.diff(trace.answer_start) - 1))
+
+
+def test_temperature_may_get_an_operating_point(selection: ProfileSelection, predictions: Callable[..., None]) -> None:
     """The winner takes twice as long whenever tokens are sampled."""
     winner, other = finalists_of(selection)[0], selection.trees.fastest[1]
     sampled = np.array([prompt.settings.temperature == 1.0 for prompt in selection.tune.prompts])
-
-    def prompt_ms(self: Evaluator, configurations: Sequence[Configuration]) -> np.ndarray:
-        fast = {winner.key: ~sampled, other.key: sampled}
-        return np.array([np.where(fast.get(one.key, np.zeros(16, bool)), 1.0, 2.0) for one in configurations])
-
-    monkeypatch.setattr(Evaluator, "prompt_ms", prompt_ms)
+    num_bands = num_bands_of(selection)
+    is_sampled = np.repeat(sampled[:, None], num_bands, axis=1)
+    predictions({winner.key: ~is_sampled, other.key: is_sampled}, num_bands=num_bands)
     points = selection.points(winner)
     assert [when.label for when, _ in points] == ["temperature from 0.5", "any request"]
+
+
+def test_context_may_get_an_operating_point(
+    selection: ProfileSelection,
+    predictions: Callable[..., None],
+    clock: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The winner takes twice as long at long contexts. A candidate with other visual tokens would be as fast there."""
+    winner = finalists_of(selection)[0]
+    clock(lambda arm, prompt: 10.0)
+    selection.measure_finalists([winner])
+    is_same = {one.key: one.configuration.subnet == winner.configuration.subnet for one in selection.trees.fastest}
+    others = [one for one in selection.trees.fastest if one.configuration.tree != winner.configuration.tree]
+    apart, same = (next(one for one in others if is_same[one.key] == wanted) for wanted in (False, True))
+    num_bands = num_bands_of(selection)
+    is_long = np.zeros((16, num_bands), bool)
+    is_long[:, -1] = True
+    with monkeypatch.context():
+        predictions({winner.key: ~is_long, same.key: is_long, apart.key: is_long}, num_bands=num_bands)
+        (when, candidate), last = selection.points(winner)
+    assert when.context_tokens is not None and when.context_tokens.min is not None and when.context_tokens.max is None
+    assert candidate.key == same.key and last[1].key == winner.key
+    arms = []
+    clock(lambda arm, prompt: arms.append(arm) or {"winner": 5.0, "point": 4.0}.get(arm.name, 10.0))
+    kept = selection.confirmed([(when, candidate), last], winner.configuration)
+    assert [one for one, _ in kept] == [when, Condition()]
+    point = next(arm for arm in arms if arm.name == "point")
+    assert [one.when for one in point.decoder.points] == [when, Condition()], "the arm that ran switches"
+    reached = {prompt.name for prompt in prompts_of(when, selection.evaluator, selection.tune)}
+    assert reached <= {prompt.name for prompt in selection.tune.prompts}
+    document = selection._profile(selection.table.device, [selection._point(*one) for one in kept])
+    assert DecodingProfile.parse(json.loads(document.dump()), source="x") == document
+
+
+def test_a_switched_request_is_measured_for_each_of_its_points() -> None:
+    """Points that decoded nothing have no measurement; runs of earlier versions have the point of the first round alone."""
+    plain = [run(10.0 * TOKENS, tokens=TOKENS) for _ in range(3)]
+    runs = [
+        run(5.0 * TOKENS, tokens=TOKENS, point=0, rounds_by_point=[2, 3, 0]),
+        run(4.0 * TOKENS, tokens=TOKENS, point=0, rounds_by_point=[5, 0, 0]),
+        run(2.0 * TOKENS, tokens=TOKENS, point=1),
+    ]
+    first, second = (_measured_point(number, runs, plain) for number in (0, 1))
+    assert first is not None and (first.num_prompts, first.speedup) == (2, pytest.approx(20 / 9))
+    assert second is not None and (second.num_prompts, second.speedup) == (2, pytest.approx(20 / 7))
+    assert _measured_point(2, runs, plain) is None
 
 
 def test_profile_has_the_measurements(selection: ProfileSelection, clock: Callable[..., None]) -> None:
