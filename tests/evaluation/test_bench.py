@@ -13,7 +13,7 @@ from pandas import DataFrame
 
 from autotune.console import Console
 from autotune.device import fingerprint
-from autotune.documents.condition import Condition
+from autotune.documents.condition import Condition, Range
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.drafters.prompt_lookup import PromptLookupDraft
@@ -26,6 +26,7 @@ from autotune.evaluation.bench import (
     choose_arms,
     gain_by_length,
     geomeans,
+    points_used,
     print_arms,
     print_lengths,
     print_tasks,
@@ -126,6 +127,15 @@ def test_every_prompt_is_decoded_by_its_point(
     rounds = [run["accepted_lengths"] for run in found["runs"][TUNED]]
     by_tree = [run["accepted_lengths"] for run in alone[TUNED]]
     assert rounds == [[0] * found["runs"][AR][0]["rounds"], *by_tree[1:]] and rounds[0] != by_tree[0]
+
+
+def test_a_switched_prompt_counts_for_each_of_its_points() -> None:
+    point = decoding_profile().point
+    when = Condition(context_tokens=Range(max=99))
+    points = [point.model_copy(update={"when": when}), point]
+    profile = decoding_profile().model_copy(update={"points": points})
+    runs = [run(5.0, point=0, rounds_by_point=[3, 2]), run(5.0, point=0, rounds_by_point=[5, 0])]
+    assert points_used(profile, runs) == "2 by point 0 (context tokens up to 99), 1 by point 1 (any request)"
 
 
 def test_trees_are_compared_where_only_some_points_have_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
