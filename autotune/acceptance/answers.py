@@ -74,7 +74,7 @@ class AnswerRecorder:
             if tokens is not None:
                 yield prompt, self._answer(request, tokens)
             elif not can_batch(self.target, request):
-                yield prompt, self._answer(request, self._alone(prompt))
+                yield prompt, self.record_alone(prompt)
             else:
                 if batch and not self._fits([request, *(other for _, other in batch)]):
                     yield from self._record_batch(batch)
@@ -82,6 +82,11 @@ class AnswerRecorder:
                 batch.append((prompt, request))
         if batch:
             yield from self._record_batch(batch)
+
+    def record_alone(self, prompt: WorkloadPrompt) -> Answer:
+        """The answer of a prompt that is decoded by itself."""
+        (request,) = self._plain.requests(**self._inputs(prompt), **prompt.settings.generation)
+        return self._answer(request, self._alone(prompt))
 
     def _fits(self, requests: Sequence[Request]) -> bool:
         longest = max(len(r.prompt) for r in requests) + max(r.call.max_new_tokens for r in requests)
@@ -112,7 +117,6 @@ class AnswerRecorder:
         return self.target.prefill(request.prompt, visual_rankings=VISUAL_RANKINGS)
 
     def _alone(self, prompt: WorkloadPrompt) -> list[int]:
-        """The answer of a prompt that is decoded by itself."""
         inputs = self._inputs(prompt)
         sequence = self._plain.generate(**inputs, **prompt.settings.generation).sequences
         return sequence[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]

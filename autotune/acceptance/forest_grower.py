@@ -53,6 +53,18 @@ class _Evaluated:
         self.size = end
 
 
+def largest_forest(bounds: ForestBounds) -> int:
+    """Most nodes of a root's forest, itself not counted."""
+    levels = range(1, bounds.depth)
+    return sum(
+        2  # most probable path and answer
+        + bounds.width
+        + (bounds.beam if level < bounds.beam_depth else 0)
+        + (bounds.nucleus_width if level < bounds.nucleus_depth else 0)
+        for level in levels
+    )
+
+
 class ForestGrower:
     """Puts the answer after the prompt in the draft's KV cache, then grows the forests of several roots at a time after it.
 
@@ -65,15 +77,23 @@ class ForestGrower:
         draft: has evaluated the prompt.
         tokens: the answer.
         answer_hidden: the target's outputs before each token of the answer, by layer; empty for a draft without features.
+        shares_tokens: False evaluates every node of every forest, as a draft with features must.
     """
 
     def __init__(
-        self, draft: LoadedDraft, tokens: Ints, bounds: ForestBounds, answer_hidden: Mapping[int, Tensor]
+        self,
+        draft: LoadedDraft,
+        tokens: Ints,
+        bounds: ForestBounds,
+        answer_hidden: Mapping[int, Tensor],
+        *,
+        shares_tokens: bool = True,
     ) -> None:
         self.draft = draft
         self.answer_hidden = answer_hidden
         self.tokens = tokens
         self.bounds = bounds
+        self.shares_tokens = shares_tokens and not draft.aux_layers
         self.num_roots = max(0, len(tokens) - 1)
         self.evaluated = _Evaluated(bounds.num_proposals, bounds.depth)
         self._nodes = [np.arange(self.num_roots)]  # where every node of the forest is evaluated
@@ -139,7 +159,7 @@ class ForestGrower:
         """Begin a block of roots, whose tokens take the place of those of the block before in the KV cache."""
         evaluated = self.evaluated
         evaluated.child[: evaluated.size] = NOT_EVALUATED
-        if not self.draft.aux_layers:
+        if self.shares_tokens:
             before = np.arange(self.num_roots - 1)
             continues = evaluated.child_token[before] == self.tokens[before + 1][:, None]
             token, rank = continues.nonzero()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autotune.acceptance.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
 from autotune.acceptance.answers import Answer as Answer
-from autotune.acceptance.forest_grower import ForestGrower
+from autotune.acceptance.forest_grower import ForestGrower, largest_forest
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualRanking
@@ -221,15 +221,17 @@ def record_forest(
     reading: Reading | None = None,
     *,
     visual_ranking: VisualRanking = "text_after_image",
+    shares_tokens: bool = True,
 ) -> RecordedPrompt:
     """The forest along one answer of the target to which the draft is attached. Without a ``reading`` the target is run for
-    the layers that the draft reads.
+    the layers that the draft reads. ``shares_tokens``: see ``ForestGrower``.
     """
     tokens = np.array(answer.tokens, np.int64)
     num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
-    widest = bounds.width + bounds.beam + bounds.nucleus_width + 2  # most probable path and answer
-    largest = widest * (bounds.depth - 1)  # forest
-    most_at_once = min(MAX_STEP, max(ROOTS_AT_ONCE, NODES_AT_ONCE // max(1, largest)))
+    largest = largest_forest(bounds)
+    shares_tokens = shares_tokens and not draft.aux_layers
+    num_roots_at_once = ROOTS_AT_ONCE * (1 + shares_tokens)  # about half of the nodes are evaluated
+    most_at_once = min(MAX_STEP, max(num_roots_at_once, NODES_AT_ONCE // max(1, largest)))
     capacity = answer.prompt_length + len(tokens) + most_at_once * largest + MAX_STEP
     draft.use_mode(EAGER)
     scores = answer.visual_scores.get(visual_ranking)
@@ -239,7 +241,9 @@ def record_forest(
         target.hidden = reading.prompt_hidden
     (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
     draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
-    grower = ForestGrower(draft, tokens, bounds, {} if reading is None else reading.answer_hidden)
+    grower = ForestGrower(
+        draft, tokens, bounds, {} if reading is None else reading.answer_hidden, shares_tokens=shares_tokens
+    )
     first, num_together = 0, most_at_once
     while first < num_roots:
         end = min(first + num_together, num_roots)

@@ -247,6 +247,11 @@ def test_a_draft_without_features_evaluates_a_token_of_several_forests_once(
     forest = record_forest(recorder.target, draft, inputs, answer, SMALL).forest
     prefixes = {(*answer.tokens[: root + 1], *path) for root, path in paths_of(forest).values()}
     assert sum(evaluated) == len(prefixes) < len(forest.child_token)
+    every = record_forest(recorder.target, draft, inputs, answer, SMALL, shares_tokens=False).forest
+    assert sum(evaluated) == len(prefixes) + len(every.child_token), "every node of every forest"
+    np.testing.assert_array_equal(forest.child_node, every.child_node)
+    np.testing.assert_array_equal(forest.child_token, every.child_token)
+    np.testing.assert_allclose(forest.child_logprob, every.child_logprob, atol=TOLERANCE)
 
 
 def test_the_expanded_nodes_are_those_of_the_bounds() -> None:
