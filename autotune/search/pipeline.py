@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
@@ -16,6 +17,7 @@ from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
+from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import content_key, write_table
 from autotune.search.cost_tables import foreign_table, local_table, priced_variants, print_table
@@ -122,7 +124,7 @@ class _SearchRun:
             self.clock.deadline += waited_s
 
     def make_plan(self) -> None:
-        """Cut the workloads to what fits into the budget. A plan is a record: the same command continues with the same one."""
+        """Cut the workloads to what fits into the budget."""
         settings, pool = self.settings, self.model_pool
         size = SearchSize(
             num_priced=len(priced_variants(self.variants)),
@@ -139,8 +141,8 @@ class _SearchRun:
             spent_s = time.monotonic() - self.started
             return make_plan(size, rates, seconds=settings.budget_s, spent_s=spent_s).model_dump(mode="json")
 
-        key = content_key([pool.key, settings.budget_s, self.tune.sha256, self.evaluate.sha256, asdict(size)])
-        self.plan = Plan.model_validate(self.ledger.work("plan", {key: make})[key], strict=False)
+        documents = [pool.key, settings.budget_s, self.tune.sha256, self.evaluate.sha256, asdict(size)]
+        self.plan = Plan.model_validate(self.decided("plan", documents, make), strict=False)
         self.console.say(self.plan.describe(size))
         self.tune, self.evaluate = self.plan.apply(self.tune, self.evaluate)
 
@@ -179,12 +181,36 @@ class _SearchRun:
     def screen(self, table: CostTable) -> list[DraftVariant]:
         """The draft variants whose trees are searched."""
         pool, tune, ledger, console = self.model_pool, self.tune, self.ledger, self.console
-        screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=self.settings.jobs)
+        deadline, jobs = self.clock.deadline_of("screening"), self.settings.jobs
+        screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, deadline=deadline)
         if self.settings.measure == "all" and self.device is not None:
             screened = measure(pool, screened, table.threads, tune, ledger, console)
-        chosen = survivors(screened, self.space.survivors)
+        described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.variants]
+        documents = [
+            pool.key,
+            described,
+            table.content_hash,
+            tune.sha256,
+            self.settings.measure,
+            self.settings.budget_s,
+        ]
+        chosen = [
+            (draft, Subnet.model_validate(subnet, strict=False))
+            for draft, subnet in self.decided(
+                "survivors",
+                documents,
+                lambda: [[d, s.model_dump(mode="json")] for d, s in survivors(screened, self.space.survivors)],
+            )
+        ]
         print_screened(screened, chosen, console)
         return chosen
+
+    def decided(self, what: str, documents: object, decide: Callable[[], Any]) -> Any:
+        """A decision that depends on how much was done in time. It is a record: workers that share a ledger agree on it, and
+        the same command continues with it.
+        """
+        key = content_key([what, documents])
+        return self.ledger.work("decisions", {key: lambda: {what: decide()}})[key][what]
 
     def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
         """Traces of the variants on the tuning prompts."""

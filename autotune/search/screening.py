@@ -7,6 +7,7 @@ recorder of traces, up to rounding, so nothing is estimated but the cost of uneq
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ NUM_PROMPTS = 8
 NUM_TOKENS = 64  # of each answer, the same for all subnets
 BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
 NUM_MEASURED_PROMPTS = 8
+ORDER_SEED = 0
 
 
 def screen(
@@ -48,20 +50,27 @@ def screen(
     console: Console,
     *,
     jobs: int | None = None,
+    deadline: float | None = None,
 ) -> list[ScreenedSubnet]:
     """Predict the speed of every variant with its best chain; returns the fastest first.
 
     Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per core).
+    No variant is begun after ``deadline``, of ``time.monotonic``, but the whole subnet of every draft.
     """
-    arguments = list(variants), table, workload, folder, ledger.storage
+    arguments = list(variants), table, workload, folder, ledger.storage, deadline
     with console.stage("screening") as update, model_pool.worker_pool(jobs, _screen_in_worker, *arguments) as workers:
 
         def report(done: int, of: int) -> None:
             update(done, of, "")
             workers.report(done, of)
 
-        records = ledger.work("subnets", _screening_units(model_pool, variants, table, workload, folder), report=report)
-    return _ranked(records)
+        first, others = _screening_units(model_pool, variants, table, workload, folder)
+        records = ledger.work("subnets", first)
+        records |= ledger.work("subnets", others, report=report, deadline=deadline)
+    screened = _ranked(records)
+    if len(screened) < len(variants):
+        console.say(f"{len(screened)} of {len(variants)} subnets were screened in their share of the budget")
+    return screened
 
 
 def _screen_in_worker(
@@ -72,14 +81,19 @@ def _screen_in_worker(
     workload: Workload,
     folder: Path,
     storage: str | Path,
+    deadline: float | None,
 ) -> None:
-    Ledger(storage).work("subnets", _screening_units(model_pool, variants, table, workload, folder))
+    _, others = _screening_units(model_pool, variants, table, workload, folder)
+    Ledger(storage).work("subnets", others, deadline=deadline)
 
 
 def _screening_units(
     model_pool: ModelPool, variants: Sequence[DraftVariant], table: CostTable, workload: Workload, folder: Path
-) -> dict[str, Callable[[], Record]]:
-    """Units that find the best chain of each variant; variants that are recorded together are one unit."""
+) -> tuple[dict[str, Callable[[], Record]], dict[str, Callable[[], Record]]]:
+    """Units that find the best chain of each variant: those with the first variant of each draft, and the others in a random
+    order, so that those that are screened before a deadline are a sample of all. Variants that are recorded together are
+    one unit.
+    """
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_PROMPTS])
     recorder = model_pool.recorder(folder)
     recorder.layers = tuple(sorted({layer for variant in variants for layer in _layers(model_pool, variant)}))
@@ -97,7 +111,14 @@ def _screening_units(
         return [_best_chain(evaluator, draft, subnet) for subnet in subnets]
 
     documents = ["screened", table.content_hash, prompts.sha256, BOUNDS.model_dump()]
-    return _units(model_pool, _recorded_together(model_pool, variants), screen_together, documents)
+    groups = _recorded_together(model_pool, variants)
+    first = list({group[0][0]: group for group in reversed(groups)}.values())
+    others = [group for group in groups if group not in first]
+    random.Random(ORDER_SEED).shuffle(others)
+    return (
+        _units(model_pool, first, screen_together, documents),
+        _units(model_pool, others, screen_together, documents),
+    )
 
 
 def _layers(model_pool: ModelPool, variant: DraftVariant) -> tuple[int, ...]:
