@@ -28,6 +28,7 @@ from autotune.workloads.workload import Workload
 
 NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
 MAX_SIMILAR = 2  # finalists with the same draft and policy
+NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND = 64, 8
 MAX_TIE = 1.005  # times the fastest arm's total time
 
 
@@ -39,6 +40,20 @@ def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
         name: default.model_copy(update={"draft": by_kind.get(name, by_kind.get("independent", first))})
         for name, default in COMPARED_DEFAULTS.items()
     }
+
+
+def confirmable(fastest: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that are ranked again on confirming prompts: the ``NUM_CONFIRMED`` fastest on the choosing ones, and the
+    ``NUM_CONFIRMED_OF_KIND`` fastest of each draft and policy.
+    """
+    num_of_kind: Counter[tuple[str | None, str]] = Counter()
+    chosen = []
+    for number, candidate in enumerate(fastest):
+        kind = candidate.configuration.draft, candidate.policy
+        num_of_kind[kind] += 1
+        if number < NUM_CONFIRMED or num_of_kind[kind] <= NUM_CONFIRMED_OF_KIND:
+            chosen.append(candidate)
+    return chosen
 
 
 def choose_finalists(candidates: Sequence[Candidate], evaluator: Evaluator, count: int) -> list[Candidate]:

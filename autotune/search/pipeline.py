@@ -34,7 +34,7 @@ from autotune.search.tuning_prompts import CONFIRMING, TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
-from autotune.workloads.workload import load_workload
+from autotune.workloads.workload import Workload, load_workload
 
 MIN_TREE_SEARCH_S = 5.0  # even past the deadline
 
@@ -213,9 +213,30 @@ class _SearchRun:
         return self.ledger.work("decisions", {key: lambda: {what: decide()}})[key][what]
 
     def record(self, variants: Sequence[DraftVariant]) -> list[Trace]:
-        """Traces of the variants on the tuning prompts."""
-        pool, tune, jobs = self.model_pool, self.tune, self.settings.jobs
-        traces = record_traces(pool, variants, tune, self.folder, self.console, bounds=self.bounds, jobs=jobs)
+        """Traces of the variants on the tuning prompts that are recorded in time."""
+        pool, settings = self.model_pool, self.settings
+
+        def record(workload: Workload, deadline: float | None) -> list[Trace]:
+            return record_traces(
+                pool,
+                variants,
+                workload,
+                self.folder,
+                self.console,
+                bounds=self.bounds,
+                jobs=settings.jobs,
+                deadline=deadline,
+            )
+
+        traces = record(self.tune, self.clock.deadline_of("traces"))
+        described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in variants]
+        documents = [pool.key, described, self.tune.sha256, self.bounds.model_dump(), settings.budget_s]
+        num_prompts = self.decided("num_prompts", documents, lambda: traces[0].num_prompts)
+        self.tune = self.tune.cut(num_prompts)
+        if (
+            traces[0].num_prompts != num_prompts
+        ):  # another worker, or an earlier run, had time for more or fewer prompts
+            traces = record(self.tune, None)
         print_agreement(traces, self.console)
         return traces
 

@@ -40,6 +40,7 @@ from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import (
     MeasuredFinalists,
     choose_finalists,
+    confirmable,
     measure_finalists,
     print_labels,
     published_defaults,
@@ -69,7 +70,6 @@ ROUNDS: tuple[tuple[int, int, int | None], ...] = (
     (4, 1, 1),
 )
 MAX_WARM_UP_S = 1.0
-NUM_CONFIRMED = 64  # fastest configurations on the choosing prompts that are ranked again on the confirming ones
 NUM_POINT_CANDIDATES = 200  # fastest configurations over all prompts, beside the fastest of each task
 POINT_PROMPTS = 4  # of an operating point between two interim analyses
 
@@ -101,7 +101,7 @@ class ProfileSelection:
 
     def predicted_profile(self) -> DecodingProfile:
         """The profile for another device, with predictions only."""
-        fastest = choose_finalists(self.trees.fastest[:NUM_CONFIRMED], self.prompts.confirming, 1)[0]
+        fastest = choose_finalists(confirmable(self.trees.fastest), self.prompts.confirming, 1)[0]
         points = [self._plain_point()]
         if fastest.speedup >= 1.0:
             common = self.evaluator.evaluate(fastest.configuration)
@@ -113,8 +113,9 @@ class ProfileSelection:
     def measured_profile(self) -> DecodingProfile:
         """The profile for this device, with measurements on held-out prompts."""
         monitor = ContentionMonitor(str(self.model_pool.target.device))
-        fastest = self.trees.fastest[:NUM_CONFIRMED]
-        winner = self.measure_finalists(choose_finalists(fastest, self.prompts.confirming, ROUNDS[0][1]))
+        winner = self.measure_finalists(
+            choose_finalists(confirmable(self.trees.fastest), self.prompts.confirming, ROUNDS[0][1])
+        )
         points = [(Condition(), winner)]
         if self.evaluator.can_replay(winner):
             points = self.confirmed(self.points(self.evaluator.evaluate(winner)), winner)

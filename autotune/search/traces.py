@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from autotune.acceptance.answers import ANSWERS_AT_ONCE
 from autotune.acceptance.recorder import Recorder, Report
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
 from autotune.search.model_pool import ModelPool
 from autotune.workloads.workload import Workload
+
+PROMPTS_AT_ONCE = 2  # of each process, between two looks at the clock
+MIN_PROMPTS = 6  # even past the deadline
+ANSWERS_SHARE = 0.5  # of the time, for answers
 
 
 def record_traces(
@@ -23,37 +29,111 @@ def record_traces(
     *,
     bounds: ForestBounds | None = None,
     jobs: int | None = None,
+    deadline: float | None = None,
 ) -> list[Trace]:
     """Record the target's answers, then a trace of every variant, and save them under ``folder``.
 
-    Where that takes long, ``jobs`` processes share the work (None: one per core).
+    Where that takes long, ``jobs`` processes share the work (None: one per core). Past ``deadline``, of
+    ``time.monotonic``, no more than ``MIN_PROMPTS`` prompts are recorded: the traces are of the first prompts of the
+    workload, the same for all variants.
     """
     bounds = bounds or ForestBounds()
-    recorder = model_pool.recorder(folder)
-    recorder.layers = _layers_read(model_pool, variants)
-    num_prompts = len(workload.prompts)
-    total = num_prompts * (1 + len(variants))
-    traces: list[Trace] = []
-    with model_pool.worker_pool(jobs, _record_in_worker, list(variants), workload, folder, bounds) as workers:
+    num_processes = 1 + model_pool.worker_limits(jobs)[0]
+    work = _RecordingWork(model_pool, variants, workload, folder, bounds, num_processes, deadline)
+    arguments = list(variants), workload, folder, bounds, num_processes, deadline
+    with model_pool.worker_pool(jobs, _record_in_worker, *arguments) as workers:
         with console.stage("target's answers") as update:
 
             def report_answers(done: int, of: int) -> None:
                 update(done, of, "")
-                workers.report(done, total)
+                workers.report(done, of * (1 + len(variants)))
 
-            recorder.answers(workload, report_answers)
+            answered = work.answer_all(report_answers)
         with console.stage("traces") as update:
-            for number, (draft, subnet) in enumerate(variants):
 
-                def report(done: int, _: int, before: int = number * num_prompts) -> None:
-                    update(before + done, total - num_prompts, "")
-                    workers.report(num_prompts + before + done, total)
+            def report(done: int, of: int) -> None:
+                update(done, of, "")
+                workers.report(answered + done, answered + of)
 
-                trace = record_trace(model_pool, recorder, (draft, subnet), workload, bounds, report)
-                path = folder / "traces" / draft.replace("/", "-") / f"{trace.header.subnet.name}.trace.json"
-                save_trace(path, trace)
-                traces.append(trace)
+            num_prompts = work.trace_all(answered, report)
+    if num_prompts < len(workload.prompts):
+        console.say(f"{num_prompts} of {len(workload.prompts)} prompts were recorded in their share of the budget")
+    traces = []
+    for draft, subnet in variants:
+        trace = record_trace(model_pool, work.recorder, (draft, subnet), workload.cut(num_prompts), bounds)
+        save_trace(folder / "traces" / draft.replace("/", "-") / f"{trace.header.subnet.name}.trace.json", trace)
+        traces.append(trace)
     return traces
+
+
+class _RecordingWork:
+    """The answers and forests of a workload, in the order in which one of ``num_processes`` processes makes them.
+
+    Every process takes its own prompts first, so that no two record the same; what others have not made yet comes last.
+    """
+
+    def __init__(
+        self,
+        model_pool: ModelPool,
+        variants: Sequence[DraftVariant],
+        workload: Workload,
+        folder: Path,
+        bounds: ForestBounds,
+        num_processes: int,
+        deadline: float | None,
+        rank: int = 0,
+    ) -> None:
+        self.model_pool = model_pool
+        self.variants = variants
+        self.workload = workload
+        self.bounds = bounds
+        self.num_processes = num_processes
+        self.deadline = math.inf if deadline is None else deadline
+        self.rank = rank
+        self.recorder = model_pool.recorder(folder)
+        self.recorder.layers = tuple(
+            sorted({layer for variant in variants for layer in model_pool.draft(*variant).aux_layers})
+        )
+
+    def answer_all(self, report: Report | None = None) -> int:
+        """Record answers; returns how many of the first prompts have one."""
+        now = time.monotonic()
+        deadline = now + ANSWERS_SHARE * (self.deadline - now)
+        return self._all(self.workload, ANSWERS_AT_ONCE, deadline, self.recorder.answers, report)
+
+    def trace_all(self, num_prompts: int, report: Report | None = None) -> int:
+        """Record forests of all variants for the first prompts; returns for how many."""
+
+        def trace(part: Workload) -> None:
+            for variant in self.variants:
+                record_trace(self.model_pool, self.recorder, variant, part, self.bounds)
+
+        return self._all(self.workload.cut(num_prompts), PROMPTS_AT_ONCE, self.deadline, trace, report)
+
+    def _all(
+        self,
+        workload: Workload,
+        size: int,
+        deadline: float,
+        record: Callable[[Workload], object],
+        report: Report | None,
+    ) -> int:
+        """Record the parts of a workload until the deadline; returns the number of its first prompts that are recorded."""
+        prompts, total, stride = workload.prompts, len(workload.prompts), size * self.num_processes
+        for first in range(0, total, stride):
+            end = min(first + stride, total)
+            began = time.monotonic()
+            # The own part of this group first; the parts of other processes are read, where these have made them.
+            for number in range(self.num_processes):
+                begin = first + (self.rank + number) % self.num_processes * size
+                if begin < end and (number == 0 or self.rank == 0):
+                    record(Workload(workload.name, workload.split, prompts[begin : min(begin + size, end)]))
+            if report is not None:
+                report(end, total)
+            now = time.monotonic()
+            if end >= MIN_PROMPTS and now + (now - began) > deadline:
+                return end
+        return total
 
 
 def record_trace(
@@ -84,22 +164,12 @@ def _record_in_worker(
     workload: Workload,
     folder: Path,
     bounds: ForestBounds,
+    num_processes: int,
+    deadline: float | None,
 ) -> None:
-    """Record what is missing, in a random order: workers with the same order would record the same pieces."""
-    recorder = model_pool.recorder(folder)
-    recorder.layers = _layers_read(model_pool, variants)
-    order = random.Random(rank)
-    shuffled = order.sample(workload.prompts, len(workload.prompts))
-    recorder.answers(Workload(workload.name, workload.split, tuple(shuffled)))
-    prompts = [Workload(workload.name, workload.split, (prompt,)) for prompt in workload.prompts]
-    pieces = [(draft, subnet, prompt) for draft, subnet in variants for prompt in prompts]
-    for draft, subnet, prompt in order.sample(pieces, len(pieces)):
-        record_trace(model_pool, recorder, (draft, subnet), prompt, bounds)
-
-
-def _layers_read(model_pool: ModelPool, variants: Sequence[DraftVariant]) -> tuple[int, ...]:
-    """The target's layers that the variants read, which the recorder reads together."""
-    return tuple(sorted({layer for variant in variants for layer in model_pool.draft(*variant).aux_layers}))
+    """Record the prompts of this worker."""
+    work = _RecordingWork(model_pool, variants, workload, folder, bounds, num_processes, deadline, rank)
+    work.trace_all(work.answer_all())
 
 
 def print_agreement(traces: Sequence[Trace], console: Console) -> None:

@@ -19,7 +19,7 @@ from autotune.errors import UserError
 from autotune.search import evaluator as evaluator_module
 from autotune.search import tree_search
 from autotune.search.evaluator import Candidate, Constraints, Evaluator
-from autotune.search.finalists import choose_finalists
+from autotune.search.finalists import NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND, choose_finalists, confirmable
 from autotune.search.space import SearchSpace
 from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.ledger import Ledger
@@ -308,6 +308,19 @@ def test_finalists_are_distinct(tmp_path: Path) -> None:
     fast = certain.evaluate(candidates[0].configuration)
     assert slow.ms_per_token > 1.2 * fast.ms_per_token
     assert choose_finalists([fast, slow], certain, 9) == [fast]
+
+
+def test_the_fastest_of_every_draft_and_policy_are_confirmed() -> None:
+    """Also where the fastest overall are all of one policy."""
+    known = evaluator().evaluate(Configuration(tree={"policy": "chain", "depth": 2}))
+
+    def candidate(policy: str, number: int) -> Candidate:
+        tree = {"policy": policy, "depth": 1 + number}
+        return known.model_copy(update={"configuration": known.configuration.model_copy(update={"tree": tree})})
+
+    fastest = [candidate("chain", n) for n in range(200)] + [candidate("eagle2", n) for n in range(20)]
+    chosen = confirmable(fastest)
+    assert chosen == [*fastest[:NUM_CONFIRMED], *fastest[200 : 200 + NUM_CONFIRMED_OF_KIND]]
 
 
 # ---------------------------------------------------------------------------------------------------------- without torch
