@@ -104,7 +104,7 @@ def main(study: Path, drafts: tuple[str, ...], layer: int, prompts: int, trials:
         configurations[name] = best.configuration
 
     with console.stage("measured") as update:
-        runner = model_pool.runner(table.threads, study / RUNS)
+        runner = model_pool.runner(table, study / RUNS)
         arms = [runner.arm(name, configuration) for name, configuration in configurations.items()]
         runs = runner.compare([runner.plain, *arms], evaluate, seed=seed, report=lambda done, of: update(done, of, ""))
     cells = []

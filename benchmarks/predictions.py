@@ -123,7 +123,7 @@ def main(
     traces = record_traces(model_pool, variants, chosen, study, Console(), bounds=bounds_of(searched))
     evaluator = Evaluator(traces, costs)
     drawn = random_configurations(searched, evaluator, pairs, rng)
-    runner = model_pool.runner(costs.threads)
+    runner = model_pool.runner(costs)
     arms = [runner.plain, *(runner.arm(f"{number}", configuration) for number, configuration in enumerate(drawn))]
     winner = None if profile is None else configuration_of(DecodingProfile.load(profile).point)
     if winner is not None:

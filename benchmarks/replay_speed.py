@@ -85,7 +85,7 @@ def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
     console.say(f"{trace.num_prompts} prompts, {trace.num_tokens} tokens, {len(trace.forest.child_token)} forest nodes")
 
     few = Workload(workload.name, workload.split, workload.prompts[:decoded])
-    runner = model_pool.runner(threads=None)
+    runner = model_pool.runner(None)
     runs = runner.compare([runner.arm(name, Configuration(tree=tree)) for name, tree in DEFAULTS.items()], few)
     rng, at, rows = random.Random(0), prices(), []
     for name, tree in DEFAULTS.items():

@@ -34,6 +34,13 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
     "subnet": {"visual_ranking": "text_after_image", "operator": None, "operator_ratio": None},
     "when": {"context_tokens": None, "has_image": None},
 }
+# Keys of records that later versions added and that decide nothing about the tokens of a decoder.
+LATER_RECORDS = {
+    "profile": ("prefill_threads",),
+    "provenance": ("contention",),
+    "workload": ("max_new_tokens",),
+    "evidence": ("best_default", "gains", "shrinkage"),
+}
 # The present defaults of those whose default is another value.
 LATER_DEFAULTS = {"below_threshold": "leaf", "nucleus": "top_k"}
 # Names of keys and values in schema 1.
@@ -83,7 +90,7 @@ class SideDecoder:
         self.package = os.path.dirname(os.path.abspath(autotune.__file__))
         self.tuned = _load(profile, device)
         # Plain decoding runs its steps as the profile does: a slower baseline would flatter the draft.
-        names = ("threads", *FORMER_KEYS, *FORMER_KEYS.values())
+        names = ("threads", "prefill_threads", *FORMER_KEYS, *FORMER_KEYS.values())
         steps = {name: getattr(self.tuned, name) for name in names if hasattr(self.tuned, name)}
         self.plain = autotune.Decoder(
             target=self.tuned.target_model, draft=None, **_accepted(steps, autotune.Decoder.__init__)
@@ -149,8 +156,12 @@ def _forms(profile: str) -> Iterator[str]:
 
 
 def _to_first_of_schema_3(content: dict[str, Any]) -> None:
-    """Leave out the contention during the search, which decoding does not read, and later requirements of conditions."""
-    content.get("provenance", {}).pop("contention", None)
+    """Leave out later records of the search, which decoding does not read, and later requirements of conditions."""
+    for part, keys in LATER_RECORDS.items():
+        for key in keys:
+            (content if part == "profile" else content.get(part, {})).pop(key, None)
+    for point in content.get("points", ()):
+        (point.get("predicted") or {}).pop("interval90", None)
     for number, point in enumerate(content.get("points", ())):
         _leave_out(point.get("when", {}), LATER_KEYS["when"], f"points.{number}.when")
 

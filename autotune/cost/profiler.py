@@ -13,7 +13,14 @@ import torch
 from autotune.contention import ContentionMonitor
 from autotune.cost.block_log import BlockLog, LogHeader
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
-from autotune.cost.request_timing import LEAST_PREFILLS, OverheadRuns, PrefillSamples, PrefillTimer, overhead_runs
+from autotune.cost.request_timing import (
+    LEAST_PREFILLS,
+    OverheadRuns,
+    PrefillSamples,
+    PrefillTimer,
+    choose_prefill_threads,
+    overhead_runs,
+)
 from autotune.cost.sampling import Sampler
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.step_bench import StepBench, choose_threads
@@ -83,7 +90,9 @@ def profile(
         with limited_threads(threads), torch.inference_mode():
             return benches[0].decode_ms(settings.kv_lengths[0])
 
-    prefills = PrefillTimer(target, loaded, processor, workload, plain_step)
+    until = clock() + THREADS_SHARE * limit_s / 2
+    prefill_threads = choose_prefill_threads(target, processor, workload, until=until, clock=clock)
+    prefills = PrefillTimer(target, loaded, processor, workload, plain_step, prefill_threads)
     prefills.run(PREFILL_SHARE * limit_s, clock=clock)
     share_s = OVERHEAD_SHARE * limit_s / len({reference for _, reference in drafts})
     runs: dict[ModelReference, OverheadRuns] = {}
@@ -112,6 +121,7 @@ def profile(
         mode=settings.mode,
         capture_sizes=settings.capture_sizes,
         threads=threads,
+        prefill_threads=prefill_threads,
         disturbed_samples=sampler.disturbed_samples,
         target=target_reference,
         target_shape=shape_of(target),

@@ -23,6 +23,7 @@ from autotune.trees.tree import MAX_STEP
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
 PREFILL_REPEATS = 3
+PREFILL_THREAD_REPEATS = 8
 LEAST_PREFILLS = 3  # even after the time limit: as many as a prefill's cost has coefficients
 MIN_PREFILL_PROMPTS, MAX_PREFILL_PROMPTS = 6, 12  # in between, two of every task
 OVERHEAD_PROMPTS = 4
@@ -43,11 +44,20 @@ OverheadRuns = list[tuple[int, int, int, float]]
 
 
 class PrefillTimer:
-    """Times prefills of a target and its drafts over prompts of a workload, drafts also over shares of visual tokens."""
+    """Times prefills of a target and its drafts over prompts of a workload, drafts also over shares of visual tokens, with a
+    number of CPU ``threads`` (None: torch's).
+    """
 
     def __init__(
-        self, target: Target, drafts: Sequence[LoadedDraft], processor: Any, workload: Workload, plain_step: PlainStep
+        self,
+        target: Target,
+        drafts: Sequence[LoadedDraft],
+        processor: Any,
+        workload: Workload,
+        plain_step: PlainStep,
+        threads: int | None = None,
     ) -> None:
+        self.threads = threads
         self.target, self.drafts, self.processor, self.plain_step = target, drafts, processor, plain_step
         count = min(max(MIN_PREFILL_PROMPTS, 2 * len(workload.tasks)), MAX_PREFILL_PROMPTS)
         # A prompt with an image and one without come first: time may end after a few.
@@ -86,10 +96,17 @@ class PrefillTimer:
 
     def _time(self, prompt: WorkloadPrompt) -> None:
         """Prefill the target, then every draft with each share of visual tokens."""
-        target, device = self.target, self.target.device
-        inputs = prompt.inputs(self.processor, device)
-        length = inputs["input_ids"].shape[1]
+        inputs, has_image = prompt.inputs(self.processor, self.target.device), int(bool(prompt.pixels))
         before = self.plain_step()
+        with limited_threads(self.threads):
+            times = self._times_ms(inputs)
+        reference_ms = math.sqrt(before * self.plain_step())
+        for samples, num_tokens, ms in times:
+            samples.append((num_tokens, has_image, ms / reference_ms))
+
+    def _times_ms(self, inputs: dict[str, Any]) -> list[tuple[PrefillSamples, int, float]]:
+        """Milliseconds of every prefill, with the samples that it is one of and its number of tokens."""
+        target, device, length = self.target, self.target.device, inputs["input_ids"].shape[1]
         target.reserve(length)
         target.output_layers = tuple(sorted({layer for draft in self.drafts for layer in draft.aux_layers}))
         started = now_ms(device)
@@ -105,9 +122,42 @@ class PrefillTimer:
                 (draft_prompt,) = draft.prompts(inputs, encoded)
                 draft.prefill(draft_prompt, scores.get("text_after_image"), capacity=length + MAX_STEP)
                 times.append((samples, draft.length, now_ms(device) - started))
-        reference_ms = math.sqrt(before * self.plain_step())
-        for samples, num_tokens, ms in times:
-            samples.append((num_tokens, int(has_image), ms / reference_ms))
+        return times
+
+
+def choose_prefill_threads(
+    target: Target,
+    processor: Any,
+    workload: Workload,
+    *,
+    until: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> int | None:
+    """The number of CPU threads for prefills: 1 where torch's default takes longer in the mean; None for torch's default.
+
+    Several threads wait for each other at every operation. Beside another busy process that may take ten times as long as one
+    thread, so means count, not medians.
+
+    Args:
+        until: the time of ``clock`` after which no repetition begins, apart from the warm-up and the first.
+    """
+    available = torch.get_num_threads()
+    if target.device.type != "cpu" or available == 1:
+        return None
+    prompt = next((prompt for prompt in workload.prompts if prompt.pixels), workload.prompts[0])
+    inputs = prompt.inputs(processor, target.device)
+    times: list[tuple[float, float]] = []  # with one thread, and with all
+    while len(times) <= PREFILL_THREAD_REPEATS and (len(times) < 2 or clock() < until):
+        pair = []
+        for threads in (1, available):
+            with limited_threads(threads), torch.inference_mode():
+                started = now_ms(target.device)
+                target.reserve(inputs["input_ids"].shape[1])
+                target.prefill(target.encode(inputs).prompts[0])
+                pair.append(now_ms(target.device) - started)
+        times.append((pair[0], pair[1]))
+    one, all_threads = (sum(column) for column in zip(*times[1:], strict=True))  # the first is a warm-up
+    return 1 if one < all_threads else None
 
 
 def overhead_runs(

@@ -133,7 +133,9 @@ class CostTable(
     capture_sizes: tuple[int, ...] = ()
     """Numbers of tokens that inputs are padded to; empty for no padding."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads after the prefill, the fastest number; None for torch's default, which prefills always use."""
+    """CPU threads after the prefill, the fastest number; None for torch's default."""
+    prefill_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of prefills, likewise."""
     estimated: bool = False
     """Whether latencies are estimates from a datasheet."""
     num_anchors: int = Field(default=0, ge=0)

@@ -197,6 +197,8 @@ class DecodingProfile(
     """How forwards after the prefill run (``autotune.execution.MODES``)."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads after the prefill; None for torch's default."""
+    prefill_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of image encoders and prefills; None for torch's default."""
     points: list[OperatingPoint] = Field(min_length=1)
     """The first point whose condition a request meets decodes it. Points that differ only in ``context_tokens`` are switched
     within a request, before a round.

@@ -72,7 +72,10 @@ class ArmRunner:
         self.draft_of = draft_of
         self.num_disturbed = 0
         """Runs that were measured again because the machine was busy."""
-        self.plain = DecoderArm(AR, Decoder(decoder.target, mode=decoder.mode, threads=decoder.threads))
+        plain = Decoder(
+            decoder.target, mode=decoder.mode, threads=decoder.threads, prefill_threads=decoder.prefill_threads
+        )
+        self.plain = DecoderArm(AR, plain)
         """Plain decoding."""
         self._decoders: dict[str, Decoder] = {}
         self._warm: set[tuple[Any, ...]] = set()
@@ -119,6 +122,7 @@ class ArmRunner:
             capture_sizes=self.decoder.capture_sizes,
             mode=self.decoder.mode,
             threads=self.decoder.threads,
+            prefill_threads=self.decoder.prefill_threads,
         )
 
     # ------------------------------------------------------------------------------------------------------ comparisons

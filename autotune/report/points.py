@@ -83,6 +83,6 @@ class EvaluationArms:
         self.profile = self.plain if profile.point.tree is None else self.tuned
         """The arm that the profile decodes with: the tuned one, or plain decoding if no draft was faster."""
         self.gains: dict[str, dict[str, Gain]] = {}
-        """What tuning gained, by task and other arm."""
+        """Gains of tuning by task, then by the other arm."""
         for gain in profile.evidence.gains:
             self.gains.setdefault(gain.task, {})[gain.over] = gain

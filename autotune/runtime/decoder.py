@@ -22,6 +22,7 @@ from autotune.modeling.clock import now_ms
 from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
+from autotune.modeling.threads import limited_threads
 from autotune.runtime.device_rounds import DeviceRounds
 from autotune.runtime.generate_args import (
     Call,
@@ -80,6 +81,7 @@ class Decoder:
         mode: how forward passes after the prefill run: ``eager``, ``compile`` or ``cuda-graph``. In the latter two the
             device leads the rounds that it can (``device_rounds.py``).
         threads: CPU threads after the prefill; None: as many as torch uses.
+        prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
         profile: the decoding profile that the points are from.
 
@@ -103,6 +105,7 @@ class Decoder:
         capture_sizes: Sequence[int] = (),
         mode: str = EAGER,
         threads: int | None = None,
+        prefill_threads: int | None = None,
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
     ) -> None:
@@ -132,7 +135,7 @@ class Decoder:
                 point.draft.attach(self.target)
         self.mode = check_mode(mode, self.target.device)
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
-        self.threads = threads
+        self.threads, self.prefill_threads = threads, prefill_threads
         self.last_output = DecodingOutput(torch.empty(0, 0, dtype=torch.long), [])
         """Output of the latest ``generate``, also when it was called through the Hugging Face model."""
         self.host_round = HostRound(self.target, self.capture_sizes)
@@ -281,7 +284,7 @@ class Decoder:
     def _requests(self, call: Call) -> list[Request]:
         """Encode the rows of a call by embedding and vision tower."""
         started = now_ms(self.target.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), limited_threads(self.prefill_threads):
             encoded = self.target.encode(call.inputs)
         encoding_ms = now_ms(self.target.device) - started
         call.prompts = encoded.prompts
@@ -366,6 +369,7 @@ class Decoder:
             device_rounds=self._device_rounds,
             capacity=len(request.prompt) + request.call.max_new_tokens + largest_tree,
             threads=self.threads,
+            prefill_threads=self.prefill_threads,
         )
         try:
             yield session.prefill()

@@ -73,11 +73,7 @@ def load(
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
     return decoder_for(
-        document,
-        loaded,
-        lambda choice: drafts[choice.network],
-        processor=processor,
-        threads=document.threads if is_tuned_here else None,
+        document, loaded, lambda choice: drafts[choice.network], processor=processor, is_tuned_here=is_tuned_here
     )
 
 
@@ -87,9 +83,9 @@ def decoder_for(
     draft_of: Callable[[DraftChoice], Any],
     *,
     processor: Any = None,
-    threads: int | None = None,
+    is_tuned_here: bool = True,
 ) -> Decoder:
-    """The decoder of a profile whose models are loaded."""
+    """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on."""
     points = [
         LoadedPoint(
             None if point.draft is None else draft_of(point.draft),
@@ -107,7 +103,8 @@ def decoder_for(
         points=points,
         capture_sizes=profile.capture_sizes,
         mode=profile.mode,
-        threads=threads,
+        threads=profile.threads if is_tuned_here else None,
+        prefill_threads=profile.prefill_threads if is_tuned_here else None,
         processor=processor,
         profile=profile,
     )

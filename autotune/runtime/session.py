@@ -44,6 +44,7 @@ class Session:
         points: operating points by index, in order of precedence, that differ in ``context_tokens`` alone.
         capacity: KV cache length that the request can reach, trees included.
         threads: CPU threads after the prefill; None: as many as torch uses.
+        prefill_threads: CPU threads of prefills.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Session:
         device_rounds: DeviceRounds,
         capacity: int,
         threads: int | None,
+        prefill_threads: int | None = None,
     ) -> None:
         self.request = request
         self.number = next(iter(points))
@@ -62,7 +64,7 @@ class Session:
         self.target = host_round.target
         self.draft: Draft | None = None
         """The points' draft, unless their fallbacks leave it out of this request, or no later round needs it."""
-        self.capacity, self.threads = capacity, threads
+        self.capacity, self.threads, self.prefill_threads = capacity, threads, prefill_threads
         self._host_round, self._device_rounds = host_round, device_rounds
         self._points = points
         self._reachable = reachable_points(points, request.contexts)  # points that may still decode a round
@@ -93,7 +95,7 @@ class Session:
     def prefill(self) -> list[int]:
         """Open the session and prefill the target; returns the first new token."""
         request, stats = self.request, self.request.stats
-        with torch.inference_mode():
+        with torch.inference_mode(), limited_threads(self.prefill_threads):
             started = self._clock()
             self._open()
             self.target.reserve(self.capacity)
@@ -199,7 +201,8 @@ class Session:
         assert self._prefilled is not None and self._drafting is not None
         prompt = self.request.call.draft_prompt(draft, self.request.row)
         scores = self._prefilled.visual_scores.get(self._drafting.visual_ranking)
-        draft.prefill(prompt, scores, capacity=self.capacity)
+        with limited_threads(self.prefill_threads):
+            draft.prefill(prompt, scores, capacity=self.capacity)
         draft.append(self.request.tokens[-1])
 
     def _plain_step(self) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autotune.acceptance.recorder import Recorder
+from autotune.cost.table import CostTable
 from autotune.device import fingerprint, free_memory
 from autotune.documents.configuration import Configuration, DraftVariant
 from autotune.documents.provenance import ModelReference, version_of
@@ -146,10 +147,16 @@ class ModelPool:
         """A recorder of traces that keeps its documents in ``folder``."""
         return Recorder(self.target, self.target_reference, self.processor, folder)
 
-    def runner(self, threads: int | None, ledger: Path | None = None) -> ArmRunner:
-        """A runner of arms with any of the drafts, on ``threads`` CPU threads."""
+    def runner(self, table: CostTable | None, ledger: Path | None = None) -> ArmRunner:
+        """A runner of arms with any of the drafts, on the CPU threads of a cost table; None for torch's default."""
+        threads = (None, None) if table is None else (table.threads, table.prefill_threads)
         plain = Decoder(
-            self.target, capture_sizes=self.capture_sizes, mode=self.mode, threads=threads, processor=self.processor
+            self.target,
+            capture_sizes=self.capture_sizes,
+            mode=self.mode,
+            threads=threads[0],
+            prefill_threads=threads[1],
+            processor=self.processor,
         )
         return ArmRunner(plain, self.processor, ledger, context=[self.key, threads], draft_of=self.draft_of)
 

@@ -184,7 +184,7 @@ class _SearchRun:
         deadline, jobs = self.clock.deadline_of("screening"), self.settings.jobs
         screened = screen(pool, self.variants, table, tune, self.folder, ledger, console, jobs=jobs, deadline=deadline)
         if self.settings.measure == "all" and self.device is not None:
-            screened = measure(pool, screened, table.threads, tune, ledger, console)
+            screened = measure(pool, screened, table, tune, ledger, console)
         described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in self.variants]
         documents = [
             pool.key,

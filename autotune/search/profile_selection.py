@@ -96,7 +96,7 @@ class ProfileSelection:
         self.evaluator = self.prompts.every
         self.tune = self.prompts.workload
         self.table = self.evaluator.table
-        self.runner = self.model_pool.runner(self.table.threads, self.folder / RUNS)
+        self.runner = self.model_pool.runner(self.table, self.folder / RUNS)
         self.defaults = published_defaults(self.model_pool)
 
     def predicted_profile(self) -> DecodingProfile:
@@ -236,17 +236,18 @@ class ProfileSelection:
         assert self.measured is not None
         pool = self.model_pool
         decoder = decoder_for(
-            profile,
-            pool.target,
-            lambda choice: pool.draft(choice.id, choice.subnet),
-            processor=pool.processor,
-            threads=profile.threads,
+            profile, pool.target, lambda choice: pool.draft(choice.id, choice.subnet), processor=pool.processor
         )
         runner = ArmRunner(
             decoder,
             pool.processor,
             ledger=self.folder / RUNS,
-            context=[pool.key, profile.threads, [point.model_dump(mode="json") for point in profile.points]],
+            context=[
+                pool.key,
+                profile.threads,
+                profile.prefill_threads,
+                [point.model_dump(mode="json") for point in profile.points],
+            ],
             draft_of=pool.draft_of,
         )
         last = configuration_of(profile.point)
@@ -397,6 +398,7 @@ class ProfileSelection:
             capture_sizes=self.table.capture_sizes,
             mode=self.table.mode,
             threads=self.table.threads,
+            prefill_threads=self.table.prefill_threads,
             points=points,
             evidence=Evidence(configurations_replayed=self.trees.num_replayed),
         )

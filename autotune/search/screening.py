@@ -83,8 +83,8 @@ def _screen_in_worker(
     storage: str | Path,
     deadline: float | None,
 ) -> None:
-    _, others = _screening_units(model_pool, variants, table, workload, folder)
-    Ledger(storage).work("subnets", others, deadline=deadline)
+    first, others = _screening_units(model_pool, variants, table, workload, folder)
+    Ledger(storage).work("subnets", first | others, deadline=deadline)
 
 
 def _screening_units(
@@ -154,7 +154,7 @@ def _best_chain(evaluator: Evaluator, draft: str, subnet: Subnet) -> ScreenedSub
 def measure(
     model_pool: ModelPool,
     screened: Sequence[ScreenedSubnet],
-    threads: int | None,
+    table: CostTable | None,
     workload: Workload,
     ledger: Ledger,
     console: Console,
@@ -165,7 +165,7 @@ def measure(
     """
     prompts = Workload(workload.name, workload.split, workload.prompts[:NUM_MEASURED_PROMPTS])
     by_variant = {subnet.variant: subnet for subnet in screened}
-    runner = model_pool.runner(threads)
+    runner = model_pool.runner(table)
 
     def measure_variant(group: Sequence[DraftVariant]) -> list[ScreenedSubnet]:
         ((draft, subnet),) = group

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from autotune.cost import request_timing
 from autotune.cost.profiler import kv_lengths_for, profile
-from autotune.cost.request_timing import overhead_runs
+from autotune.cost.request_timing import choose_prefill_threads, overhead_runs
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.surface import Surface
 from autotune.cost.table import TOKENS, CostTable
@@ -21,7 +24,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, new_network, save_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
-from autotune.modeling.loading import reference
+from autotune.modeling.loading import load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Workload, load_workload
@@ -51,6 +54,42 @@ def decoders(pair: Pair) -> tuple[Decoder, Decoder]:
     """Decoders that are made before profiling: SAGE, and plain decoding."""
     target = Target(pair.target)
     return Decoder(target, IndependentDraft(pair.draft), tree={"policy": "sage"}, visual_keep=0.5), Decoder(target)
+
+
+def test_prefills_use_one_thread_where_several_wait_for_each_other(
+    pair: Pair, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the mean of interleaved prefills: one long wait in four counts."""
+    target, processor = Target(pair.target), load_processor(str(pair.target_folder))
+    calls = {1: 0, 2: 0}
+    now = [0.0]
+
+    def prefill(ms_of: Callable[[int, int], float]) -> Callable[..., None]:
+        def timed(*_: Any, **__: Any) -> None:
+            threads = torch.get_num_threads()
+            calls[threads] += 1
+            now[0] += ms_of(threads, calls[threads])
+
+        return timed
+
+    monkeypatch.setattr(request_timing, "now_ms", lambda device: now[0])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for ms_of, expected in (
+            (lambda threads, call: 30 / threads, None),
+            (lambda threads, call: 30 / threads if threads == 1 or call % 4 else 300, 1),
+        ):
+            monkeypatch.setattr(target, "prefill", prefill(ms_of))
+            assert choose_prefill_threads(target, processor, workload) == expected
+            assert calls[1] == calls[2] and torch.get_num_threads() == 2
+        made = calls[1]
+        assert choose_prefill_threads(target, processor, workload, until=time.monotonic() - 1) in (None, 1)
+        assert calls[1] == made + 2, "a warm-up and one repetition, even past the deadline"
+        torch.set_num_threads(1)
+        assert choose_prefill_threads(target, processor, workload) is None
+    finally:
+        torch.set_num_threads(before)
 
 
 def tokens_of(decoder: Decoder, workload: Workload, processor: Any) -> list[list[int]]:

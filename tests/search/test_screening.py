@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,7 +30,7 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
 from autotune.search.screening import DEPTHS, measure, print_screened, screen, survivors
 from autotune.search.space import SearchSpace, load_space
-from autotune.search.traces import record_trace, record_traces
+from autotune.search.traces import MIN_PROMPTS, _RecordingWork, record_trace, record_traces
 from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
@@ -197,14 +201,14 @@ def test_records_of_workers_are_reused(
     variants = model_pool.subnets(SearchSpace.model_validate(GRID))
     threads = torch.get_num_threads()
     try:
-        arguments = variants, table, workload, tmp_path, tmp_path / "ledger.sqlite"
+        arguments = variants, table, workload, tmp_path, tmp_path / "ledger.sqlite", None
         run_worker(1, model_pool.arguments, 1, screening._screen_in_worker, arguments)
         run_worker(
             1,
             model_pool.arguments,
             1,
             traces_module._record_in_worker,
-            (variants[:3], workload, tmp_path, ForestBounds()),
+            (variants[:3], workload, tmp_path, ForestBounds(), 1, None),
         )
     finally:
         torch.set_num_threads(threads)
@@ -216,6 +220,52 @@ def test_records_of_workers_are_reused(
     assert [(trace.header.draft.id, trace.header.subnet.name) for trace in traces] == [
         (draft, subnet.name) for draft, subnet in variants[:3]
     ]
+
+
+def test_screening_ends_at_its_deadline(
+    model_pool: ModelPool, table: CostTable, workload: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the first subnet of every draft; more time screens the others, and records are kept."""
+    variants, ledger = model_pool.subnets(SearchSpace.model_validate(GRID)), Ledger(tmp_path / "ledger.sqlite")
+    arguments = model_pool, variants, table, workload, tmp_path, ledger, Console()
+    late = screen(*arguments, deadline=time.monotonic() - 1)
+    assert {one.draft for one in late} == set(model_pool.references)
+    assert {one.variant for one in late} >= {next(v for v in variants if v[0] == d) for d in model_pool.references}
+    assert f"{len(late)} of {len(variants)} subnets were screened" in capsys.readouterr().err
+    assert len(late) < len(screen(*arguments)) == len(variants)
+
+
+def test_traces_end_at_their_deadline(
+    model_pool: ModelPool, workload: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All variants are recorded on the same first prompts, and these traces equal those of whole recordings."""
+    variants = model_pool.subnets(SearchSpace.model_validate(GRID))[:2]
+    many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(8) for p in workload.prompts))
+    late = record_traces(model_pool, variants, many, tmp_path, Console(), jobs=1, deadline=time.monotonic() - 1)
+    count = late[0].num_prompts
+    assert [trace.num_prompts for trace in late] == [count] * 2 and MIN_PROMPTS <= count < len(many.prompts)
+    assert f"{count} of {len(many.prompts)} prompts were recorded" in capsys.readouterr().err
+    for trace, whole in zip(
+        late, record_traces(model_pool, variants, many.cut(count), tmp_path, Console()), strict=True
+    ):
+        np.testing.assert_array_equal(trace.forest.child_token, whole.forest.child_token)
+        assert trace.header.workload_sha256 == many.cut(count).sha256
+
+
+def test_every_prompt_is_recorded_by_one_process(model_pool: ModelPool, workload: Workload, tmp_path: Path) -> None:
+    """Workers take their own prompts; the first process takes all that are missing."""
+    many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(12) for p in workload.prompts))
+    made: list[list[str]] = []
+    for rank in range(3):
+        work = _RecordingWork(model_pool, [], many, tmp_path, ForestBounds(), 3, None, rank)
+        parts: list[str] = []
+        work._all(many, 2, math.inf, lambda part, parts=parts: parts.extend(p.name for p in part.prompts), None)
+        made.append(parts)
+    names = [prompt.name for prompt in many.prompts]
+    assert sorted(made[0]) == sorted(names)
+    assert not set(made[1]) & set(made[2])
+    own = [name for name in made[0] if name not in {*made[1], *made[2]}]
+    assert sorted([*own, *made[1], *made[2]]) == sorted(names)
 
 
 def test_worker_limits(model_pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
