@@ -6,6 +6,7 @@ another process, throttling or another clock slow both down alike; the median of
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -21,9 +22,10 @@ from autotune.cost.block_log import Block, BlockLog, Samples, TimedJob
 from autotune.cost.settings import ProfileSettings, Size
 from autotune.cost.surface import Surface, robust_deviation
 
-LEVELS_PER_ROUND = 3  # draft levels after the draft's first forward
+LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
 STEPS_IN_A_ROW = 4  # plain steps
 JOBS_PER_BLOCK = 16
+WARM_UPS = 2  # untimed rounds of a draft after those of another
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
 DECODE, VERIFY = "decode", "verify"
 
@@ -72,8 +74,9 @@ Job = PlainSteps | Round
 class Sampler:
     """Measures the surfaces of a target and of several drafts; all drafts share those of the target.
 
-    Steps run in the order of decoding: every round is a verification, then a draft's first forward, then draft levels. Drafts
-    and sizes come in random order, so that neither a warm cache nor a drifting clock favors one.
+    Steps run in the order of decoding: every round is a verification, then a draft's first forward, then draft levels. The
+    rounds of one draft follow each other, as in decoding, where its weights are still in the processor's caches from the
+    round before. Drafts and sizes come in random order, so that a drifting clock favors none.
 
     Args:
         log: keeps every block of samples as soon as it is complete, and has those of an interrupted run.
@@ -109,6 +112,7 @@ class Sampler:
             }
         self.jobs: list[TimedJob] = []
         self._warm: set[tuple[str, Size]] = set()
+        self._latest_draft: int | None = None
         for block in () if log is None else log.blocks:
             self._add(block)
 
@@ -166,33 +170,38 @@ class Sampler:
                     return
 
     def _sweep(self, wanted: Callable[[AdaptiveGrid], list[Size]]) -> list[Job]:
-        """One sample of every wanted size, in random order."""
+        """One sample of every wanted size, in random order. The steps of a round have similar KV lengths and numbers of tokens,
+        as in decoding, where the processor's caches hold keys, values and weights from the step before.
+        """
 
-        def shuffled(sizes: list[Size]) -> list[Size]:
-            self._random.shuffle(sizes)
-            return sizes
+        def similar_first(sizes: list[Size]) -> list[Size]:
+            return sorted(sizes, key=lambda size: (size[1], size[0]))
 
         rounds: list[tuple[int, Size | None, tuple[Size | None, ...]]] = []
         for draft, (first_grid, level_grid) in enumerate(zip(self.draft_firsts, self.draft_levels, strict=True)):
-            draft_firsts, levels = shuffled(wanted(first_grid)), shuffled(wanted(level_grid))
-            groups = [tuple(levels[i : i + LEVELS_PER_ROUND]) for i in range(0, len(levels), LEVELS_PER_ROUND)]
-            rounds += [(draft, size, group or (None,)) for size, group in zip_longest(draft_firsts, groups)]
+            draft_firsts, levels = sorted(wanted(first_grid)), sorted(wanted(level_grid))
+            for kv_length in sorted({size[1] for size in (*draft_firsts, *levels)}):
+                own = [size for size in levels if size[1] == kv_length]
+                chunks = [tuple(own[i : i + LEVELS_PER_ROUND]) for i in range(0, len(own), LEVELS_PER_ROUND)]
+                firsts = [size for size in draft_firsts if size[1] == kv_length]
+                rounds += [(draft, size, chunk or (None,)) for size, chunk in zip_longest(firsts, chunks)]
         verify = wanted(self.verify)
         # Verification is most of decoding, so rounds that need no size of it sample the noisiest ones once more.
         verify += self.verify.noisiest(len(rounds) - len(verify))
         rounds += [(number % len(self.benches), None, (None,)) for number in range(len(verify) - len(rounds))]
+        rounds.sort(
+            key=lambda sizes: max((size[::-1] for size in (sizes[1], *sizes[2]) if size is not None), default=(0, 0))
+        )
         decode = wanted(self.decode)
-        if (
-            rounds
-        ):  # every speedup is a multiple of plain steps, so their share in a sweep does not fall with its progress
+        if rounds:  # every speedup is a multiple of plain steps: their share in a sweep does not fall with its progress
             decode += [size for size in self._lacking_plain_steps() if size not in decode]
-        jobs: list[Job] = [PlainSteps(m) for _, m in decode]
-        jobs += [
-            Round(draft, size, draft_first, draft_levels)
-            for size, (draft, draft_first, draft_levels) in zip_longest(shuffled(verify), rounds)
-        ]
-        self._random.shuffle(jobs)
-        return jobs
+        groups: list[list[Job]] = [[PlainSteps(m) for _, m in decode], *([] for _ in self.benches)]
+        for size, (draft, draft_first, draft_levels) in zip_longest(similar_first(verify), rounds):
+            groups[1 + draft].append(Round(draft, size, draft_first, draft_levels))
+        for group in groups:
+            self._random.shuffle(group)
+        self._random.shuffle(groups)
+        return list(itertools.chain(*groups))
 
     def _lacking_plain_steps(self) -> list[Size]:
         return self.decode.lacking(self.settings.max_samples, self.decode.coarse_sizes)
@@ -204,6 +213,8 @@ class Sampler:
         timed: list[TimedJob] = []
         before = self._plain_step_ms()
         for job in jobs:
+            if isinstance(job, Round) and job.draft != self._latest_draft:
+                before = self._begin_draft(job.draft)
             samples = self._plain_samples(job) if isinstance(job, PlainSteps) else self._round_samples(job)
             after = self._plain_step_ms()
             timed.append(TimedJob(plain_ms=(before, after), samples=samples))
@@ -221,6 +232,15 @@ class Sampler:
             for part, tokens, kv_length, ms in job.samples:
                 self.grids[part].samples.setdefault((tokens, kv_length), []).append(ms / job.reference_ms)
 
+    def _begin_draft(self, draft: int) -> float:
+        """Run small steps of a draft after those of another; returns the plain step after them."""
+        bench, tokens, kv_length = self.benches[draft], self.settings.tokens[0], self.settings.kv_lengths[0]
+        self._latest_draft = draft
+        for _ in range(WARM_UPS):
+            bench.verify_ms(tokens, kv_length)
+            bench.draft_first_ms(tokens, kv_length)
+        return self._plain_step_ms()
+
     def _plain_step_ms(self) -> float:
         """One plain step: more of them, or a first one that is discarded, were found to be no better a reference."""
         return self.benches[0].decode_ms(self.settings.kv_lengths[0])
@@ -231,15 +251,21 @@ class Sampler:
     def _round_samples(self, job: Round) -> Samples:
         bench = self.benches[job.draft]
         samples: Samples = []
-        self._time(samples, VERIFY, bench.verify_ms, job.verify)
-        self._time(samples, _draft_first(job.draft), bench.draft_first_ms, job.draft_first)
+        timed = (size for size in (job.draft_first, *job.draft_levels, job.verify) if size is not None)
+        small = self.settings.tokens[0], next(timed, (1, self.settings.kv_lengths[0]))[1]
+        self._time(samples, VERIFY, bench.verify_ms, job.verify, small)
+        self._time(samples, _draft_first(job.draft), bench.draft_first_ms, job.draft_first, small)
         for size in job.draft_levels:
-            self._time(samples, _draft_level(job.draft), bench.draft_level_ms, size)
+            self._time(samples, _draft_level(job.draft), bench.draft_level_ms, size, small)
         return samples
 
-    def _time(self, samples: Samples, part: str, time_ms: Callable[[int, int], float], size: Size | None) -> None:
-        """Take a sample. The first one of a size in this process is discarded, because it prepares the kernels."""
-        tokens, kv_length = size or (self.settings.tokens[0], self.settings.kv_lengths[0])
+    def _time(
+        self, samples: Samples, part: str, time_ms: Callable[[int, int], float], size: Size | None, small: Size
+    ) -> None:
+        """Take a sample, or run a small step untimed. The first sample of a size in this process is discarded, because it
+        prepares the kernels.
+        """
+        tokens, kv_length = size or small
         ms = time_ms(tokens, kv_length)
         if size is not None:
             if (part, size) in self._warm:

@@ -22,7 +22,7 @@ from autotune.workloads.workload import Workload
 PROMPTS_PER_ROUND = 8  # prompts between two interim analyses
 MIN_PROMPTS = 4  # even past the deadline
 MAX_PASSES = 4  # over the prompts
-RISK = 0.05  # that any arm is eliminated by chance, over all interim analyses and arms
+RISK = 0.05  # that any arm is eliminated by chance at an interim analysis
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,12 @@ def eliminate(
     runs: dict[str, list[Run]] = {name: [] for name in (AR, *names, *default_names)}
     num_prompts = len(workload.prompts)
     blocks = [workload.prompts[begin : begin + prompts_per_round] for begin in range(0, num_prompts, prompts_per_round)]
-    # Any arm may look fastest by chance: a test for every ordered pair of arms at every interim analysis.
-    num_arms = len(names) + len(default_names)
-    risk = RISK / (max_passes * len(blocks) * num_arms * max(1, num_arms - 1))
     began = time.monotonic()
     for number in range(max_passes * len(blocks)):
         prompts = blocks[number % len(blocks)]
         now = time.monotonic()
         is_late = deadline is not None and number > 0 and now + (now - began) / number > deadline
-        if is_late or (number > 0 and _is_decided(runs, names, default_names, risk)):
+        if is_late or (number > 0 and _is_decided(runs, names, default_names)):
             break
         block_runs = runner.compare(
             [runner.plain, *(arm for arm in (*arms, *defaults) if arm.name in {*names, *default_names})],
@@ -88,30 +85,31 @@ def eliminate(
         if report is not None:
             report(min(num_prompts * max_passes, len(runs[AR])), num_prompts * max_passes)
         all_names = [*names, *default_names]
-        names = not_slower(runs, names, all_names, risk)
-        default_names = not_slower(runs, default_names, default_names, risk) if default_names else []
+        names = not_slower(runs, names, all_names)
+        default_names = not_slower(runs, default_names, default_names) if default_names else []
     return Elimination(runs, names, default_names)
 
 
-def not_slower(
-    runs: Mapping[str, Sequence[Run]], names: Sequence[str], rivals: Sequence[str], risk: float
-) -> list[str]:
-    """The arms that are not significantly slower than the fastest rival, the fastest first. All have run equally often."""
+def not_slower(runs: Mapping[str, Sequence[Run]], names: Sequence[str], rivals: Sequence[str]) -> list[str]:
+    """The arms that are not significantly slower than the fastest rival, the fastest first. All have run equally often.
+
+    The risk of a comparison is ``RISK`` divided by the number of arms that are compared with the fastest (Bonferroni).
+    """
+    risk = RISK / max(1, len({*names, *rivals}) - 1)
     ms = {name: _decode_ms(runs[name]) for name in (*names, *rivals)}
     fastest = min(rivals, key=lambda name: float(ms[name].sum()))
     by_speed = sorted(names, key=lambda name: float(ms[name].sum()))
     return [n for n in by_speed if n == fastest or not is_significantly_slower(ms[n], ms[fastest], risk=risk)]
 
 
-def _is_decided(
-    runs: Mapping[str, Sequence[Run]], names: Sequence[str], default_names: Sequence[str], risk: float
-) -> bool:
+def _is_decided(runs: Mapping[str, Sequence[Run]], names: Sequence[str], default_names: Sequence[str]) -> bool:
     """Whether more runs could not change which arm is the fastest."""
     if len(names) + len(default_names) == 1:
         return True
     if len(names) != 1:
         return False
     ms = _decode_ms(runs[names[0]])
+    risk = RISK / max(1, len(default_names))
     return all(is_significantly_slower(_decode_ms(runs[name]), ms, risk=risk) for name in default_names)
 
 

@@ -10,7 +10,7 @@ from autotune.evaluation.arms import Arm, HuggingFaceArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import Summary, summarize
-from autotune.search.elimination import MIN_PROMPTS, PROMPTS_PER_ROUND, RISK, not_slower
+from autotune.search.elimination import MIN_PROMPTS, PROMPTS_PER_ROUND, not_slower
 from autotune.search.finalists import print_labels
 from autotune.workloads.workload import Workload
 
@@ -42,7 +42,6 @@ def run_held_out(
     left = [arm.name for arm in defaults]
     runs: dict[str, list[Run]] = {arm.name: [] for arm in (*always, *defaults)}
     prompts = workload.prompts
-    num_tests = max(1, len(prompts) // PROMPTS_PER_ROUND) * max(1, len(left) * (len(left) - 1))
     with console.stage("evaluation, measured") as update:
         for begin in range(0, len(prompts), PROMPTS_PER_ROUND):
             part = Workload(workload.name, workload.split, prompts[begin : begin + PROMPTS_PER_ROUND])
@@ -63,7 +62,7 @@ def run_held_out(
                 runs[name] += more
             if len(found[AR]) < len(part.prompts):
                 break
-            left = not_slower(runs, left, left, RISK / num_tests) if left else []
+            left = not_slower(runs, left, left) if left else []
     best = min(left, key=lambda name: sum(run.decode_ms for run in runs[name]), default=None)
     return runs, best
 

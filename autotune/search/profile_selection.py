@@ -70,6 +70,7 @@ ROUNDS: tuple[tuple[int, int, int | None], ...] = (
     (4, 1, 1),
 )
 MAX_WARM_UP_S = 1.0
+MAX_HELD_OUT_DEFAULTS = 3  # the fastest on tuning prompts
 NUM_POINT_CANDIDATES = 200  # fastest configurations over all prompts, beside the fastest of each task
 POINT_PROMPTS = 4  # of an operating point between two interim analyses
 
@@ -252,7 +253,7 @@ class ProfileSelection:
         )
         last = configuration_of(profile.point)
         tuned = DecoderArm(TUNED, decoder, key=last.key if last else TUNED)
-        defaults = {name: self.defaults[name] for name in self.measured.best_defaults}
+        defaults = {name: self.defaults[name] for name in self.measured.best_defaults[:MAX_HELD_OUT_DEFAULTS]}
         runs, best_default = run_held_out(
             runner,
             tuned,

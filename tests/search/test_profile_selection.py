@@ -124,7 +124,7 @@ def test_fastest_finalist_in_real_runs_wins(selection: ProfileSelection, clock: 
         assert one.num_runs == 5
         replayed_ms = confirming.replay(candidate.configuration).decode_ms
         assert one.predicted_speedup == pytest.approx(confirming.ar_ms.sum() / replayed_ms.sum())
-        assert one.interval90 == pytest.approx((one.predicted_speedup,) * 2), "the table has no errors"
+        assert one.interval90 is not None and one.interval90[0] < one.predicted_speedup < one.interval90[1]
 
 
 def test_published_defaults_run_beside_the_finalists(
