@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from autotune.documents.condition import first_match
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.modeling.prompt import has_pixels
+from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.fallback import Fallback
@@ -80,12 +81,16 @@ class DecoderArm(Arm):
 
 
 class HuggingFaceArm(Arm):
-    """Hugging Face's ``generate``; with ``assistant`` as its ``assistant_model``, assisted generation."""
+    """Hugging Face's ``generate``, on ``threads`` CPU threads (None: torch's); with ``assistant`` as its
+    ``assistant_model``, assisted generation.
+    """
 
-    def __init__(self, name: str, model: Any, assistant: Any | None = None) -> None:
+    def __init__(self, name: str, model: Any, assistant: Any | None = None, *, threads: int | None = None) -> None:
         self.name = self.key = name
         self.model = model
         self.assistant = assistant
+        self.threads = threads
 
     def decode(self, inputs: dict[str, Any], settings: Prompt) -> tuple[list[int], DecodingStats]:
-        return hf_generate(self.model, inputs, assistant=self.assistant, **settings.generation)
+        with limited_threads(self.threads):
+            return hf_generate(self.model, inputs, assistant=self.assistant, **settings.generation)

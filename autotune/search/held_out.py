@@ -38,7 +38,7 @@ def run_held_out(
 
     Returns the runs by arm name, and the name of the default that was fastest.
     """
-    always = [runner.plain, HuggingFaceArm(HF, runner.decoder.target.model), tuned]
+    always = [runner.plain, HuggingFaceArm(HF, runner.decoder.target.model, threads=runner.decoder.threads), tuned]
     left = [arm.name for arm in defaults]
     runs: dict[str, list[Run]] = {arm.name: [] for arm in (*always, *defaults)}
     prompts = workload.prompts

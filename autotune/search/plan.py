@@ -24,12 +24,13 @@ from autotune.runtime.stats import DecodingStats
 from autotune.workloads.workload import Workload
 
 STAGES = {
-    "cost table": 0.2,
-    "screening": 0.16,
+    "cost table": 0.17,
+    "screening": 0.14,
     "traces": 0.2,
-    "tree search": 0.1,
-    "finalists": 0.16,
-    "evaluation": 0.18,
+    "tree search": 0.06,
+    "finalists": 0.15,
+    "operating points": 0.07,
+    "evaluation": 0.21,
 }
 """Share of the budget of each stage."""
 UNTIMED_STAGES = ("screening", "traces", "tree search")

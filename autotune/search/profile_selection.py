@@ -35,26 +35,23 @@ from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run, prompt_evidence
 from autotune.evaluation.summary import Summary, summarize
 from autotune.runtime.load import decoder_for
-from autotune.search.elimination import RISK, is_significantly_slower
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import (
     MeasuredFinalists,
     choose_finalists,
     confirmable,
     measure_finalists,
-    print_labels,
     published_defaults,
 )
 from autotune.search.held_out import gains_of, print_comparison, print_gains, run_held_out
 from autotune.search.model_pool import ModelPool
-from autotune.search.operating_points import prompts_of, propose_points
+from autotune.search.operating_points import propose_points
 from autotune.search.plan import StageClock
-from autotune.search.point_selection import MIN_GAIN
+from autotune.search.point_confirmation import PointConfirmation
 from autotune.search.tree_search import TreeSearchResult
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.search.uncertainty import speedup_interval
 from autotune.study.document import RUNS
-from autotune.trees.limits import Floats
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
 
@@ -72,7 +69,6 @@ ROUNDS: tuple[tuple[int, int, int | None], ...] = (
 MAX_WARM_UP_S = 1.0
 MAX_HELD_OUT_DEFAULTS = 3  # the fastest on tuning prompts
 NUM_POINT_CANDIDATES = 200  # fastest configurations over all prompts, beside the fastest of each task
-POINT_PROMPTS = 4  # of an operating point between two interim analyses
 
 
 @dataclass
@@ -131,7 +127,9 @@ class ProfileSelection:
         """
         confirming, deadline = self.prompts.confirming, self.clock.deadline_of("finalists")
         finalists = [confirming.with_fallback(candidate) for candidate in candidates]
-        by_speed = sorted(self.defaults, key=lambda name: -self._predicted_speedup(self.defaults[name], confirming))
+        known = {name: c for name, c in self.defaults.items() if confirming.can_replay(c)}
+        by_speed = sorted(known, key=lambda name: -self._predicted_speedup(known[name], confirming))
+        by_speed += [name for name in self.defaults if name not in known]
         for prompts_per_round, num_finalists, num_defaults in ROUNDS:
             chosen = finalists[:num_finalists]
             defaults = {name: c for name, c in self.defaults.items() if name in by_speed[:num_defaults]}
@@ -176,59 +174,20 @@ class ProfileSelection:
     def confirmed(
         self, points: list[tuple[Condition, Candidate]], winner: Configuration
     ) -> list[tuple[Condition, Configuration]]:
-        """The points that beat the winner and the best published default in real runs of the tuning prompts that meet their
-        conditions.
-        """
+        """The points that beat the winner and the best published default in real runs, and the winner."""
         assert self.measured is not None
-        rivals = {"winner": winner}
-        if self.measured.best_defaults:
-            rivals["default"] = self.defaults[self.measured.best_defaults[0]]
-        kept: list[tuple[Condition, Configuration]] = []
-        rows: list[list[str]] = []
-        labels: dict[str, str] = {}
-        for condition, predicted in points[:-1]:
-            candidate = self.evaluator.with_fallback(predicted).configuration
-            if candidate.key in {rival.key for rival in rivals.values()}:
-                continue
-            variants = {(one.draft, one.subnet) for one in (candidate, winner)}
-            if condition.context_tokens is not None and len(variants) > 1:  # a published default may name no layer
-                continue
-            ms = self._point_ms(condition, {**rivals, "point": candidate})
-            ratios = {name: float(ms["point"].sum() / ms[name].sum()) for name in rivals}
-            is_faster = max(ratios.values()) <= 1 - MIN_GAIN
-            name = f"{len(rows) + 1}"
-            labels[name] = f"{condition.label}: {candidate.label}"
-            cells = [f"{ratios[rival]:.2f}" if rival in ratios else "-" for rival in ("winner", "default")]
-            rows.append([name, *cells, f"{len(ms['point'])}", "yes" if is_faster else "no"])
-            if is_faster:
-                kept.append((condition, candidate))
-        if rows:
-            columns = ["point", "time / winner's time", "time / best default's", "prompts", "kept"]
-            self.console.table("Operating points on tuning prompts", columns, rows)
-            print_labels(labels, self.console)
-        return [*kept, (Condition(), winner)]
-
-    def _point_ms(self, condition: Condition, configurations: Mapping[str, Configuration]) -> dict[str, Floats]:
-        """Decoding times of the arms on the tuning prompts that meet a condition, until the difference of the point to
-        the others is significant.
-        """
-        prompts = prompts_of(condition, self.evaluator, self.tune)
-        arms = [self.runner.arm(name, configuration) for name, configuration in configurations.items()]
-        if condition.context_tokens is not None:  # the winner decodes the other contexts
-            parts = [(condition, configurations["point"]), (condition.of_request, configurations["winner"])]
-            arms = [*arms[:-1], self.runner.switching_arm("point", parts)]
-        ms = {arm.name: np.zeros(0) for arm in arms}
-        for begin in range(0, len(prompts), POINT_PROMPTS):
-            part = Workload(self.tune.name, self.tune.split, prompts[begin : begin + POINT_PROMPTS])
-            runs = self.runner.compare(
-                arms, part, seed=self.seed + begin, min_prompts=POINT_PROMPTS, keep_memory=begin > 0
-            )
-            ms = {name: np.append(ms[name], [run.decode_ms for run in runs[name]]) for name in ms}
-            others = [ms[name] for name in ms if name != "point"]
-            is_faster = all(is_significantly_slower(other, ms["point"], risk=RISK) for other in others)
-            if is_faster or any(is_significantly_slower(ms["point"], other, risk=RISK) for other in others):
-                break
-        return ms
+        best = self.measured.best_defaults
+        confirmation = PointConfirmation(
+            self.runner,
+            self.evaluator,
+            self.tune,
+            winner,
+            self.defaults[best[0]] if best else None,
+            self.console,
+            self.seed,
+            self.clock.deadline_of("operating points"),
+        )
+        return [*confirmation.confirmed(points[:-1]), (Condition(), winner)]
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 

@@ -26,8 +26,9 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.operating_points import prompts_of
 from autotune.search.pipeline import bounds_of
 from autotune.search.plan import StageClock
+from autotune.search.point_confirmation import POINT_PROMPTS
 from autotune.search.point_selection import context_boundaries
-from autotune.search.profile_selection import POINT_PROMPTS, ProfileSelection, _measured_point, configuration_of
+from autotune.search.profile_selection import ProfileSelection, _measured_point, configuration_of
 from autotune.search.space import SearchSpace
 from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
@@ -219,6 +220,19 @@ def predictions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def num_bands_of(selection: ProfileSelection) -> int:
     trace = next(iter(selection.evaluator.traces.values()))
     return 1 + len(context_boundaries(trace.prompt_length, np.diff(trace.answer_start) - 1))
+
+
+def test_points_that_would_begin_late_are_not_kept(
+    selection: ProfileSelection, clock: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    winner, other = finalists_of(selection)[:2]
+    points = [(selection.points(winner)[-1][0].model_copy(update={"workload": "read"}), other)]
+    points += selection.points(winner)[-1:]
+    late = replace(selection, clock=StageClock(time.monotonic() - 1))
+    clock(lambda arm, prompt: {"point": 4.0}.get(arm.name, 6.0))
+    late.measure_finalists([winner])
+    assert late.confirmed(points, winner.configuration) == [(points[-1][0], winner.configuration)]
+    assert "1 operating points were not confirmed" in capsys.readouterr().err
 
 
 def test_temperature_may_get_an_operating_point(selection: ProfileSelection, predictions: Callable[..., None]) -> None:
