@@ -24,13 +24,13 @@ from autotune.runtime.stats import DecodingStats
 from autotune.workloads.workload import Workload
 
 STAGES = {
-    "cost table": 0.17,
+    "cost table": 0.16,
     "screening": 0.14,
     "traces": 0.2,
     "tree search": 0.06,
-    "finalists": 0.15,
-    "operating points": 0.07,
-    "evaluation": 0.21,
+    "finalists": 0.2,
+    "operating points": 0.06,
+    "evaluation": 0.18,
 }
 """Share of the budget of each stage."""
 UNTIMED_STAGES = ("screening", "traces", "tree search")
