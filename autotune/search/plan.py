@@ -123,7 +123,7 @@ class SearchSize:
 
 
 class Plan(Document):
-    """What a search does within its budget."""
+    """The amount of work that fits into a search's budget."""
 
     seconds: float
     """The budget."""

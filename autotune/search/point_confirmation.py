@@ -37,7 +37,7 @@ class PointConfirmation:
     console: Console
     seed: int
     deadline: float
-    """Of ``time.monotonic``: points that would begin later are not kept."""
+    """A value of ``time.monotonic``: points that would begin later are not kept."""
 
     def confirmed(self, points: Sequence[tuple[Condition, Candidate]]) -> list[tuple[Condition, Configuration]]:
         """The points that beat both on the prompts that meet their conditions."""

@@ -109,9 +109,12 @@ def test_only_the_fastest_over_the_first_prompts_are_replayed_over_all(
     found = ten_prompts()
     replayed: list[list[int] | None] = []
     inner = found.replay
-    monkeypatch.setattr(
-        found, "replay", lambda one, prompts=None: (replayed.append(prompts if prompts is None else [*prompts]), inner(one, prompts))[1]
-    )  # fmt: skip
+
+    def replay(one: Configuration, prompts: Any = None, context_boundaries: Any = ()) -> Any:
+        replayed.append(prompts if prompts is None else [*prompts])
+        return inner(one, prompts, context_boundaries)
+
+    monkeypatch.setattr(found, "replay", replay)
     result = stage(found, trees, tmp_path / "race", num_trials=1)
     assert result.num_replayed == 128 * len(KEEPS) + 1
     assert replayed.count([0, 1, 5, 6]) == 128 * len(KEEPS), "two prompts of each task"
