@@ -37,7 +37,7 @@ class Finalist(Document):
     predicted_speedup: float
     """On the prompts that it was measured on."""
     interval90: tuple[float, float] | None = None
-    """Of the prediction; null in studies of earlier versions."""
+    """Interval of the prediction; null in studies of earlier versions."""
     speedup: float
     ci95: tuple[float, float]
     num_runs: int
