@@ -1,4 +1,4 @@
-"""What fits into a budget, with given speeds in place of measured ones."""
+"""Plans for a budget, with given speeds in place of measured ones."""
 
 from __future__ import annotations
 
