@@ -21,7 +21,7 @@ WHENS: tuple[list[dict[str, Any]], ...] = (
 
 
 def test_points_of_bands_are_those_of_every_round() -> None:
-    """Of every context at which a round of a prompt may start."""
+    """Results for every context at which a round of a prompt may start."""
     trace = random_trace(0)  # prompts of 20 to 23 tokens, every other one with an image, and 11 to 14 decoded tokens
     trace = replace(trace, header=trace.header.model_copy(update={"tasks": ["read", "read", "count", "read"]}))
     for whens in WHENS:
