@@ -44,7 +44,6 @@ def eliminate(
     *,
     defaults: Sequence[Arm] = (),
     prompts_per_round: int = PROMPTS_PER_ROUND,
-    max_passes: int = MAX_PASSES,
     seed: int = 0,
     deadline: float | None = None,
     report: Report | None = None,
@@ -52,7 +51,7 @@ def eliminate(
     """Run candidates and defaults beside plain decoding, and eliminate those that are significantly slower.
 
     It ends when one candidate remains and the defaults are eliminated down to one or are significantly slower than it, after
-    ``max_passes`` over the prompts, or when the next round of prompts would end after the deadline.
+    ``MAX_PASSES`` over the prompts, or when the next round of prompts would end after the deadline.
 
     Args:
         arms: the candidates.
@@ -65,7 +64,7 @@ def eliminate(
     num_prompts = len(workload.prompts)
     blocks = [workload.prompts[begin : begin + prompts_per_round] for begin in range(0, num_prompts, prompts_per_round)]
     began = time.monotonic()
-    for number in range(max_passes * len(blocks)):
+    for number in range(MAX_PASSES * len(blocks)):
         prompts = blocks[number % len(blocks)]
         now = time.monotonic()
         is_late = deadline is not None and number > 0 and now + (now - began) / number > deadline
@@ -83,7 +82,7 @@ def eliminate(
         for name, more in block_runs.items():
             runs[name] += more
         if report is not None:
-            report(min(num_prompts * max_passes, len(runs[AR])), num_prompts * max_passes)
+            report(min(num_prompts * MAX_PASSES, len(runs[AR])), num_prompts * MAX_PASSES)
         all_names = [*names, *default_names]
         names = not_slower(runs, names, all_names)
         default_names = not_slower(runs, default_names, default_names) if default_names else []

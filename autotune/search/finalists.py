@@ -19,7 +19,7 @@ from autotune.documents.subnet import Subnet
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import bootstrap_ratio, summarize
-from autotune.search.elimination import MAX_PASSES, PROMPTS_PER_ROUND, Elimination, eliminate
+from autotune.search.elimination import PROMPTS_PER_ROUND, Elimination, eliminate
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.uncertainty import ratio_interval, speedup_interval
@@ -106,7 +106,6 @@ def measure_finalists(
     seed: int,
     deadline: float,
     prompts_per_round: int = PROMPTS_PER_ROUND,
-    max_passes: int = MAX_PASSES,
 ) -> MeasuredFinalists:
     """Run finalists and published defaults until the fastest is known or the time is over.
 
@@ -114,7 +113,6 @@ def measure_finalists(
         prompts: the first of those that the evaluator has replayed.
         deadline: of ``time.monotonic``.
         prompts_per_round: number of prompts between two interim analyses.
-        max_passes: largest number of runs on the same prompt.
     """
     by_arm = {f"finalist {number}": candidate for number, candidate in enumerate(finalists, start=1)}
     arms = [runner.arm(name, candidate.configuration) for name, candidate in by_arm.items()]
@@ -125,7 +123,6 @@ def measure_finalists(
             prompts,
             defaults=[runner.arm(name, configuration) for name, configuration in defaults.items()],
             prompts_per_round=prompts_per_round,
-            max_passes=max_passes,
             seed=seed,
             deadline=deadline,
             report=lambda done, of: update(done, of, ""),
