@@ -144,21 +144,10 @@ def test_children_are_this_process_too() -> None:
     assert contention._own_cpu_s() - before >= 0.25
 
 
-def test_pooled_intervals() -> None:
-    """Three parts quiet and one part busy."""
-    quiet = Contention(seconds=30, num_cores=2, own_cores=1, other_cores=0, gpu_processes=0, cpu_pressure=0.1)
-    busy = Contention(seconds=10, num_cores=2, own_cores=2, other_cores=0.8, gpu_processes=1, load_average=3.0)
-    pooled = Contention.pool([quiet, busy.model_copy(update={"gpu_throttle_reasons": ("heat",)})])
-    assert pooled == Contention(
-        seconds=40,
-        num_cores=2,
-        own_cores=1.25,
-        other_cores=0.2,
-        gpu_processes=1,
-        load_average=3.0,
-        gpu_throttle_reasons=("heat",),
-    )
-    assert "1 other process on the GPU; GPU slowed down by heat" in pooled.describe("meanwhile")
+def test_other_processes_and_heat_of_a_gpu_are_described() -> None:
+    """Beside what the other fields say."""
+    found = Contention(seconds=40, num_cores=2, own_cores=1.25, gpu_processes=1, gpu_throttle_reasons=("heat",))
+    assert "1 other process on the GPU; GPU slowed down by heat" in found.describe("meanwhile")
 
 
 def test_other_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pydantic import Field
 
 from autotune.files import Document
@@ -78,37 +76,6 @@ class Contention(Document):
         if self.gpu_throttle_reasons:
             parts.append(f"GPU slowed down by {' and '.join(self.gpu_throttle_reasons)}")
         return "; ".join(parts)
-
-    @classmethod
-    def pool(cls, intervals: Sequence[Contention]) -> Contention:
-        """The contention of several intervals together: means weighted by time, sums of counts.
-
-        A figure that one of the intervals lacks is None; the load average is that of the last interval.
-        """
-        seconds = sum(interval.seconds for interval in intervals)
-
-        def mean(name: str) -> float | None:
-            values = [getattr(interval, name) for interval in intervals]
-            if any(value is None for value in values):
-                return None
-            weights = [interval.seconds / seconds if seconds else 1 / len(intervals) for interval in intervals]
-            return sum(weight * value for weight, value in zip(weights, values, strict=True))
-
-        throttles = [interval.thermal_throttles for interval in intervals]
-        processes = [interval.gpu_processes for interval in intervals]
-        return cls(
-            seconds=seconds,
-            num_cores=intervals[-1].num_cores,
-            own_cores=mean("own_cores") or 0.0,
-            other_cores=mean("other_cores"),
-            stolen_cores=mean("stolen_cores"),
-            cpu_pressure=mean("cpu_pressure"),
-            throttled=mean("throttled"),
-            load_average=intervals[-1].load_average,
-            thermal_throttles=None if None in throttles else sum(filter(None, throttles)),
-            gpu_processes=None if None in processes else max(filter(None, processes), default=0),
-            gpu_throttle_reasons=tuple(sorted({r for interval in intervals for r in interval.gpu_throttle_reasons})),
-        )
 
 
 def _count(number: int, singular: str, plural: str | None = None) -> str:
