@@ -74,7 +74,7 @@ class AnswerRecorder:
             if tokens is not None:
                 yield prompt, self._answer(request, tokens)
             elif not can_batch(self.target, request):
-                yield prompt, self.record_alone(prompt)
+                yield prompt, self._answer(request, self._alone(prompt))
             else:
                 if batch and not self._fits([request, *(other for _, other in batch)]):
                     yield from self._record_batch(batch)

@@ -87,13 +87,13 @@ class ForestGrower:
         bounds: ForestBounds,
         answer_hidden: Mapping[int, Tensor],
         *,
-        shares_tokens: bool = True,
+        shares_tokens: bool,
     ) -> None:
         self.draft = draft
         self.answer_hidden = answer_hidden
         self.tokens = tokens
         self.bounds = bounds
-        self.shares_tokens = shares_tokens and not draft.aux_layers
+        self.shares_tokens = shares_tokens
         self.num_roots = max(0, len(tokens) - 1)
         self.evaluated = _Evaluated(bounds.num_proposals, bounds.depth)
         self._nodes = [np.arange(self.num_roots)]  # where every node of the forest is evaluated

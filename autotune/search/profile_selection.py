@@ -293,9 +293,9 @@ class ProfileSelection:
         )
         by_key = {finalist.configuration.key: finalist.speedup for finalist in self.measured.finalists}
         by_key |= {default.configuration.key: default.speedup for default in self.measured.defaults}
-        is_alone = [run.points == {len(profile.points) - 1} for run in runs[TUNED]]
-        pairs = [pair for pair, own in zip(zip(runs[TUNED], runs[AR], strict=True), is_alone, strict=True) if own]
-        measured = summarize(TUNED, *map(list, zip(*(pairs or zip(runs[TUNED], runs[AR], strict=True)), strict=True)))
+        pairs = list(zip(runs[TUNED], runs[AR], strict=True))
+        own = [pair for pair in pairs if pair[0].points == {len(profile.points) - 1}]  # not those of other points
+        measured = summarize(TUNED, *map(list, zip(*(own or pairs), strict=True)))
         found = Shrinkage(
             predicted_on_choosing=choosing,
             predicted_on_confirming=confirming,
