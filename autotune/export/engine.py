@@ -52,6 +52,8 @@ class Engine(ABC):
     """Which settings keep the output lossless."""
     notes: ClassVar[Sequence[str]]
     """Limitations of the engine that the user should know."""
+    floor_note: ClassVar[str] = "the engine has no such setting"
+    """Why a chain's ``p_min`` and ``n_min`` are not exported."""
 
     def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
         """Whether the engine can run this tree; every engine runs chains."""

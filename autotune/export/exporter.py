@@ -106,7 +106,7 @@ def export_profile(
         tuned=tuned,
         variants=variants,
         lossless=engine.lossless,
-        notes=[*_caveats(documents, profile, number, trace, prompts, variants), *engine.notes],
+        notes=[*_caveats(documents, profile, number, trace, prompts, variants, engine.floor_note), *engine.notes],
     )
     for variant in variants:
         path = folder / variant.file
@@ -162,6 +162,7 @@ def _caveats(
     trace: Trace,
     prompts: np.ndarray | None,
     variants: list[Variant],
+    floor_note: str,
 ) -> list[str]:
     """Notes on the limits of the predictions, and on what engines leave out of the profile."""
     point, table = profile.points[number], documents.table
@@ -186,6 +187,8 @@ def _caveats(
         )
     if point.draft is not None and (keep := point.draft.subnet.visual_keep) < 1.0 and trace.num_visual_tokens.any():
         notes.append(f"the profile's point keeps {keep:g} of the visual tokens; engines show the draft all of them")
+    if isinstance(point.tree, ChainPolicy) and point.tree.has_floor:
+        notes.append(f"the profile's {point.tree.label} has a floor; {floor_note}, so chains are exported without one")
     if not point.lossless:
         notes.append("the profile's point is lossy; engines verify losslessly and are compared with its lossless speed")
     for variant in variants:

@@ -32,6 +32,7 @@ class Transformers(Engine):
     methods: ClassVar = {"independent": "assistant_model"}
     settings_type = TransformersSettings
     settings_file = "generation_config.json"
+    floor_note = "assistant_confidence_threshold also verifies the first token below it and adapts to acceptance"
     lossless = f"assisted generation preserves the target's distribution at any temperature; {SAMPLING}"
     notes = (
         "generate has more overhead per round than predicted: autotune bench PROFILE --against ar,hf,hf-assisted measures the "

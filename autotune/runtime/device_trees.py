@@ -1,6 +1,6 @@
-"""Tree policies as tensor operations, for rounds on the device: ``chain``, ``static`` and ``eagle2``, whose levels have the
-same sizes in every round. They grow the same trees as the compiled policies in ``trees``, ties included. Nothing here
-waits for the device, so that rounds can be captured.
+"""Tree policies as tensor operations, for rounds on the device: ``chain`` without a floor, ``static`` and ``eagle2``,
+whose levels have the same sizes in every round. They grow the same trees as the compiled policies in ``trees``, ties
+included. Nothing here waits for the device, so that rounds can be captured.
 
 A grower's ``plant`` begins a round; ``grow`` adds a level from the frontier's proposals, [frontier, proposals], and returns
 the next frontier (meaningless after the last level); ``pruned`` returns the tree to verify below the token ``root`` [1].
@@ -61,7 +61,7 @@ class Frontier(NamedTuple):
 
 
 class FixedGrower:
-    """``chain`` and ``static``: the same rank paths in every round."""
+    """``chain`` without a floor, and ``static``: the same rank paths in every round."""
 
     def __init__(self, policy: ChainPolicy | StaticPolicy, device: torch.device) -> None:
         paths = policy.ordered_paths
@@ -181,6 +181,8 @@ DeviceGrower = FixedGrower | Eagle2Grower
 
 def device_grower(policy: Policy, device: torch.device) -> DeviceGrower | None:
     """None for a policy whose level sizes depend on the proposals."""
+    if isinstance(policy, ChainPolicy) and policy.has_floor:
+        return None
     if isinstance(policy, ChainPolicy | StaticPolicy):
         return FixedGrower(policy, device)
     return Eagle2Grower(policy) if isinstance(policy, Eagle2Policy) else None

@@ -71,7 +71,9 @@ def grow(
 @compiled
 def prune(kind: int, params: Floats, tree: Tree, work: Workspace) -> None:
     """Prune the draft tree to the verification budget."""
-    if kind == _EAGLE2:
+    if kind == _CHAIN:
+        chain.prune(params, tree)
+    elif kind == _EAGLE2:
         eagle2.prune(params, tree, work)
     elif kind == _WETAP:
         wetap.prune(params, tree, work)

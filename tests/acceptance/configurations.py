@@ -28,7 +28,9 @@ class Sizes(NamedTuple):
 
 def random_tree_policy(name: str, rng: random.Random, sizes: Sizes) -> dict[str, Any]:
     if name == "chain":
-        return {"policy": name, "depth": rng.randint(1, sizes.depth)}
+        depth = rng.randint(1, sizes.depth)
+        floor = {"p_min": rng.choice([0.0, 0.3, 0.6]), "n_min": rng.choice([0, 0, min(2, depth)])}
+        return {"policy": name, "depth": depth, **floor}
     if name == "eagle2":
         tree: dict[str, Any] = {"depth": rng.randint(1, sizes.beam_depth), "k": rng.randint(1, sizes.k)}
         tree |= {"budget": rng.choice([1, 3, 8, 16, 24]), "floor": rng.choice([0, 0, 0.01, 0.1])}

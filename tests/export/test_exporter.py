@@ -211,6 +211,21 @@ def test_pruned_draft_is_refused_unless_prompts_have_no_images(tmp_path: Path) -
     assert not any("visual" in note for note in exported(tmp_path / "profile.json", "transformers").notes)
 
 
+def test_a_floor_is_not_exported_and_a_note_says_so(tmp_path: Path) -> None:
+    trace, table = trace_of(), cost_table()
+    write_study(tmp_path / ".autotune" / "pair", table, trace)
+    point = point_of(trace, table, tree={"policy": "chain", "depth": 3, "p_min": 0.3})
+    profile_of(point, trace=trace).save(tmp_path / "profile.json")
+    for engine, reason in (
+        ("vllm", "no such setting"),
+        ("transformers", "assistant_confidence_threshold also verifies"),
+    ):
+        found = exported(tmp_path / "profile.json", engine)
+        (note,) = (note for note in found.notes if "floor" in note)
+        assert "chain(depth=3, p_min=0.30) has a floor" in note and reason in note
+        assert not any(variant.tree.changed.keys() & {"p_min", "n_min"} for variant in found.variants)
+
+
 # --------------------------------------------------------------------------------------------------------------- points
 
 

@@ -105,5 +105,5 @@ def read_in_order(found: DeviceTree, session: TreeSession) -> bool:
 
 
 def test_policies_whose_level_sizes_depend_on_proposals_stay_on_the_host() -> None:
-    for name in ("sage", "wetap"):
-        assert device_grower(parse_policy({"policy": name}), CPU) is None
+    for name, floor in (("sage", {}), ("wetap", {}), ("chain", {"p_min": 0.5}), ("chain", {"n_min": 2})):
+        assert device_grower(parse_policy({"policy": name, **floor}), CPU) is None
