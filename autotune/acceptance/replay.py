@@ -266,6 +266,7 @@ def _replay_prompts(
                 position += 1
                 continue
             # Draft.
+            policies.begin_round(kind, params, state, prompt_length[p] + position)
             plant(tree, answer[begin + position], root_row[begin + position])
             work.frontier[0] = ROOT
             num_frontier = 1
@@ -283,7 +284,7 @@ def _replay_prompts(
                     break
                 times[p, band, _DRAFT_MS] += _level_price(draft_ms, num_frontier, draft_length + num_read, kv_step)
                 num_read += num_frontier
-            policies.prune(kind, params, tree, work)
+            policies.prune(kind, params, state, tree, work)
             # Verify.
             size = tree.size[0]
             times[p, band, _VERIFY_MS] += _price(verify_ms, size, prompt_length[p] + position, kv_step)

@@ -67,7 +67,7 @@ def rounds(
             position += 1
             continue
         tree = grower.tree
-        grower.plant(int(answer[position]))
+        grower.plant(int(answer[position]), prompt_tokens + position)
         row = np.full(policy.max_grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
         row[ROOT] = recorded.root_row[begin + position]
         num_levels = num_missing = 0

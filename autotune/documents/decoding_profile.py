@@ -15,6 +15,7 @@ from autotune.documents.subnet import Subnet
 from autotune.files import Document
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreePolicy, parse_policy
+from autotune.trees.priced import Calibration, PricedPolicy
 from autotune.trees.verification import LosslessVerification, Verification
 
 AR, HF, TUNED = "ar", "hf", "tuned"
@@ -90,6 +91,24 @@ class OperatingPoint(Document):
                 f"set lossless to {str(self.verification.is_lossless).lower()}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _is_calibrated_for_its_draft(self) -> OperatingPoint:
+        if (
+            self.draft is not None
+            and (found := self.calibration) is not None
+            and found.draft_sha256 != self.draft.sha256
+        ):
+            raise ValueError(
+                f"tree.calibration was fitted to the draft {found.draft} ({found.draft_sha256[:8] or 'no hash'}), and the "
+                f"point's draft is {self.draft.id} ({self.draft.sha256[:8] or 'no hash'}); run autotune search for this draft"
+            )
+        return self
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration of a ``priced`` tree."""
+        return self.tree.calibration if isinstance(self.tree, PricedPolicy) else None
 
 
 class PromptEvidence(Document):
@@ -228,6 +247,16 @@ class DecodingProfile(
             ],
         )
         return points
+
+    @model_validator(mode="after")
+    def _is_calibrated_on_its_prompts(self) -> DecodingProfile:
+        for number, point in enumerate(self.points):
+            if (found := point.calibration) is not None and found.workload_sha256 != self.workload.tune_sha256:
+                raise ValueError(
+                    f"points.{number}.tree.calibration was fitted to other prompts ({found.workload_sha256[:8]}) than those that "
+                    f"the profile is tuned for ({self.workload.tune_sha256[:8]}); run autotune search on these prompts"
+                )
+        return self
 
     @property
     def point(self) -> OperatingPoint:

@@ -67,7 +67,7 @@ def hyperparameters(point: OperatingPoint) -> list[tuple[str, str, str]]:
     def text(value: Any) -> str:
         return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    values = point.tree.model_dump(exclude={"policy"})
+    values = point.tree.hyperparameters
     return [(name, text(value), text(getattr(defaults, name))) for name, value in values.items()]
 
 

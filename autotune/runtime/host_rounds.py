@@ -61,7 +61,7 @@ class HostRound:
     def _grow_tree(self, request: Request, draft: Draft, grower: TreeGrower) -> int:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the number of levels."""
         num_levels = 0
-        grower.plant(request.tokens[-1])
+        grower.plant(request.tokens[-1], self.target.length)
         while len(grower.frontier):
             started = now_ms(self.target.device)
             tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals)

@@ -18,6 +18,7 @@ from autotune.errors import UserError
 from autotune.files import Document
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import STATIC_FIELDS, SearchSpace
+from autotune.search.tree_prices import TreePricing
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.limits import MAX_LEVEL_STEP
 from autotune.trees.policy import Policy, parse_policy
@@ -141,6 +142,7 @@ class Evaluator:
             )
         self.max_kv_length = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
         self.prices = {variant: self._prices_of(trace) for variant, trace in self.traces.items()}
+        self._tree_pricing = {v: TreePricing(trace, self.prices[v]) for v, trace in self.traces.items()}
         self.ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
         """Predicted time of plain decoding [prompts]."""
         self.ar_ms_per_token = float(self.ar_ms.sum() / any_trace.num_tokens)
@@ -160,14 +162,19 @@ class Evaluator:
         return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet)
 
     def resolve(self, configuration: Configuration) -> Configuration:
-        """The configuration with a draft and an injection layer; by default the first draft, and a draft's last layer."""
+        """The configuration with a draft and an injection layer, by default the first draft and a draft's last layer, and a
+        ``priced`` tree with prices and a calibration.
+        """
         draft, subnet = configuration.draft or next(iter(self.traces))[0], configuration.subnet
         if subnet.injection_layer is None and (draft, subnet) not in self.traces:
             last = max((s.injection_layer or 0 for d, s in self.traces if d == draft), default=0)
             subnet = subnet.model_copy(update={"injection_layer": last or None})
-        if (draft, subnet) == (configuration.draft, configuration.subnet):
+        tree = configuration.tree
+        if (draft, subnet) in self._tree_pricing:
+            tree = self._tree_pricing[draft, subnet].complete(tree)
+        if (draft, subnet, tree) == (configuration.draft, configuration.subnet, configuration.tree):
             return configuration
-        return configuration.model_copy(update={"draft": draft, "subnet": subnet})
+        return configuration.model_copy(update={"draft": draft, "subnet": subnet, "tree": tree})
 
     def replay(
         self, configuration: Configuration, prompts: Ints | None = None, context_boundaries: Sequence[int] = ()

@@ -193,7 +193,7 @@ class _TreeStage:
 
     def _feasible(self, trees: Iterable[tuple[DraftVariant, Tree]]) -> list[Configuration]:
         return [
-            Configuration(tree=tree, draft=variant[0], subnet=variant[1])
+            self.evaluator.resolve(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
             for variant, tree in trees
             if self.evaluator.is_feasible(variant, tree)
         ]

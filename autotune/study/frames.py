@@ -50,6 +50,9 @@ class Study:
             for trial in record.get("fastest", ()):
                 configuration = Configuration.model_validate(trial["configuration"], strict=False)
                 tree = {name: json.dumps(v) if isinstance(v, list) else v for name, v in configuration.tree.items()}
+                tree = {
+                    name: value for name, value in tree.items() if not isinstance(value, dict)
+                }  # prices, calibration
                 rows[configuration.key] = {
                     "key": configuration.key,
                     "draft": configuration.draft,

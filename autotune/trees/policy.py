@@ -13,22 +13,24 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from autotune.files import parse_kind
-from autotune.trees import chain, eagle2, sage, static, wetap
+from autotune.trees import chain, eagle2, priced, sage, static, wetap
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.compilation import compiled, inlined
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.limits import Floats, Ints
+from autotune.trees.priced import PricedPolicy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.static import StaticPolicy
 from autotune.trees.tree import CHILD, ROOT, Proposals, Tree, Workspace, new_tree, new_workspace, plant
 from autotune.trees.wetap import WetapPolicy
 
-Policy = ChainPolicy | SagePolicy | Eagle2Policy | WetapPolicy | StaticPolicy
+Policy = ChainPolicy | SagePolicy | Eagle2Policy | WetapPolicy | StaticPolicy | PricedPolicy
 TreePolicy = Annotated[Policy, Field(discriminator="policy")]
 POLICIES: dict[str, type[Policy]] = {kind.model_fields["policy"].default: kind for kind in get_args(Policy)}
-STATE_SIZE = max(sage.STATE_SIZE, wetap.STATE_SIZE)
+STATE_SIZE = max(sage.STATE_SIZE, wetap.STATE_SIZE, priced.STATE_SIZE)
 
 _CHAIN, _SAGE, _EAGLE2, _WETAP = ChainPolicy.KIND, SagePolicy.KIND, Eagle2Policy.KIND, WetapPolicy.KIND
+_PRICED = PricedPolicy.KIND
 
 
 def parse_policy(tree: Any, *, source: str = "tree") -> Policy:
@@ -47,6 +49,15 @@ def reset(kind: int, params: Floats, state: Floats) -> None:
     """Begin a request: forget earlier rounds."""
     if kind == _SAGE:
         sage.reset(params, state)
+    elif kind == _PRICED:
+        priced.reset(params, state)
+
+
+@compiled
+def begin_round(kind: int, params: Floats, state: Floats, context_tokens: int) -> None:
+    """Begin a round of a request with so many tokens in the target's KV cache."""
+    if kind == _PRICED:
+        priced.begin_round(params, state, context_tokens)
 
 
 @inlined
@@ -65,11 +76,13 @@ def grow(
         return eagle2.grow(params, tree, work, num_frontier, proposals)
     if kind == _WETAP:
         return wetap.grow(params, state, tree, work, num_frontier, proposals)
+    if kind == _PRICED:
+        return priced.grow(params, state, tree, work, num_frontier, proposals)
     return static.grow(params, tree, work, proposals)
 
 
 @compiled
-def prune(kind: int, params: Floats, tree: Tree, work: Workspace) -> None:
+def prune(kind: int, params: Floats, state: Floats, tree: Tree, work: Workspace) -> None:
     """Prune the draft tree to the verification budget."""
     if kind == _CHAIN:
         chain.prune(params, tree)
@@ -77,6 +90,8 @@ def prune(kind: int, params: Floats, tree: Tree, work: Workspace) -> None:
         eagle2.prune(params, tree, work)
     elif kind == _WETAP:
         wetap.prune(params, tree, work)
+    elif kind == _PRICED:
+        priced.prune(params, state, tree, work)
 
 
 @compiled
@@ -84,6 +99,8 @@ def update(kind: int, params: Floats, state: Floats, accepted: int) -> None:
     """End a round with its accepted length."""
     if kind == _SAGE:
         sage.update(params, state, accepted)
+    elif kind == _PRICED:
+        priced.update(params, state, accepted)
 
 
 class TreeGrower:
@@ -109,8 +126,9 @@ class TreeGrower:
         """Begin a request."""
         reset(self.policy.KIND, self._params, self._state)
 
-    def plant(self, token: int) -> None:
-        """Begin a round at the last committed token."""
+    def plant(self, token: int, context_tokens: int = 0) -> None:
+        """Begin a round at the last committed token, with so many tokens before it."""
+        begin_round(self.policy.KIND, self._params, self._state, context_tokens)
         plant(self.tree, token, -1)
         self._work.frontier[0] = ROOT
         self.frontier = self._work.frontier[:1]
@@ -126,7 +144,7 @@ class TreeGrower:
 
     def prune(self) -> None:
         """Prune the draft tree to the verification budget."""
-        prune(self.policy.KIND, self._params, self.tree, self._work)
+        prune(self.policy.KIND, self._params, self._state, self.tree, self._work)
 
     def update(self, accepted: int) -> None:
         """End the round with its accepted length."""

@@ -41,6 +41,13 @@ def random_tree_policy(name: str, rng: random.Random, sizes: Sizes) -> dict[str,
         tree |= {"gamma": rng.choice([0.2, 1.2, 4.0]), "alpha": rng.random(), "budget": rng.choice([1, 4, 9, 24])}
         tree |= {"top_k": rng.randint(1, sizes.top_k), "top_p": rng.uniform(0.1, sizes.top_p)}
         return {"policy": name, **tree}
+    if name == "priced":
+        levels = [0.0, *np.cumsum([rng.choice([0.0, 0.05, 0.2]) for _ in range(4)]).tolist()]
+        rows = np.cumsum([1.0, *(rng.choice([0.0, 0.01, 0.1]) for _ in range(12))]).tolist()
+        prices = {"contexts": [10, 40], "level": [levels, levels[::-1]], "verify": [rows, rows]}
+        tree = {"worth": rng.uniform(0.3, 1.5), "lookahead": rng.uniform(0.4, 1.4), "rate": rng.choice([0.0, 0.1])}
+        tree |= {"depth": rng.randint(1, sizes.depth), "width": rng.randint(1, 6), "k": rng.randint(1, sizes.k)}
+        return {"policy": name, **tree, "budget": rng.choice([1, 4, 9, 24]), "prices": prices}
     if name == "static":
         paths: list[tuple[int, ...]] = []
         for _ in range(rng.randint(1, 20)):

@@ -18,6 +18,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
+from autotune.trees.priced import GRID
 from autotune.trees.sage import SagePolicy
 from tests.sample_documents import DEVICE, decoding_profile
 from tests.tiny_models import Inputs, Pair
@@ -203,6 +204,28 @@ def test_invalid_values_are_refused(path: Path) -> None:
         path.write_text(original)
         change(path, *keys, **values)
         assert_refused(path, message)
+
+
+def test_a_calibration_is_of_the_points_draft_and_of_the_profiles_prompts(path: Path) -> None:
+    content = json.loads(path.read_text())
+    draft, tune_sha256 = content["points"][0]["draft"], content["workload"]["tune_sha256"]
+    curves = [[[0.5] * len(GRID)]]
+    own = {"curves": curves, "draft": draft["id"], "draft_sha256": draft["sha256"], "workload_sha256": tune_sha256}
+    own |= {"num_tokens": 9, "log_loss": 0.1, "raw_log_loss": 0.2}
+    for difference, message in (
+        ({}, None),
+        (
+            {"draft": "digits/other", "draft_sha256": "other"},
+            "was fitted to the draft digits/other .*run autotune search",
+        ),
+        ({"workload_sha256": "other"}, "points.0.tree.calibration was fitted to other prompts .*run autotune search"),
+    ):
+        content["points"][0]["tree"] = {"policy": "priced", "calibration": own | difference}
+        path.write_text(json.dumps(content))
+        if message is None:
+            assert DecodingProfile.load(path).points[0].calibration is not None
+        else:
+            assert_refused(path, message)
 
 
 UNREACHED: tuple[tuple[list[dict[str, Any]], str], ...] = (

@@ -37,10 +37,10 @@ class TreeSession:
     def tree(self) -> Tree:
         return self.grower.tree
 
-    def grow(self, draft: Draft) -> list[Ranks]:
+    def grow(self, draft: Draft, context_tokens: int = 0) -> list[Ranks]:
         """The tree of one round, in the order of its nodes."""
         self.expanded = []
-        self.grower.plant(-1)
+        self.grower.plant(-1, context_tokens)
         while len(self.grower.frontier):
             frontier = [path_of(self.tree, int(node)) for node in self.grower.frontier]
             self.expanded.append(frontier)

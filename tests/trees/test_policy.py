@@ -20,9 +20,13 @@ LARGEST: dict[str, dict[str, Any]] = {
     "sage": {"d_min": 24, "d_max": 24, "depth_cap": 24, "w_min": 16, "w_max": 16, "k": 16, "n_max": 128, "window": 32},
     "eagle2": {"depth": 24, "k": 16, "budget": 128},
     "wetap": {"length": 24, "w_min": 256, "w_max": 256, "budget": 128, "top_k": 16, "top_p": 1.0},
+    "priced": {
+        **{"worth": 1e6, "depth": 24, "width": 16, "k": 16, "budget": 128},
+        "prices": {"level": [[0.0, 0.0]], "verify": [[1.0, 1.0]]},
+    },
     "static": {"paths": [[rank, *[0] * level] for rank in range(16) for level in range(8)]},
 }
-PRUNES = ("eagle2", "wetap")  # draft more than they verify
+PRUNES = ("eagle2", "wetap", "priced")  # draft more than they verify
 
 
 def test_a_name_alone_takes_the_defaults_and_round_trips() -> None:
@@ -170,7 +174,7 @@ def test_replay_and_the_runtime_grow_the_same_tree(name: str) -> None:
             rows = np.array([tree.row[node] for node in frontier])
             count = policies.grow(policy.KIND, params, state, tree, work, count, proposals)
             grower.grow(*(proposals[part][rows, : policy.num_proposals] for part in ("token", "logprob")))
-        policies.prune(policy.KIND, params, tree, work)
+        policies.prune(policy.KIND, params, state, tree, work)
         grower.prune()
         for replayed, live in zip(fields(tree), fields(grower.tree), strict=True):
             assert np.array_equal(replayed, live)

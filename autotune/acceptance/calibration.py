@@ -1,0 +1,144 @@
+"""Calibration of a draft's probabilities: how often the target accepts a child that the draft gives a certain probability,
+by the depth of the child and its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.acceptance.trace import Trace
+from autotune.trees.limits import Floats, Ints
+from autotune.trees.priced import GRID, MAX_SURVIVAL, Calibration, identity_curves
+
+MAX_DEPTH, MAX_RANK = 8, 8  # children beyond these are not looked at
+NUM_RANKS = 3  # curves of a depth: ranks 0, 1, and the others
+DEPTHS = (1, 3)  # curves by depth, where they predict better: of depth 1, and of the others
+NUM_FOLDS = 4
+LEAST = 1e-4  # probability of a curve
+MIN_CHILDREN = 200  # that a curve is fitted to
+
+
+class Children(NamedTuple):
+    """Children of the nodes on the answers' own paths, [children] each."""
+
+    prompt: Ints
+    depth: Ints
+    rank: Ints
+    logprob: Floats
+    is_accepted: NDArray[np.bool_]
+    """Whether the child is the answer's next token."""
+
+    def select(self, members: NDArray[np.bool_]) -> Children:
+        return Children(*(array[members] for array in self))  # type: ignore[arg-type]
+
+
+def children_on_answers(trace: Trace) -> Children:
+    """The children, at all depths from every root, of nodes whose tokens are all the answer's."""
+    forest = trace.forest
+    prompt, token, node = trace.roots()
+    end = trace.answer_start[1:][prompt]
+    num_ranks = min(MAX_RANK, forest.child_token.shape[1])
+    parts = []
+    for depth in range(1, min(MAX_DEPTH, trace.header.bounds.depth) + 1):
+        is_inside = (node >= 0) & (token + 1 < end)
+        prompt, token, node, end = (array[is_inside] for array in (prompt, token, node, end))
+        is_next = forest.child_token[node] == forest.answer[token + 1][:, None]
+        logprob = forest.child_logprob[node][:, :num_ranks]
+        shape = logprob.shape
+        parts.append(
+            Children(
+                np.repeat(prompt, num_ranks),
+                np.full(logprob.size, depth),
+                np.broadcast_to(np.arange(num_ranks), shape).ravel(),
+                logprob.ravel().astype(np.float64),
+                is_next[:, :num_ranks].ravel(),
+            )
+        )
+        rank = is_next.argmax(1)
+        node = np.where(is_next.any(1), forest.child_node[node, rank], -1)
+        token = token + 1
+    return Children(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def calibrate(trace: Trace, prompts: Sequence[int] | Ints | None = None) -> Calibration:
+    """Fit a calibration to the prompts with these indices (None: all) by isotonic regression.
+
+    Curves are of every rank, or of every rank and depth: whichever predicts prompts better that were not fitted.
+    """
+    found = children_on_answers(trace)
+    chosen = np.arange(trace.num_prompts) if prompts is None else np.asarray(prompts)
+    found = found.select(np.isin(found.prompt, chosen) & np.isfinite(found.logprob))
+    folds = _folds(np.array(trace.header.tasks)[chosen], chosen)[found.prompt]
+    losses = {num_depths: _held_out_loss(found, folds, num_depths) for num_depths in range(1, len(DEPTHS) + 1)}
+    best = min(losses, key=lambda num_depths: losses[num_depths])
+    header = trace.header
+    return Calibration(
+        curves=tuple(tuple(tuple(np.round(curve, 4).tolist()) for curve in of_depth) for of_depth in _fit(found, best)),
+        draft=header.draft.id,
+        draft_sha256=header.draft.sha256,
+        workload_sha256=header.workload_sha256,
+        num_tokens=int(np.diff(trace.answer_start)[chosen].sum() - len(chosen)),
+        log_loss=round(losses[best], 5),
+        raw_log_loss=round(_log_loss(np.exp(found.logprob), found.is_accepted), 5),
+    )
+
+
+def _folds(tasks: NDArray[np.str_], prompts: Ints) -> Ints:
+    """The fold of every prompt up to the last of ``prompts``, so that each fold has prompts of each task."""
+    folds = np.zeros(prompts.max() + 1, np.int64)
+    for task in np.unique(tasks):
+        of_task = np.sort(prompts[tasks == task])
+        folds[of_task] = np.arange(len(of_task)) % NUM_FOLDS
+    return folds
+
+
+def _fit(found: Children, num_depths: int) -> Floats:
+    """Curves [depths, ranks, grid]."""
+    from sklearn.isotonic import IsotonicRegression
+
+    curves = np.tile(identity_curves(), (num_depths, NUM_RANKS, 1))
+    rank, depth = np.minimum(found.rank, NUM_RANKS - 1), np.minimum(found.depth, num_depths) - 1
+    logit = _logit(found.logprob)
+    for d in range(num_depths):
+        for r in range(NUM_RANKS):
+            members = (rank == r) & ((depth == d) | (num_depths == 1))
+            if members.sum() < MIN_CHILDREN:
+                continue
+            regression = IsotonicRegression(y_min=LEAST, y_max=MAX_SURVIVAL, out_of_bounds="clip")
+            curves[d, r] = regression.fit(logit[members], found.is_accepted[members]).predict(GRID)
+    return curves
+
+
+def _held_out_loss(found: Children, folds: Ints, num_depths: int) -> float:
+    """Mean log loss of the children of each fold under curves of the other folds."""
+    probability = np.exp(found.logprob)
+    for fold in range(NUM_FOLDS):
+        is_held = folds == fold
+        if is_held.all() or not is_held.any():
+            continue
+        curves = _fit(found.select(~is_held), num_depths)
+        probability[is_held] = calibrated(curves, found.select(is_held))
+    return _log_loss(probability, found.is_accepted)
+
+
+def calibrated(curves: Floats, found: Children) -> Floats:
+    """The curves' probability of every child."""
+    num_depths, num_ranks, _ = curves.shape
+    curve = curves[np.minimum(found.depth, num_depths) - 1, np.minimum(found.rank, num_ranks - 1)]
+    at = np.clip((_logit(found.logprob) - GRID[0]) / (GRID[1] - GRID[0]), 0, len(GRID) - 1)
+    below = np.minimum(at.astype(np.int64), len(GRID) - 2)
+    rows = np.arange(len(at))
+    return np.asarray((1 - (at - below)) * curve[rows, below] + (at - below) * curve[rows, below + 1])
+
+
+def _logit(logprob: Floats) -> Any:
+    return logprob - np.log(np.maximum(-np.expm1(logprob), 1e-12))
+
+
+def _log_loss(probability: Floats, is_accepted: NDArray[np.bool_]) -> float:
+    p = np.clip(probability, LEAST, 1 - LEAST)
+    return float(-np.log(np.where(is_accepted, p, 1 - p)).mean())

@@ -1,0 +1,301 @@
+"""``priced``: a tree grows while what its nodes are worth pays for the rows that they add to draft levels and to the
+verification. No paper has this policy.
+
+Costs and gains are in plain decoding steps. A node is worth its *survival*, the calibrated probability that the target
+accepts it, times ``worth``. For a rate, tokens over time, the ``worth`` that maximises it is the time of a token under the
+policy itself (Dinkelbach 1967, "On nonlinear fractional programming"), the inverse of its speedup.
+
+* A level expands the m most probable new nodes, for the m that maximises ``worth`` times ``lookahead`` times their survivals
+  minus the price of a level of m nodes and of m more nodes verified; drafting ends where no m gains anything.
+* The n most probable nodes are verified, for the n that maximises ``worth`` times their survivals minus the price of a
+  verification of n nodes.
+
+Prices are those of the cost table at the request's context length, with the steps of kernels and capture sizes, so a
+larger n may be better than n + 1. A node's survival is at most its parent's, so the most probable nodes are a tree.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import BeforeValidator, Field, model_validator
+
+from autotune.files import Document
+from autotune.trees.base import BasePolicy, ForestBounds, Limits
+from autotune.trees.compilation import compiled
+from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
+from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_child, best_first, keep_marked
+
+_WORTH, _LOOKAHEAD, _DEPTH, _WIDTH, _K, _BUDGET, _RATE, _NUM_CONTEXTS, _NUM_WIDTHS, _NUM_SIZES = range(10)
+_NUM_RANKS, _NUM_DEPTHS, _NUM_HEADER = range(10, 13)  # params; then contexts, levels, verifications, curves
+_CONTEXT, _EXPECTED, _LOG_EXPONENT = range(
+    3
+)  # state: index of the prices' context, accepted tokens expected, adaptation
+STATE_SIZE = 3
+
+MAX_LOGIT, LOGIT_STEP = 10.0, 0.5  # of the grid of calibration curves
+GRID = np.arange(-MAX_LOGIT, MAX_LOGIT + LOGIT_STEP, LOGIT_STEP)
+GRID_SIZE = len(GRID)
+MAX_SURVIVAL = 0.9995  # of a child: strictly below its parent's
+MAX_LOG_EXPONENT = 0.7  # limit on the online adaptation
+MIN_ROW_SHARE = (
+    0.25  # of the mean price of a verified row: nodes worth less are not added, even where padding makes rows free
+)
+MIN_PROBABILITY = (
+    0.1 / 12
+)  # times the level: nodes of less cumulative probability are not expanded (ForestBounds.floor)
+
+
+def _tuples(value: Any) -> Any:
+    """Accept the lists of JSON and YAML."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+Tuples = BeforeValidator(_tuples)
+
+
+class TreePrices(Document):
+    """Prices of draft levels and verifications, in plain decoding steps at the same context length, by cost table."""
+
+    contexts: Annotated[tuple[int, ...], Tuples] = Field(default=(0,), min_length=1)
+    """Context lengths, ascending; a round is priced at the nearest one."""
+    level: Annotated[tuple[tuple[float, ...], ...], Tuples] = ((0.0, 0.2, 0.21, 0.22, 0.23),)
+    """Price of a draft level by its number of nodes, from 0: [contexts, nodes]. Wider levels cost as the last one."""
+    verify: Annotated[tuple[tuple[float, ...], ...], Tuples] = ((1.0, 1.02, 1.04, 1.06, 1.08),)
+    """Price of a verification by its number of draft nodes, from 0: [contexts, nodes]. The last two are extrapolated."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if sorted(set(self.contexts)) != list(self.contexts):
+            raise ValueError("contexts must be ascending")
+        for name in ("level", "verify"):
+            table = getattr(self, name)
+            if len(table) != len(self.contexts) or len({len(row) for row in table}) != 1 or len(table[0]) < 2:
+                raise ValueError(
+                    f"{name} must have one row of at least two prices for each of the contexts, all equally long"
+                )
+        return self
+
+
+class Calibration(Document):
+    """Probability that the target accepts a child whose parent it accepts, by the draft's own probability of the child."""
+
+    curves: Annotated[tuple[tuple[tuple[float, ...], ...], ...], Tuples] = Field(min_length=1)
+    """[depths, ranks, grid]: for children of depth 1, 2, ... and rank 0, 1, ...; the last of each stands for larger ones.
+    ``GRID`` has the logits of the draft's probability.
+    """
+    draft: str
+    """The draft's id."""
+    draft_sha256: str
+    workload_sha256: str
+    """Prompts on which it was fitted."""
+    num_tokens: int
+    log_loss: float
+    """Mean over children of prompts that were not fitted."""
+    raw_log_loss: float
+    """Log loss of the draft's own probabilities on the same children."""
+
+    @model_validator(mode="after")
+    def _has_the_grid(self) -> Self:
+        ranks = {len(of_depth) for of_depth in self.curves}
+        if len(ranks) != 1 or any(len(curve) != len(GRID) for of_depth in self.curves for curve in of_depth):
+            raise ValueError(f"curves must have {len(GRID)} values for each rank, and as many ranks at every depth")
+        return self
+
+
+class PricedPolicy(BasePolicy):
+    """Hyperparameters of ``priced``."""
+
+    KIND: ClassVar[int] = 5
+    source: ClassVar[str] = "autotune"
+
+    policy: Literal["priced"] = "priced"
+    worth: float = Field(default=0.6, gt=0)
+    """Plain steps that an accepted token is worth."""
+    lookahead: float = Field(default=1.0, gt=0)
+    """Tokens that an accepted node is expected to gain by being expanded."""
+    depth: int = Field(default=10, ge=1, le=MAX_DEPTH)
+    """Limit on the draft levels."""
+    width: int = Field(default=4, ge=1, le=MAX_CHILDREN)
+    """Limit on the nodes expanded in a level."""
+    k: int = Field(default=4, ge=1, le=MAX_CHILDREN)
+    """Children of a node that are looked at."""
+    budget: int = Field(default=32, ge=1, le=MAX_NODES)
+    """Limit on the draft nodes sent to verification, the root not counted."""
+    rate: float = Field(default=0.0, ge=0, le=1)
+    """How fast survivals adapt to the lengths that are accepted in a request; 0: not at all."""
+    prices: TreePrices = TreePrices()
+    calibration: Calibration | None = None
+    """None: the draft's own probabilities."""
+
+    @property
+    def limits(self) -> Limits:
+        grown = self.k + (self.depth - 1) * self.width * self.k
+        return Limits(self.depth, nodes=min(self.budget, grown), grown=grown, width=self.width, proposals=self.k)
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"policy", "prices", "calibration"})
+
+    @property
+    def forest_bounds(self) -> ForestBounds:
+        return ForestBounds(depth=self.depth, num_proposals=self.k, floor=MIN_PROBABILITY)
+
+    def encode(self) -> Floats:
+        prices = self.prices
+        curves = identity_curves() if self.calibration is None else np.array(self.calibration.curves)
+        level, verify = np.array(prices.level), np.array(prices.verify)
+        header = [*self.hyperparameters.values(), *verify.shape, *curves.shape[1::-1]]
+        header[_NUM_WIDTHS:_NUM_WIDTHS] = [level.shape[1]]
+        parts = [np.array(header), np.array(prices.contexts), level, verify, curves]
+        return np.concatenate([part.astype(np.float64).ravel() for part in parts])
+
+
+def identity_curves() -> Floats:
+    """Curves [1, 1, grid] that leave probabilities as they are."""
+    return (1 / (1 + np.exp(-GRID)))[None, None]
+
+
+@compiled
+def reset(params: Floats, state: Floats) -> None:
+    state[_LOG_EXPONENT] = 0.0
+    state[_EXPECTED] = 0.0
+
+
+@compiled
+def begin_round(params: Floats, state: Floats, context_tokens: int) -> None:
+    """Choose the prices of the nearest context length."""
+    best, distance = 0, np.inf
+    for i in range(int(params[_NUM_CONTEXTS])):
+        gap = abs(params[_NUM_HEADER + i] - context_tokens)
+        if gap < distance:
+            best, distance = i, gap
+    state[_CONTEXT] = best
+
+
+@compiled
+def _level_price(params: Floats, state: Floats, width: int) -> float:
+    num_widths = int(params[_NUM_WIDTHS])
+    first = _NUM_HEADER + int(params[_NUM_CONTEXTS]) + int(state[_CONTEXT]) * num_widths
+    return float(params[first + min(width, num_widths - 1)])
+
+
+@compiled
+def _verify_price(params: Floats, state: Floats, nodes: int) -> float:
+    contexts, num_sizes = int(params[_NUM_CONTEXTS]), int(params[_NUM_SIZES])
+    first = _NUM_HEADER + contexts + contexts * int(params[_NUM_WIDTHS]) + int(state[_CONTEXT]) * num_sizes
+    if nodes < num_sizes:
+        return float(params[first + nodes])
+    last = first + num_sizes - 1
+    return float(params[last] + (nodes - num_sizes + 1) * (params[last] - params[last - 1]))
+
+
+@compiled
+def child_survival(params: Floats, depth: int, rank: int, logprob: float, probability: float) -> float:
+    """Calibrated probability that a child is accepted once its parent is."""
+    logit = MAX_LOGIT if probability >= 1.0 else logprob - np.log(1.0 - probability)
+    logit = min(MAX_LOGIT, max(-MAX_LOGIT, logit))
+    contexts, ranks, depths = int(params[_NUM_CONTEXTS]), int(params[_NUM_RANKS]), int(params[_NUM_DEPTHS])
+    curve = min(depth, depths) * ranks - ranks + min(rank, ranks - 1)
+    first = _NUM_HEADER + contexts * (1 + int(params[_NUM_WIDTHS]) + int(params[_NUM_SIZES])) + curve * GRID_SIZE
+    at = (logit + MAX_LOGIT) / LOGIT_STEP
+    below = min(int(at), GRID_SIZE - 2)
+    share = at - below
+    value = (1.0 - share) * params[first + below] + share * params[first + below + 1]
+    return float(min(value, MAX_SURVIVAL))
+
+
+@compiled
+def _adapted(survival: float, exponent: float) -> float:
+    return survival if exponent == 1.0 else survival**exponent
+
+
+@compiled
+def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontier: int, proposals: Proposals) -> int:
+    """Add the children of the frontier that can pay for their verification; returns the number of nodes to expand next
+    (written to the frontier).
+    """
+    survival = work.score
+    depth = tree.depth[work.frontier[0]] + 1
+    if depth == 1:
+        survival[ROOT] = 1.0
+    exponent, worth = np.exp(state[_LOG_EXPONENT]), params[_WORTH]
+    k, budget = min(int(params[_K]), proposals.shape[1]), int(params[_BUDGET])
+    row_price = (_verify_price(params, state, budget) - _verify_price(params, state, 0)) / budget * MIN_ROW_SHARE
+    first = tree.size[0]
+    for i in range(num_frontier):
+        parent = work.frontier[i]
+        row = tree.row[parent]
+        for rank in range(k):
+            child = proposals[row, rank]
+            if child.logprob == -np.inf:
+                break
+            value = survival[parent] * child_survival(params, depth, rank, child.logprob, child.probability)
+            if _adapted(value, exponent) * worth < row_price:
+                continue
+            survival[add_child(tree, parent, rank, proposals)] = value
+    if depth >= params[_DEPTH]:
+        return 0
+    return _choose_frontier(params, state, tree, work, first, depth, exponent)
+
+
+@compiled
+def _choose_frontier(
+    params: Floats, state: Floats, tree: Tree, work: Workspace, first: int, depth: int, exponent: float
+) -> int:
+    """Write the nodes of the last level, ``first`` and after, that are worth expanding to the frontier."""
+    floor = MIN_PROBABILITY * depth
+    count = tree.size[0] - first
+    for i in range(count):
+        node = first + i
+        work.logprob[i] = work.score[node] if tree.path_probability[node] > floor else 0.0
+    width = best_first(work.logprob, count, int(params[_WIDTH]), work.order)
+    expanded = int(work.mark[0]) if depth > 1 else 0
+    value = best_value = 0.0
+    best_width = 0
+    gain = params[_WORTH] * params[_LOOKAHEAD]
+    before = _verify_price(params, state, expanded)
+    for m in range(width):
+        survival = work.logprob[work.order[m]]
+        if survival <= 0.0:
+            break
+        value += gain * _adapted(survival, exponent)
+        cost = _level_price(params, state, m + 1) + _verify_price(params, state, expanded + m + 1) - before
+        if value - cost > best_value:
+            best_value, best_width = value - cost, m + 1
+    for m in range(best_width):
+        work.frontier[m] = first + work.order[m]
+    work.mark[0] = expanded + best_width
+    return best_width
+
+
+@compiled
+def prune(params: Floats, state: Floats, tree: Tree, work: Workspace) -> None:
+    """Keep the nodes whose verification pays most."""
+    count = tree.size[0] - 1
+    survival, exponent = work.score, np.exp(state[_LOG_EXPONENT])
+    for i in range(count):
+        work.logprob[i] = survival[i + 1]
+    ordered = best_first(work.logprob, count, int(params[_BUDGET]), work.order)
+    total = expected = 0.0
+    best_value, best_count = -_verify_price(params, state, 0), 0
+    for n in range(ordered):
+        total += _adapted(work.logprob[work.order[n]], exponent)
+        value = params[_WORTH] * total - _verify_price(params, state, n + 1)
+        if value > best_value:
+            best_value, best_count, expected = value, n + 1, total
+    state[_EXPECTED] = expected
+    work.mark[: tree.size[0]] = 0
+    for n in range(best_count):
+        work.mark[work.order[n] + 1] = 1
+    keep_marked(tree, work.mark)
+
+
+@compiled
+def update(params: Floats, state: Floats, accepted: int) -> None:
+    """Make survivals larger where more was accepted than expected, within bounds."""
+    if params[_RATE] == 0.0:
+        return
+    changed = state[_LOG_EXPONENT] - params[_RATE] * (accepted - state[_EXPECTED])
+    state[_LOG_EXPONENT] = min(MAX_LOG_EXPONENT, max(-MAX_LOG_EXPONENT, changed))

@@ -1,0 +1,191 @@
+"""``priced`` against an implementation that tries every width and every number of nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autotune.trees import priced
+from autotune.trees.priced import GRID, MAX_SURVIVAL, Calibration, PricedPolicy, TreePrices
+from tests.trees.drafts import Draft, Ranks, TreeSession, assert_refused, logprobs_of, random_draft, same_everywhere
+
+FREE = TreePrices(level=((0.0, 0.0),), verify=((1.0, 1.0),))
+CHEAP = TreePrices(level=((0.0, 0.01, 0.01),), verify=((1.0, 1.001, 1.002),))
+
+
+def calibration(curves: Any) -> Calibration:
+    numbers = tuple(tuple(tuple(map(float, curve)) for curve in of_depth) for of_depth in curves)
+    return Calibration(
+        curves=numbers, draft="d", draft_sha256="1", workload_sha256="2", num_tokens=100, log_loss=0.1, raw_log_loss=0.2
+    )
+
+
+class Reference:
+    """The rounds of one request, node by node from the module's docstring."""
+
+    def __init__(self, policy: PricedPolicy) -> None:
+        self.policy = policy
+        self.log_exponent = 0.0
+
+    def price(self, table: str, count: int, context_tokens: int) -> float:
+        prices = self.policy.prices
+        nearest = min(range(len(prices.contexts)), key=lambda i: abs(prices.contexts[i] - context_tokens))
+        row = getattr(prices, table)[nearest]
+        if count < len(row):
+            return float(row[count])
+        return float(row[-1] if table == "level" else row[-1] + (count - len(row) + 1) * (row[-1] - row[-2]))
+
+    def of_child(self, depth: int, rank: int, logprob: float) -> float:
+        found = self.policy.calibration
+        logit = 10.0 if np.exp(np.float32(logprob)) >= 1 else logprob - np.log(1 - np.exp(np.float32(logprob)))
+        curves = [[1 / (1 + np.exp(-GRID))]] if found is None else found.curves
+        of_depth = curves[min(depth, len(curves)) - 1]
+        return min(MAX_SURVIVAL, float(np.interp(logit, GRID, of_depth[min(rank, len(of_depth) - 1)])))
+
+    def grow(self, draft: Draft, context_tokens: int) -> list[Ranks]:
+        policy, exponent = self.policy, np.exp(self.log_exponent)
+        verify = [
+            self.price("verify", n, context_tokens) for n in range(policy.budget + policy.depth * policy.width + 1)
+        ]
+        least = priced.MIN_ROW_SHARE * (verify[policy.budget] - verify[0]) / policy.budget
+        survival: dict[Ranks, float] = {(): 1.0}
+        probability: dict[Ranks, float] = {(): 1.0}
+        frontier: list[Ranks] = [()]
+        num_expanded = 0
+        for depth in range(1, policy.depth + 1):
+            level = []
+            for parent in frontier:
+                for rank, logprob in enumerate(logprobs_of(draft, parent, policy.k)):
+                    value = survival[parent] * self.of_child(depth, rank, float(logprob)) if logprob > -np.inf else 0.0
+                    if logprob > -np.inf and value**exponent * policy.worth >= least:
+                        node = (*parent, rank)
+                        survival[node] = value
+                        probability[node] = probability[parent] * float(np.exp(logprob))
+                        level.append(node)
+            likely = [node for node in level if probability[node] > priced.MIN_PROBABILITY * depth]
+            ranked = sorted(likely, key=lambda node: -survival[node])[: policy.width]
+            gains = [0.0]
+            for m in range(1, len(ranked) + 1):
+                worth = sum(policy.worth * policy.lookahead * survival[node] ** exponent for node in ranked[:m])
+                rows = verify[num_expanded + m] - verify[num_expanded]
+                gains.append(worth - self.price("level", m, context_tokens) - rows)
+            frontier = ranked[: int(np.argmax(gains))] if depth < policy.depth else []
+            num_expanded += len(frontier)
+            if not frontier:
+                break
+        nodes = [node for node in survival if node]
+        best = sorted(nodes, key=lambda node: -survival[node])[: policy.budget]
+        values = [
+            policy.worth * sum(survival[node] ** exponent for node in best[:n]) - verify[n]
+            for n in range(len(best) + 1)
+        ]
+        count = int(np.argmax(values))
+        self.expected = sum(survival[node] ** exponent for node in best[:count])
+        return [node for node in nodes if node in best[:count]]
+
+    def update(self, accepted: int) -> None:
+        changed = self.log_exponent - self.policy.rate * (accepted - self.expected)
+        self.log_exponent = float(np.clip(changed, -priced.MAX_LOG_EXPONENT, priced.MAX_LOG_EXPONENT))
+
+
+def random_policy(rng: np.random.Generator) -> dict[str, Any]:
+    """Prices with steps, as kernels and padding have them, at up to three context lengths."""
+    contexts = np.sort(rng.choice(500, rng.integers(1, 4), replace=False))
+    levels = np.cumsum(rng.choice([0.0, 0.01, 0.1], (len(contexts), 5)), 1)
+    sizes = 1 + np.cumsum(rng.choice([0.0, 0.005, 0.1], (len(contexts), 21), p=[0.3, 0.6, 0.1]), 1)
+    tree = {
+        "worth": float(rng.uniform(0.02, 1.5)),
+        "lookahead": float(rng.uniform(0.4, 1.5)),
+        "depth": int(rng.integers(1, 8)),
+        "width": int(rng.integers(1, 7)),
+        "k": int(rng.integers(1, 7)),
+        "budget": int(rng.integers(1, 30)),
+        "rate": float(rng.choice([0.0, 0.05, 0.3])),
+        "prices": {"contexts": contexts.tolist(), "level": levels.tolist(), "verify": sizes.tolist()},
+    }
+    if rng.random() < 0.7:
+        shape = (rng.integers(1, 3), rng.integers(1, 4), len(GRID))
+        tree["calibration"] = calibration(np.sort(rng.random(shape), axis=-1)).model_dump()
+    return tree
+
+
+def test_trees_are_the_references_in_a_thousand_rounds() -> None:
+    rng, sizes = np.random.default_rng(0), []
+    for number in range(200):
+        session = TreeSession("priced", **random_policy(rng))
+        assert isinstance(session.policy, PricedPolicy)
+        reference = Reference(session.policy)
+        draft = random_draft(number, float(rng.choice([0.05, 0.2, 1.0])))
+        for _ in range(5):
+            context_tokens = int(rng.integers(0, 600))
+            expected = reference.grow(draft, context_tokens)
+            assert session.grow(draft, context_tokens) == expected
+            sizes.append(len(expected))
+            accepted = int(rng.integers(0, 6))
+            reference.update(accepted)
+            session.update(accepted)
+    assert min(sizes) == 0 and max(sizes) > 15
+
+
+def test_nodes_grow_while_they_pay() -> None:
+    """A chain of probability 0.9 a token: a level pays while ``worth * lookahead * survival`` exceeds its price."""
+    prices = TreePrices(level=((0.0, 0.3),), verify=((1.0, 1.0),)).model_dump()
+    session = TreeSession("priced", worth=0.5, lookahead=1.0, width=1, k=1, depth=20, prices=prices)
+    paths = session.grow(same_everywhere(0.9))
+    # 0.5 * 0.9 ** 4 = 0.33 pays for a level of 0.3; 0.5 * 0.9 ** 5 = 0.295 does not.
+    assert len(session.expanded) == 5 and [len(path) for path in paths] == [1, 2, 3, 4, 5]
+
+
+def test_a_level_that_pays_only_when_wide_is_wide() -> None:
+    """Two nodes cost what one does, and one alone does not pay."""
+    prices = TreePrices(level=((0.0, 0.4, 0.4),), verify=((1.0, 1.0),)).model_dump()
+    tree = {"worth": 1.0, "lookahead": 1.0, "k": 2, "depth": 2, "prices": prices}
+    assert len(TreeSession("priced", width=1, **tree).grow(same_everywhere(0.3, 0.3))) == 2
+    assert len(TreeSession("priced", width=2, **tree).grow(same_everywhere(0.3, 0.3))) == 6
+
+
+def test_free_rows_of_a_padded_verification_are_filled() -> None:
+    """Four draft nodes cost as much as one does here, and a fifth costs more than it is worth."""
+    prices = TreePrices(level=((0.0, 9.0),), verify=((1.0, 1.2, 1.2, 1.2, 1.2, 1.9),)).model_dump()
+    session = TreeSession("priced", worth=1.0, k=6, depth=1, budget=5, prices=prices)
+    assert len(session.grow(same_everywhere(0.4, 0.2, 0.15, 0.1, 0.1, 0.05))) == 4
+
+
+def test_prices_are_those_of_the_nearest_context() -> None:
+    prices = TreePrices(contexts=(100, 300), level=((0.0, 0.1), (0.0, 5.0)), verify=((1.0, 1.0), (1.0, 1.0)))
+    session = TreeSession("priced", worth=1.0, k=1, depth=6, prices=prices.model_dump())
+    draft = same_everywhere(0.9)
+    assert [len(session.grow(draft, context)) for context in (0, 199, 201, 9999)] == [6, 6, 1, 1]
+
+
+def test_survivals_adapt_within_bounds_and_are_forgotten_with_the_request() -> None:
+    prices = TreePrices(level=((0.0, 0.2),), verify=((1.0, 1.05),)).model_dump()
+    session = TreeSession("priced", worth=0.8, rate=0.2, k=1, depth=12, prices=prices)
+    draft = same_everywhere(0.7)
+    sizes = []
+    for accepted in (0, *[12] * 30, *[0] * 60):
+        sizes.append(len(session.grow(draft)))
+        session.update(accepted)
+    assert max(sizes[:32]) > sizes[0] > sizes[-1] >= 1
+    session.grower.reset()
+    assert len(session.grow(draft)) == sizes[0]
+
+
+def test_incomplete_prices_and_curves_are_refused() -> None:
+    short = calibration([[np.linspace(0, 1, len(GRID))]]).model_dump() | {"curves": [[[0.1, 0.2]]]}
+    assert_refused(
+        "priced",
+        ({"worth": 0.0}, "worth: "),
+        ({"prices": {"contexts": [5, 5]}}, "contexts must be ascending"),
+        ({"prices": {"contexts": [1, 2]}}, "level must have one row of at least two prices for each of the contexts"),
+        ({"prices": {"verify": [[1.0]]}}, "verify must have one row"),
+        ({"calibration": short}, f"curves must have {len(GRID)} values for each rank"),
+    )
+
+
+@pytest.mark.parametrize("prices", [FREE, CHEAP])
+def test_a_tree_is_as_large_as_its_limits_where_nodes_are_free(prices: TreePrices) -> None:
+    session = TreeSession("priced", worth=1.0, depth=4, width=2, k=3, budget=16, prices=prices.model_dump())
+    assert len(session.grow(same_everywhere(0.4, 0.3, 0.3))) == 16
