@@ -169,7 +169,7 @@ def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) ->
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    quick = "--workload prompts.jsonl --budget 20s --trials 20"
+    quick = "--workload prompts.jsonl --budget 40s --trials 20"
     run(f"autotune search {quick} -o profile.json")
     for number, command in enumerate(commands(README)):
         command = command.replace("--target TARGET --draft DRAFT --workload prompts.jsonl", "")
