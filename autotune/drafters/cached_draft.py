@@ -35,6 +35,7 @@ class CachedDraft(CachedModel):
     """
 
     visual_keep: float = 1.0
+    sees_images: bool = True
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
@@ -103,6 +104,11 @@ class CachedDraft(CachedModel):
     def begin_round(self) -> None:
         """Drop the nodes evaluated in the round before."""
         self._num_evaluated = 0
+
+    def prepare_step(self, kv_length: int) -> None:
+        """Begin a round after ``kv_length`` tokens, whatever they are, so that a step can be timed."""
+        self.cache.length = kv_length
+        self.begin_round()
 
     def append(self, token: int) -> None:
         """See ``Draft``. A stretch of plain steps longer than a forward pass is read in several."""

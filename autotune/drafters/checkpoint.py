@@ -16,11 +16,12 @@ from autotune.drafters.eagle3 import is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork, NetworkConfig
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.specvlm import SpecVlmConfig, SpecVlmNetwork
 from autotune.drafters.star import StarConfig, StarNetwork
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
-from autotune.modeling.loading import load_model, load_tokenizer, resolve
+from autotune.modeling.loading import RETRIEVAL, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -31,7 +32,9 @@ NETWORKS: dict[str, Callable[[Any], BlocksNetwork]] = {
     "specvlm": SpecVlmNetwork,
 }
 
-LoadedDraft = IndependentDraft | FeatureDraft
+ModelDraft = IndependentDraft | FeatureDraft
+"""Drafts that run a model."""
+LoadedDraft = ModelDraft | RetrievalDraft
 """Result of ``load_draft``."""
 
 
@@ -89,8 +92,8 @@ def load_network(folder: Path) -> BlocksNetwork:
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> LoadedDraft:
-    """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, or any Hugging Face model, which drafts
-    independently.
+    """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, any Hugging Face model, which drafts
+    independently, or ``retrieval``.
 
     Args:
         subnet: heads, injection layer and operator of the compressor to use. Its share of visual tokens applies later, prompt by prompt.
@@ -99,12 +102,15 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> Loade
         UserError: an unknown draft, a draft for another target, or a subnet that it does not have.
     """
     subnet = subnet or Subnet()
-    folder = draft_folder(name)
+    folder = None if name == RETRIEVAL else draft_folder(name)
     if folder is None:
         if subnet.network != Subnet().network:
-            raise UserError(
-                f"{name}: an independent draft has no subnets; leave heads, injection_layer and operator out"
-            )
+            kind = "a retrieval" if name == RETRIEVAL else "an independent"
+            raise UserError(f"{name}: {kind} draft has no subnets; leave heads, injection_layer and operator out")
+        if name == RETRIEVAL:
+            retrieval = RetrievalDraft()
+            retrieval.attach(target)
+            return retrieval
         return IndependentDraft(load_model(name, device=str(target.device)), tokenizer=load_tokenizer(name))
     content = read_json(folder / CONFIG)
     network: DraftNetwork

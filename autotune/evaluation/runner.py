@@ -21,7 +21,7 @@ from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.drafters.checkpoint import LoadedDraft
-from autotune.drafters.prompt_lookup import PromptLookupDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.evaluation.arms import PROMPT_LOOKUP, Arm, DecoderArm
 from autotune.evaluation.perplexity import Quality, quality
 from autotune.evaluation.runs import Run
@@ -39,8 +39,9 @@ DISTURBED = 3.0
 STALLED = 8.0
 MAX_REPEATS = 3
 SHAPE_TOKENS = 64  # prompts whose lengths round up to the same multiple have one shape
-# Prompt lookup is the baseline that needs no draft model. Its chain is as long as the published one.
+# Prompt lookup decoding (Saxena, 2023) is the baseline that needs no draft model. Its chain is as long as the published one.
 PROMPT_LOOKUP_CHAIN = Configuration(tree={"policy": "chain", "depth": 5})
+PROMPT_LOOKUP_MATCH = 3  # tokens; ``max_ngram_size`` of its code
 
 
 class ArmRunner:
@@ -99,7 +100,7 @@ class ArmRunner:
 
     def prompt_lookup_arm(self) -> DecoderArm:
         """Drafts by n-grams of the prompt and the answer."""
-        draft = PromptLookupDraft(self.decoder.target.vocab_size)
+        draft = RetrievalDraft(max_match=PROMPT_LOOKUP_MATCH)
         decoder = self._decoder([(Condition(), PROMPT_LOOKUP_CHAIN, draft)])
         return DecoderArm(PROMPT_LOOKUP, decoder, key=f"{PROMPT_LOOKUP}-{PROMPT_LOOKUP_CHAIN.key}")
 

@@ -13,6 +13,9 @@ from autotune.files import data_root, sha256_of
 BUNDLED_TARGET = "digits/target"
 BUNDLED_DRAFT = "digits/independent"
 BUNDLED_DRAFTS = (BUNDLED_DRAFT, "digits/star", "digits/dream", "digits/specvlm")
+RETRIEVAL = "retrieval"
+"""Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
+DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
 
 
 def bundled_models() -> dict[str, Path]:
@@ -51,7 +54,9 @@ def resolve(name: str) -> str:
 
 
 def reference(name: str) -> ModelReference:
-    """The model's name and the hash of its weights and config; without a hash if the model is not on disk."""
+    """The model's name and the hash of its weights and config; without a hash if the model is not on disk, or there is none."""
+    if name == RETRIEVAL:
+        return ModelReference(id=name, sha256="")
     path = Path(resolve(name))
     if not path.is_dir():
         return ModelReference(id=name, sha256="")

@@ -16,7 +16,7 @@ from autotune.device import fingerprint
 from autotune.documents.condition import Condition, Range
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
-from autotune.drafters.prompt_lookup import PromptLookupDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.evaluation import arms
 from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, HuggingFaceArm
@@ -42,7 +42,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
 from tests.evaluation.sample_runs import run
 from tests.sample_documents import decoding_profile, write_image, write_workload
-from tests.tiny_models import VOCABULARY_SIZE, Pair
+from tests.tiny_models import Pair
 
 BLIND = "generate gives the draft no image, so that it drafts blind"
 
@@ -225,7 +225,7 @@ def test_assisted_generation_with_another_output_is_left_out(
 
 
 def test_a_draft_that_is_no_model_cannot_assist(pair: Pair, processor: Any, prompts: Workload) -> None:
-    runner = ArmRunner(Decoder(pair.target, PromptLookupDraft(VOCABULARY_SIZE)), processor)
+    runner = ArmRunner(Decoder(pair.target, RetrievalDraft()), processor)
     assert reason_against_assisted(runner, prompts) == (
         "the profile's draft is no model that generate takes as its assistant_model"
     )

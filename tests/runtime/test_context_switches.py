@@ -10,7 +10,7 @@ import torch
 
 from autotune.documents.condition import Condition, Range
 from autotune.drafters import cached_draft
-from autotune.drafters.prompt_lookup import PromptLookupDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -20,7 +20,7 @@ from tests.drafters.test_feature_draft import agreeing_draft
 from tests.runtime.conftest import TREES
 from tests.runtime.test_control import COSTLY, useless_draft
 from tests.runtime.test_device_rounds import led_by_host
-from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
+from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 40
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.9, "seed": 4})
@@ -46,7 +46,7 @@ def three_points(draft: Any, first: str, last: str, begin: int, **options: Any) 
 def new_draft(kind: str, pair: Pair, target: Target) -> Any:
     if kind == "independent":
         return as_draft(pair.draft)
-    return PromptLookupDraft(VOCABULARY_SIZE) if kind == "lookup" else agreeing_draft(kind, target, injection_layer=4)
+    return RetrievalDraft() if kind == "lookup" else agreeing_draft(kind, target, injection_layer=4)
 
 
 @pytest.mark.parametrize("kind", ["independent", "lookup", "star", "dream", "specvlm"])

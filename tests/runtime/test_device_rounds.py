@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.prompt_lookup import PromptLookupDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.modeling import graph_runner, transfer
 from autotune.modeling.graph_runner import KV_LENGTH_STEP, WARM_UPS, GraphRunner, Outputs
 from autotune.modeling.target import Target
@@ -212,7 +212,7 @@ def test_the_host_leads_where_it_must(pair: Pair, prompts: dict[str, Inputs], mo
         (True, {}, {"temperature": 1.0}),
         (False, {}, penalty),
         (False, {"mode": "eager"}, {}),
-        (False, {"draft": PromptLookupDraft(VOCABULARY_SIZE)}, {}),
+        (False, {"draft": RetrievalDraft()}, {}),
         (False, {"tree": {"policy": "sage"}}, {}),
         (False, {"tree": {"policy": "wetap"}}, {}),
         (False, {"verification": {"kind": "wetap", "threshold": 0.9}}, {}),

@@ -11,6 +11,7 @@ from autotune.acceptance.trace import pack
 from autotune.errors import UserError
 from autotune.trees import policy as policies
 from autotune.trees.policy import POLICIES, STATE_SIZE, TreeGrower, parse_policy
+from autotune.trees.static import NO_TOKEN
 from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Tree, new_tree, new_workspace, plant
 from tests.sample_documents import random_trace
 from tests.trees.drafts import Draft, Ranks, TreeSession, assert_is_tree, path_logprob, same_everywhere
@@ -56,6 +57,22 @@ def test_a_label_has_what_differs_from_the_defaults() -> None:
         ({"policy": "static", "paths": [[0], [1], [1, 0]]}, "static(nodes=3, depth=2)"),
     ):
         assert parse_policy(tree).label == label
+
+
+def test_a_draft_that_proposes_nothing_leaves_the_root_after_one_level() -> None:
+    """Such a round verifies what a plain step does. Trees of a shape that is known beforehand keep it."""
+    for name in POLICIES:
+        for options in (
+            ({}, {"plan": "previous"}) if name == "sage" else ({"nucleus": "all"}, {}) if name == "wetap" else ({},)
+        ):
+            session = TreeSession(name, **options)
+            session.update(1)
+            assert session.policy.keeps_empty_nodes == (name == "static" or "plan" in options)
+            paths = session.grow(same_everywhere())
+            if session.policy.keeps_empty_nodes:
+                assert paths and (session.tree.token[1 : int(session.tree.size[0])] == NO_TOKEN).all()
+            else:
+                assert paths == [] and session.expanded == [[()]], (name, options)
 
 
 def drafts_of_many_shapes() -> dict[str, Draft]:

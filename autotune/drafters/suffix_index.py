@@ -1,0 +1,248 @@
+"""An index of a token sequence that finds what followed the longest match of a context's end.
+
+Positions with equal hashes of the ``min_match`` tokens before them form a chain, most recent first, as in deflate (RFC 1951,
+section 4). Every position of a chain is compared token by token, so that hash collisions cost time and nothing else. Appending
+a token takes constant time and no allocation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from autotune.trees.limits import Ints
+
+FIRST_CAPACITY = 1024  # tokens; doubled when they are in use
+SEPARATOR = -2  # between texts; equals no token of a context
+MAX_CANDIDATES = 4096  # positions of a chain that are compared, the most recent ones
+_END, _UNLINKED = -1, -2  # of a chain; a position that no chain holds
+_MULTIPLIER = 6364136223846793005  # Knuth's, of MMIX
+
+Bools = NDArray[np.bool_]
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+
+
+class SuffixIndex:
+    """Tokens with an index of what followed them.
+
+    Args:
+        min_match: tokens that must match before a follower counts.
+        max_match: tokens that are compared.
+        is_excluded: whether each token of the vocabulary is never proposed, bool [vocabulary].
+    """
+
+    def __init__(self, *, min_match: int, max_match: int, is_excluded: Bools) -> None:
+        self.length = 0
+        """Number of tokens."""
+        self._min_match, self._is_excluded = min_match, is_excluded
+        self._context = np.zeros(max_match, np.int32)
+        # Followers of the matches of one context: tokens, counts, and for each token its index among them.
+        self._follower, self._count = np.zeros((2, MAX_CANDIDATES), np.int32)
+        self._index_of = np.zeros(len(is_excluded), np.int32)
+        self._reserve(FIRST_CAPACITY)
+
+    def _reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens, at 12 to 16 bytes each."""
+        tokens = self.tokens if self.length else np.zeros(0, np.int32)
+        self._tokens, self._previous = np.zeros((2, capacity), np.int32)
+        self._newest = np.full(1 << (capacity - 1).bit_length(), _END, np.int32)
+        self.length = 0
+        self.append(tokens)
+
+    @property
+    def tokens(self) -> Int32s:
+        """All tokens."""
+        return self._tokens[: self.length]
+
+    def append(self, tokens: Int32s) -> None:
+        """Add tokens at the end."""
+        end = self.length + len(tokens)
+        if end > len(self._tokens):
+            self._reserve(2 * end)
+        text = self._tokens, self._previous, self._newest
+        _append(*text, self.length, tokens, self._min_match, self._is_excluded)
+        self.length = end
+
+    def truncate(self, length: int) -> None:
+        """Remove all tokens after the first ``length``."""
+        _truncate(self._tokens, self._previous, self._newest, self.length, length, self._min_match)
+        self.length = length
+
+    def followers(
+        self, token: Ints, parent: Ints, nodes: Ints, visible: Ints, num_proposals: int
+    ) -> tuple[Int32s, Float32s, Int32s]:
+        """What followed the longest match of the end of each node's context.
+
+        The context of a node are the first ``visible`` tokens and the drafted tokens from a root to the node. Of equally
+        frequent followers the most recent one comes first. Rows with fewer followers are filled with other tokens of
+        probability 0.
+
+        Args:
+            token: of all drafted nodes, [drafted].
+            parent: index of each one's parent, [drafted]; -1 for a root, which is the last of the visible tokens.
+            nodes: the nodes asked for, [nodes].
+            visible: number of tokens that each may match, [nodes].
+
+        Returns:
+            Tokens and log-probabilities, [nodes, proposals], and the length of each node's match, [nodes]; 0: none.
+        """
+        tokens = np.empty((len(nodes), num_proposals), np.int32)
+        logprobs = np.empty((len(nodes), num_proposals), np.float32)
+        match_length = np.empty(len(nodes), np.int32)
+        _find_followers(
+            self._tokens,
+            self._previous,
+            self._newest,
+            self._min_match,
+            self._is_excluded,
+            token,
+            parent,
+            nodes,
+            visible,
+            self._context,
+            self._follower,
+            self._count,
+            self._index_of,
+            tokens,
+            logprobs,
+            match_length,
+        )
+        return tokens, logprobs, match_length
+
+
+@njit(cache=True)
+def _bucket(tokens: Int32s, end: int, min_match: int, num_buckets: int) -> int:
+    """Bucket of the ``min_match`` tokens before ``end``."""
+    value = np.int64(0)
+    for at in range(end - min_match, end):
+        value = (value + tokens[at] + 1) * _MULTIPLIER
+    return int((value >> 32) & (num_buckets - 1))
+
+
+@njit(cache=True)
+def _append(
+    tokens: Int32s, previous: Int32s, newest: Int32s, length: int, new: Int32s, min_match: int, is_excluded: Bools
+) -> None:
+    for token in new:
+        tokens[length] = token
+        previous[length] = _UNLINKED
+        if length >= min_match and token >= 0 and not is_excluded[token]:
+            bucket = _bucket(tokens, length, min_match, len(newest))
+            previous[length] = newest[bucket]
+            newest[bucket] = length
+        length += 1
+
+
+@njit(cache=True)
+def _truncate(tokens: Int32s, previous: Int32s, newest: Int32s, length: int, new_length: int, min_match: int) -> None:
+    for at in range(length - 1, new_length - 1, -1):
+        if previous[at] != _UNLINKED:
+            newest[_bucket(tokens, at, min_match, len(newest))] = previous[at]
+
+
+@njit(cache=True)
+def _find_followers(
+    tokens: Int32s,
+    previous: Int32s,
+    newest: Int32s,
+    min_match: int,
+    is_excluded: Bools,
+    drafted: Ints,
+    parent: Ints,
+    nodes: Ints,
+    visible: Ints,
+    context: Int32s,
+    follower: Int32s,
+    count: Int32s,
+    index_of: Int32s,
+    out_tokens: Int32s,
+    out_logprobs: Float32s,
+    out_match_length: Int32s,
+) -> None:
+    """See ``SuffixIndex.followers``. ``context`` [max_match], ``follower``, ``count`` and ``index_of`` are scratch memory."""
+    max_match = len(context)
+    for row in range(len(nodes)):
+        # The context from its end backwards.
+        node, size, at = nodes[row], 0, visible[row] - 1
+        while size < max_match and parent[node] >= 0:
+            context[max_match - 1 - size] = drafted[node]
+            node = parent[node]
+            size += 1
+        while size < max_match and at >= 0 and tokens[at] != SEPARATOR:
+            context[max_match - 1 - size] = tokens[at]
+            at -= 1
+            size += 1
+        longest = num_followers = total = 0
+        if size >= min_match:
+            position = newest[_bucket(context, max_match, min_match, len(newest))]
+            num_candidates = 0
+            while position >= 0 and num_candidates < MAX_CANDIDATES:
+                if position >= visible[row]:
+                    position = previous[position]
+                    continue
+                num_candidates += 1
+                length = 0
+                while (
+                    length < size
+                    and length < position
+                    and tokens[position - 1 - length] == context[max_match - 1 - length]
+                ):
+                    length += 1
+                if length > longest and length >= min_match:
+                    longest, num_followers, total = length, 0, 0
+                if length == longest and length > 0:
+                    token = tokens[position]
+                    index = index_of[token]
+                    if index >= num_followers or follower[index] != token:
+                        index = num_followers
+                        index_of[token], follower[index], count[index] = index, token, 0
+                        num_followers += 1
+                    count[index] += 1
+                    total += 1
+                position = previous[position]
+        out_match_length[row] = longest
+        num_proposed = _take_most_frequent(follower, count, num_followers, total, out_tokens[row], out_logprobs[row])
+        _fill(out_tokens[row], out_logprobs[row], num_proposed, is_excluded)
+
+
+@njit(cache=True)
+def _take_most_frequent(
+    follower: Int32s, count: Int32s, num_followers: int, total: int, tokens: Int32s, logprobs: Float32s
+) -> int:
+    """Write the most frequent followers, the first of equal ones first, and their shares; returns their number."""
+    num_proposed = 0
+    for index in range(num_followers):
+        share = np.float32(np.log(count[index] / total))
+        at = num_proposed
+        if num_proposed < len(tokens):
+            num_proposed += 1
+        elif share > logprobs[at - 1]:
+            at -= 1
+        else:
+            continue
+        while at > 0 and logprobs[at - 1] < share:
+            tokens[at], logprobs[at] = tokens[at - 1], logprobs[at - 1]
+            at -= 1
+        tokens[at], logprobs[at] = follower[index], share
+    return num_proposed
+
+
+@njit(cache=True)
+def _fill(tokens: Int32s, logprobs: Float32s, num_proposed: int, is_excluded: Bools) -> None:
+    """Fill a row with the first other tokens, because the tokens of a row must be valid and distinct."""
+    token = 0
+    for rank in range(num_proposed, len(tokens)):
+        while is_excluded[token] or _holds(tokens, num_proposed, token):
+            token += 1
+        tokens[rank], logprobs[rank] = token, -np.inf
+        token += 1
+
+
+@njit(cache=True)
+def _holds(tokens: Int32s, size: int, token: int) -> bool:
+    is_held = False
+    for at in range(size):
+        is_held |= tokens[at] == token
+    return is_held
