@@ -22,7 +22,7 @@ def choose_expanded(
 ) -> tuple[Ints, Ints]:
     """The children that ``ForestBounds`` expands at this level, as (frontier row, rank).
 
-    ``logprob`` [rows, proposals] is cumulative. The rows of a root are contiguous.
+    ``logprob`` [rows, proposals] is cumulative. The rows of a root are contiguous. What has no probability is not expanded.
     """
     num_rows, k = logprob.shape
     rows = np.empty(num_rows * k, np.int64)
@@ -37,6 +37,8 @@ def choose_expanded(
         num_nucleus = 0
         for i in range(len(order)):
             row, rank = begin + order[i] // k, order[i] % k
+            if logprob[row, rank] == -np.inf:
+                break
             is_chosen = i < beam or (i < width and logprob[row, rank] > log_floor)
             if in_nucleus[row, rank] and num_nucleus < nucleus_width:
                 num_nucleus += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from autotune.acceptance.expansion import choose_expanded, open_columns
 from autotune.acceptance.trace import Forest, ForestBounds
 from autotune.drafters.cached_draft import FeatureSource
-from autotune.drafters.checkpoint import LoadedDraft
+from autotune.drafters.checkpoint import ModelDraft
 from autotune.modeling.step import Step
 from autotune.trees.limits import MAX_STEP, Ints
 
@@ -65,55 +66,34 @@ def largest_forest(bounds: ForestBounds) -> int:
     )
 
 
-class ForestGrower:
-    """Puts the answer after the prompt in the draft's KV cache, then grows the forests of several roots at a time after it.
-
-    The answer's tokens stay uncommitted, because a root must not see the tokens after it: the mask selects them.
-
-    What a draft without features proposes depends on the tokens before it only. A child that continues the answer is
-    therefore the answer's own next token, and a token that several roots reach is evaluated for the first of them only.
+class ForestGrower(ABC):
+    """Grows the forests of several roots at a time, level by level.
 
     Args:
-        draft: has evaluated the prompt.
         tokens: the answer.
-        answer_hidden: the target's outputs before each token of the answer, by layer; empty for a draft without features.
-        shares_tokens: False evaluates every node of every forest, as a draft with features must.
+        num_levels: levels of drafted tokens of which ``_Evaluated`` keeps the ancestors.
     """
 
-    def __init__(
-        self,
-        draft: LoadedDraft,
-        tokens: Ints,
-        bounds: ForestBounds,
-        answer_hidden: Mapping[int, Tensor],
-        *,
-        shares_tokens: bool,
-    ) -> None:
-        self.draft = draft
-        self.answer_hidden = answer_hidden
+    def __init__(self, tokens: Ints, bounds: ForestBounds, *, num_levels: int) -> None:
         self.tokens = tokens
         self.bounds = bounds
-        self.shares_tokens = shares_tokens
         self.num_roots = max(0, len(tokens) - 1)
-        self.evaluated = _Evaluated(bounds.num_proposals, bounds.depth)
+        self.evaluated = _Evaluated(bounds.num_proposals, num_levels)
         self._nodes = [np.arange(self.num_roots)]  # where every node of the forest is evaluated
         self._links: list[tuple[Ints, Ints, int]] = []  # parents, ranks, first child node
         self._num_nodes = self.num_roots
-        self._read_answer()
 
-    def _propose(self, step: Step, source: FeatureSource) -> tuple[Ints, NDArray[np.float32]]:
-        tokens, logprobs = self.draft.best(self.draft.forward(step, source), self.bounds.num_proposals)
-        return tokens.astype(np.int64), logprobs
+    @abstractmethod
+    def _evaluate_children(self, parents: Ints, ranks: Ints, num_before: int) -> Ints:
+        """Evaluate the children of ``parents``, except those that are; returns the index of each.
 
-    def _read_answer(self) -> None:
-        """Evaluate the answer's tokens, teacher-forced: the children of every root."""
-        for first in range(0, self.num_roots, MAX_STEP):
-            rows = np.arange(first, min(first + MAX_STEP, self.num_roots))
-            tree_mask = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.draft.mask_value, 0.0)
-            at = torch.from_numpy(rows).to(self.draft.device)
-            source = {layer: self.answer_hidden[layer][at] for layer in self.draft.aux_layers}
-            proposed = self._propose(Step(self.tokens[rows], rows, tree_mask.astype(np.float32)), source)
-            self.evaluated.add(*proposed, rows, np.full((len(rows), self.bounds.depth), -1))
+        Args:
+            num_before: number of tokens evaluated before this block of roots.
+        """
+
+    def _forget_block(self) -> None:
+        """Begin a block of roots: no child is evaluated."""
+        self.evaluated.child[: self.evaluated.size] = NOT_EVALUATED
 
     def grow(self, first: int, end: int) -> int:
         """Grow the forests of the roots ``first`` to ``end - 1``, level by level; returns the number of tokens evaluated."""
@@ -155,10 +135,63 @@ class ForestGrower:
             self._num_nodes += len(row)
         return evaluated.size - num_before
 
+    def forest(self) -> Forest:
+        """All nodes; the first ``num_roots`` are the answer's own."""
+        nodes = np.concatenate(self._nodes)
+        child_node = np.full((len(nodes), self.bounds.num_proposals), -1)
+        for parents, ranks, first in self._links:
+            child_node[parents, ranks] = first + np.arange(len(parents))
+        return Forest(self.tokens, self.evaluated.child_token[nodes], self.evaluated.child_logprob[nodes], child_node)
+
+
+class ModelForestGrower(ForestGrower):
+    """Puts the answer after the prompt in the draft's KV cache, then grows forests after it.
+
+    The answer's tokens stay uncommitted, because a root must not see the tokens after it: the mask selects them.
+
+    What a draft without features proposes depends on the tokens before it only. A child that continues the answer is
+    therefore the answer's own next token, and a token that several roots reach is evaluated for the first of them only.
+
+    Args:
+        draft: has evaluated the prompt.
+        tokens: the answer.
+        answer_hidden: the target's outputs before each token of the answer, by layer; empty for a draft without features.
+        shares_tokens: False evaluates every node of every forest, as a draft with features must.
+    """
+
+    def __init__(
+        self,
+        draft: ModelDraft,
+        tokens: Ints,
+        bounds: ForestBounds,
+        answer_hidden: Mapping[int, Tensor],
+        *,
+        shares_tokens: bool,
+    ) -> None:
+        super().__init__(tokens, bounds, num_levels=bounds.depth)
+        self.draft = draft
+        self.answer_hidden = answer_hidden
+        self.shares_tokens = shares_tokens
+        self._read_answer()
+
+    def _propose(self, step: Step, source: FeatureSource) -> tuple[Ints, NDArray[np.float32]]:
+        tokens, logprobs = self.draft.best(self.draft.forward(step, source), self.bounds.num_proposals)
+        return tokens.astype(np.int64), logprobs
+
+    def _read_answer(self) -> None:
+        """Evaluate the answer's tokens, teacher-forced: the children of every root."""
+        for first in range(0, self.num_roots, MAX_STEP):
+            rows = np.arange(first, min(first + MAX_STEP, self.num_roots))
+            tree_mask = np.where(np.arange(rows[-1] + 1) > rows[:, None], self.draft.mask_value, 0.0)
+            at = torch.from_numpy(rows).to(self.draft.device)
+            source = {layer: self.answer_hidden[layer][at] for layer in self.draft.aux_layers}
+            proposed = self._propose(Step(self.tokens[rows], rows, tree_mask.astype(np.float32)), source)
+            self.evaluated.add(*proposed, rows, np.full((len(rows), self.bounds.depth), -1))
+
     def _forget_block(self) -> None:
         """Begin a block of roots, whose tokens take the place of those of the block before in the KV cache."""
+        super()._forget_block()
         evaluated = self.evaluated
-        evaluated.child[: evaluated.size] = NOT_EVALUATED
         if self.shares_tokens:
             before = np.arange(self.num_roots - 1)
             continues = evaluated.child_token[before] == self.tokens[before + 1][:, None]
@@ -166,11 +199,6 @@ class ForestGrower:
             evaluated.child[token, rank] = token + 1
 
     def _evaluate_children(self, parents: Ints, ranks: Ints, num_before: int) -> Ints:
-        """Evaluate the children of ``parents``, except those that are; returns the index of each.
-
-        Args:
-            num_before: number of tokens evaluated before this block of roots.
-        """
         evaluated = self.evaluated
         is_new = evaluated.child[parents, ranks] == NOT_EVALUATED
         keys = np.unique(parents[is_new] * self.bounds.num_proposals + ranks[is_new])
@@ -189,11 +217,3 @@ class ForestGrower:
             evaluated.child[part, part_ranks] = evaluated.size + rows
             evaluated.add(*self._propose(step, sources), last_answer, ancestors)
         return evaluated.child[parents, ranks]
-
-    def forest(self) -> Forest:
-        """All nodes; the first ``num_roots`` are the answer's own."""
-        nodes = np.concatenate(self._nodes)
-        child_node = np.full((len(nodes), self.bounds.num_proposals), -1)
-        for parents, ranks, first in self._links:
-            child_node[parents, ranks] = first + np.arange(len(parents))
-        return Forest(self.tokens, self.evaluated.child_token[nodes], self.evaluated.child_logprob[nodes], child_node)

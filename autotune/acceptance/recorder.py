@@ -19,11 +19,13 @@ from torch import Tensor
 
 from autotune.acceptance.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
 from autotune.acceptance.answers import Answer as Answer
-from autotune.acceptance.forest_grower import ForestGrower, largest_forest
+from autotune.acceptance.forest_grower import ModelForestGrower, largest_forest
+from autotune.acceptance.retrieval_forest import RetrievalForestGrower
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
 from autotune.modeling.prompt import Prompt
@@ -224,8 +226,10 @@ def record_forest(
     shares_tokens: bool = True,
 ) -> RecordedPrompt:
     """The forest along one answer of the target to which the draft is attached. Without a ``reading`` the target is run for
-    the layers that the draft reads. ``shares_tokens``: see ``ForestGrower``.
+    the layers that the draft reads. ``shares_tokens``: see ``ModelForestGrower``.
     """
+    if isinstance(draft, RetrievalDraft):
+        return _record_retrieval(draft, inputs, answer, bounds)
     tokens = np.array(answer.tokens, np.int64)
     num_roots = max(0, len(tokens) - 1)  # nothing follows the last token
     largest = largest_forest(bounds)
@@ -241,7 +245,7 @@ def record_forest(
         target.hidden = reading.prompt_hidden
     (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
     draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
-    grower = ForestGrower(
+    grower = ModelForestGrower(
         draft, tokens, bounds, {} if reading is None else reading.answer_hidden, shares_tokens=shares_tokens
     )
     first, num_together = 0, most_at_once
@@ -250,3 +254,13 @@ def record_forest(
         nodes_per_root = grower.grow(first, end) / (end - first)
         first, num_together = end, max(1, min(most_at_once, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
     return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, answer.num_visual_tokens)
+
+
+def _record_retrieval(
+    draft: RetrievalDraft, inputs: dict[str, Any], answer: Answer, bounds: ForestBounds
+) -> RecordedPrompt:
+    (prompt,) = draft.prompts(inputs)
+    draft.prefill(prompt, None, capacity=0)
+    grower = RetrievalForestGrower(draft, np.array(answer.tokens, np.int64), bounds)
+    grower.grow(0, grower.num_roots)
+    return RecordedPrompt(grower.forest(), answer.prompt_length, grower.prompt_length, answer.num_visual_tokens)

@@ -43,7 +43,7 @@ class Replay:
     verified_nodes: Ints
     """Draft nodes sent to verification, over all rounds."""
     missing: Ints
-    """Nodes that the policy expanded and the trace does not hold; where there are none, replay is exact. None of them is on
+    """Proposed nodes that the policy expanded and the trace does not hold; where there are none, replay is exact. None of them is on
     the answer, so accepted lengths are exact too, unless a node budget binds: the missing nodes' descendants would have
     taken room from other nodes. Always 0 for trees that have their shape whatever the draft proposes.
     """
@@ -278,7 +278,7 @@ def _replay_prompts(
                 for i in range(num_frontier):
                     node = work.frontier[i]
                     tree.kv_slot[node] = num_read + i
-                    counts[p, band, _MISSING] += tree.row[node] == unrecorded
+                    counts[p, band, _MISSING] += tree.row[node] == unrecorded and tree.path_logprob[node] > -np.inf
                 num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
                 if num_frontier == 0:
                     break

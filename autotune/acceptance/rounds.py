@@ -75,7 +75,8 @@ def rounds(
             proposals = recorded.proposals[row[grower.frontier], : policy.num_proposals]
             num_levels += 1
             if not policy.keeps_empty_nodes:
-                num_missing += int((row[grower.frontier] == recorded.unrecorded).sum())
+                is_proposed = tree.path_logprob[grower.frontier] > -np.inf
+                num_missing += int((is_proposed & (row[grower.frontier] == recorded.unrecorded)).sum())
             size = int(tree.size[0])
             grower.grow(proposals["token"], proposals["logprob"])
             added = np.arange(size, int(tree.size[0]))

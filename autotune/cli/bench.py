@@ -20,6 +20,12 @@ from autotune.search.settings import SearchSettings
     help="Arms, separated by commas: ar, hf, hf-assisted, prompt_lookup, or the name of a published configuration.",
 )
 @click.option(
+    "--draft",
+    default=None,
+    show_default="the profile's",
+    help="Draft of the published configurations, such as retrieval.",
+)
+@click.option(
     "--lossy-sweep",
     is_flag=True,
     help="Measure WETAP's lossy acceptance at several thresholds: tokens per round, perplexity and agreement.",
@@ -34,6 +40,7 @@ def command(
     profile: Path,
     workload: str,
     against: str | None,
+    draft: str | None,
     lossy_sweep: bool,
     num_prompts: int,
     seed: int,
@@ -63,6 +70,7 @@ def command(
         seed,
         device,
         Console(),
+        draft=draft,
         lossy_sweep=lossy_sweep,
         wait_until_quiet_s=wait_until_quiet_s,
     )

@@ -16,11 +16,12 @@ import numpy as np
 from autotune.cost.settings import ProfileSettings, Size
 from autotune.cost.surface import Point, Surface, standard_error
 
+NEGLIGIBLE = 0.05  # plain steps; errors of shorter latencies are relative to it
 KERNEL_BLOCK = 8  # tokens; the latency of matrix kernels may jump after multiples of it
 
 
 class AdaptiveGrid:
-    """The sizes and samples of one surface. Samples may have any unit: only their ratios matter.
+    """The sizes and samples of one surface. Samples are in plain steps.
 
     Args:
         tokens: numbers of tokens of the finest grid.
@@ -69,14 +70,12 @@ class AdaptiveGrid:
     def noisiest(self, count: int) -> list[Size]:
         """``count`` of the sizes whose samples disagree, noisiest first, repeated as needed; empty if there are none."""
         noisy = self._all_noisy()
-        noisy.sort(key=lambda size: -standard_error(self.samples[size]))
+        noisy.sort(key=lambda size: -_error(self.samples[size]))
         return [noisy[number % len(noisy)] for number in range(count)] if noisy else []
 
     def _all_noisy(self) -> list[Size]:
         target_error = self.settings.target_error
-        return [
-            size for size in self.sizes if self.samples.get(size) and standard_error(self.samples[size]) > target_error
-        ]
+        return [size for size in self.sizes if self.samples.get(size) and _error(self.samples[size]) > target_error]
 
     def refine(self) -> bool:
         """Add the examined sizes where interpolation is wrong to the grid. Returns whether there are new sizes to measure."""
@@ -125,8 +124,8 @@ class AdaptiveGrid:
         neighbors = [self.samples[other] for other in chosen[above - 1 : above + 1]]
         medians = [float(np.median(samples)) for samples in neighbors]
         predicted = float(np.interp(size[axis], coordinates[above - 1 : above + 1], medians))
-        noise = np.hypot(standard_error(self.samples[size]), max(map(standard_error, neighbors)))
-        error = abs(predicted / float(np.median(self.samples[size])) - 1)
+        noise = np.hypot(_error(self.samples[size]), max(map(_error, neighbors)))
+        error = abs(predicted - float(np.median(self.samples[size]))) / _scale(self.samples[size])
         return error - max(self.settings.tolerance, 2 * float(noise))
 
     def surface(self, unit_ms: float = 1.0) -> Surface:
@@ -151,6 +150,16 @@ class AdaptiveGrid:
         held_out = measured.intersection(self._held_out)
         examined = measured.intersection(self.sizes) - grid - held_out
         return Surface(points=points(grid), examined=points(examined), held_out=points(held_out)).with_best_model()
+
+
+def _scale(samples: Sequence[float]) -> float:
+    """The latency that errors are relative to."""
+    return max(float(np.median(samples)), NEGLIGIBLE)
+
+
+def _error(samples: Sequence[float]) -> float:
+    """Standard error of the median, relative to ``_scale``."""
+    return standard_error(samples) * float(np.median(samples)) / _scale(samples)
 
 
 def _middle(values: list[int]) -> list[int]:

@@ -29,6 +29,7 @@ from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
@@ -174,8 +175,19 @@ def _prefill_cost(samples: PrefillSamples, unit_ms: float) -> PrefillCost:
     return fit_prefill([(num_tokens, num_images, unit_ms * duration) for num_tokens, num_images, duration in samples])
 
 
-def shape_of(model: TreeModel | FeatureDraft) -> ModelShape:
-    """The shape of a loaded model, for roofline estimates. A draft that reads features shares its target's head."""
+def shape_of(model: TreeModel | FeatureDraft | RetrievalDraft) -> ModelShape:
+    """The shape of a loaded model, for roofline estimates. A draft that reads features shares its target's head; retrieval
+    has no forward passes.
+    """
+    if isinstance(model, RetrievalDraft):
+        return ModelShape(
+            num_layers=0,
+            hidden_size=0,
+            text_parameters=0,
+            vision_parameters=0,
+            kv_bytes_per_token=0,
+            bytes_per_parameter=0,
+        )
     if isinstance(model, FeatureDraft):
         hidden_size = model.network.config.hidden_size
         return ModelShape(

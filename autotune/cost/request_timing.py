@@ -119,6 +119,7 @@ class PrefillTimer:
                 continue
             for draft.visual_keep in (1.0, 0.5, 0.1) if has_image else (1.0,):
                 started = now_ms(device)
+                draft_prompt: Any
                 (draft_prompt,) = draft.prompts(inputs, encoded)
                 draft.prefill(draft_prompt, scores.get("text_after_image"), capacity=length + MAX_STEP)
                 times.append((samples, draft.length, now_ms(device) - started))

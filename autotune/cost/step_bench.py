@@ -83,10 +83,9 @@ class StepBench:
 
     def draft_level_ms(self, tokens: int, kv_length: int) -> float:
         draft, tree = self.draft, self.tree
-        draft.cache.length = kv_length
+        draft.prepare_step(kv_length)
         _plant_star(tree, tokens)
         frontier = np.arange(1, tokens + 1)
-        draft.begin_round()
         started = now_ms(draft.device)
         draft.propose(tree, frontier, 10)
         return now_ms(draft.device) - started

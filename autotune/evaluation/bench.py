@@ -20,6 +20,7 @@ from autotune.device import fingerprint
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import COMPARED_DEFAULTS, NAMED
+from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
@@ -58,6 +59,7 @@ def run_bench(
     device: str,
     console: Console,
     *,
+    draft: str | None = None,
     lossy_sweep: bool = False,
     wait_until_quiet_s: float | None = None,
 ) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def run_bench(
 
     Args:
         against: names in ``ARMS``; None compares with those of ``COMPARED`` that can run.
+        draft: drafts for published configurations in place of the profile's draft.
         lossy_sweep: also measure ``LOSSY_SWEEP``; without ``against``, nothing else.
         wait_until_quiet_s: the longest time to wait until the machine is quiet, in seconds; None: do not wait.
 
@@ -78,15 +81,17 @@ def run_bench(
         against = [*(against or ()), *LOSSY_SWEEP]
     prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
     decoder = load(profile, device=device)
-    if decoder.draft is None and any(name in NAMED for name in against or ()):
+    if decoder.draft is None and draft is None and any(name in NAMED for name in against or ()):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
-            f"bench it --against {AR},{HF},{PROMPT_LOOKUP}"
+            f"bench it --against {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
         )
+    other = None if draft is None else load_draft(draft, decoder.target)
     assert decoder.profile is not None
     points = decoder.profile.points
     is_lossy = any(map(is_lossy_arm, against or ())) or not all(point.lossless for point in points)
-    runner = ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy)
+    draft_of = None if other is None else lambda configuration: other
+    runner = ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy, draft_of=draft_of)
     names = COMPARED if against is None else against
     chosen = choose_arms([AR, *names], runner, prompts)
     arms = [*chosen.arms, DecoderArm(TUNED, decoder)] if decoder.draft is not None else chosen.arms
@@ -157,7 +162,8 @@ def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> C
     """The arms of these names that can run, each once, in this order."""
     chosen = ChosenArms()
     for name in dict.fromkeys(names):
-        if runner.decoder.draft is None and (name in NAMED or name == HF_ASSISTED):
+        has_draft = runner.decoder.draft is not None or (runner.draft_of is not None and name in NAMED)
+        if not has_draft and (name in NAMED or name == HF_ASSISTED):
             chosen.unavailable[name] = "the profile decodes without a draft"
             continue
         if name == HF_ASSISTED:

@@ -16,6 +16,7 @@ from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint,
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
+from autotune.modeling.loading import RETRIEVAL
 from autotune.search.evaluator import Evaluator
 from autotune.study.folder import find_studies, find_study, points_of_bands
 
@@ -124,9 +125,11 @@ class SearchDocuments:
 
 
 def draft_kind(header: TraceHeader) -> str:
-    """The kind of a trace's draft, as far as its auxiliary layers tell: drafts of this project read one of the target's
-    layers, EAGLE-3 heads several, independent models none.
+    """The kind of a trace's draft, as far as its name and auxiliary layers tell: drafts of this project read one of the
+    target's layers, EAGLE-3 heads several, independent models none.
     """
+    if header.draft.id == RETRIEVAL:
+        return RETRIEVAL
     if not header.aux_layers:
         return INDEPENDENT
     return EAGLE3 if len(header.aux_layers) > 1 else "feature-reading"

@@ -165,7 +165,8 @@ class ModelPool:
         return self.draft(configuration.draft or next(iter(self._full_drafts)), configuration.subnet)
 
     def subnets(self, space: SearchSpace) -> list[DraftVariant]:
-        """All variants of a space: its subnets of every draft. Heads and layers of a space are those of supernets.
+        """All variants of a space: its subnets of every draft. Heads and layers of a space are those of supernets. Drafts that
+        see no images have no visual tokens to choose.
 
         Raises:
             UserError: the space has operators only, and no draft has a compressor.
@@ -183,7 +184,9 @@ class ModelPool:
         return [
             (id, subnet)
             for id, draft in self._full_drafts.items()
-            for subnet in space.subnets(id, draft.subnet, self.supernet_layers(id), compressors.get(id, ()))
+            for subnet in (space if draft.sees_images else space.without_images()).subnets(
+                id, draft.subnet, self.supernet_layers(id), compressors.get(id, ())
+            )
         ]
 
     def supernet_layers(self, draft: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from autotune.documents.subnet import Operator
 from autotune.errors import UserError, nearest
 from autotune.execution import check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
-from autotune.modeling.loading import BUNDLED_DRAFTS, BUNDLED_TARGET
+from autotune.modeling.loading import BUNDLED_TARGET, DEFAULT_DRAFTS
 from autotune.search.space import space_path
 from autotune.settings import option_name, setting
 from autotune.study.storage import storage_url
@@ -32,8 +32,8 @@ class SearchSettings(Document):
     )
     target: str = setting(BUNDLED_TARGET, "Target: a bundled name, a path or a Hugging Face id.")
     drafts: tuple[str, ...] = setting(
-        BUNDLED_DRAFTS,
-        "Draft: a bundled name, a path or a Hugging Face id; may be repeated; default: all bundled drafts.",
+        DEFAULT_DRAFTS,
+        "Draft: a bundled name, a path, a Hugging Face id or retrieval; may be repeated; default: all bundled drafts and retrieval.",
         option="draft",
         min_length=1,
     )

@@ -21,7 +21,9 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
+from autotune.modeling.loading import RETRIEVAL, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
@@ -115,6 +117,25 @@ def test_replay_counts_the_rounds_of_the_decoder(
         num_plain_steps += replayed.plain_steps.sum()
         num_missing += (replayed.missing > 0).sum() * (configuration.tree["policy"] in BEAMS)
     assert num_plain_steps > 0 and num_missing < 3, "prompts that a beam leaves are not compared"
+
+
+def test_replay_counts_the_rounds_of_a_retrieval_draft(
+    recorder: Recorder, target: Target, workload: Workload, processor: Any
+) -> None:
+    """50 random configurations. Shares of occurrences are often equal, and often nothing is proposed."""
+    draft = RetrievalDraft()
+    draft.attach(target)
+    trace = recorder.trace(draft, reference(RETRIEVAL), workload, visual_keep=1.0, bounds=EVERYTHING)
+    decoder, rng = Decoder(target, draft), random.Random(5)
+    num_accepted = num_roots_alone = 0
+    for number in range(50):
+        tree = random_tree_policy(list(POLICIES)[number % len(POLICIES)], rng, SIZES)
+        configuration = Configuration(tree=tree, fallback=random_price(rng) if number % 4 == 1 else None)
+        assert_rounds_are_the_decoders(trace, configuration, decoder, workload, processor)
+        replayed = replay(trace, parse_policy(tree), free_prices(), configuration.fallback)
+        num_accepted += sum(int(lengths.sum()) for lengths in replayed.accepted_lengths)
+        num_roots_alone += int((replayed.verified_nodes < replayed.rounds).sum())
+    assert num_accepted > 100 and num_roots_alone > 0
 
 
 def test_a_switched_request_takes_the_rounds_of_its_points(

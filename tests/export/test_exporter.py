@@ -375,7 +375,7 @@ def test_wrong_options_are_refused(pair: Path) -> None:
 
 
 def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> None:
-    for kind in ("star", "dream", "specvlm", "prompt_lookup"):
+    for kind in ("star", "dream", "specvlm", "retrieval"):
         profile = write_pair(tmp_path / kind, kind=kind)
         for engine in EXPORT_ENGINES:
             message = (
