@@ -85,7 +85,7 @@ def anchored(limits: DeviceLimits, measured: Sequence[CostTable]) -> DeviceLimit
     parts += [
         (d.shape, surface) for table in measured for d in table.drafts for surface in (d.draft_first, d.draft_level)
     ]
-    models = [(shape, surface) for shape, surface in parts if shape is not None and shape.text_parameters > 0]
+    models = [(shape, surface) for shape, surface in parts if shape is not None and shape.has_forward_pass]
     points = [(shape, point) for shape, surface in models for point in surface.points]
     if not points:
         return limits

@@ -45,6 +45,11 @@ class ModelShape(Document):
     crossing_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the KV bytes per token in blocks that cross, whose KV length includes pruned tokens (``Trace.draft_kv_length``)."""
 
+    @property
+    def has_forward_pass(self) -> bool:
+        """False for a draft that needs no model."""
+        return self.num_layers > 0
+
 
 class DraftCosts(Document):
     """Latencies of a draft, or of a subnet with fewer heads. Pruned visual tokens only shorten the KV cache, and the

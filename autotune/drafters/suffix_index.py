@@ -73,9 +73,9 @@ class SuffixIndex:
     def followers(
         self, token: Ints, parent: Ints, nodes: Ints, visible: Ints, num_proposals: int
     ) -> tuple[Int32s, Float32s, Int32s]:
-        """What followed the longest match of the end of each node's context.
+        """The tokens that followed the longest match of the end of each node's context.
 
-        The context of a node are the first ``visible`` tokens and the drafted tokens from a root to the node. Of equally
+        The context of a node is the first ``visible`` tokens and the drafted tokens from a root to the node. Of equally
         frequent followers the most recent one comes first. Rows with fewer followers are filled with other tokens of
         probability 0.
 

@@ -38,7 +38,7 @@ class CostCurve:
 
     def limit_ms(self, tokens: int) -> float | None:
         """The roofline latency from the datasheet."""
-        if self.limits is None or self.shape is None:
+        if self.limits is None or self.shape is None or not self.shape.has_forward_pass:
             return None
         return step_ms(self.shape, self.limits, tokens, self.kv_length)
 

@@ -49,7 +49,7 @@ def subnet_flops(sources: Sources) -> pd.DataFrame:
     Columns: ``draft``, ``heads``, ``layer`` (0 for the draft's default), ``keep``, ``device``, ``estimated``, ``mflops_per_round``, ``mflops_per_token``,
     ``speedup``, and ``is_on_front``: no subnet of the draft has as few operations per token and a higher speedup there. Every
     subnet drafts the chain that was best for it on the search's device. Subnets are left out if the cost table has no
-    shape of them; KV lengths are means over the recorded prompts, in the middle of their answers.
+    shape of them, and drafts without a model; KV lengths are means over the recorded prompts, in the middle of their answers.
     """
     import pandas as pd
 
@@ -61,7 +61,7 @@ def subnet_flops(sources: Sources) -> pd.DataFrame:
         devices = {name: load_limits(name) for name in datasheets() if name != table.device.name}
         for subnet in sources.screened:
             trace, shape = traces.get(subnet.draft), _shape(sources, subnet)
-            if trace is None or shape is None:
+            if trace is None or shape is None or not shape.has_forward_pass:
                 continue
             draft_kv, kv = _kv_lengths(trace, subnet.subnet.visual_keep, shape.crossing_share)
             flops = round_operations(

@@ -202,7 +202,7 @@ def print_table(table: CostTable, console: Console) -> None:
         held_out, total = _percent(part.held_out_error), _percent(part.uncertainty)
         console.say(f"{text} (held-out error {held_out}, uncertainty {total})")
     for costs in table.drafts:
-        if costs.num_parameters is not None and costs.kv_bytes_per_token is not None:
+        if costs.num_parameters and costs.kv_bytes_per_token is not None:
             millions = costs.num_parameters / 1e6
             console.say(
                 f"{costs.name}: {millions:.3g}M own parameters, {costs.kv_bytes_per_token} bytes of KV cache per token"

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from autotune.cost import request_timing
-from autotune.cost.profiler import kv_lengths_for, profile
+from autotune.cost.profiler import kv_lengths_for, profile, shape_of
 from autotune.cost.request_timing import choose_prefill_threads, overhead_runs
+from autotune.cost.roofline import estimate_table
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.surface import Surface
 from autotune.cost.table import TOKENS, CostTable
@@ -23,10 +24,12 @@ from autotune.device import fingerprint
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, new_network, save_draft
 from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
-from autotune.modeling.loading import load_processor, reference
+from autotune.modeling.loading import RETRIEVAL, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.trees.tree import ROOT, new_tree, plant
 from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS, Pair
@@ -266,6 +269,45 @@ def test_forwards_have_capture_sizes_only(
     assert table.capture_sizes == (4, 9) and sizes == {1, 4, 9}, "1 is a plain step"
     for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
         assert {p.tokens for p in (*surface.points, *surface.examined, *surface.held_out)} == {4, 9}
+
+
+def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Workload, processor: Any) -> None:
+    """Lookups at every size, by KV length, and the building of the index; on other devices they cost nothing."""
+    target, named = Target(pair.target), reference(RETRIEVAL)
+    draft = load_draft(RETRIEVAL, target)
+    settings = replace(SETTINGS, min_samples=1)
+    table = profile(
+        target, reference(str(pair.target_folder)), [(draft, named)], processor, workload, settings=settings
+    )
+    (costs,) = table.drafts
+    assert costs.draft == named and (costs.num_parameters, costs.kv_bytes_per_token) == (0, 0)
+    assert {(1, 32), (129, 128)} <= sizes(costs.draft_first) & sizes(costs.draft_level)
+    assert {(n, m) for n, m, _ in costs.prefill.samples} and costs.overhead.samples
+    assert costs.shape is not None and not costs.shape.has_forward_pass
+    estimated = estimate_table(
+        "h100",
+        target=table.target,
+        target_shape=shape_of(target),
+        draft=named,
+        draft_shape=costs.shape,
+        precision="float32",
+        measured=[table.model_copy(update={"device": table.device.model_copy(update={"name": "h100"})})],
+    )
+    assert estimated.num_anchors == 1
+    assert {point.latency_ms for point in estimated.drafts[0].draft_level.points} == {0.0}
+
+
+def test_a_timed_lookup_finds_matches(pair: Pair) -> None:
+    """A step at any KV length, on the text of the step before or on a new one."""
+    draft = RetrievalDraft()
+    draft.attach(Target(pair.target))
+    tree = new_tree(3)
+    plant(tree, 0, -1)
+    for kv_length in (200, 100, 300):
+        draft.prepare_step(kv_length)
+        assert draft.length == kv_length
+        _, logprobs = draft.propose(tree, np.array([ROOT]), 3)
+        assert logprobs[0, 0] == 0.0 and draft.match_length == draft.max_match
 
 
 def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:

@@ -151,6 +151,24 @@ def test_differences_within_the_noise_are_not_refined() -> None:
         assert (65 in tokens_of(_filled(grid, off))) == expected
 
 
+def test_errors_of_latencies_far_below_a_plain_step_are_not_refined() -> None:
+    """The same errors, of a lookup in place of a forward pass: 1 % of a plain step."""
+
+    def off(n: int, m: int) -> float:
+        return 1.05 if n == 65 else 1.0
+
+    for plain_steps, expected in ((1.0, True), (0.01, False)):
+        grid = AdaptiveGrid(TOKENS, COARSE_TOKENS, SETTINGS.kv_lengths, [], SETTINGS)
+        for _ in range(2):
+            for n, m in grid.sizes:
+                grid.samples[n, m] = [plain_steps * off(n, m) * (1 + 0.002 * (k - 3)) for k in range(7)]
+            grid.refine()
+        assert (65 in tokens_of(_filled(grid, lambda n, m, unit=plain_steps: unit * off(n, m)))) == expected  # type: ignore[misc]
+        for size in grid.sizes:
+            grid.samples[size] = [plain_steps * (1 + 0.05 * (k - 3)) for k in range(7)]
+        assert (len(grid.noisy()) > 0) == (len(grid.noisiest(1)) > 0) == expected
+
+
 def _filled(grid: AdaptiveGrid, truth: Latency) -> Surface:
     for n, m in grid.sizes:
         grid.samples.setdefault((n, m), [truth(n, m)])

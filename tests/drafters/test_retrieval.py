@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from autotune.documents.provenance import ModelReference
+from autotune.documents.subnet import Subnet
+from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.suffix_index import FIRST_CAPACITY
 from autotune.errors import UserError
+from autotune.modeling.loading import RETRIEVAL, reference
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.search.model_pool import ModelPool
+from autotune.search.space import load_space
 from autotune.trees.tree import ROOT
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
@@ -185,6 +192,18 @@ def test_options_out_of_range_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=message):
             RetrievalDraft(**options)
+
+
+def test_it_is_loaded_by_name_and_has_one_subnet(pair: Pair) -> None:
+    target = Target(pair.target)
+    draft = load_draft(RETRIEVAL, target)
+    assert (draft.kind, draft.subnet, draft.vocab_size) == ("retrieval", Subnet(), VOCABULARY_SIZE)
+    assert reference(RETRIEVAL) == ModelReference(id="retrieval", sha256="")
+    with pytest.raises(UserError, match="retrieval: a retrieval draft has no subnets; leave heads, injection_layer"):
+        load_draft(RETRIEVAL, target, Subnet(heads=0.5))
+    pool = ModelPool(str(pair.target_folder), (RETRIEVAL, str(pair.draft_folder)), "cpu")
+    subnets = Counter(draft for draft, _ in pool.subnets(load_space("quick")))
+    assert subnets == {RETRIEVAL: 1, str(pair.draft_folder): 10}
 
 
 # -------------------------------------------------------------------------------------------------------------- corpus

@@ -72,11 +72,10 @@ def run_in(
     monkeypatch: pytest.MonkeyPatch,
     *,
     num_prompts: int = 3,
-    lossy_sweep: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     monkeypatch.chdir(world)
-    console = Console()
-    return run_bench(Path(profile), "workload.jsonl", against, num_prompts, 0, "cpu", console, lossy_sweep=lossy_sweep)
+    return run_bench(Path(profile), "workload.jsonl", against, num_prompts, 0, "cpu", Console(), **options)
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -111,6 +110,28 @@ def test_a_profile_without_a_draft_is_compared_with_arms_without_one(
     reason = "the profile decodes without a draft"
     assert result["unavailable"] == dict.fromkeys([HF_ASSISTED, *COMPARED_DEFAULTS], reason)
     assert f"chain is left out: {reason}\n" in capsys.readouterr().err
+
+
+def test_published_configurations_may_have_another_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a profile without a draft, and in place of a profile's draft. Prompt lookup is a retrieval draft."""
+    with_plain = run_in(world, "plain.json", [PROMPT_LOOKUP, "chain"], monkeypatch, draft="retrieval")
+    assert list(with_plain["runs"]) == [AR, PROMPT_LOOKUP, "chain"] and with_plain["unavailable"] == {}
+    with_tree = run_in(world, "tree.json", ["chain"], monkeypatch, draft="retrieval")
+    own = run_in(world, "tree.json", ["chain"], monkeypatch)
+    assert list(with_tree["runs"]) == [AR, "chain", TUNED]
+    accepted = [
+        [run["accepted_lengths"] for run in found["runs"][name]]
+        for found, name in (
+            (with_plain, "chain"),
+            (with_tree, "chain"),
+            (own, "chain"),
+            (with_tree, TUNED),
+            (own, TUNED),
+        )
+    ]
+    assert accepted[0] == accepted[1] != accepted[2] and accepted[3] == accepted[4]
+    for found in (with_plain, with_tree):
+        assert all(arm["identical_outputs"] == 3 for arm in found["arms"])
 
 
 def test_every_prompt_is_decoded_by_its_point(

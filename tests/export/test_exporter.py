@@ -24,7 +24,7 @@ from autotune.export.document import EXPORT, Export
 from autotune.export.engine import read_settings
 from autotune.export.exporter import ENGINES
 from autotune.export.sglang import SglangSettings
-from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, bundled_models
+from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, RETRIEVAL, bundled_models
 from autotune.search.evaluator import Evaluator
 from tests.export.studies import PRUNED, point_of, profile_of, trace_of, write_pair, write_study
 from tests.sample_documents import DRAFT, TARGET, cost_table, surface
@@ -382,6 +382,17 @@ def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> No
                 f"{engine} cannot serve tests/draft, a draft of kind {kind}; search again with a kind that it serves"
             )
             assert_refused(profile, engine, messages=(message,))
+
+
+def test_a_recorded_retrieval_draft_is_no_model_to_serve(tmp_path: Path) -> None:
+    """Its traces name no layers of the target, as those of independent models."""
+    draft = ModelReference(id=RETRIEVAL, sha256="")
+    trace = trace_of()
+    trace = dataclasses.replace(trace, header=trace.header.model_copy(update={"draft": draft}))
+    write_study(tmp_path / ".autotune" / "pair", table_of(draft), trace, trace_of())
+    profile_of(point_of(trace_of(), table_of(DRAFT)), trace=trace).save(tmp_path / "profile.json")
+    message = "vllm cannot serve retrieval, a draft of kind retrieval"
+    assert_refused(tmp_path / "profile.json", "vllm", "--draft", RETRIEVAL, messages=(message,))
 
 
 def test_plain_decoding_is_not_exported_without_a_draft(tmp_path: Path) -> None:
