@@ -1,5 +1,5 @@
 """Calibration of a draft's probabilities: how often the target accepts a child that the draft gives a certain probability,
-by the depth of the child and its rank.
+by the depth of the child and its rank; and how often it accepts what retrieval finds, by the length of the match.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autotune.acceptance.trace import Trace
 from autotune.trees.limits import Floats, Ints
-from autotune.trees.priced import GRID, MAX_SURVIVAL, Calibration, identity_curves
+from autotune.trees.priced import GRID, MAX_MATCH, MAX_SURVIVAL, Calibration, identity_curves
 
 MAX_DEPTH, MAX_RANK = 8, 8  # children beyond these are not looked at
 NUM_RANKS = 3  # curves of a depth: ranks 0, 1, and the others
@@ -78,6 +78,7 @@ def calibrate(trace: Trace, prompts: Sequence[int] | Ints | None = None) -> Cali
     header = trace.header
     return Calibration(
         curves=tuple(tuple(tuple(np.round(curve, 4).tolist()) for curve in of_depth) for of_depth in _fit(found, best)),
+        retrieved=_retrieved(trace, chosen),
         draft=header.draft.id,
         draft_sha256=header.draft.sha256,
         workload_sha256=header.workload_sha256,
@@ -111,6 +112,33 @@ def _fit(found: Children, num_depths: int) -> Floats:
             regression = IsotonicRegression(y_min=LEAST, y_max=MAX_SURVIVAL, out_of_bounds="clip")
             curves[d, r] = regression.fit(logit[members], found.is_accepted[members]).predict(GRID)
     return curves
+
+
+def _retrieved(trace: Trace, prompts: Ints) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """See ``Calibration.retrieved``."""
+    forest = trace.forest
+    prompt, token, _ = trace.roots()
+    token, end = (array[np.isin(prompt, prompts)] for array in (token, trace.answer_start[1:][prompt]))
+    lengths: list[list[Ints]] = [[], []]
+    hits: list[list[NDArray[np.bool_]]] = [[], []]
+    for step in range(forest.retrieved.shape[1]):
+        is_offered = (token + step + 1 < end) & (forest.retrieved[token, step] >= 0)
+        token, end = token[is_offered], end[is_offered]
+        is_next = forest.retrieved[token, step] == forest.answer[token + step + 1]
+        lengths[step > 0].append(np.minimum(forest.match_length[token] + step, MAX_MATCH))
+        hits[step > 0].append(is_next)
+        token, end = token[is_next], end[is_next]
+    curves = [_by_match_length(np.concatenate(x), np.concatenate(y)) for x, y in zip(lengths, hits, strict=True)]
+    return (curves[0], curves[1]) if len(lengths[0][0]) >= MIN_CHILDREN else None
+
+
+def _by_match_length(length: Ints, is_hit: NDArray[np.bool_]) -> tuple[float, ...]:
+    from sklearn.isotonic import IsotonicRegression
+
+    if len(length) < MIN_CHILDREN:
+        return (LEAST,) * MAX_MATCH
+    regression = IsotonicRegression(y_min=LEAST, y_max=MAX_SURVIVAL, out_of_bounds="clip").fit(length, is_hit)
+    return tuple(np.round(regression.predict(np.arange(1, MAX_MATCH + 1)), 4).tolist())
 
 
 def _held_out_loss(found: Children, folds: Ints, num_depths: int) -> float:

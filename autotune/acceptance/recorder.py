@@ -21,7 +21,7 @@ from autotune.acceptance.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_an
 from autotune.acceptance.answers import Answer as Answer
 from autotune.acceptance.forest_grower import ModelForestGrower, largest_forest
 from autotune.acceptance.retrieval_forest import RetrievalForestGrower
-from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
+from autotune.acceptance.trace import MAX_RETRIEVED, Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
@@ -70,6 +70,8 @@ class Recorder:
         """Layers of the target whose readings are kept in memory, to record several drafts that read them."""
         self._readings: dict[tuple[str, int], Reading] = {}
         self._answers = AnswerRecorder(target, processor)
+        self._retrieval = RetrievalDraft()
+        self._retrieval.attach(target)
 
     def answers(self, workload: Workload, report: Report | None = None) -> list[Answer]:
         """The target's answer to every prompt, by plain decoding."""
@@ -127,11 +129,23 @@ class Recorder:
                 inputs = prompt.inputs(self.processor, draft.device)
                 reading = self.reading(prompt, inputs, answer, draft.aux_layers) if draft.aux_layers else None
                 part = record_forest(self.target, draft, inputs, answer, bounds, reading, visual_ranking=visual_ranking)
+                part = part._replace(forest=self._with_retrieved(part.forest, inputs))
                 _write_part(path, part)
             parts.append(part)
             if report is not None:
                 report(done, len(workload.prompts))
         return join(self.header(draft_reference, subnet, draft.aux_layers, workload, bounds), parts)
+
+    def _with_retrieved(self, forest: Forest, inputs: dict[str, Any]) -> Forest:
+        """The forest with what the prompt and the answer hold of every token's continuation."""
+        (prompt,) = self._retrieval.prompts(inputs)
+        self._retrieval.prefill(prompt, None, capacity=0)
+        found = []
+        for token in forest.answer:
+            self._retrieval.append(int(token))
+            found.append(self._retrieval.continuation(MAX_RETRIEVED))
+        tokens, lengths = zip(*found, strict=True)
+        return replace(forest, retrieved=np.array(tokens), match_length=np.array(lengths, np.int64))
 
     def header(
         self,
@@ -170,7 +184,7 @@ class Recorder:
         return self._readings[key]
 
 
-_FOREST = tuple(field.name for field in fields(Forest))
+_FOREST = tuple(field.name for field in fields(Forest))  # parts without retrieved tokens are recorded again
 
 
 def _read_part(path: Path) -> RecordedPrompt | None:

@@ -43,8 +43,8 @@ class Replay:
     verified_nodes: Ints
     """Draft nodes sent to verification, over all rounds."""
     missing: Ints
-    """Proposed nodes that the policy expanded and the trace does not hold; where there are none, replay is exact. None of them is on
-    the answer, so accepted lengths are exact too, unless a node budget binds: the missing nodes' descendants would have
+    """Proposed nodes that the policy expanded and the trace does not hold; where there are none, replay is exact. None of them
+    is on the answer, so accepted lengths are exact too, unless a node budget binds: the missing nodes' descendants would have
     taken room from other nodes. Always 0 for trees that have their shape whatever the draft proposes.
     """
     accepted_lengths: list[Ints]
@@ -113,6 +113,8 @@ def replay(
         prompts,
         boundaries,
         trace.forest.answer,
+        trace.forest.retrieved,
+        trace.forest.match_length,
         trace.packed.root_row,
         trace.packed.proposals,
         trace.answer_start,
@@ -218,6 +220,8 @@ def _replay_prompts(
     prompts: Ints,
     context_boundaries: Ints,
     answer: Ints,
+    retrieved: Ints,
+    match_length: Ints,
     root_row: NDArray[np.int32],
     proposals: Proposals,
     answer_start: Ints,
@@ -248,7 +252,7 @@ def _replay_prompts(
         position = 0  # index of the root in the answer
         num_rounds = band = 0
         draft_length = draft_kv_length[p]
-        pending = 1  # committed tokens that the draft has not read
+        pending = 1  # committed tokens that the draft has not read, the root included
         while position < num_answer - 1:
             while band < len(context_boundaries) and prompt_length[p] + position >= context_boundaries[band]:
                 band += 1
@@ -266,24 +270,26 @@ def _replay_prompts(
                 position += 1
                 continue
             # Draft.
-            policies.begin_round(kind, params, state, prompt_length[p] + position)
+            policies.begin_round(kind, params, state, prompt_length[p] + position, match_length[begin + position])
             plant(tree, answer[begin + position], root_row[begin + position])
             work.frontier[0] = ROOT
-            num_frontier = 1
-            times[p, band, _DRAFT_MS] += _price(draft_first_ms, pending, draft_length, kv_step)
-            draft_length += pending
+            num_frontier = 1 if policies.drafts(kind, params, state) else 0
             num_read = num_levels = 0
-            while True:
+            if num_frontier:
+                times[p, band, _DRAFT_MS] += _price(draft_first_ms, pending, draft_length, kv_step)
+                draft_length += pending
+                pending = 0
+            while num_frontier:
+                if num_levels:
+                    times[p, band, _DRAFT_MS] += _level_price(draft_ms, num_frontier, draft_length + num_read, kv_step)
+                    num_read += num_frontier
                 num_levels += 1
                 for i in range(num_frontier):
                     node = work.frontier[i]
                     tree.kv_slot[node] = num_read + i
                     counts[p, band, _MISSING] += tree.row[node] == unrecorded and tree.path_logprob[node] > -np.inf
                 num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
-                if num_frontier == 0:
-                    break
-                times[p, band, _DRAFT_MS] += _level_price(draft_ms, num_frontier, draft_length + num_read, kv_step)
-                num_read += num_frontier
+            policies.graft(kind, params, state, tree, work, retrieved[begin + position])
             policies.prune(kind, params, state, tree, work)
             # Verify.
             size = tree.size[0]
@@ -304,8 +310,9 @@ def _replay_prompts(
             num_rounds += 1
             counts[p, band, _ROUNDS] += 1
             counts[p, band, _TOKENS] += min(length + 1, num_answer - 1 - position)
-            policies.update(kind, params, state, length)
+            is_retrieved = retrieved[begin + position, 0] == answer[begin + position + 1]
+            policies.update(kind, params, state, length, is_retrieved)
             fallbacks.update(price, fallback, num_levels, size - 1, length)
             draft_length += num_kept
-            pending = length - num_kept + 1
+            pending += length - num_kept + 1
             position += length + 1

@@ -16,7 +16,7 @@ from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.limits import Ints
 from autotune.trees.policy import Policy, TreeGrower
-from autotune.trees.tree import ROOT, Tree
+from autotune.trees.tree import ROOT, Retrieved, Tree
 from autotune.trees.verification import find_child
 
 
@@ -67,7 +67,9 @@ def rounds(
             position += 1
             continue
         tree = grower.tree
-        grower.plant(int(answer[position]), prompt_tokens + position)
+        forest = trace.forest
+        found = Retrieved(forest.retrieved[begin + position], int(forest.match_length[begin + position]))
+        grower.plant(int(answer[position]), prompt_tokens + position, found)
         row = np.full(policy.max_grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
         row[ROOT] = recorded.root_row[begin + position]
         num_levels = num_missing = 0
@@ -92,7 +94,7 @@ def rounds(
         copy = Tree._make(array.copy() for array in tree)
         path_nodes = np.array(path, np.int64)
         verified = Round(position, prompt_tokens + position, copy, path_nodes, num_levels, num_missing)
-        grower.update(len(path))
+        grower.update(len(path), int(answer[position + 1]))
         control.update(draft_forwards=num_levels, nodes=verified.num_nodes, accepted=len(path))
         yield verified
         position += len(path) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +62,10 @@ class TraceHeader(
         return self.subnet.visual_keep
 
 
+MAX_RETRIEVED = 16
+"""Retrieved tokens recorded of a position."""
+
+
 @dataclass(frozen=True)
 class Forest:
     """The recorded proposals along one answer, or along several concatenated ones.
@@ -69,12 +73,22 @@ class Forest:
     ``answer`` [tokens] is the target's output. In the forest of one answer, its token i is node i, for all but the last.
     ``child_token``, ``child_logprob`` and ``child_node`` are [nodes, proposals], most probable first; ``child_node`` is
     -1 where the child was not expanded.
+
+    ``retrieved`` [tokens, ``MAX_RETRIEVED``] is what followed the longest match of the context up to each token, -1 where there
+    is nothing, and ``match_length`` [tokens] the length of that match (``trees.tree.Retrieved``).
     """
 
     answer: Ints
     child_token: Ints
     child_logprob: NDArray[np.float32]
     child_node: Ints
+    retrieved: Ints = field(default_factory=lambda: np.zeros((0, MAX_RETRIEVED), np.int64))
+    match_length: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __post_init__(self) -> None:
+        if len(self.match_length) < len(self.answer):  # nothing was retrieved
+            object.__setattr__(self, "match_length", np.zeros(len(self.answer), np.int64))
+            object.__setattr__(self, "retrieved", np.full((len(self.answer), MAX_RETRIEVED), -1))
 
 
 @dataclass(frozen=True)
@@ -115,11 +129,14 @@ class Trace:
         for p in prompts:
             first, nodes = self.first_node[p], slice(self.first_node[p], ends[p])
             child_node = self.forest.child_node[nodes]
+            tokens = slice(self.answer_start[p], self.answer_start[p + 1])
             forest = Forest(
-                self.forest.answer[self.answer_start[p] : self.answer_start[p + 1]],
+                self.forest.answer[tokens],
                 self.forest.child_token[nodes],
                 self.forest.child_logprob[nodes],
                 np.where(child_node >= 0, child_node - first, -1),
+                self.forest.retrieved[tokens],
+                self.forest.match_length[tokens],
             )
             lengths = (self.prompt_length[p], self.draft_prompt_length[p], self.num_visual_tokens[p])
             parts.append(RecordedPrompt(forest, *map(int, lengths)))
@@ -232,6 +249,8 @@ def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
             np.concatenate([f.child_token for f in forests]).astype(np.int64),
             np.concatenate([f.child_logprob for f in forests]).astype(np.float32),
             np.concatenate(shifted).astype(np.int64),
+            np.concatenate([f.retrieved for f in forests]).astype(np.int64),
+            np.concatenate([f.match_length for f in forests]).astype(np.int64),
         ),
         answer_start=np.concatenate([[0], np.cumsum([len(f.answer) for f in forests])]).astype(np.int64),
         first_node=first_node.astype(np.int64),
@@ -243,6 +262,7 @@ def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
 
 _ARRAYS = ("answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens")
 _FOREST = ("answer", "child_token", "child_logprob", "child_node")
+_RETRIEVED = ("retrieved", "match_length")  # traces of earlier versions have none
 
 
 def save_trace(path: Path, trace: Trace) -> None:
@@ -250,7 +270,7 @@ def save_trace(path: Path, trace: Trace) -> None:
     from safetensors.numpy import save
 
     arrays: dict[str, Any] = {name: getattr(trace, name) for name in _ARRAYS}
-    arrays |= {name: getattr(trace.forest, name) for name in _FOREST}
+    arrays |= {name: getattr(trace.forest, name) for name in (*_FOREST, *_RETRIEVED)}
     # Tokens and nodes fit in 32 bits.
     small = {
         name: np.ascontiguousarray(a if a.dtype == np.float32 else a.astype(np.int32)) for name, a in arrays.items()
@@ -273,7 +293,8 @@ def load_trace(path: Path) -> Trace:
     try:
         arrays = load(arrays_path.read_bytes())
         wide = {name: array if array.dtype == np.float32 else array.astype(np.int64) for name, array in arrays.items()}
-        return Trace(header, Forest(*(wide[name] for name in _FOREST)), *(wide[name] for name in _ARRAYS))
+        names = (*_FOREST, *(name for name in _RETRIEVED if name in wide))
+        return Trace(header, Forest(*(wide[name] for name in names)), *(wide[name] for name in _ARRAYS))
     except (OSError, SafetensorError, KeyError) as error:
         raise UserError(
             f"{arrays_path}: the trace's arrays cannot be read ({error}); record it again with autotune record"

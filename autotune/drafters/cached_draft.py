@@ -112,9 +112,13 @@ class CachedDraft(CachedModel):
 
     def append(self, token: int) -> None:
         """See ``Draft``. A stretch of plain steps longer than a forward pass is read in several."""
-        if len(self._pending) == MAX_STEP:
-            self._read_pending()
+        self._make_room_for_pending(1)
         self._append(token)
+
+    def _make_room_for_pending(self, num_tokens: int) -> None:
+        """Read the pending tokens, of plain steps or of rounds that drafted nothing, where more do not fit a forward pass."""
+        if self._pending and len(self._pending) + num_tokens > MAX_STEP:
+            self._read_pending()
 
     @abstractmethod
     def _append(self, token: int) -> None:

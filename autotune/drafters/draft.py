@@ -76,7 +76,9 @@ class Draft(Protocol):
         """
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
-        """End the round: commit the accepted nodes and the target's own token after them."""
+        """End the round: commit the accepted nodes and the target's own token after them. In a round without ``propose`` the
+        draft has read none of the nodes.
+        """
 
 
 def check_vocabulary(target: Target, vocab_size: int, tokenizer: Any = None) -> None:

@@ -317,9 +317,10 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """See ``Draft``. The features of the new pending tokens come from the verification of the tree."""
+        self._make_room_for_pending(len(path) + 1)
         rows = to_device(np.array([ROOT, *path]), self.device)
-        self._pending = [*(int(token) for token in tree.token[path]), next_token]
-        self._pending_features = [{layer: self._target.hidden[layer][rows] for layer in self.aux_layers}]
+        self._pending += [*(int(token) for token in tree.token[path]), next_token]
+        self._pending_features.append({layer: self._target.hidden[layer][rows] for layer in self.aux_layers})
 
 
 def _rows(table: Tensor, indices: Ints | Tensor) -> Tensor:

@@ -105,16 +105,18 @@ class IndependentDraft(CachedDraft, TreeModel):
         self.cache.compact(prefix_state[0], slots.clamp(min=0))
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
+        self._make_room_for_pending(len(path) + 1)
         self.cache.keep(self._evaluated(tree, path))
-        self._set_pending(tree, path, next_token)
+        self._add_pending(tree, path, next_token)
 
     def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
         self.cache.advance(len(self._pending) + len(self._evaluated(tree, path)))
-        self._set_pending(tree, path, next_token)
+        self._pending = []
+        self._add_pending(tree, path, next_token)
 
     def _evaluated(self, tree: Tree, path: Ints) -> list[int]:
-        """KV slots of the expanded nodes: all nodes of the path except perhaps the last one."""
+        """KV slots of the expanded nodes, which precede the others of the path."""
         return [int(slot) for slot in tree.kv_slot[path] if slot >= 0]
 
-    def _set_pending(self, tree: Tree, path: Ints, next_token: int) -> None:
-        self._pending = [*tree.token[path][len(self._evaluated(tree, path)) :].tolist(), next_token]
+    def _add_pending(self, tree: Tree, path: Ints, next_token: int) -> None:
+        self._pending += [*tree.token[path][len(self._evaluated(tree, path)) :].tolist(), next_token]

@@ -18,7 +18,7 @@ from autotune.drafters.suffix_index import SEPARATOR, Bools, Float32s, Int32s, S
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
-from autotune.trees.tree import ROOT, Ints, Tree
+from autotune.trees.tree import ROOT, Ints, Retrieved, Tree
 
 if TYPE_CHECKING:
     from autotune.modeling.target import Target
@@ -133,7 +133,11 @@ class RetrievalDraft:
         self._request_start = self._index.length
 
     def append(self, token: int) -> None:
-        self._index.append(np.array([token], np.int32))
+        self.extend([token])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add committed tokens."""
+        self._index.append(np.array(tokens, np.int32))
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
         num_visible = np.full(len(frontier), self.length)
@@ -141,6 +145,10 @@ class RetrievalDraft:
         if frontier[0] == ROOT:
             self.match_length = int(match_length[0])
         return tokens, logprobs
+
+    def continuation(self, num_tokens: int) -> Retrieved:
+        """What followed the longest match of the request's last tokens, as one branch."""
+        return self._index.continuation(num_tokens)
 
     def propose_at(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Proposals:
         """Proposals for nodes of several trees, as in the rounds that begin at different tokens of the request.

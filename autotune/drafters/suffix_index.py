@@ -12,6 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from autotune.trees.limits import Ints
+from autotune.trees.tree import Retrieved
 
 FIRST_CAPACITY = 1024  # tokens; doubled when they are in use
 SEPARATOR = -2  # between texts; equals no token of a context
@@ -110,6 +111,20 @@ class SuffixIndex:
             match_length,
         )
         return tokens, logprobs, match_length
+
+    def continuation(self, num_tokens: int) -> Retrieved:
+        """The most frequent follower of the longest match of the text's end, then that of the match which it continues, and so
+        on, up to ``num_tokens`` tokens.
+        """
+        token, parent = np.zeros(num_tokens + 1, np.int64), np.arange(-1, num_tokens)
+        visible, match_length = np.array([self.length]), 0
+        for step in range(num_tokens):
+            tokens, logprobs, lengths = self.followers(token, parent, np.array([step]), visible, 1)
+            if logprobs[0, 0] == -np.inf:
+                return Retrieved(np.append(token[1 : step + 1], np.full(num_tokens - step, -1)), match_length)
+            token[step + 1] = tokens[0, 0]
+            match_length = match_length or int(lengths[0])
+        return Retrieved(token[1:], match_length)
 
 
 @njit(cache=True)

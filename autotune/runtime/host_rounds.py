@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from autotune.drafters.draft import Draft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.execution import round_up
 from autotune.modeling.clock import now_ms
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.generate_args import Request
 from autotune.runtime.points import LoadedPoint
-from autotune.trees.policy import TreeGrower
+from autotune.trees.policy import NOTHING, TreeGrower
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree, write_tree_mask
 from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
 
@@ -37,13 +38,15 @@ class HostRound:
     def __init__(self, target: Target, capture_sizes: Sequence[int]) -> None:
         self.target = target
         self.capture_sizes = capture_sizes
+        self.retrieval = RetrievalDraft()
+        """The second source of trees that use one, which follows the tokens of one request."""
         self._path = np.zeros(MAX_STEP, np.int64)
         self._tree_mask = np.zeros((MAX_STEP, MAX_STEP), np.float32)
 
-    def run(self, request: Request, point: LoadedPoint) -> RoundResult:
-        """Draft, verify, accept, commit."""
+    def run(self, request: Request, point: LoadedPoint, retrieval: RetrievalDraft | None = None) -> RoundResult:
+        """Draft, verify, accept, commit. ``retrieval`` is the second source of trees that use one."""
         assert point.draft is not None
-        num_levels = self._grow_tree(request, point.draft, point.grower)
+        num_levels = self._grow_tree(request, point.draft, point.grower, retrieval)
         path, next_token = self.verify(request, point)
         self.target.cache.keep([ROOT, *path.tolist()])
         point.draft.commit(point.grower.tree, path, next_token)
@@ -58,10 +61,13 @@ class HostRound:
         request.stats.verify_ms += now_ms(self.target.device) - started
         return token
 
-    def _grow_tree(self, request: Request, draft: Draft, grower: TreeGrower) -> int:
+    def _grow_tree(
+        self, request: Request, draft: Draft, grower: TreeGrower, retrieval: RetrievalDraft | None = None
+    ) -> int:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the number of levels."""
         num_levels = 0
-        grower.plant(request.tokens[-1], self.target.length)
+        retrieved = NOTHING if retrieval is None else retrieval.continuation(grower.policy.max_depth)
+        grower.plant(request.tokens[-1], self.target.length, retrieved)
         while len(grower.frontier):
             started = now_ms(self.target.device)
             tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals)

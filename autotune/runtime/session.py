@@ -11,6 +11,7 @@ import torch
 
 from autotune.documents.condition import first_at_context
 from autotune.drafters.draft import Draft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Prefilled
@@ -72,6 +73,7 @@ class Session:
         self._speculates: dict[int, bool] = {}  # by point that has been chosen: whether its fallback lets it draft
         self._drafting: LoadedPoint | None = None  # names the draft and the visual tokens of all points
         self._prefilled: Prefilled | None = None
+        self._retrieval: RetrievalDraft | None = None  # the second source of trees that use one
         images = request.prompt.is_visual.nonzero()
         # First position that is no longer near the prompt's last image.
         self._near_image_until = int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0
@@ -130,6 +132,9 @@ class Session:
         for model in models:
             _open_sessions[model] = self
             self._cleanup.callback(_open_sessions.pop, model)
+        if any(point.policy.uses_retrieval for point in self._reachable.values()):
+            self._retrieval = self._host_round.retrieval
+            self._retrieval.attach(self.target)
         self._drafting = next((point for number, point in self._reachable.items() if self._may_draft(number)), None)
         draft = self.draft = None if self._drafting is None else self._drafting.draft
         self._configure(self.target, output_layers=() if draft is None else draft.aux_layers)
@@ -187,6 +192,8 @@ class Session:
                 stats.draft_prefill_ms = self._clock() - started
             with limited_threads(self.threads):
                 tokens = decode()
+            if self._retrieval is not None and self.draft is not None:
+                self._retrieval.extend(tokens)
             emitted = self.request.emit(tokens)
             stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
             stats.new_tokens += len(emitted)
@@ -204,6 +211,10 @@ class Session:
         with limited_threads(self.prefill_threads):
             draft.prefill(prompt, scores, capacity=self.capacity)
         draft.append(self.request.tokens[-1])
+        if self._retrieval is not None:
+            text = self.request.call.draft_prompt(self._retrieval, self.request.row)
+            self._retrieval.prefill(text, None, capacity=self.capacity)
+            self._retrieval.append(self.request.tokens[-1])
 
     def _plain_step(self) -> list[int]:
         token, stats = self._host_round.plain_step(self.request), self.request.stats
@@ -219,9 +230,11 @@ class Session:
     def _round(self) -> list[int]:
         point, stats = self.point, self.request.stats
         is_near_image = self.target.length < self._near_image_until
-        path, next_token, draft_forwards = (self._device_round_of[self.number] or self._host_round).run(
-            self.request, point
-        )
+        if (device_round := self._device_round_of[self.number]) is not None:
+            path, next_token, draft_forwards = device_round.run(self.request, point)
+        else:
+            retrieval = self._retrieval if point.policy.uses_retrieval else None
+            path, next_token, draft_forwards = self._host_round.run(self.request, point, retrieval)
         tree = point.grower.tree
         num_nodes = int(tree.size[0]) - 1
         stats.draft_forwards += draft_forwards
@@ -229,8 +242,9 @@ class Session:
         stats.verified_nodes.append(num_nodes)
         stats.acceptance_counts.observe(tree, path, is_near_image=is_near_image)
         point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
-        point.grower.update(len(path))
-        return [*tree.token[path].tolist(), next_token]
+        tokens = [*tree.token[path].tolist(), next_token]
+        point.grower.update(len(path), tokens[0])
+        return tokens
 
     def _clock(self) -> float:
         return now_ms(self.target.device)

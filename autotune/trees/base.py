@@ -101,6 +101,11 @@ class BasePolicy(Document):
         return False
 
     @property
+    def uses_retrieval(self) -> bool:
+        """Whether a round may verify what followed an earlier occurrence of its context."""
+        return False
+
+    @property
     def max_depth(self) -> int:
         return self.limits.depth
 

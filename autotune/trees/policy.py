@@ -21,12 +21,13 @@ from autotune.trees.limits import Floats, Ints
 from autotune.trees.priced import PricedPolicy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.static import StaticPolicy
-from autotune.trees.tree import CHILD, ROOT, Proposals, Tree, Workspace, new_tree, new_workspace, plant
+from autotune.trees.tree import CHILD, ROOT, Proposals, Retrieved, Tree, Workspace, new_tree, new_workspace, plant
 from autotune.trees.wetap import WetapPolicy
 
 Policy = ChainPolicy | SagePolicy | Eagle2Policy | WetapPolicy | StaticPolicy | PricedPolicy
 TreePolicy = Annotated[Policy, Field(discriminator="policy")]
 POLICIES: dict[str, type[Policy]] = {kind.model_fields["policy"].default: kind for kind in get_args(Policy)}
+NOTHING = Retrieved(np.zeros(0, np.int64), 0)
 STATE_SIZE = max(sage.STATE_SIZE, wetap.STATE_SIZE, priced.STATE_SIZE)
 
 _CHAIN, _SAGE, _EAGLE2, _WETAP = ChainPolicy.KIND, SagePolicy.KIND, Eagle2Policy.KIND, WetapPolicy.KIND
@@ -54,10 +55,16 @@ def reset(kind: int, params: Floats, state: Floats) -> None:
 
 
 @compiled
-def begin_round(kind: int, params: Floats, state: Floats, context_tokens: int) -> None:
-    """Begin a round of a request with so many tokens in the target's KV cache."""
+def begin_round(kind: int, params: Floats, state: Floats, context_tokens: int, match_length: int) -> None:
+    """Begin a round of a request with so many tokens in the target's KV cache, the last of which were matched."""
     if kind == _PRICED:
-        priced.begin_round(params, state, context_tokens)
+        priced.begin_round(params, state, context_tokens, match_length)
+
+
+@compiled
+def drafts(kind: int, params: Floats, state: Floats) -> bool:
+    """Whether the draft is asked in this round."""
+    return kind != _PRICED or priced.drafts(params, state)
 
 
 @inlined
@@ -82,6 +89,13 @@ def grow(
 
 
 @compiled
+def graft(kind: int, params: Floats, state: Floats, tree: Tree, work: Workspace, tokens: Ints) -> None:
+    """Add the tokens that were retrieved to the grown tree."""
+    if kind == _PRICED:
+        priced.graft(params, state, tree, work, tokens)
+
+
+@compiled
 def prune(kind: int, params: Floats, state: Floats, tree: Tree, work: Workspace) -> None:
     """Prune the draft tree to the verification budget."""
     if kind == _CHAIN:
@@ -95,19 +109,19 @@ def prune(kind: int, params: Floats, state: Floats, tree: Tree, work: Workspace)
 
 
 @compiled
-def update(kind: int, params: Floats, state: Floats, accepted: int) -> None:
-    """End a round with its accepted length."""
+def update(kind: int, params: Floats, state: Floats, accepted: int, is_retrieved: bool) -> None:
+    """End a round with its accepted length; ``is_retrieved``: whether its first token is the first one that was retrieved."""
     if kind == _SAGE:
         sage.update(params, state, accepted)
     elif kind == _PRICED:
-        priced.update(params, state, accepted)
+        priced.update(params, state, accepted, is_retrieved)
 
 
 class TreeGrower:
     """Grows one tree at a time from proposals that arrive level by level.
 
-    A round is ``plant``, then ``grow`` until ``frontier`` is empty, then ``prune``, and ``update`` with the accepted
-    length.
+    A round is ``plant``, then ``grow`` until ``frontier`` is empty, which it may be at once, then ``prune``, and ``update`` with
+    the accepted length.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -118,6 +132,7 @@ class TreeGrower:
         self._params = policy.encode()
         self._state = np.zeros(STATE_SIZE)
         self._work = new_workspace(policy.max_grown)
+        self._retrieved = NOTHING.tokens
         self._proposals = np.zeros((policy.max_width, policy.num_proposals), CHILD)
         self._proposals["row"] = -1
         self.reset()
@@ -126,12 +141,13 @@ class TreeGrower:
         """Begin a request."""
         reset(self.policy.KIND, self._params, self._state)
 
-    def plant(self, token: int, context_tokens: int = 0) -> None:
+    def plant(self, token: int, context_tokens: int = 0, retrieved: Retrieved = NOTHING) -> None:
         """Begin a round at the last committed token, with so many tokens before it."""
-        begin_round(self.policy.KIND, self._params, self._state, context_tokens)
+        self._retrieved = retrieved.tokens
+        begin_round(self.policy.KIND, self._params, self._state, context_tokens, retrieved.match_length)
         plant(self.tree, token, -1)
         self._work.frontier[0] = ROOT
-        self.frontier = self._work.frontier[:1]
+        self.frontier = self._work.frontier[: int(drafts(self.policy.KIND, self._params, self._state))]
 
     def grow(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
         """Add a level from the proposals [frontier, proposals] of the frontier's nodes."""
@@ -143,9 +159,12 @@ class TreeGrower:
         self.frontier = self._work.frontier[:count]
 
     def prune(self) -> None:
-        """Prune the draft tree to the verification budget."""
-        prune(self.policy.KIND, self._params, self._state, self.tree, self._work)
+        """Add the retrieved tokens, and prune the tree to the verification budget."""
+        kind, params, state = self.policy.KIND, self._params, self._state
+        graft(kind, params, state, self.tree, self._work, self._retrieved)
+        prune(kind, params, state, self.tree, self._work)
 
-    def update(self, accepted: int) -> None:
-        """End the round with its accepted length."""
-        update(self.policy.KIND, self._params, self._state, accepted)
+    def update(self, accepted: int, first_token: int = -1) -> None:
+        """End the round with its accepted length and the first token that it emits."""
+        is_retrieved = len(self._retrieved) > 0 and bool(self._retrieved[0] == first_token)
+        update(self.policy.KIND, self._params, self._state, accepted, is_retrieved)

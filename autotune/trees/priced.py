@@ -10,6 +10,10 @@ policy itself (Dinkelbach 1967, "On nonlinear fractional programming"), the inve
 * The n most probable nodes are verified, for the n that maximises ``worth`` times their survivals minus the price of a
   verification of n nodes.
 
+With ``retrieval``, what followed the longest match of the context (``drafters/retrieval.py``) is a second source: a branch from
+the root whose survival is calibrated by the length of the match. It competes with the draft's nodes in the verification. A
+round whose first retrieved token survives with at least ``draft_free`` asks the draft for nothing.
+
 Prices are those of the cost table at the request's context length, with the steps of kernels and capture sizes, so a
 larger n may be better than n + 1. A node's survival is at most its parent's, so the most probable nodes are a tree.
 """
@@ -24,27 +28,30 @@ from pydantic import BeforeValidator, Field, model_validator
 from autotune.files import Document
 from autotune.trees.base import BasePolicy, ForestBounds, Limits
 from autotune.trees.compilation import compiled
-from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
+from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats, Ints
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_child, best_first, keep_marked
+from autotune.trees.verification import find_child
 
-_WORTH, _LOOKAHEAD, _DEPTH, _WIDTH, _K, _BUDGET, _RATE, _NUM_CONTEXTS, _NUM_WIDTHS, _NUM_SIZES = range(10)
-_NUM_RANKS, _NUM_DEPTHS, _NUM_HEADER = range(10, 13)  # params; then contexts, levels, verifications, curves
-_CONTEXT, _EXPECTED, _LOG_EXPONENT = range(
-    3
-)  # state: index of the prices' context, accepted tokens expected, adaptation
-STATE_SIZE = 3
+# params: hyperparameters, sizes, the index of the retrieved curves; then contexts, levels, verifications, curves
+_WORTH, _LOOKAHEAD, _DEPTH, _WIDTH, _K, _BUDGET, _RATE, _RETRIEVES, _DRAFT_FREE = range(9)
+_NUM_CONTEXTS, _NUM_WIDTHS, _NUM_SIZES = range(9, 12)
+_NUM_RANKS, _NUM_DEPTHS, _RETRIEVED, _NUM_HEADER = range(12, 16)
+# state: index of the prices' context, length of the match (0: nothing was retrieved), accepted tokens expected, and the
+# adaptations of the draft's and of retrieved survivals
+_CONTEXT, _MATCH, _EXPECTED, _LOG_EXPONENT, _LOG_EXPONENT_RETRIEVED = range(5)
+STATE_SIZE = 5
 
 MAX_LOGIT, LOGIT_STEP = 10.0, 0.5  # of the grid of calibration curves
 GRID = np.arange(-MAX_LOGIT, MAX_LOGIT + LOGIT_STEP, LOGIT_STEP)
 GRID_SIZE = len(GRID)
 MAX_SURVIVAL = 0.9995  # of a child: strictly below its parent's
 MAX_LOG_EXPONENT = 0.7  # limit on the online adaptation
-MIN_ROW_SHARE = (
-    0.25  # of the mean price of a verified row: nodes worth less are not added, even where padding makes rows free
-)
-MIN_PROBABILITY = (
-    0.1 / 12
-)  # times the level: nodes of less cumulative probability are not expanded (ForestBounds.floor)
+RETRIEVED_RATE = 4.0  # times ``rate``: a request copies or it does not
+MAX_MATCH = 16  # tokens of the longest match that is told apart
+# Share of the mean price of a verified row: nodes worth less are not added, even where padding makes rows free.
+MIN_ROW_SHARE = 0.25
+# Times the level: nodes of less cumulative probability are not expanded, as in ``ForestBounds.floor``.
+MIN_PROBABILITY = 0.1 / 12
 
 
 def _tuples(value: Any) -> Any:
@@ -85,6 +92,10 @@ class Calibration(Document):
     """[depths, ranks, grid]: for children of depth 1, 2, ... and rank 0, 1, ...; the last of each stands for larger ones.
     ``GRID`` has the logits of the draft's probability.
     """
+    retrieved: Annotated[tuple[tuple[float, ...], tuple[float, ...]] | None, Tuples] = None
+    """Probability that the target accepts the first retrieved token, and that it accepts a later one after those before it,
+    by the length of the match up to that token: [2, ``MAX_MATCH``], from length 1. None: nothing was retrieved.
+    """
     draft: str
     """The draft's id."""
     draft_sha256: str
@@ -101,6 +112,8 @@ class Calibration(Document):
         ranks = {len(of_depth) for of_depth in self.curves}
         if len(ranks) != 1 or any(len(curve) != len(GRID) for of_depth in self.curves for curve in of_depth):
             raise ValueError(f"curves must have {len(GRID)} values for each rank, and as many ranks at every depth")
+        if self.retrieved is not None and any(len(curve) != MAX_MATCH for curve in self.retrieved):
+            raise ValueError(f"retrieved must have {MAX_MATCH} values for each of its two curves")
         return self
 
 
@@ -119,20 +132,28 @@ class PricedPolicy(BasePolicy):
     """Limit on the draft levels."""
     width: int = Field(default=4, ge=1, le=MAX_CHILDREN)
     """Limit on the nodes expanded in a level."""
-    k: int = Field(default=4, ge=1, le=MAX_CHILDREN)
-    """Children of a node that are looked at."""
+    k: int = Field(default=4, ge=1, lt=MAX_CHILDREN)
+    """Children of a node that are looked at; a retrieved child has rank k."""
     budget: int = Field(default=32, ge=1, le=MAX_NODES)
     """Limit on the draft nodes sent to verification, the root not counted."""
     rate: float = Field(default=0.0, ge=0, le=1)
     """How fast survivals adapt to the lengths that are accepted in a request; 0: not at all."""
+    retrieval: bool = False
+    """Whether what followed an earlier occurrence of the context competes with the draft."""
+    draft_free: float = Field(default=1.0, gt=0, le=1)
+    """Survival of the first retrieved token from which a round drafts nothing; 1: every round drafts."""
     prices: TreePrices = TreePrices()
     calibration: Calibration | None = None
     """None: the draft's own probabilities."""
 
     @property
     def limits(self) -> Limits:
-        grown = self.k + (self.depth - 1) * self.width * self.k
+        grown = self.k + (self.depth - 1) * self.width * self.k + self.retrieval * self.depth
         return Limits(self.depth, nodes=min(self.budget, grown), grown=grown, width=self.width, proposals=self.k)
+
+    @property
+    def uses_retrieval(self) -> bool:
+        return self.retrieval
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -146,9 +167,12 @@ class PricedPolicy(BasePolicy):
         prices = self.prices
         curves = identity_curves() if self.calibration is None else np.array(self.calibration.curves)
         level, verify = np.array(prices.level), np.array(prices.verify)
-        header = [*self.hyperparameters.values(), *verify.shape, *curves.shape[1::-1]]
-        header[_NUM_WIDTHS:_NUM_WIDTHS] = [level.shape[1]]
-        parts = [np.array(header), np.array(prices.contexts), level, verify, curves]
+        found = None if self.calibration is None else self.calibration.retrieved
+        retrieved = np.zeros((2, MAX_MATCH)) if found is None else np.array(found)
+        sizes = [len(prices.contexts), level.shape[1], verify.shape[1], *curves.shape[1::-1]]
+        tables = [np.array(prices.contexts), level, verify, curves]
+        first_retrieved = _NUM_HEADER + sum(table.size for table in tables)
+        parts = [np.array([*self.hyperparameters.values(), *sizes, first_retrieved]), *tables, retrieved]
         return np.concatenate([part.astype(np.float64).ravel() for part in parts])
 
 
@@ -159,13 +183,14 @@ def identity_curves() -> Floats:
 
 @compiled
 def reset(params: Floats, state: Floats) -> None:
-    state[_LOG_EXPONENT] = 0.0
+    state[_LOG_EXPONENT] = state[_LOG_EXPONENT_RETRIEVED] = 0.0
     state[_EXPECTED] = 0.0
 
 
 @compiled
-def begin_round(params: Floats, state: Floats, context_tokens: int) -> None:
-    """Choose the prices of the nearest context length."""
+def begin_round(params: Floats, state: Floats, context_tokens: int, match_length: int) -> None:
+    """Choose the prices of the nearest context length, and note the match."""
+    state[_MATCH] = min(match_length, MAX_MATCH) if params[_RETRIEVES] else 0
     best, distance = 0, np.inf
     for i in range(int(params[_NUM_CONTEXTS])):
         gap = abs(params[_NUM_HEADER + i] - context_tokens)
@@ -207,6 +232,60 @@ def child_survival(params: Floats, depth: int, rank: int, logprob: float, probab
 
 
 @compiled
+def _retrieved_survival(params: Floats, state: Floats, step: int) -> float:
+    """Probability that retrieved token ``step`` is accepted once those before it are, before adaptation."""
+    match_length = min(int(state[_MATCH]) + step, MAX_MATCH)
+    return float(min(params[int(params[_RETRIEVED]) + (step > 0) * MAX_MATCH + match_length - 1], MAX_SURVIVAL))
+
+
+@compiled
+def drafts(params: Floats, state: Floats) -> bool:
+    """Whether the draft is asked in this round."""
+    if state[_MATCH] == 0:
+        return True
+    survival = _retrieved_survival(params, state, 0)
+    return bool(_adapted(survival, np.exp(state[_LOG_EXPONENT_RETRIEVED])) < params[_DRAFT_FREE])
+
+
+@compiled
+def graft(params: Floats, state: Floats, tree: Tree, work: Workspace, tokens: Ints) -> None:
+    """Add the retrieved tokens to the grown tree as a path from the root, which it shares with the draft's nodes as far as they
+    have the same tokens. A negative token ends it.
+    """
+    if state[_MATCH] == 0:
+        return
+    survival = work.score
+    survival[ROOT] = 1.0
+    retrieved_exponent = np.exp(state[_LOG_EXPONENT_RETRIEVED])
+    exponent = retrieved_exponent / np.exp(
+        state[_LOG_EXPONENT]
+    )  # so that the draft's adaptation, applied later, cancels
+    least = _least_worth(params, state)
+    node, value = ROOT, 1.0
+    for step in range(min(len(tokens), int(params[_DEPTH]))):
+        value *= _retrieved_survival(params, state, step)
+        if tokens[step] < 0 or _adapted(value, retrieved_exponent) * params[_WORTH] < least:
+            return
+        child = find_child(tree, node, tokens[step])
+        if child < 0:
+            child = tree.size[0]
+            tree.size[0] = child + 1
+            tree.token[child], tree.parent[child], tree.depth[child] = tokens[step], node, tree.depth[node] + 1
+            tree.path_logprob[child], tree.path_probability[child] = np.log(value), value
+            tree.rank[child], tree.row[child], tree.kv_slot[child] = int(params[_K]), -1, -1
+            survival[child] = 0.0
+        survival[child] = max(survival[child], _adapted(value, exponent))
+        node = child
+
+
+@compiled
+def _least_worth(params: Floats, state: Floats) -> float:
+    """Worth of a node below which it is not added to the tree."""
+    budget = int(params[_BUDGET])
+    return (_verify_price(params, state, budget) - _verify_price(params, state, 0)) / budget * MIN_ROW_SHARE
+
+
+@compiled
 def _adapted(survival: float, exponent: float) -> float:
     return survival if exponent == 1.0 else survival**exponent
 
@@ -221,8 +300,7 @@ def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontie
     if depth == 1:
         survival[ROOT] = 1.0
     exponent, worth = np.exp(state[_LOG_EXPONENT]), params[_WORTH]
-    k, budget = min(int(params[_K]), proposals.shape[1]), int(params[_BUDGET])
-    row_price = (_verify_price(params, state, budget) - _verify_price(params, state, 0)) / budget * MIN_ROW_SHARE
+    k, least = min(int(params[_K]), proposals.shape[1]), _least_worth(params, state)
     first = tree.size[0]
     for i in range(num_frontier):
         parent = work.frontier[i]
@@ -232,7 +310,7 @@ def grow(params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontie
             if child.logprob == -np.inf:
                 break
             value = survival[parent] * child_survival(params, depth, rank, child.logprob, child.probability)
-            if _adapted(value, exponent) * worth < row_price:
+            if _adapted(value, exponent) * worth < least:
                 continue
             survival[add_child(tree, parent, rank, proposals)] = value
     if depth >= params[_DEPTH]:
@@ -293,9 +371,20 @@ def prune(params: Floats, state: Floats, tree: Tree, work: Workspace) -> None:
 
 
 @compiled
-def update(params: Floats, state: Floats, accepted: int) -> None:
-    """Make survivals larger where more was accepted than expected, within bounds."""
-    if params[_RATE] == 0.0:
+def update(params: Floats, state: Floats, accepted: int, is_retrieved: bool) -> None:
+    """Make survivals larger where more was accepted than expected, within bounds.
+
+    ``is_retrieved``: whether the first emitted token is the first retrieved one, known whether it was verified or not.
+    """
+    rate = params[_RATE]
+    if rate == 0.0:
         return
-    changed = state[_LOG_EXPONENT] - params[_RATE] * (accepted - state[_EXPECTED])
-    state[_LOG_EXPONENT] = min(MAX_LOG_EXPONENT, max(-MAX_LOG_EXPONENT, changed))
+    if state[_MATCH] > 0:
+        expected = _adapted(_retrieved_survival(params, state, 0), np.exp(state[_LOG_EXPONENT_RETRIEVED]))
+        _adapt(state, _LOG_EXPONENT_RETRIEVED, RETRIEVED_RATE * rate * (is_retrieved - expected))
+    _adapt(state, _LOG_EXPONENT, rate * (accepted - state[_EXPECTED]))
+
+
+@compiled
+def _adapt(state: Floats, which: int, surplus: float) -> None:
+    state[which] = min(MAX_LOG_EXPONENT, max(-MAX_LOG_EXPONENT, state[which] - surplus))

@@ -45,9 +45,18 @@ Proposals = NDArray[np.void]
 """The most probable children of some nodes, most probable first: [rows, proposals] of ``CHILD``."""
 
 
+class Retrieved(NamedTuple):
+    """Tokens that followed the longest match of a context's end, in text before it."""
+
+    tokens: Ints
+    """From the most frequent follower on; -1 where there is none."""
+    match_length: int
+    """Tokens of the match; 0: nothing matches."""
+
+
 class Workspace(NamedTuple):
-    """Scratch arrays of a policy, allocated once, because an allocation costs as much as a level. Only ``frontier`` and,
-    for ``eagle2``, ``order`` keep their contents between two calls.
+    """Scratch arrays of a policy, allocated once, because an allocation costs as much as a level. Only ``frontier``, for
+    ``eagle2`` ``order``, and for ``priced`` ``score`` and ``mark`` keep their contents between two calls.
     """
 
     frontier: Ints

@@ -9,6 +9,7 @@ import numpy as np
 
 from autotune.acceptance.trace import Forest, ForestBounds, PackedForest, Trace
 from autotune.trees.fallback import RoundPrice
+from autotune.trees.priced import MAX_MATCH, identity_curves
 from autotune.trees.tree import CHILD
 from tests.sample_documents import header
 
@@ -47,7 +48,12 @@ def random_tree_policy(name: str, rng: random.Random, sizes: Sizes) -> dict[str,
         prices = {"contexts": [10, 40], "level": [levels, levels[::-1]], "verify": [rows, rows]}
         tree = {"worth": rng.uniform(0.3, 1.5), "lookahead": rng.uniform(0.4, 1.4), "rate": rng.choice([0.0, 0.1])}
         tree |= {"depth": rng.randint(1, sizes.depth), "width": rng.randint(1, 6), "k": rng.randint(1, sizes.k)}
-        return {"policy": name, **tree, "budget": rng.choice([1, 4, 9, 24]), "prices": prices}
+        tree |= {"retrieval": rng.random() < 0.6, "draft_free": rng.choice([0.5, 0.8, 1.0])}
+        retrieved = np.linspace(0.2, 0.9, MAX_MATCH).tolist()
+        calibration = {"curves": identity_curves().tolist(), "retrieved": [retrieved, retrieved], "num_tokens": 1}
+        calibration |= {"draft": "", "draft_sha256": "", "workload_sha256": "", "log_loss": 0.1, "raw_log_loss": 0.1}
+        tree |= {"prices": prices, "calibration": calibration}
+        return {"policy": name, **tree, "budget": rng.choice([1, 4, 9, 24])}
     if name == "static":
         paths: list[tuple[int, ...]] = []
         for _ in range(rng.randint(1, 20)):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from autotune.errors import UserError
-from autotune.trees.policy import TreeGrower, parse_policy
-from autotune.trees.tree import ROOT, Tree
+from autotune.trees.policy import NOTHING, TreeGrower, parse_policy
+from autotune.trees.tree import ROOT, Retrieved, Tree
 from tests.obvious import tokens_to
 
 Ranks = tuple[int, ...]
@@ -37,10 +37,10 @@ class TreeSession:
     def tree(self) -> Tree:
         return self.grower.tree
 
-    def grow(self, draft: Draft, context_tokens: int = 0) -> list[Ranks]:
+    def grow(self, draft: Draft, context_tokens: int = 0, retrieved: Retrieved = NOTHING) -> list[Ranks]:
         """The tree of one round, in the order of its nodes."""
         self.expanded = []
-        self.grower.plant(-1, context_tokens)
+        self.grower.plant(-1, context_tokens, retrieved)
         while len(self.grower.frontier):
             frontier = [path_of(self.tree, int(node)) for node in self.grower.frontier]
             self.expanded.append(frontier)
@@ -55,9 +55,9 @@ class TreeSession:
     def paths(self) -> list[Ranks]:
         return [path_of(self.tree, node) for node in range(1, int(self.tree.size[0]))]
 
-    def update(self, *accepted: int) -> None:
+    def update(self, *accepted: int, first_token: int = -1) -> None:
         for length in accepted:
-            self.grower.update(length)
+            self.grower.update(length, first_token)
 
 
 def path_of(tree: Tree, node: int) -> Ranks:

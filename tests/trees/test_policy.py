@@ -22,7 +22,7 @@ LARGEST: dict[str, dict[str, Any]] = {
     "eagle2": {"depth": 24, "k": 16, "budget": 128},
     "wetap": {"length": 24, "w_min": 256, "w_max": 256, "budget": 128, "top_k": 16, "top_p": 1.0},
     "priced": {
-        **{"worth": 1e6, "depth": 24, "width": 16, "k": 16, "budget": 128},
+        **{"worth": 1e6, "depth": 24, "width": 16, "k": 15, "budget": 128},
         "prices": {"level": [[0.0, 0.0]], "verify": [[1.0, 1.0]]},
     },
     "static": {"paths": [[rank, *[0] * level] for rank in range(16) for level in range(8)]},
@@ -195,7 +195,7 @@ def test_replay_and_the_runtime_grow_the_same_tree(name: str) -> None:
         grower.prune()
         for replayed, live in zip(fields(tree), fields(grower.tree), strict=True):
             assert np.array_equal(replayed, live)
-        policies.update(policy.KIND, params, state, turn % 5)
+        policies.update(policy.KIND, params, state, turn % 5, False)
         grower.update(turn % 5)
 
 

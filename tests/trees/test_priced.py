@@ -9,16 +9,24 @@ import pytest
 
 from autotune.trees import priced
 from autotune.trees.priced import GRID, MAX_SURVIVAL, Calibration, PricedPolicy, TreePrices
+from autotune.trees.tree import Retrieved
 from tests.trees.drafts import Draft, Ranks, TreeSession, assert_refused, logprobs_of, random_draft, same_everywhere
 
 FREE = TreePrices(level=((0.0, 0.0),), verify=((1.0, 1.0),))
 CHEAP = TreePrices(level=((0.0, 0.01, 0.01),), verify=((1.0, 1.001, 1.002),))
 
 
-def calibration(curves: Any) -> Calibration:
+def calibration(curves: Any, retrieved: Any = None) -> Calibration:
     numbers = tuple(tuple(tuple(map(float, curve)) for curve in of_depth) for of_depth in curves)
     return Calibration(
-        curves=numbers, draft="d", draft_sha256="1", workload_sha256="2", num_tokens=100, log_loss=0.1, raw_log_loss=0.2
+        curves=numbers,
+        retrieved=None if retrieved is None else tuple(tuple(map(float, curve)) for curve in retrieved),
+        draft="d",
+        draft_sha256="1",
+        workload_sha256="2",
+        num_tokens=100,
+        log_loss=0.1,
+        raw_log_loss=0.2,
     )
 
 
@@ -27,7 +35,7 @@ class Reference:
 
     def __init__(self, policy: PricedPolicy) -> None:
         self.policy = policy
-        self.log_exponent = 0.0
+        self.log_exponent = self.log_exponent_retrieved = 0.0
 
     def price(self, table: str, count: int, context_tokens: int) -> float:
         prices = self.policy.prices
@@ -44,7 +52,14 @@ class Reference:
         of_depth = curves[min(depth, len(curves)) - 1]
         return min(MAX_SURVIVAL, float(np.interp(logit, GRID, of_depth[min(rank, len(of_depth) - 1)])))
 
-    def grow(self, draft: Draft, context_tokens: int) -> list[Ranks]:
+    def of_retrieved(self, match_length: int, step: int) -> float:
+        """Survival of a retrieved token once those before it are accepted."""
+        found = self.policy.calibration
+        if found is None or found.retrieved is None:
+            return 0.0
+        return min(MAX_SURVIVAL, found.retrieved[step > 0][min(match_length + step, priced.MAX_MATCH) - 1])
+
+    def grow(self, draft: Draft, context_tokens: int, retrieved: Retrieved) -> list[Ranks]:
         policy, exponent = self.policy, np.exp(self.log_exponent)
         verify = [
             self.price("verify", n, context_tokens) for n in range(policy.budget + policy.depth * policy.width + 1)
@@ -52,10 +67,14 @@ class Reference:
         least = priced.MIN_ROW_SHARE * (verify[policy.budget] - verify[0]) / policy.budget
         survival: dict[Ranks, float] = {(): 1.0}
         probability: dict[Ranks, float] = {(): 1.0}
-        frontier: list[Ranks] = [()]
+        match_length = min(retrieved.match_length, priced.MAX_MATCH) if policy.retrieval else 0
+        adaptation = np.exp(self.log_exponent_retrieved)
+        self.first_retrieved = self.of_retrieved(match_length, 0) ** adaptation if match_length else None
+        is_drafting = self.first_retrieved is None or self.first_retrieved < policy.draft_free
+        frontier: list[Ranks] = [()] if is_drafting else []
         num_expanded = 0
         for depth in range(1, policy.depth + 1):
-            level = []
+            level: list[Ranks] = []
             for parent in frontier:
                 for rank, logprob in enumerate(logprobs_of(draft, parent, policy.k)):
                     value = survival[parent] * self.of_child(depth, rank, float(logprob)) if logprob > -np.inf else 0.0
@@ -73,8 +92,13 @@ class Reference:
                 gains.append(worth - self.price("level", m, context_tokens) - rows)
             frontier = ranked[: int(np.argmax(gains))] if depth < policy.depth else []
             num_expanded += len(frontier)
-            if not frontier:
+        value, branch = 1.0, ()
+        for step, token in enumerate(retrieved.tokens[: policy.depth].tolist() if match_length else ()):
+            value *= self.of_retrieved(match_length, step)
+            if token < 0 or value**adaptation * policy.worth < least:
                 break
+            branch = (*branch, token)
+            survival[branch] = max(survival.get(branch, 0.0), value ** (adaptation / exponent))
         nodes = [node for node in survival if node]
         best = sorted(nodes, key=lambda node: -survival[node])[: policy.budget]
         values = [
@@ -85,9 +109,12 @@ class Reference:
         self.expected = sum(survival[node] ** exponent for node in best[:count])
         return [node for node in nodes if node in best[:count]]
 
-    def update(self, accepted: int) -> None:
-        changed = self.log_exponent - self.policy.rate * (accepted - self.expected)
-        self.log_exponent = float(np.clip(changed, -priced.MAX_LOG_EXPONENT, priced.MAX_LOG_EXPONENT))
+    def update(self, accepted: int, is_retrieved: bool) -> None:
+        limit, rate = priced.MAX_LOG_EXPONENT, self.policy.rate
+        if self.first_retrieved is not None:
+            changed = self.log_exponent_retrieved - 4 * rate * (is_retrieved - self.first_retrieved)
+            self.log_exponent_retrieved = float(np.clip(changed, -limit, limit))
+        self.log_exponent = float(np.clip(self.log_exponent - rate * (accepted - self.expected), -limit, limit))
 
 
 def random_policy(rng: np.random.Generator) -> dict[str, Any]:
@@ -107,26 +134,40 @@ def random_policy(rng: np.random.Generator) -> dict[str, Any]:
     }
     if rng.random() < 0.7:
         shape = (rng.integers(1, 3), rng.integers(1, 4), len(GRID))
-        tree["calibration"] = calibration(np.sort(rng.random(shape), axis=-1)).model_dump()
+        retrieved = np.sort(rng.random((2, priced.MAX_MATCH))) if rng.random() < 0.8 else None
+        tree["calibration"] = calibration(np.sort(rng.random(shape), axis=-1), retrieved).model_dump()
+        tree |= {"retrieval": bool(rng.random() < 0.7), "draft_free": float(rng.choice([0.4, 0.8, 1.0]))}
     return tree
 
 
-def test_trees_are_the_references_in_a_thousand_rounds() -> None:
-    rng, sizes = np.random.default_rng(0), []
-    for number in range(200):
+def random_branch(rng: np.random.Generator) -> Retrieved:
+    """Up to eight tokens that the draft may propose too, or none."""
+    tokens = rng.choice(4, 8, p=[0.6, 0.2, 0.1, 0.1])
+    tokens[int(rng.integers(0, 9)) :] = -1
+    return Retrieved(tokens, int(rng.integers(1, 20)) if tokens[0] >= 0 else 0)
+
+
+def test_trees_are_the_references_in_two_thousand_rounds() -> None:
+    rng, sizes, num_draft_free, num_shared = np.random.default_rng(0), [], 0, 0
+    for number in range(400):
         session = TreeSession("priced", **random_policy(rng))
         assert isinstance(session.policy, PricedPolicy)
         reference = Reference(session.policy)
         draft = random_draft(number, float(rng.choice([0.05, 0.2, 1.0])))
         for _ in range(5):
             context_tokens = int(rng.integers(0, 600))
-            expected = reference.grow(draft, context_tokens)
-            assert session.grow(draft, context_tokens) == expected
+            branch = random_branch(rng)
+            expected = reference.grow(draft, context_tokens, branch)
+            assert session.grow(draft, context_tokens, branch) == expected
             sizes.append(len(expected))
-            accepted = int(rng.integers(0, 6))
-            reference.update(accepted)
-            session.update(accepted)
-    assert min(sizes) == 0 and max(sizes) > 15
+            num_draft_free += not session.expanded
+            num_shared += any(
+                node == tuple(branch.tokens[: len(node)]) for level in session.expanded[1:] for node in level
+            )
+            accepted, is_retrieved = int(rng.integers(0, 6)), bool(rng.random() < 0.5 and branch.match_length)
+            reference.update(accepted, is_retrieved)
+            session.update(accepted, first_token=int(branch.tokens[0]) if is_retrieved else 99)
+    assert min(sizes) == 0 and max(sizes) > 15 and num_draft_free > 50 and num_shared > 50
 
 
 def test_nodes_grow_while_they_pay() -> None:
@@ -189,3 +230,20 @@ def test_incomplete_prices_and_curves_are_refused() -> None:
 def test_a_tree_is_as_large_as_its_limits_where_nodes_are_free(prices: TreePrices) -> None:
     session = TreeSession("priced", worth=1.0, depth=4, width=2, k=3, budget=16, prices=prices.model_dump())
     assert len(session.grow(same_everywhere(0.4, 0.3, 0.3))) == 16
+
+
+def test_a_long_match_drafts_nothing_and_a_short_one_competes() -> None:
+    """The first retrieved token survives with 0.1 per token of the match."""
+    retrieved = np.minimum(0.9, np.tile(0.1 * np.arange(1, priced.MAX_MATCH + 1), (2, 1)))
+    found = calibration(priced.identity_curves(), retrieved).model_dump()
+    prices = TreePrices(level=((0.0, 5.0),), verify=((1.0, 1.3, 1.35, 1.4, 1.45, 1.5),)).model_dump()
+    tree = {"worth": 1.0, "k": 1, "depth": 3, "budget": 4, "prices": prices, "calibration": found}
+    session = TreeSession("priced", retrieval=True, draft_free=0.7, **tree)
+    draft = same_everywhere(0.6)
+    tokens = np.array([5, 6, 7])
+    assert session.grow(draft, 0, Retrieved(tokens, 8)) == [(5,), (5, 6), (5, 6, 7)]
+    assert session.expanded == []
+    assert session.grow(draft, 0, Retrieved(tokens, 5)) == [(0,), (5,), (5, 6), (5, 6, 7)]
+    assert session.grow(draft, 0, Retrieved(np.array([0, 6, 7]), 5)) == [(0,), (0, 6), (0, 6, 7)]
+    assert session.grow(draft, 0, Retrieved(tokens, 0)) == [(0,)]
+    assert TreeSession("priced", **tree).grow(draft, 0, Retrieved(tokens, 8)) == [(0,)]
