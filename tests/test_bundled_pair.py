@@ -8,12 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
+from autotune.acceptance.calibration import calibrate
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, bounds_for
 from autotune.cost.profiler import shape_of
 from autotune.cost.roofline import estimate_table
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
+from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, load_model, load_processor, reference
 from autotune.modeling.target import Target
@@ -21,6 +23,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.digits import TASKS, make_example
 from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
+from tests.sample_documents import free_prices
 
 # Tree policies, confidences and shares of visual tokens alternate over the prompts.
 CONFIGURATIONS = [
@@ -133,6 +136,32 @@ def test_sage_is_faster_than_a_chain_where_nodes_are_nearly_free(pair, tmp_path,
     assert sage.is_covered and chain.is_covered
     assert sage.tokens_per_round > chain.tokens_per_round
     assert sage.ms_per_token < chain.ms_per_token
+
+
+@pytest.mark.parametrize("draft_id", ["digits/star", pytest.param("digits/specvlm", marks=pytest.mark.nightly)])
+def test_rounds_that_retrieval_wins_ask_the_draft_for_nothing(pair, tmp_path, draft_id):
+    """Replay equals the runtime for a draft that reads features of tokens which it learns of rounds later."""
+    processor, target, _ = pair
+    draft = load_draft(draft_id, target)
+    everything = load_workload("digits", "evaluate", num_prompts=24)
+    prompts = tuple(p for p in everything.prompts if p.settings.task in ("continue", "describe"))[:4]
+    workload = Workload("digits", "evaluate", prompts)
+    recorder = Recorder(target, reference(BUNDLED_TARGET), processor, tmp_path)
+    trace = recorder.trace(draft, reference(draft_id), workload, visual_keep=1.0, bounds=ForestBounds(depth=10))
+    tree = {"policy": "priced", "worth": 0.9, "width": 2, "rate": 0.05, "retrieval": True, "draft_free": 0.6}
+    tree |= {"calibration": calibrate(trace).model_dump(), "prices": {"verify": [[1.0, 1.05]]}}
+    replayed = replay(trace, parse_policy(tree), free_prices())
+    decoder = Decoder(target, draft, tree=tree)
+    for p, prompt in enumerate(workload.prompts):
+        output = decoder.generate(**prompt.inputs(processor), **prompt.settings.generation)
+        begin, end = trace.answer_start[p : p + 2]
+        assert output.sequences[0, -(end - begin) :].tolist() == trace.forest.answer[begin:end].tolist()
+        assert replayed.accepted_lengths[p].tolist() == output.stats.accepted_lengths
+        assert replayed.draft_forwards[p] == output.stats.draft_forwards
+        assert replayed.verified_nodes[p] == sum(output.stats.verified_nodes)
+    with_draft = replay(trace, parse_policy(tree | {"draft_free": 1.0}), free_prices())
+    assert (with_draft.draft_forwards >= with_draft.rounds).all()
+    assert replayed.draft_forwards.sum() < 0.9 * with_draft.draft_forwards.sum(), "no round was free of drafting"
 
 
 def test_workload_splits_share_no_prompt():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from autotune.acceptance.calibration import Children, _fit, _folds, calibrate, calibrated, children_on_answers
@@ -62,6 +64,22 @@ def test_a_calibration_names_its_draft_and_prompts_and_its_held_out_loss() -> No
     assert max(map(max, found.curves[0])) <= MAX_SURVIVAL
     some = calibrate(trace, [0, 3, 5, 7])
     assert some.num_tokens < found.num_tokens and some.curves != found.curves
+
+
+def test_retrieved_tokens_are_calibrated_by_the_length_of_the_match() -> None:
+    """A match of four tokens finds the next token four times of five, and of one token once in five."""
+    trace: Trace = random_trace(0, num_prompts=20, num_tokens=60)
+    answer, rng = trace.forest.answer, np.random.default_rng(0)
+    length = rng.choice([0, 1, 4], len(answer))
+    is_found = rng.random(len(answer)) < np.where(length == 4, 0.8, 0.2)
+    following = np.append(answer[1:], -1)
+    retrieved = np.full((len(answer), 2), -1)
+    retrieved[:, 0] = np.where(length == 0, -1, np.where(is_found, following, 777))
+    forest = replace(trace.forest, retrieved=retrieved, match_length=length)
+    found = calibrate(replace(trace, forest=forest)).retrieved
+    assert found is not None and list(found[0]) == sorted(found[0])
+    assert abs(found[0][0] - 0.2) < 0.06 and abs(found[0][3] - 0.8) < 0.06
+    assert calibrate(trace).retrieved is None
 
 
 def test_every_fold_has_prompts_of_each_task() -> None:
