@@ -16,6 +16,7 @@ from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request
 from autotune.runtime.greedy_batch import GreedyBatch, can_batch
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.workloads.workload import WorkloadPrompt
 
 ANSWERS_AT_ONCE = 16  # limit on the prompts that are decoded together,
@@ -56,6 +57,12 @@ class AnswerRecorder:
         self.target = target
         self.processor = processor
         self._plain = Decoder(target)
+
+    def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
+        """The sampler of a prompt's answer, to which a draft's proposals are coupled; None for greedy answers."""
+        if prompt.settings.temperature == 0.0:
+            return None
+        return self._plain.sampler(**self._inputs(prompt), **prompt.settings.generation)
 
     def record(
         self, prompts: Sequence[tuple[WorkloadPrompt, list[int] | None]]

@@ -8,6 +8,7 @@ batch is a subnet, whose heads are masked in place of sliced.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,8 +25,10 @@ from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.star import StarNetwork
+from autotune.modeling import transfer
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.target import Target
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import Ints
 from autotune.trees.static import NO_TOKEN
 from autotune.workloads.workload import Workload
@@ -110,7 +113,10 @@ def chain_traces(
     for prompt, whole in zip(workload.prompts, recorder.answers(workload), strict=True):
         answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
         reading = recorder.reading(prompt, prompt.inputs(recorder.processor, draft.device), answer, (layer,))
-        parts.append(record_chains(recorder.target, draft, subnets, answer, reading, depth=bounds.depth))
+        sampler = recorder.sampler(prompt)
+        parts.append(
+            record_chains(recorder.target, draft, subnets, answer, reading, depth=bounds.depth, sampler=sampler)
+        )
     return [
         join(recorder.header(draft_reference, subnet, (layer,), workload, bounds), list(of_subnet))
         for subnet, *of_subnet in zip(subnets, *parts, strict=True)
@@ -118,7 +124,14 @@ def chain_traces(
 
 
 def record_chains(
-    target: Target, draft: FeatureDraft, subnets: Sequence[Subnet], answer: Answer, reading: Reading, *, depth: int
+    target: Target,
+    draft: FeatureDraft,
+    subnets: Sequence[Subnet],
+    answer: Answer,
+    reading: Reading,
+    *,
+    depth: int,
+    sampler: TokenSampler | None = None,
 ) -> list[RecordedPrompt]:
     """Chains of up to ``depth`` tokens from every position of an answer, for each subnet.
 
@@ -129,16 +142,23 @@ def record_chains(
         draft: the whole supernet, attached to the target.
         subnets: subnets that differ in their heads only.
         reading: the target's outputs for the prompt and the answer, at the injection layer of the subnets.
+        sampler: that of a sampled answer, to which the draft's proposals are coupled.
     """
     rows = len(reading.prompts[0]) + len(answer.tokens)
     at_once = max(1, ROWS_AT_ONCE // rows)
     parts = (subnets[first : first + at_once] for first in range(0, len(subnets), at_once))
-    return [recorded for part in parts for recorded in _record(target, draft, part, answer, reading, depth)]
+    return [recorded for part in parts for recorded in _record(target, draft, part, answer, reading, depth, sampler)]
 
 
 @torch.inference_mode()
 def _record(
-    target: Target, draft: FeatureDraft, subnets: Sequence[Subnet], answer: Answer, reading: Reading, depth: int
+    target: Target,
+    draft: FeatureDraft,
+    subnets: Sequence[Subnet],
+    answer: Answer,
+    reading: Reading,
+    depth: int,
+    sampler: TokenSampler | None,
 ) -> list[RecordedPrompt]:
     network, device, batch = draft.network, draft.device, len(subnets)
     assert isinstance(network, StarNetwork)
@@ -182,7 +202,7 @@ def _record(
     )[shared[-1].of_subnet, len(kept) :]
     roots = torch.arange(num_roots, device=device).expand(batch, -1)
     is_node = torch.ones_like(roots, dtype=torch.bool)
-    best, logprobs = _best(target, draft, states)
+    best, logprobs = _best(target, draft, states, sampler, num_prompt + roots + 1)
     levels = [_Level(roots, is_node, best, logprobs)]
     # Every further level: the tokens whose chains equal the answer so far, with the draft's own features.
     latest = states  # of the last node of every root's chain, [batch, roots, hidden]
@@ -212,17 +232,25 @@ def _record(
             head_masks=head_masks,
         )
         latest = latest.scatter(1, wide, states)
-        best, logprobs = _best(target, draft, states)
+        best, logprobs = _best(target, draft, states, sampler, num_prompt + offsets + 1)
         levels.append(_Level(roots, is_node, best, logprobs))
     on_host = [_Level(*(array.cpu().numpy() for array in of_level)) for of_level in levels]
     forests = [_forest(np.array(answer.tokens), on_host, row, depth) for row in range(batch)]
     return [RecordedPrompt(forest, num_prompt, len(kept), answer.num_visual_tokens) for forest in forests]
 
 
-def _best(target: Target, draft: FeatureDraft, states: Tensor) -> tuple[Tensor, Tensor]:
-    """The most probable token after each state and its log-probability, [batch, n] each."""
-    tokens, logprobs = draft.best_on_device(draft.network.logits(states, target.text.logits), 1)
-    return tokens[..., 0], logprobs[..., 0]
+def _best(
+    target: Target, draft: FeatureDraft, states: Tensor, sampler: TokenSampler | None, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The most probable token after each state and its log-probability, [batch, n] each; ``positions`` [batch, n] are those
+    of these tokens.
+    """
+    coupling = None
+    if sampler is not None:
+        coupling = functools.partial(sampler.proposal_scores, positions=transfer.to_host(positions.flatten()))
+    logits = draft.network.logits(states, target.text.logits).flatten(0, 1)
+    tokens, logprobs = draft.best_on_device(logits, 1, coupling)
+    return tokens.reshape(positions.shape), logprobs.reshape(positions.shape)
 
 
 def _forest(answer: Ints, levels: Sequence[_Level], row: int, depth: int) -> Forest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -15,6 +16,7 @@ from autotune.acceptance.trace import Forest, ForestBounds
 from autotune.drafters.cached_draft import FeatureSource
 from autotune.drafters.checkpoint import ModelDraft
 from autotune.modeling.step import Step
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_STEP, Ints
 
 NOT_EVALUATED = -1
@@ -156,6 +158,8 @@ class ModelForestGrower(ForestGrower):
         draft: has evaluated the prompt.
         tokens: the answer.
         answer_hidden: the target's outputs before each token of the answer, by layer; empty for a draft without features.
+        first_position: position of the answer's first token in the target's sequence.
+        sampler: couples the draft's proposals to the answer's noise; None for greedy answers.
         shares_tokens: False evaluates every node of every forest, as a draft with features must.
     """
 
@@ -166,16 +170,24 @@ class ModelForestGrower(ForestGrower):
         bounds: ForestBounds,
         answer_hidden: Mapping[int, Tensor],
         *,
+        first_position: int,
+        sampler: TokenSampler | None,
         shares_tokens: bool,
     ) -> None:
         super().__init__(tokens, bounds, num_levels=bounds.depth)
         self.draft = draft
         self.answer_hidden = answer_hidden
+        self.first_position = first_position
+        self.sampler = sampler
         self.shares_tokens = shares_tokens
         self._read_answer()
 
     def _propose(self, step: Step, source: FeatureSource) -> tuple[Ints, NDArray[np.float32]]:
-        tokens, logprobs = self.draft.best(self.draft.forward(step, source), self.bounds.num_proposals)
+        coupling = None
+        if self.sampler is not None:
+            positions = self.first_position + step.offsets + 1  # of the children
+            coupling = functools.partial(self.sampler.proposal_scores, positions=positions)
+        tokens, logprobs = self.draft.best(self.draft.forward(step, source), self.bounds.num_proposals, coupling)
         return tokens.astype(np.int64), logprobs
 
     def _read_answer(self) -> None:

@@ -31,6 +31,7 @@ from autotune.files import content_key, write_bytes
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_STEP
 from autotune.workloads.workload import Workload, WorkloadPrompt
 
@@ -96,6 +97,10 @@ class Recorder:
                 add(prompt, answer)
         return [answers[prompt.sha256] for prompt in workload.prompts]
 
+    def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
+        """See ``AnswerRecorder.sampler``."""
+        return self._answers.sampler(prompt)
+
     def _answer_path(self, prompt: WorkloadPrompt) -> Path:
         return self.folder / "answers" / f"{self._answer_key(prompt)}.json"
 
@@ -122,13 +127,24 @@ class Recorder:
         draft_key = [draft_reference.sha256 or draft_reference.id, subnet.model_dump(), bounds.model_dump()]
         folder = self.folder / "forests" / content_key(draft_key)
         for done, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True), start=1):
-            path = folder / f"{self._answer_key(prompt)}.safetensors"
+            # Version 0.1.0 recorded the forests of sampled answers without coupling, under the name without this ending.
+            ending = "" if prompt.settings.temperature == 0.0 else "-coupled"
+            path = folder / f"{self._answer_key(prompt)}{ending}.safetensors"
             part = _read_part(path)
             if part is None:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
                 reading = self.reading(prompt, inputs, answer, draft.aux_layers) if draft.aux_layers else None
-                part = record_forest(self.target, draft, inputs, answer, bounds, reading, visual_ranking=visual_ranking)
+                part = record_forest(
+                    self.target,
+                    draft,
+                    inputs,
+                    answer,
+                    bounds,
+                    reading,
+                    visual_ranking=visual_ranking,
+                    sampler=self.sampler(prompt),
+                )
                 part = part._replace(forest=self._with_retrieved(part.forest, inputs))
                 _write_part(path, part)
             parts.append(part)
@@ -237,10 +253,15 @@ def record_forest(
     reading: Reading | None = None,
     *,
     visual_ranking: VisualRanking = "text_after_image",
+    sampler: TokenSampler | None = None,
     shares_tokens: bool = True,
 ) -> RecordedPrompt:
     """The forest along one answer of the target to which the draft is attached. Without a ``reading`` the target is run for
-    the layers that the draft reads. ``shares_tokens``: see ``ModelForestGrower``.
+    the layers that the draft reads.
+
+    Args:
+        sampler: that of a sampled answer, to which the proposals of a draft with a model are coupled.
+        shares_tokens: see ``ModelForestGrower``.
     """
     if isinstance(draft, RetrievalDraft):
         return _record_retrieval(draft, inputs, answer, bounds)
@@ -260,7 +281,13 @@ def record_forest(
     (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
     draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
     grower = ModelForestGrower(
-        draft, tokens, bounds, {} if reading is None else reading.answer_hidden, shares_tokens=shares_tokens
+        draft,
+        tokens,
+        bounds,
+        {} if reading is None else reading.answer_hidden,
+        first_position=answer.prompt_length,
+        sampler=sampler,
+        shares_tokens=shares_tokens,
     )
     first, num_together = 0, most_at_once
     while first < num_roots:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autotune.documents.subnet import Subnet
-from autotune.drafters.draft import Proposals, top_proposals
+from autotune.drafters.draft import Coupling, Proposals, top_proposals
 from autotune.execution import round_up
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.step import DeviceStep, Step
@@ -39,6 +39,7 @@ class CachedDraft(CachedModel):
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
+    target_vocab_size: int  # known after ``attach``
 
     def __init__(self) -> None:
         self._pending: list[int] = []
@@ -136,13 +137,13 @@ class CachedDraft(CachedModel):
         self.begin_round()
         return logits
 
-    def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
+    def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         if frontier[0] == ROOT:
             logits = self._read_pending()
         else:
             if len(frontier) > MAX_LEVEL_STEP:  # nodes of a level do not see each other
                 parts = np.split(frontier, range(MAX_LEVEL_STEP, len(frontier), MAX_LEVEL_STEP))
-                found = [self.propose(tree, part, num_proposals) for part in parts]
+                found = [self.propose(tree, part, num_proposals, coupling) for part in parts]
                 return np.concatenate([tokens for tokens, _ in found]), np.concatenate([best for _, best in found])
             count, begin = len(frontier), self._num_evaluated
             size = round_up(count, self.capture_sizes)
@@ -156,7 +157,7 @@ class CachedDraft(CachedModel):
             parents = tree.kv_slot[tree.parent[frontier]]  # -1 for the root
             logits = self.forward(Step(tokens, offsets, tree_mask), parents)[:count]
             self._num_evaluated = begin + count
-        return self.best(logits, num_proposals)
+        return self.best(logits, num_proposals, coupling)
 
     def pending_inputs(self) -> dict[str, Tensor]:
         """Inputs of ``propose_on_device``: the number of pending tokens and the tokens, padded to a capture size, and
@@ -187,14 +188,26 @@ class CachedDraft(CachedModel):
         self._commit_pending_on_device(count)
         return logits[count - 1]
 
-    def best_on_device(self, logits: Tensor, num_proposals: int) -> tuple[Tensor, Tensor]:
+    def best_on_device(
+        self, logits: Tensor, num_proposals: int, coupling: Coupling | None = None
+    ) -> tuple[Tensor, Tensor]:
         """``best``, left on the device."""
+        if coupling is not None:
+            return top_proposals(coupling(self._in_target_vocabulary(logits)), num_proposals)
         tokens, logprobs = top_proposals(logits, num_proposals)
         return tokens if self.token_ids is None else self.token_ids[tokens], logprobs
 
-    def best(self, logits: Tensor, num_proposals: int) -> Proposals:
+    def best(self, logits: Tensor, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         """The best tokens of each row, as the target's ids."""
-        return rows_to_host(*self.best_on_device(logits, num_proposals))
+        return rows_to_host(*self.best_on_device(logits, num_proposals, coupling))
+
+    def _in_target_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits [n, target's vocabulary]; -inf for the tokens that the draft does not know."""
+        if self.token_ids is not None:
+            everything = logits.new_full((len(logits), self.target_vocab_size), -torch.inf)
+            return everything.index_copy(1, self.token_ids, logits)
+        missing = self.target_vocab_size - logits.shape[1]
+        return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf)
 
 
 def pad_rows(states: Tensor, num_rows: int) -> Tensor:

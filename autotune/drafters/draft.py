@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 Proposals = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Tokens and log-probabilities, each [nodes, proposals], most probable first."""
+
+Coupling = Callable[[Tensor], Tensor]
+"""Coupled sampling of the children of n nodes: from a draft's logits to the scores that take their place, both
+[n, target's vocabulary]. The scores are the logits, processed as the request asks, plus the noise with which the target's
+token at the children's position is drawn (``TokenSampler.proposal_scores``).
+"""
 
 
 class Draft(Protocol):
@@ -69,10 +75,13 @@ class Draft(Protocol):
     def append(self, token: int) -> None:
         """Add a committed token, which is evaluated with the next root."""
 
-    def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
+    def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         """The most probable children of the frontier's nodes, which have one depth. Each round begins with the root.
 
         Drafts with a KV cache set ``tree.kv_slot`` of the nodes.
+
+        Args:
+            coupling: gives the scores whose log-softmax ranks children; None, as at temperature 0: that of the logits.
         """
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:

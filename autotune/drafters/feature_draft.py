@@ -140,7 +140,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.network.to(target.device, target.dtype)
         self.device, self.dtype = target.device, target.dtype
         self.token_ids = self.network.token_ids  # on the network's new device
-        self.vocab_size = target.vocab_size
+        self.vocab_size = self.target_vocab_size = target.vocab_size
         self._embed = embedding or text.module.get_input_embeddings()
         # States of the root and the tokens evaluated since, from which their children take features.
         self._own = torch.zeros(0, config.width, dtype=self.dtype, device=self.device)

@@ -44,7 +44,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         self.visual_keep = visual_keep
         self.sees_images = True  # whether the model type is the target's
         self._placeholders = placeholders_of(model.config)
-        self._num_common = self.vocab_size  # vocabulary shared with the target
+        self._num_common = self.target_vocab_size = self.vocab_size  # vocabulary shared with the target
         check_tree_decoding(self)
 
     @property
@@ -54,6 +54,7 @@ class IndependentDraft(CachedDraft, TreeModel):
     def attach(self, target: Target) -> None:
         check_vocabulary(target, self.vocab_size, self.tokenizer)
         self._num_common = min(self.vocab_size, target.vocab_size)
+        self.target_vocab_size = target.vocab_size
         ours, theirs = self.model.config, target.model.config
         self._placeholders = placeholders_of(theirs)
         self.sees_images = ours.model_type == theirs.model_type and placeholders_of(ours) == self._placeholders

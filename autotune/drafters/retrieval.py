@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autotune.documents.subnet import Subnet
-from autotune.drafters.draft import Proposals
+from autotune.drafters.draft import Coupling, Proposals
 from autotune.drafters.suffix_index import SEPARATOR, Bools, Float32s, Int32s, SuffixIndex
 from autotune.errors import UserError
 from autotune.execution import EAGER
@@ -139,7 +139,8 @@ class RetrievalDraft:
         """Add committed tokens."""
         self._index.append(np.array(tokens, np.int32))
 
-    def propose(self, tree: Tree, frontier: Ints, num_proposals: int) -> Proposals:
+    def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
+        """See ``Draft``. Shares of occurrences are not coupled to the target's sampling."""
         num_visible = np.full(len(frontier), self.length)
         tokens, logprobs, match_length = self._followers(tree.token, tree.parent, frontier, num_visible, num_proposals)
         if frontier[0] == ROOT:

@@ -24,15 +24,7 @@ from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.device_rounds import DeviceRounds
-from autotune.runtime.generate_args import (
-    Call,
-    Request,
-    check_names,
-    generation_settings,
-    prepare_call,
-    prepared_call,
-    processors_of_row,
-)
+from autotune.runtime.generate_args import Call, Request, check_names, generation_settings, prepare_call, prepared_call
 from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.points import LoadedPoint, reachable_points
 from autotune.runtime.session import Session
@@ -73,7 +65,9 @@ class Decoder:
         visual_ranking: how these tokens are chosen, one of ``VISUAL_RANKINGS``.
         verification: how draft tokens are accepted. Lossless by default; ``{"kind": "wetap", "threshold": 0.9}`` is lossy.
         fallback: the cost of a round in plain steps. With it, a request falls back to plain steps while rounds do not pay.
-        points: operating points with their conditions, in place of the six arguments above. A request is decoded by the
+        coupled: above temperature 0, rank draft tokens with the noise that the target's tokens are drawn with. More of them
+            are accepted and the output is the same; False is for comparison. Lossy verification is never coupled.
+        points: operating points with their conditions, in place of the seven arguments above. A request is decoded by the
             first point whose condition it meets; every request must meet the last one's. Points that differ only in
             ``context_tokens`` are switched within a request, before a round; they must share one draft and its visual tokens.
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and the
@@ -101,6 +95,7 @@ class Decoder:
         visual_ranking: VisualRanking = "text_after_image",
         verification: Any = None,
         fallback: RoundPrice | None = None,
+        coupled: bool = True,
         points: Sequence[LoadedPoint] = (),
         capture_sizes: Sequence[int] = (),
         mode: str = EAGER,
@@ -122,6 +117,7 @@ class Decoder:
                 visual_ranking=visual_ranking,
                 verification=verification,
                 fallback=fallback,
+                coupled=coupled,
             ),
         )
         try:
@@ -210,6 +206,10 @@ class Decoder:
     def requests(self, *, seed: int = 0, workload: str | None = None, **inputs: Any) -> list[Request]:
         """The requests that ``generate`` decodes, one for each row. Takes the arguments of ``generate``, except ``streamer``."""
         return self._requests(self._prepare(inputs, seed, workload))
+
+    def sampler(self, *, seed: int = 0, **inputs: Any) -> TokenSampler:
+        """The sampler with which ``generate`` decodes the first prompt. Takes the arguments of ``generate``."""
+        return self._prepare(inputs, seed, None).sampler(0, self.target.device)
 
     def __call__(
         self,
@@ -310,12 +310,7 @@ class Decoder:
             has_image=prompt.num_visual_tokens > 0,
             workload=call.workload,
         )
-        sampler = TokenSampler(
-            temperature=1.0 if call.temperature > 0 else 0.0,  # one of the processors divides by the temperature
-            processors=processors_of_row(call.processors, row),
-            seed=call.seed + row,
-            device=self.target.device,
-        )
+        sampler = call.sampler(row, self.target.device)
         stats = DecodingStats(point=number, rounds_by_point=[0] * len(self.points))
         request = Request(
             call, sampler, prompt, call.inputs["input_ids"][row : row + 1].to(self.target.device), row, stats

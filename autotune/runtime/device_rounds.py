@@ -8,7 +8,8 @@ tokens between them. In mode ``compile`` the forward passes are compiled one by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autotune.drafters.cached_draft import CachedDraft
+from autotune.drafters.draft import Coupling
 from autotune.execution import EAGER, round_up
 from autotune.modeling import transfer
 from autotune.modeling.clock import DeviceTimer
@@ -59,6 +61,7 @@ class DeviceRound:
         self._greedy = runner(self._verify_greedily, "verification")
         self._padded_kv_length = 0  # of the step that runs
         self._padded_crossing_length: int | None = None  # of the draft's step that runs
+        self._coupling_sampler: TokenSampler | None = None  # of the round that runs
         self._caches = target.cache, draft.cache
 
     def run(self, request: Request, point: LoadedPoint) -> RoundResult:
@@ -68,6 +71,7 @@ class DeviceRound:
         after_pending = self.draft.prefix_state
         after_pending[0] += self.draft.num_pending
         prefix_state = transfer.to_device(after_pending, self.target.device)
+        self._coupling_sampler = point.coupling_sampler(request.sampler)
         packed_tree = self._draft_tree(prefix_state)
         timer.mark()
         report, slots, *hidden = self._verify_and_accept(packed_tree, request.sampler)
@@ -85,7 +89,7 @@ class DeviceRound:
 
     def _draft_tree(self, after_pending: Tensor) -> Tensor:
         """Returns the packed tree. ``after_pending`` is the draft's prefix state once it has read its pending tokens."""
-        draft, prefix_state = self.draft, self.draft.prefix_state
+        draft, prefix_state, sampler = self.draft, self.draft.prefix_state, self._coupling_sampler
         inputs = {
             "before_pending": transfer.to_device(prefix_state, self.target.device),
             "after_pending": after_pending,
@@ -96,7 +100,12 @@ class DeviceRound:
         num_uncommitted = max(num_tokens, draft.num_pending + num_drafted)
         self._padded_kv_length = padded_length(draft.length + num_uncommitted)
         self._padded_crossing_length = draft.padded_crossing_length(num_uncommitted)
+        key: tuple[Hashable, ...]
         key = num_tokens, self._padded_kv_length, self._padded_crossing_length, len(prefix_state)
+        if sampler is not None:
+            first = self.target.length + 1
+            inputs["noise"] = sampler.noise(range(first, first + self.num_levels), draft.target_vocab_size)
+            key = *key, sampler.capture_key
         (packed_tree,) = self._drafting.run(key, inputs, draft.dtype)
         return packed_tree
 
@@ -134,7 +143,7 @@ class DeviceRound:
             padded_kv_length=padded_kv_length,
             padded_crossing_length=padded_crossing_length,
         )
-        frontier = grower.grow(*draft.best_on_device(logits, num_proposals))
+        frontier = grower.grow(*draft.best_on_device(logits, num_proposals, self._coupling(inputs, level=0)))
         visible = torch.zeros(1, 0, dtype=torch.bool, device=device)  # [frontier, slots]
         offsets = torch.zeros(0, dtype=torch.long, device=device)  # [slots]
         first_parent = -1  # slot of the first node of the level above; the root has none
@@ -153,10 +162,18 @@ class DeviceRound:
                 padded_crossing_length,
             )
             logits = draft.forward_on_device(step, pad(frontier.row + first_parent, (0, padding)))
-            frontier = grower.grow(*draft.best_on_device(logits[:width], num_proposals))
+            coupling = self._coupling(inputs, level + 1)
+            frontier = grower.grow(*draft.best_on_device(logits[:width], num_proposals, coupling))
             offsets, first_parent = torch.cat([offsets, level_offsets[:width]]), first_slot
         root = inputs["pending"][inputs["pending"][:1]]  # "pending" is a count n followed by n tokens
         return (grower.pruned(root).packed,)
+
+    def _coupling(self, inputs: Mapping[str, Tensor], level: int) -> Coupling | None:
+        """The coupling of the nodes of one level. ``noise`` [levels, vocabulary] is an input, the other settings of the
+        sampler are part of the key.
+        """
+        sampler = self._coupling_sampler
+        return None if sampler is None else functools.partial(sampler.perturbed, noise=inputs["noise"][level])
 
     def _verify(self, inputs: Mapping[str, Tensor]) -> Outputs:
         """The target's logits after each node, [nodes, vocabulary], and its outputs at the draft's auxiliary layers."""
@@ -230,13 +247,15 @@ class DeviceRounds:
         self._rounds: dict[tuple[Policy, CachedDraft], DeviceRound] = {}
 
     def get(self, point: LoadedPoint, sampler: TokenSampler) -> DeviceRound | None:
-        """None where the host must lead: the tree policy, verification, logits processors or draft decide on the host, or
-        leading on the device does not pay.
+        """None where the host must lead: the tree policy, verification, logits processors or draft decide on the host, the
+        processors that a coupled draft applies cannot be captured, or leading on the device does not pay.
         """
         target, draft = self._target, point.draft
         if not _pays(target.device, self.mode) or not isinstance(draft, CachedDraft) or draft.device != target.device:
             return None
         if not point.verification.is_lossless or sampler.needs_prefix:
+            return None
+        if (coupled := point.coupling_sampler(sampler)) is not None and coupled.capture_key is None:
             return None
         if (point.policy, draft) not in self._rounds:
             if (grower := device_grower(point.policy, target.device)) is None:

@@ -59,6 +59,15 @@ class Call:
     """The rows as the target reads them."""
     _draft_prompts: dict[Draft, Sequence[Any]] = field(default_factory=dict)
 
+    def sampler(self, row: int, device: torch.device) -> TokenSampler:
+        """The sampler of a row."""
+        return TokenSampler(
+            temperature=1.0 if self.temperature > 0 else 0.0,  # one of the processors divides by the temperature
+            processors=processors_of_row(self.processors, row),
+            seed=self.seed + row,
+            device=device,
+        )
+
     def draft_prompt(self, draft: Draft, row: int) -> Any:
         """A row as a draft reads it. The whole batch is prepared when its first row is asked for."""
         if draft not in self._draft_prompts:

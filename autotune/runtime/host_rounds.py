@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.generate_args import Request
 from autotune.runtime.points import LoadedPoint
-from autotune.trees.policy import NOTHING, TreeGrower
+from autotune.trees.policy import NOTHING
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree, write_tree_mask
 from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
 
@@ -46,7 +47,7 @@ class HostRound:
     def run(self, request: Request, point: LoadedPoint, retrieval: RetrievalDraft | None = None) -> RoundResult:
         """Draft, verify, accept, commit. ``retrieval`` is the second source of trees that use one."""
         assert point.draft is not None
-        num_levels = self._grow_tree(request, point.draft, point.grower, retrieval)
+        num_levels = self._grow_tree(request, point.draft, point, retrieval)
         path, next_token = self.verify(request, point)
         self.target.cache.keep([ROOT, *path.tolist()])
         point.draft.commit(point.grower.tree, path, next_token)
@@ -62,15 +63,19 @@ class HostRound:
         return token
 
     def _grow_tree(
-        self, request: Request, draft: Draft, grower: TreeGrower, retrieval: RetrievalDraft | None = None
+        self, request: Request, draft: Draft, point: LoadedPoint, retrieval: RetrievalDraft | None = None
     ) -> int:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the number of levels."""
+        grower, sampler, coupling = point.grower, point.coupling_sampler(request.sampler), None
         num_levels = 0
         retrieved = NOTHING if retrieval is None else retrieval.continuation(grower.policy.max_depth)
         grower.plant(request.tokens[-1], self.target.length, retrieved)
         while len(grower.frontier):
             started = now_ms(self.target.device)
-            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals)
+            if sampler is not None:
+                depth = grower.tree.depth[grower.frontier[:1]] + 1  # of the children
+                coupling = functools.partial(sampler.proposal_scores, positions=self.target.length + depth)
+            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals, coupling)
             request.stats.draft_ms += now_ms(self.target.device) - started
             grower.grow(tokens, logprobs)
             num_levels += 1

@@ -10,6 +10,7 @@ from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.policy import TreeGrower, parse_policy
 from autotune.trees.verification import parse_verification
@@ -37,6 +38,7 @@ class LoadedPoint:
         verification: Any = None,
         fallback: RoundPrice | None = None,
         when: Condition | None = None,
+        coupled: bool = True,
     ) -> None:
         if not 0.0 < visual_keep <= 1.0:
             raise UserError(f"visual_keep must be above 0 and at most 1; got {visual_keep}; 1 keeps every visual token")
@@ -50,6 +52,13 @@ class LoadedPoint:
         self.visual_ranking = visual_ranking
         self.verification = parse_verification(verification)
         self.fallback = Fallback(fallback)
+        self._is_coupled = coupled and self.verification.is_lossless
+
+    def coupling_sampler(self, sampler: TokenSampler) -> TokenSampler | None:
+        """The sampler of a request if the draft's proposals are coupled to it: the request samples, the verification is
+        lossless, and coupling is not switched off.
+        """
+        return sampler if self._is_coupled and sampler.temperature > 0.0 else None
 
     @property
     def variant(self) -> Hashable:

@@ -3,12 +3,16 @@
 The token at absolute position t is ``argmax(processed_logits / T + gumbel(seed, t))``; at temperature 0 there is no noise.
 By the Gumbel-max trick it is distributed as softmax(processed_logits / T). Plain decoding, trees and recording all use this
 function, and the noise does not depend on the order of calls, so they emit the same tokens at any temperature.
+
+A draft that ranks tokens by the same function of its own logits, with the same noise, proposes the target's token more often
+(coupled sampling: Daliri, Musco and Suresh, arXiv 2408.07978). Which tokens are emitted does not depend on it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from autotune.errors import UserError
 from autotune.modeling import transfer
 
 _MASK64 = (1 << 64) - 1
+MAX_NOISE_BYTES = 64 << 20  # of the noise that a sampler keeps
 # Hugging Face's processors that do not read the prefix.
 PREFIX_FREE = frozenset(
     {
@@ -29,6 +34,8 @@ PREFIX_FREE = frozenset(
         "SuppressTokensLogitsProcessor",
     }
 )
+# Those of them that can be captured as CUDA graphs and whose attributes are numbers.
+CAPTURABLE = frozenset({"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"})
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -72,16 +79,20 @@ class TokenSampler:
         check_sampling(temperature, top_k, top_p)
         self.temperature = temperature
         self.seed = seed
+        prefix_free = [processor for processor in processors if type(processor).__name__ in PREFIX_FREE]
         # If no processor reads the prefix, all tokens of a round are computed at once.
-        is_prefix_free = all(type(processor).__name__ in PREFIX_FREE for processor in processors)
-        self.processors = [] if is_prefix_free else list(processors)
-        self.warpers = LogitsProcessorList(processors if is_prefix_free else ())
+        is_prefix_free = len(prefix_free) == len(processors)
+        own: list[Any] = []
         if temperature > 0.0 and top_k > 0:
-            self.warpers.append(TopKLogitsWarper(top_k))
+            own.append(TopKLogitsWarper(top_k))
         if temperature > 0.0 and top_p < 1.0:
-            self.warpers.append(TopPLogitsWarper(top_p))
+            own.append(TopPLogitsWarper(top_p))
+        self.processors = [] if is_prefix_free else list(processors)
+        self.warpers = LogitsProcessorList([*(processors if is_prefix_free else ()), *own])
+        self._proposal_warpers = LogitsProcessorList([*prefix_free, *own])
         self._generator = torch.Generator(device)
         self._device = device
+        self._noise: dict[tuple[int, int], Tensor] = {}  # by position and vocabulary, the oldest first
 
     @property
     def needs_prefix(self) -> bool:
@@ -122,8 +133,32 @@ class TokenSampler:
         """Scores of rows at ``positions[index]``."""
         if self.temperature == 0.0:
             return self._warped(logits)
-        noise = torch.stack([self.noise(position, logits.shape[-1]) for position in positions])
-        return self._warped(logits.float() / self.temperature) + noise[index]
+        return self._warped(logits.float() / self.temperature) + self.noise(positions, logits.shape[-1])[index]
+
+    def proposal_scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
+        """The scores by which a draft ranks tokens under coupled sampling, [n, vocabulary]: ``scores`` of its own logits.
+        Processors that read the prefix are left out, because they would have to run on every node of a tree.
+
+        Args:
+            logits: the draft's, over the target's vocabulary, on any device; -inf for tokens that the draft does not know.
+            positions: of the proposed tokens, [n], or [1] if all rows have one position. The temperature is above 0.
+        """
+        distinct, inverse = np.unique(positions, return_inverse=True)
+        noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
+        return self.perturbed(logits, noise if len(distinct) == 1 else noise[torch.from_numpy(inverse)])
+
+    def perturbed(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """``proposal_scores``, with the noise of the positions, [n, vocabulary] or [vocabulary]."""
+        return _warped(logits.float() / self.temperature, self._proposal_warpers) + noise
+
+    @functools.cached_property
+    def capture_key(self) -> Hashable | None:
+        """Identifies ``perturbed`` as a part of captured work, which repeats it with other logits and noise; None if it
+        cannot be captured.
+        """
+        if any(type(warper).__name__ not in CAPTURABLE for warper in self._proposal_warpers):
+            return None
+        return self.temperature, *((type(warper).__name__, *vars(warper).items()) for warper in self._proposal_warpers)
 
     def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Log-probabilities of ``tokens`` [n] in the rows ``rows`` [n] of ``logits``, after a 0 for the root, [n + 1].
@@ -139,13 +174,27 @@ class TokenSampler:
         return np.concatenate([[0.0], transfer.to_host(picked.double())])
 
     def _warped(self, scores: Tensor) -> Tensor:
-        if not self.warpers:
-            return scores
-        empty_prefix = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
-        return self.warpers(empty_prefix, scores)  # type: ignore[no-any-return]
+        return _warped(scores, self.warpers)
 
-    def noise(self, position: int, vocabulary: int) -> Tensor:
-        """Standard Gumbel noise of a position, [vocabulary]."""
-        self._generator.manual_seed(mix_seed(self.seed, position))
-        # -log of an exponential variate is Gumbel distributed.
-        return -torch.empty(vocabulary, device=self._device).exponential_(generator=self._generator).log()
+    def noise(self, positions: Iterable[int], vocabulary: int) -> Tensor:
+        """Standard Gumbel noise of each position, [positions, vocabulary]."""
+        return torch.stack([self._noise_at(position, vocabulary) for position in positions])
+
+    def _noise_at(self, position: int, vocabulary: int) -> Tensor:
+        """The noise of a position, [vocabulary]. Draft and target ask for the same positions, so recent ones are kept."""
+        key = position, vocabulary
+        if key not in self._noise:
+            while self._noise and (len(self._noise) + 1) * vocabulary * 4 > MAX_NOISE_BYTES:
+                del self._noise[next(iter(self._noise))]
+            self._generator.manual_seed(mix_seed(self.seed, position))
+            # -log of an exponential variate is Gumbel distributed.
+            variates = torch.empty(vocabulary, device=self._device).exponential_(generator=self._generator)
+            self._noise[key] = -variates.log()
+        return self._noise[key]
+
+
+def _warped(scores: Tensor, warpers: LogitsProcessorList) -> Tensor:
+    if not warpers:
+        return scores
+    empty_prefix = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+    return warpers(empty_prefix, scores)  # type: ignore[no-any-return]

@@ -46,12 +46,12 @@ def model_pool(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> ModelPoo
 
 @pytest.fixture(scope="module")
 def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
-    """Two answers, and one of a single token, which has nothing to draft."""
+    """A greedy answer, a sampled one, and one of a single token, which has nothing to draft."""
     folder = tmp_path_factory.mktemp("workload")
     images = [write_image(folder / "0.png", 0)]
     prompts: list[dict[str, Any]] = [
         {"prompt": "Read the digits row by row.", "images": images, "max_new_tokens": 30},
-        {"prompt": "And 2?", "max_new_tokens": 12},
+        {"prompt": "And 2?", "max_new_tokens": 12, "temperature": 0.8, "top_k": 20, "seed": 3},
         {"prompt": "And 3?", "max_new_tokens": 1},
     ]
     return load_workload(str(write_workload(folder, [{"split": "tune", **prompt} for prompt in prompts])), "tune")

@@ -336,6 +336,22 @@ def assert_same_trace(actual: Trace, expected: Trace) -> None:
         np.testing.assert_array_equal(getattr(actual.forest, name), getattr(expected.forest, name))
 
 
+def test_forests_of_version_0_1_0_are_reused_for_greedy_answers_only(
+    fresh: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
+) -> None:
+    """Those of sampled answers were recorded without coupling."""
+    one = Workload("x", "tune", workload.prompts[2:4])
+    assert [prompt.settings.temperature for prompt in one.prompts] == [0.0, 1.0]
+    first = record(fresh, draft, draft_reference, one)
+    files = {path.name for path in (fresh.folder / "forests").rglob("*.safetensors")}
+    answers = {path.stem for path in (fresh.folder / "answers").iterdir()}
+    assert len(files) == 2 and {name.removesuffix(".safetensors") for name in files} & answers
+    (coupled,) = (path for path in (fresh.folder / "forests").rglob("*-coupled.safetensors"))
+    coupled.rename(coupled.with_name(coupled.name.replace("-coupled", "")))
+    assert_same_trace(record(fresh, draft, draft_reference, one), first)
+    assert coupled.exists(), "recorded again"
+
+
 @pytest.mark.parametrize("kind", ["answers", "forests"])
 def test_a_damaged_record_is_made_again(
     kind: str,

@@ -34,9 +34,18 @@ from autotune.trees.limits import MAX_LEVEL_STEP
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.wetap import WetapPolicy
-from autotune.workloads.workload import Workload, WorkloadPrompt
+from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
 from tests.acceptance.configurations import Sizes, random_price, random_tree_policy
-from tests.sample_documents import DRAFT, cost_table, forest_of, free_prices, header, random_trace
+from tests.sample_documents import (
+    DRAFT,
+    cost_table,
+    forest_of,
+    free_prices,
+    header,
+    random_trace,
+    write_image,
+    write_workload,
+)
 
 KEEPS = (1.0, 0.5, 0.1)
 # A trace within these bounds holds all that any of the random trees asks for, but for a beam now and then.
@@ -53,10 +62,11 @@ BEAMS = ("eagle2", "wetap")
 FIXED_SHAPES = ("chain", "static")
 
 
-def random_configurations() -> list[Configuration]:
-    """Three of every policy, with every visual keep and a fallback each."""
-    rng, configurations = random.Random(0), []
-    for number, (name, keep) in enumerate(itertools.product(POLICIES, KEEPS)):
+def random_configurations(of_each: int = 3, seed: int = 0) -> list[Configuration]:
+    """So many of every policy, with every visual keep; a fallback now and then."""
+    rng, configurations = random.Random(seed), []
+    keeps = itertools.islice(itertools.cycle(KEEPS), of_each)
+    for number, (name, keep) in enumerate(itertools.product(POLICIES, keeps)):
         configurations.append(
             Configuration(
                 tree=random_tree_policy(name, rng, SIZES),
@@ -136,6 +146,50 @@ def test_replay_counts_the_rounds_of_a_retrieval_draft(
         num_accepted += sum(int(lengths.sum()) for lengths in replayed.accepted_lengths)
         num_roots_alone += int((replayed.verified_nodes < replayed.rounds).sum())
     assert num_accepted > 100 and num_roots_alone > 0
+
+
+@pytest.fixture(scope="module")
+def sampled_workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    """Sampled prompts, with and without an image and a cut of the distribution."""
+    folder = tmp_path_factory.mktemp("sampled")
+    images = [write_image(folder / "0.png", 0)]
+    prompts: list[dict[str, Any]] = [
+        {"prompt": "Count to ten, then stop.", "temperature": 1.0, "seed": 1},
+        {"prompt": "Read the digits row by row.", "images": images, "temperature": 0.7, "seed": 2},
+        {"prompt": "And row 2?", "images": images, "temperature": 1.3, "top_k": 5, "top_p": 0.9, "seed": 3},
+    ]
+    lines = [{"split": "tune", "max_new_tokens": 24, **prompt} for prompt in prompts]
+    return load_workload(str(write_workload(folder, lines)), "tune")
+
+
+@pytest.mark.parametrize("of_each", [3, pytest.param(10, marks=pytest.mark.nightly)])
+def test_replay_counts_the_rounds_of_sampled_requests(
+    of_each: int,
+    recorder: Recorder,
+    draft: IndependentDraft,
+    draft_reference: ModelReference,
+    sampled_workload: Workload,
+    decoder: Decoder,
+    processor: Any,
+) -> None:
+    """The recorded proposals are coupled to the noise of the request, as those of the runtime are."""
+    traces = {
+        keep: recorder.trace(draft, draft_reference, sampled_workload, visual_keep=keep, bounds=EVERYTHING)
+        for keep in KEEPS
+    }
+    configurations = random_configurations(of_each, seed=1)
+    num_missing, num_different = 0, 0
+    for configuration in configurations:
+        trace = traces[configuration.visual_keep]
+        assert_rounds_are_the_decoders(trace, configuration, decoder, sampled_workload, processor)
+        replayed = replay(trace, parse_policy(configuration.tree), free_prices(), configuration.fallback)
+        num_missing += (replayed.missing > 0).sum() * (configuration.tree["policy"] in BEAMS)
+        if configuration.tree["policy"] == "chain":
+            decoder.configure(configuration.tree, visual_keep=configuration.visual_keep, coupled=False)
+            lengths = [decode(decoder, prompt, processor).accepted_lengths for prompt in sampled_workload.prompts]
+            num_different += lengths != [found.tolist() for found in replayed.accepted_lengths]
+    assert num_missing < 12, "prompts that a beam leaves are not compared"
+    assert num_different > of_each / 2, "of the chains; otherwise the proposals need not be coupled"
 
 
 def test_a_switched_request_takes_the_rounds_of_its_points(

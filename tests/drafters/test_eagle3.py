@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,8 @@ def test_proposals_equal_eagles_algorithm(
     answer = Decoder(target).generate(**inputs, max_new_tokens=12).sequences[0, length:].tolist()
     inner, seen = draft.propose, []
 
-    def propose(tree: Tree, frontier: Any, num_proposals: int) -> Any:
-        tokens, logprobs = inner(tree, frontier, num_proposals)
+    def propose(tree: Tree, frontier: Any, num_proposals: int, coupling: Any) -> Any:
+        tokens, logprobs = inner(tree, frontier, num_proposals, coupling)
         committed = draft.length + 1 - length  # the first token is not in the cache
         seen.append((committed, [tokens_to(tree, int(node)) for node in frontier], tokens.copy(), logprobs))
         for row, path in enumerate(seen[-1][1]):  # a true token now and then, that rounds accept some
@@ -209,15 +210,17 @@ def test_decoding_is_lossless_and_replayed(pair: Pair, prompts: dict[str, Inputs
     draft = load_draft(str(write_head(tmp_path / "head", kind)), target)
     assert isinstance(draft, FeatureDraft) and draft.aux_layers == (1, 2, 3) and draft.subnet == Subnet()
     bounds = ForestBounds(depth=4, num_proposals=8, width=64, floor=1e-9, beam=16)
-    for inputs in prompts.values():
-        plain = Decoder(target).generate(**inputs, max_new_tokens=16)
-        out = Decoder(target, draft, tree=TREE).generate(**inputs, max_new_tokens=16)
+    for inputs, temperature in itertools.product(prompts.values(), (0.0, 0.8)):
+        request = {**inputs, "max_new_tokens": 16, "temperature": temperature, "seed": 1}
+        plain = Decoder(target).generate(**request)
+        out = Decoder(target, draft, tree=TREE).generate(**request)
         assert torch.equal(out.sequences, plain.sequences)
         length = inputs["input_ids"].shape[1]
         answer = Answer(plain.sequences[0, length:].tolist(), length, {})
+        sampler = Decoder(target).sampler(**request) if temperature else None
         trace = join(
             header(1, bounds=bounds, aux_layers=draft.aux_layers),
-            [record_forest(target, draft, inputs, answer, bounds)],
+            [record_forest(target, draft, inputs, answer, bounds, sampler=sampler)],
         )
         replayed = replay(trace, parse_policy(TREE), free_prices())
         assert replayed.missing[0] == 0 and replayed.accepted_lengths[0].tolist() == out.stats.accepted_lengths

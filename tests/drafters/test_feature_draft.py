@@ -4,6 +4,7 @@ network over the whole text with features of the stock model.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -173,8 +174,8 @@ def test_proposals_equal_forward_passes_over_the_whole_text(
     answer = Decoder(target).generate(**inputs, max_new_tokens=16).sequences[0, inputs["input_ids"].shape[1] :].tolist()
     inner, seen = draft.propose, []
 
-    def propose(tree: Tree, frontier: Any, num_proposals: int) -> Any:
-        tokens, logprobs = inner(tree, frontier, num_proposals)
+    def propose(tree: Tree, frontier: Any, num_proposals: int, coupling: Any) -> Any:
+        tokens, logprobs = inner(tree, frontier, num_proposals, coupling)
         paths = [tokens_to(tree, int(node)) for node in frontier]
         seen.append((draft.length - prompt_length, paths, tokens.copy(), logprobs))
         root = draft.length - prompt_length - 1  # index in the answer
@@ -281,6 +282,9 @@ def test_a_new_decoder_with_the_same_draft_keeps_the_cache_of_a_running_request(
     assert draft.cache is cache and len(remaining) == alone.new_tokens - 2
 
 
+SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_k": 8, "seed": 3})
+
+
 @pytest.mark.parametrize(
     ("kind", "layer", "keep"),
     [("dream", 4, 0.1), ("dream", 4, 0.5), ("star", 2, 0.1), ("star", 2, 1.0), ("specvlm", 4, 0.5)],
@@ -291,10 +295,11 @@ def test_replay_counts_the_rounds_of_decoding(
     """A trace has the proposals with the target's features up to every root and the draft's own below."""
     target = Target(pair.target)
     draft = agreeing_draft(kind, target, injection_layer=layer)
-    bounds = ForestBounds(depth=5, num_proposals=16, width=128, floor=1e-9, beam=24)
+    bounds = ForestBounds(depth=5, num_proposals=16, width=128, floor=1e-30, beam=24)
     num_accepted = 0
-    for name, inputs in prompts.items():
-        plain = Decoder(target).generate(**inputs, max_new_tokens=24)
+    for (name, inputs), settings in itertools.product(prompts.items(), SETTINGS):
+        request = {**inputs, "max_new_tokens": 24, **settings}
+        plain = Decoder(target).generate(**request)
         (read,) = target.encode(inputs).prompts
         with torch.inference_mode():
             target.reserve(len(read))
@@ -302,10 +307,11 @@ def test_replay_counts_the_rounds_of_decoding(
         tokens = plain.sequences[0, len(read) :].tolist()
         answer = Answer(tokens, len(read), {ranking: of_ranking.tolist() for ranking, of_ranking in scores.items()})
         draft.visual_keep = keep
-        part = record_forest(target, draft, inputs, answer, bounds)
+        sampler = Decoder(target).sampler(**request) if settings else None
+        part = record_forest(target, draft, inputs, answer, bounds, sampler=sampler)
         trace = join(header(1, bounds=bounds, subnet=draft.subnet, aux_layers=draft.aux_layers), [part])
         for tree in TREES:
-            stats = Decoder(target, draft, tree=tree, visual_keep=keep).generate(**inputs, max_new_tokens=24).stats
+            stats = Decoder(target, draft, tree=tree, visual_keep=keep).generate(**request).stats
             replayed = replay(trace, parse_policy(tree), free_prices())
             assert replayed.missing[0] == 0 or tree["policy"] == "sage"
             assert replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, (name, tree)

@@ -112,7 +112,7 @@ def test_noise_does_not_depend_on_the_order_or_company_of_calls() -> None:
 
 def noise_of(seed: int, positions: range, vocabulary: int = 8) -> NDArray[np.float64]:
     sampler = TokenSampler(temperature=1.0, seed=seed)
-    return np.stack([sampler.noise(position, vocabulary).double().numpy() for position in positions])
+    return sampler.noise(positions, vocabulary).double().numpy()
 
 
 def test_noise_of_neighbours_is_uncorrelated() -> None:
