@@ -30,6 +30,18 @@ from autotune.search.settings import SearchSettings
     is_flag=True,
     help="Measure WETAP's lossy acceptance at several thresholds: tokens per round, perplexity and agreement.",
 )
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=None,
+    show_default="of each prompt",
+    help="Temperature of all prompts, which are sampled with their numbers as seeds.",
+)
+@click.option(
+    "--uncoupled",
+    is_flag=True,
+    help="Also measure every drafting arm without coupled sampling, which drafts with the target's noise.",
+)
 @options.num_prompts(32)
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
 @options.device
@@ -42,6 +54,8 @@ def command(
     against: str | None,
     draft: str | None,
     lossy_sweep: bool,
+    temperature: float | None,
+    uncoupled: bool,
     num_prompts: int,
     seed: int,
     device: str,
@@ -72,6 +86,8 @@ def command(
         Console(),
         draft=draft,
         lossy_sweep=lossy_sweep,
+        temperature=temperature,
+        uncoupled=uncoupled,
         wait_until_quiet_s=wait_until_quiet_s,
     )
     if table is not None:

@@ -17,6 +17,7 @@ from autotune.workloads.workload import WARM_UP_TOKENS, Prompt
 
 WARM_UP_S = 1.0
 HF_ASSISTED, PROMPT_LOOKUP = "hf-assisted", "prompt_lookup"
+UNCOUPLED = "-uncoupled"  # ends the names of arms without coupled sampling
 
 
 class Arm(Protocol):

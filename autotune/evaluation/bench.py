@@ -61,6 +61,8 @@ def run_bench(
     *,
     draft: str | None = None,
     lossy_sweep: bool = False,
+    temperature: float | None = None,
+    uncoupled: bool = False,
     wait_until_quiet_s: float | None = None,
 ) -> dict[str, Any]:
     """Measure the arms and print tables; returns the figures as JSON.
@@ -69,6 +71,8 @@ def run_bench(
         against: names in ``ARMS``; None compares with those of ``COMPARED`` that can run.
         draft: drafts for published configurations in place of the profile's draft.
         lossy_sweep: also measure ``LOSSY_SWEEP``; without ``against``, nothing else.
+        temperature: of all prompts; None: that of each.
+        uncoupled: also measure every arm that drafts without coupled sampling.
         wait_until_quiet_s: the longest time to wait until the machine is quiet, in seconds; None: do not wait.
 
     Raises:
@@ -80,6 +84,8 @@ def run_bench(
     if lossy_sweep:
         against = [*(against or ()), *LOSSY_SWEEP]
     prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
+    if temperature is not None:
+        prompts = prompts.sampled(temperature)
     decoder = load(profile, device=device)
     if decoder.draft is None and draft is None and any(name in NAMED for name in against or ()):
         raise UserError(
@@ -95,6 +101,9 @@ def run_bench(
     names = COMPARED if against is None else against
     chosen = choose_arms([AR, *names], runner, prompts)
     arms = [*chosen.arms, DecoderArm(TUNED, decoder)] if decoder.draft is not None else chosen.arms
+    if uncoupled:
+        drafting = [arm for arm in arms if isinstance(arm, DecoderArm) and arm.decoder.draft is not None]
+        arms = [*arms, *(runner.uncoupled_arm(arm) for arm in drafting if not is_lossy_arm(arm.name))]
     for name, reason in chosen.unavailable.items():
         console.say(f"{name} is left out: {reason}")
     for name, note in chosen.notes.items():

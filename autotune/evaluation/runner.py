@@ -22,7 +22,7 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.evaluation.arms import PROMPT_LOOKUP, Arm, DecoderArm
+from autotune.evaluation.arms import PROMPT_LOOKUP, UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import Quality, quality
 from autotune.evaluation.runs import Run
 from autotune.files import append_line, content_key, read_lines
@@ -95,20 +95,26 @@ class ArmRunner:
     def _arm(self, name: str, key: str, points: Sequence[tuple[Condition, Configuration]]) -> DecoderArm:
         if key not in self._decoders:
             drafts = [self.draft_of(one) if self.draft_of else self.decoder.draft for _, one in points]
-            self._decoders[key] = self._decoder([(*point, draft) for point, draft in zip(points, drafts, strict=True)])
+            self._decoders[key] = self._configured_decoder(
+                [(*point, draft) for point, draft in zip(points, drafts, strict=True)]
+            )
         return DecoderArm(name, self._decoders[key], key=key)
 
     def prompt_lookup_arm(self) -> DecoderArm:
         """Drafts by n-grams of the prompt and the answer."""
         draft = RetrievalDraft(max_match=PROMPT_LOOKUP_MATCH)
-        decoder = self._decoder([(Condition(), PROMPT_LOOKUP_CHAIN, draft)])
+        decoder = self._configured_decoder([(Condition(), PROMPT_LOOKUP_CHAIN, draft)])
         return DecoderArm(PROMPT_LOOKUP, decoder, key=f"{PROMPT_LOOKUP}-{PROMPT_LOOKUP_CHAIN.key}")
 
-    def _decoder(self, points: Sequence[tuple[Condition, Configuration, Any]]) -> Decoder:
-        """A decoder like the runner's own, with other points: condition, configuration and draft of each."""
-        return Decoder(
-            self.decoder.target,
-            points=[
+    def uncoupled_arm(self, arm: DecoderArm) -> DecoderArm:
+        """Decodes as ``arm`` does, without coupled sampling."""
+        points = [point.uncoupled() for point in arm.decoder.points]
+        return DecoderArm(arm.name + UNCOUPLED, self._decoder(points), key=arm.key + UNCOUPLED)
+
+    def _configured_decoder(self, points: Sequence[tuple[Condition, Configuration, Any]]) -> Decoder:
+        """A decoder by condition, configuration and draft of each of its points."""
+        return self._decoder(
+            [
                 LoadedPoint(
                     draft,
                     tree=configuration.tree,
@@ -119,7 +125,14 @@ class ArmRunner:
                     when=when,
                 )
                 for when, configuration, draft in points
-            ],
+            ]
+        )
+
+    def _decoder(self, points: Sequence[LoadedPoint]) -> Decoder:
+        """A decoder like the runner's own, with other points."""
+        return Decoder(
+            self.decoder.target,
+            points=points,
             capture_sizes=self.decoder.capture_sizes,
             mode=self.decoder.mode,
             threads=self.decoder.threads,

@@ -55,10 +55,23 @@ class LoadedPoint:
         self._is_coupled = coupled and self.verification.is_lossless
 
     def coupling_sampler(self, sampler: TokenSampler) -> TokenSampler | None:
-        """The sampler of a request if the draft's proposals are coupled to it: the request samples, the verification is
+        """The sampler of a request, if the draft's proposals are coupled to it: the request samples, the verification is
         lossless, and coupling is not switched off.
         """
         return sampler if self._is_coupled and sampler.temperature > 0.0 else None
+
+    def uncoupled(self) -> LoadedPoint:
+        """The same point without coupled sampling and without memory of earlier requests."""
+        return LoadedPoint(
+            self.draft,
+            tree=self.policy,
+            visual_keep=self.visual_keep,
+            visual_ranking=self.visual_ranking,
+            verification=self.verification,
+            fallback=self.fallback.price,
+            when=self.when,
+            coupled=False,
+        )
 
     @property
     def variant(self) -> Hashable:

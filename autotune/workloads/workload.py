@@ -173,6 +173,14 @@ class Workload:
             prompts = tuple(prompt.cut(max_new_tokens) for prompt in prompts)
         return Workload(self.name, self.split, prompts)
 
+    def sampled(self, temperature: float) -> Workload:
+        """The prompts at another temperature, each with its index as seed."""
+        prompts = tuple(
+            replace(prompt, settings=prompt.settings.model_copy(update={"temperature": temperature, "seed": seed}))
+            for seed, prompt in enumerate(self.prompts)
+        )
+        return Workload(self.name, self.split, prompts)
+
     @property
     def tasks(self) -> list[str]:
         """Task names in order of first appearance."""

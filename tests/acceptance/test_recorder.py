@@ -339,7 +339,7 @@ def assert_same_trace(actual: Trace, expected: Trace) -> None:
 def test_forests_of_version_0_1_0_are_reused_for_greedy_answers_only(
     fresh: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
 ) -> None:
-    """Those of sampled answers were recorded without coupling."""
+    """Forests of sampled answers were recorded without coupling."""
     one = Workload("x", "tune", workload.prompts[2:4])
     assert [prompt.settings.temperature for prompt in one.prompts] == [0.0, 1.0]
     first = record(fresh, draft, draft_reference, one)

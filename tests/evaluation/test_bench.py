@@ -368,6 +368,17 @@ def test_a_sweep_of_the_threshold_trades_quality_for_tokens_per_round(
     assert "WETAP by acceptance" in printed
 
 
+def test_coupled_sampling_is_compared_with_none(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every lossless arm that drafts runs twice, with the same tokens in fewer rounds."""
+    found = run_in(world, "tree.json", ["wetap-lossy"], monkeypatch, num_prompts=4, temperature=1.0, uncoupled=True)
+    summaries = {arm["name"]: arm for arm in found["arms"]}
+    assert list(summaries) == [AR, "wetap-lossy", TUNED, f"{TUNED}-uncoupled"]
+    with_coupling, without = summaries[TUNED], summaries[f"{TUNED}-uncoupled"]
+    assert with_coupling["identical_outputs"] == without["identical_outputs"] == with_coupling["num_prompts"]
+    assert with_coupling["tokens_per_round"] > without["tokens_per_round"] > 1.0
+    assert summaries[AR]["num_tokens"] == with_coupling["num_tokens"]
+
+
 def test_acceptance_counts_are_pooled_over_prompts(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -278,6 +278,14 @@ def test_prompt_is_unchanged_without_a_chat_template() -> None:
 # --------------------------------------------------------------------------------------------------------------- digits
 
 
+def test_sampled_prompts_have_one_temperature_and_seeds_of_their_own() -> None:
+    whole = load_workload("digits", "evaluate", num_prompts=3)
+    sampled = whole.sampled(0.7)
+    assert [prompt.settings.temperature for prompt in sampled.prompts] == [0.7] * 3
+    assert [prompt.settings.seed for prompt in sampled.prompts] == [0, 1, 2]
+    assert sampled.sha256 != whole.sha256 and sampled.prompts[0].name == whole.prompts[0].name
+
+
 def test_bundled_workload_is_deterministic() -> None:
     first, second = (load_workload("digits", "evaluate", num_prompts=len(TASKS)) for _ in range(2))
     assert first.sha256 == second.sha256 and names(first) == names(second)
