@@ -60,11 +60,11 @@ def watch_trees(decoder: Decoder) -> list[VerifiedTree]:
     """Collects the trees of all later rounds."""
     grower, trees = decoder.point.grower, []
 
-    def update_and_note(accepted: int) -> None:
+    def update_and_note(*given: Any) -> None:
         tree, size = grower.tree, int(grower.tree.size[0])
         fields = (tree.token, tree.parent, tree.depth, tree.rank, tree.kv_slot >= 0, tree.path_logprob)
         trees.append(VerifiedTree(*(field[:size].tolist() for field in fields)))
-        TreeGrower.update(grower, accepted)
+        TreeGrower.update(grower, *given)
 
     grower.update = update_and_note  # type: ignore[method-assign]
     return trees
