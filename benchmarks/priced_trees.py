@@ -1,0 +1,83 @@
+"""Compares ``priced`` trees with the best trees of every other policy, in replay on prompts that neither were chosen on.
+
+Needs a study folder of ``autotune search``. For every recorded draft variant, each policy's trees of the space are replayed over
+two thirds of the tuning prompts of each task; the fastest tree of each policy is then replayed over the others. Prints the
+predicted time of a token on both, and by how much ``priced`` is faster than the best other policy. Takes about a minute.
+
+    python benchmarks/priced_trees.py .autotune/STUDY [--space quick] [--swept 2048]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import numpy as np
+
+from autotune.acceptance.trace import load_trace
+from autotune.console import Console
+from autotune.cost.table import CostTable
+from autotune.documents.configuration import Configuration, DraftVariant, Tree
+from autotune.search.evaluator import Evaluator
+from autotune.search.space import SearchSpace, load_space
+from autotune.search.tuning_prompts import confirms
+
+SEED = 0
+
+
+def trees_of(
+    policy: str, space: SearchSpace, evaluator: Evaluator, variant: DraftVariant, num_swept: int
+) -> list[Tree]:
+    """All trees of a policy where they can be enumerated, else ``num_swept`` spread evenly over the space."""
+    if policy == "static":
+        return evaluator.static_trees(variant, space)
+    return space.enumerated(policy) or space.sweep(policy, num_swept, SEED)
+
+
+@click.command()
+@click.argument("study", type=click.Path(path_type=Path, exists=True))
+@click.option("--space", default="quick", show_default=True)
+@click.option("--swept", default=2048, show_default=True, help="Trees of a policy that cannot be enumerated.")
+def main(study: Path, space: str, swept: int) -> None:
+    console, trees = Console(), load_space(space)
+    traces = [load_trace(path) for path in sorted(study.glob("traces/**/*.trace.json"))]
+    tables = [CostTable.load(path) for path in study.glob("*.cost.json")]
+    evaluator = Evaluator(traces, max(tables, key=lambda table: table.provenance.created))
+    is_held = confirms(evaluator.tasks)
+    choosing, held = evaluator.select(np.flatnonzero(~is_held)), evaluator.select(np.flatnonzero(is_held))
+    console.say(
+        f"{(~is_held).sum()} prompts choose, {is_held.sum()} are held out; plain {held.ar_ms_per_token:.2f} ms/token"
+    )
+    for variant in evaluator.traces:
+        rows, ms_of = [], {}
+        for policy in trees.trees:
+            configurations = [
+                choosing.resolve(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
+                for tree in trees_of(policy, trees, choosing, variant, swept)
+            ]
+            results = choosing.replay_many(configurations)
+            best = min(range(len(results)), key=lambda row: results[row].ms_per_token)
+            found = held.replay(configurations[best])
+            ms_of[policy] = results[best].ms_per_token, found.ms_per_token
+            rows.append(
+                [
+                    configurations[best].tree_label,
+                    str(len(configurations)),
+                    *(f"{ms:.3f}" for ms in ms_of[policy]),
+                    f"{held.ar_ms_per_token / found.ms_per_token:.2f}x",
+                    f"{found.tokens_per_round:.2f}",
+                    f"{found.missing.sum() / found.rounds.sum():.3f}",
+                ]
+            )
+        columns = ["tree, best where chosen", "tried", "ms/token there", "held out", "speedup", "M", "missing a round"]
+        console.table(f"{variant[0]} {variant[1].label}", columns, rows)
+        if "priced" in ms_of:
+            rival = min((policy for policy in ms_of if policy != "priced"), key=lambda policy: ms_of[policy][0])
+            gain = ms_of[rival][1] / ms_of["priced"][1] - 1
+            console.say(
+                f"priced is {100 * gain:+.1f} % faster on held-out prompts than {rival}, the best other where chosen"
+            )
+
+
+if __name__ == "__main__":
+    main()
