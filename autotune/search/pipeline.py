@@ -144,6 +144,7 @@ class _SearchRun:
         documents = [pool.key, settings.budget_s, self.tune.sha256, self.evaluate.sha256, asdict(size)]
         self.plan = Plan.model_validate(self.decided("plan", documents, make), strict=False)
         self.console.say(self.plan.describe(size))
+        self.clock.give("screening", self.plan.screening_share)
         self.tune, self.evaluate = self.plan.apply(self.tune, self.evaluate)
 
     def cost_table(self) -> CostTable:

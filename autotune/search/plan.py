@@ -35,6 +35,7 @@ STAGES = {
 """Share of the budget of each stage."""
 UNTIMED_STAGES = ("screening", "traces", "tree search")
 """The stages of a search for another device, whose cost table exists and where nothing is run."""
+MAX_SCREENING_SHARE = 0.6  # of the budget, for spaces with thousands of subnets
 ANSWERS_SHARE = 0.5  # of the time for traces, to decode the target's answers
 LEAST_PROMPTS = 6  # for tuning, and decoded by finalists and in the evaluation
 LEAST_TOKENS = 16  # of an answer
@@ -45,7 +46,7 @@ TABLE_STEPS, TABLE_STEPS_OF_DRAFT = 90, 30  # of the smallest cost table
 FULL_TABLE = 8  # times the smallest
 TRACE_STEPS = 1.0  # of a draft's proposals at one position of an answer
 SCREENED_TOKENS = 8 * 64
-SCREENING_STEPS = 0.3  # of a chain at one position of an answer
+SCREENING_STEPS = 0.18  # of a chain at one position of an answer
 DECODING_STEPS = 0.7  # per token, mean over the arms that are compared
 FULL_FINALIST_RUNS = 13 * 32  # arms times prompts
 LEAST_FINALIST_ARMS = EVALUATED_ARMS = 4
@@ -108,11 +109,15 @@ class SearchSize:
         counted = len(self.answer_tokens) * (
             rates.answer_s(num_tokens) + self.num_survivors * num_tokens * TRACE_STEPS * step_s
         )
-        if self.num_variants > self.num_survivors:
-            counted += self.num_variants * SCREENED_TOKENS * SCREENING_STEPS * step_s
+        counted += self.screening_s(rates) * self.num_processes
         num_runs = FULL_FINALIST_RUNS + EVALUATED_ARMS * self.num_evaluate_prompts
         timed = FULL_TABLE * rates.table_s(self.num_priced) + num_runs * rates.run_s(num_tokens)
         return (self.is_measured * timed + counted / self.num_processes) / (1 - STAGES["tree search"])
+
+    def screening_s(self, rates: Rates) -> float:
+        """Estimated duration of screening all variants, in seconds; 0 where all of them are searched."""
+        num_screened = self.num_variants if self.num_variants > self.num_survivors else 0
+        return num_screened * SCREENED_TOKENS * SCREENING_STEPS * rates.step_s / self.num_processes
 
     def least_s(self, rates: Rates) -> float:
         """Estimated duration of the smallest search that is sound, in seconds."""
@@ -134,6 +139,8 @@ class Plan(Document):
     """Limit of every answer; None: the workload's own limits."""
     full_s: float
     """Estimated duration of a search that cuts nothing, in seconds."""
+    screening_share: float = STAGES["screening"]
+    """Share of the budget in which subnets are screened."""
 
     def apply(self, tune: Workload, evaluate: Workload) -> tuple[Workload, Workload]:
         """The workloads, cut to the plan."""
@@ -190,6 +197,7 @@ def make_plan(size: SearchSize, rates: Rates, *, seconds: float, spent_s: float 
         num_evaluate_prompts=size.num_evaluate_prompts,
         max_new_tokens=None if limit == longest else limit,
         full_s=spent_s + size.full_s(rates),
+        screening_share=min(MAX_SCREENING_SHARE, max(STAGES["screening"], size.screening_s(rates) / seconds)),
     )
 
 
@@ -207,10 +215,16 @@ class StageClock:
 
     def __init__(self, deadline: float, stages: Iterable[str] = STAGES) -> None:
         self.deadline = deadline
-        self.stages = tuple(stages)
+        self.weights = {stage: STAGES[stage] for stage in stages}
+
+    def give(self, stage: str, share: float) -> None:
+        """Give a stage another share of the budget, at the cost of all others alike."""
+        others = sum(weight for name, weight in self.weights.items() if name != stage)
+        self.weights[stage] = others * share / (1 - share)
 
     def deadline_of(self, stage: str) -> float:
         """The end of a stage that begins now: its share of the time left for it and the later stages."""
-        later = [STAGES[name] for name in self.stages[self.stages.index(stage) :]]
+        stages = list(self.weights)
+        later = [self.weights[name] for name in stages[stages.index(stage) :]]
         now = time.monotonic()
-        return now + max(0.0, self.deadline - now) * STAGES[stage] / sum(later)
+        return now + max(0.0, self.deadline - now) * self.weights[stage] / sum(later)

@@ -9,7 +9,17 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.search import plan as plans
-from autotune.search.plan import LEAST_PROMPTS, LEAST_TOKENS, STAGES, Plan, Rates, SearchSize, StageClock, make_plan
+from autotune.search.plan import (
+    LEAST_PROMPTS,
+    LEAST_TOKENS,
+    MAX_SCREENING_SHARE,
+    STAGES,
+    Plan,
+    Rates,
+    SearchSize,
+    StageClock,
+    make_plan,
+)
 from autotune.workloads.workload import load_workload
 
 DIGITS = SearchSize(
@@ -90,4 +100,22 @@ def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyP
     assert only_table > 100 * STAGES["screening"], "nothing was spent on the table"
     now = 1200.0
     assert clock.deadline_of("finalists") == now, "no time is left"
-    assert StageClock(time.monotonic(), ("tree search",)).stages == ("tree search",)
+    assert list(StageClock(time.monotonic(), ("tree search",)).weights) == ["tree search"]
+
+
+def test_a_stage_may_get_another_share_of_the_budget() -> None:
+    now = time.monotonic()
+    clock = StageClock(now + 100, ("screening", "traces", "evaluation"))
+    clock.give("screening", 0.6)
+    assert clock.deadline_of("screening") == pytest.approx(now + 60, abs=0.5)
+    traces, evaluation = (STAGES[name] for name in ("traces", "evaluation"))
+    assert clock.deadline_of("traces") == pytest.approx(now + 100 * traces / (traces + evaluation), abs=0.5)
+
+
+def test_a_space_with_thousands_of_subnets_is_screened_longer() -> None:
+    few, many = DIGITS, replace(DIGITS, num_variants=3200)
+    rates = FAST
+    assert make_plan(few, rates, seconds=300).screening_share == pytest.approx(STAGES["screening"], abs=0.02)
+    assert make_plan(many, rates, seconds=300).screening_share == MAX_SCREENING_SHARE
+    hour = make_plan(many, rates, seconds=3600).screening_share
+    assert hour == pytest.approx(many.screening_s(rates) / 3600) and STAGES["screening"] < hour < 0.3
