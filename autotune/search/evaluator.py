@@ -142,7 +142,7 @@ class Evaluator:
             )
         self.max_kv_length = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
         self.prices = {variant: self._prices_of(trace) for variant, trace in self.traces.items()}
-        self._tree_pricing = {v: TreePricing(trace, self.prices[v]) for v, trace in self.traces.items()}
+        self.tree_pricing = {v: TreePricing(trace, self.prices[v]) for v, trace in self.traces.items()}
         self.ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
         """Predicted time of plain decoding [prompts]."""
         self.ar_ms_per_token = float(self.ar_ms.sum() / any_trace.num_tokens)
@@ -170,8 +170,8 @@ class Evaluator:
             last = max((s.injection_layer or 0 for d, s in self.traces if d == draft), default=0)
             subnet = subnet.model_copy(update={"injection_layer": last or None})
         tree = configuration.tree
-        if (draft, subnet) in self._tree_pricing:
-            tree = self._tree_pricing[draft, subnet].complete(tree)
+        if (draft, subnet) in self.tree_pricing:
+            tree = self.tree_pricing[draft, subnet].complete(tree)
         if (draft, subnet, tree) == (configuration.draft, configuration.subnet, configuration.tree):
             return configuration
         return configuration.model_copy(update={"draft": draft, "subnet": subnet, "tree": tree})

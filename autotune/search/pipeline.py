@@ -29,7 +29,7 @@ from autotune.search.screening import measure, print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
 from autotune.search.traces import print_agreement, record_traces
-from autotune.search.tree_search import TreeSearchResult, search_trees
+from autotune.search.tree_search import TreeSearchResult, print_calibrations, search_trees
 from autotune.search.tuning_prompts import CONFIRMING, TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
@@ -263,6 +263,8 @@ class _SearchRun:
         self.console.say(
             f"{result.num_replayed:,} configurations replayed; plain decoding: {evaluator.ar_ms_per_token:.2f} ms/token"
         )
+        if "priced" in self.space.trees:
+            print_calibrations(evaluator, self.console)
         assert self.study is not None
         self.study = self.study.model_copy(update={"optuna_study": result.optuna_study})
         return result

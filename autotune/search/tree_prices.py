@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from autotune.acceptance.calibration import calibrate
@@ -19,16 +21,19 @@ class TreePricing:
 
     def __init__(self, trace: Trace, prices: DensePrices) -> None:
         self._trace, self._prices = trace, prices
-        self._calibration: Calibration | None = None
+
+    @functools.cached_property
+    def calibration(self) -> Calibration:
+        """The draft's calibration on all prompts of the trace."""
+        return calibrate(self._trace)
 
     def complete(self, tree: Tree) -> Tree:
         """A ``priced`` tree with prices and a calibration, where it has none; any other tree as it is."""
         if tree["policy"] != "priced" or "prices" in tree:
             return tree
         policy = PricedPolicy.model_validate(tree)
-        self._calibration = self._calibration or calibrate(self._trace)
         prices = tree_prices(self._trace, self._prices, width=policy.max_width, nodes=policy.max_nodes)
-        return {**tree, "prices": prices.model_dump(), "calibration": self._calibration.model_dump()}
+        return {**tree, "prices": prices.model_dump(), "calibration": self.calibration.model_dump()}
 
 
 def tree_prices(trace: Trace, prices: DensePrices, *, width: int, nodes: int) -> TreePrices:

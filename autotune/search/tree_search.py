@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from autotune.acceptance.replay import Replay
+from autotune.console import Console
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.provenance import version_of
 from autotune.errors import UserError
@@ -307,6 +308,13 @@ class _TreeStage:
         )
         if not any(trial.user_attrs.get(UNIT) == unit for trial in study.get_trials(deepcopy=False)):
             study.add_trials(trials)
+
+
+def print_calibrations(evaluator: Evaluator, console: Console) -> None:
+    """Print how well the calibrations of ``priced`` trees predict acceptance on held-out prompts."""
+    found = {variant: pricing.calibration for variant, pricing in evaluator.tree_pricing.items()}
+    losses = ", ".join(f"{v[0]} {c.log_loss:.3f} ({c.raw_log_loss:.3f})" for v, c in found.items())
+    console.say(f"log loss of calibrated survivals on held-out prompts (of the drafts' own probabilities): {losses}")
 
 
 def _finished_trial(parameters: dict[str, Any], ms: float, distributions: dict[str, Any]) -> Any:
