@@ -257,9 +257,7 @@ def graft(params: Floats, state: Floats, tree: Tree, work: Workspace, tokens: In
     survival = work.score
     survival[ROOT] = 1.0
     retrieved_exponent = np.exp(state[_LOG_EXPONENT_RETRIEVED])
-    exponent = retrieved_exponent / np.exp(
-        state[_LOG_EXPONENT]
-    )  # so that the draft's adaptation, applied later, cancels
+    exponent = retrieved_exponent / np.exp(state[_LOG_EXPONENT])  # the draft's adaptation is applied later, and cancels
     least = _least_worth(params, state)
     node, value = ROOT, 1.0
     for step in range(min(len(tokens), int(params[_DEPTH]))):
