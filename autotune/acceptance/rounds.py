@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.acceptance.online_choice import OnlineChoice
 from autotune.acceptance.replay import check_reach
 from autotune.acceptance.trace import Trace
 from autotune.trees.acceptance_counts import AcceptanceCounts
@@ -32,10 +33,15 @@ class Round:
     """The verified tree; None for a plain step."""
     path: Ints
     """The accepted nodes, from the root's child on."""
-    num_levels: int
-    """Draft forward passes."""
+    widths: tuple[int, ...]
+    """Nodes expanded in each draft level."""
     num_missing: int
     """As in ``Replay.missing``."""
+
+    @property
+    def num_levels(self) -> int:
+        """Draft levels."""
+        return len(self.widths)
 
     @property
     def num_nodes(self) -> int:
@@ -55,49 +61,62 @@ def rounds(
         UserError: the policy looks at more children, or grows deeper trees, than the trace holds.
     """
     check_reach(trace, policy)
-    begin, end = (int(n) for n in trace.answer_start[prompt : prompt + 2])
-    answer, recorded = trace.forest.answer[begin:end], trace.packed
+    num_tokens = int(trace.answer_start[prompt + 1] - trace.answer_start[prompt])
     grower, control = TreeGrower(policy), Fallback(fallback)
     control.begin_request()
-    position, prompt_tokens = first, int(trace.prompt_length[prompt])
-    while position < len(answer) - 1:
+    position = first
+    while position < num_tokens - 1:
         if control.is_plain:
             control.count_plain_step()
-            yield Round(position, prompt_tokens + position, None, np.zeros(0, np.int64), 0, 0)
-            position += 1
-            continue
-        tree = grower.tree
-        forest = trace.forest
-        found = Retrieved(forest.retrieved[begin + position], int(forest.match_length[begin + position]))
-        grower.plant(int(answer[position]), prompt_tokens + position, found)
-        row = np.full(policy.max_grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
-        row[ROOT] = recorded.root_row[begin + position]
-        num_levels = num_missing = 0
-        while len(grower.frontier) > 0:
-            proposals = recorded.proposals[row[grower.frontier], : policy.num_proposals]
-            num_levels += 1
-            if not policy.keeps_empty_nodes:
-                is_proposed = tree.path_logprob[grower.frontier] > -np.inf
-                num_missing += int((is_proposed & (row[grower.frontier] == recorded.unrecorded)).sum())
-            size = int(tree.size[0])
-            grower.grow(proposals["token"], proposals["logprob"])
-            added = np.arange(size, int(tree.size[0]))
-            row[added] = recorded.proposals[row[tree.parent[added]], tree.rank[added]]["row"]
-        grower.prune()
-        path: list[int] = []
-        node = ROOT
-        while position + len(path) + 1 < len(answer):
-            node = find_child(tree, node, int(answer[position + len(path) + 1]))
-            if node < 0:
-                break
-            path.append(node)
-        copy = Tree._make(array.copy() for array in tree)
-        path_nodes = np.array(path, np.int64)
-        verified = Round(position, prompt_tokens + position, copy, path_nodes, num_levels, num_missing)
-        grower.update(len(path), int(answer[position + 1]))
-        control.update(draft_forwards=num_levels, nodes=verified.num_nodes, accepted=len(path))
-        yield verified
-        position += len(path) + 1
+            one = _plain_step(trace, prompt, position)
+        else:
+            one = _round(trace, prompt, position, grower)
+            control.update(draft_forwards=one.num_levels, nodes=one.num_nodes, accepted=len(one.path))
+        yield one
+        position += len(one.path) + 1
+
+
+def _plain_step(trace: Trace, prompt: int, position: int) -> Round:
+    return Round(position, int(trace.prompt_length[prompt]) + position, None, np.zeros(0, np.int64), (), 0)
+
+
+def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower, choice: OnlineChoice | None = None) -> Round:
+    """Draft, verify, accept, with the proposals of the trace; ``choice`` observes the round."""
+    begin, end = (int(n) for n in trace.answer_start[prompt : prompt + 2])
+    answer, recorded, forest = trace.forest.answer[begin:end], trace.packed, trace.forest
+    policy, tree = grower.policy, grower.tree
+    context_tokens = int(trace.prompt_length[prompt]) + position
+    found = Retrieved(forest.retrieved[begin + position], int(forest.match_length[begin + position]))
+    grower.plant(int(answer[position]), context_tokens, found)
+    row = np.full(policy.max_grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
+    row[ROOT] = recorded.root_row[begin + position]
+    widths: list[int] = []
+    num_missing = 0
+    while len(grower.frontier) > 0:
+        widths.append(len(grower.frontier))
+        level = recorded.proposals[row[grower.frontier]]
+        if choice is not None:
+            seen = level[:, : choice.num_proposals]
+            choice.observe_level(seen["token"], seen["logprob"])
+        proposals = level[:, : policy.num_proposals]
+        if not policy.keeps_empty_nodes:
+            is_proposed = tree.path_logprob[grower.frontier] > -np.inf
+            num_missing += int((is_proposed & (row[grower.frontier] == recorded.unrecorded)).sum())
+        size = int(tree.size[0])
+        grower.grow(proposals["token"], proposals["logprob"])
+        added = np.arange(size, int(tree.size[0]))
+        row[added] = recorded.proposals[row[tree.parent[added]], tree.rank[added]]["row"]
+    grower.prune()
+    path: list[int] = []
+    node = ROOT
+    while position + len(path) + 1 < len(answer):
+        node = find_child(tree, node, int(answer[position + len(path) + 1]))
+        if node < 0:
+            break
+        path.append(node)
+    copy = Tree._make(array.copy() for array in tree)
+    grower.update(len(path), int(answer[position + 1]))
+    return Round(position, context_tokens, copy, np.array(path, np.int64), tuple(widths), num_missing)
 
 
 def switched_rounds(
@@ -120,12 +139,57 @@ def switched_rounds(
     while position < num_tokens - 1:
         number = point_at(prompt_tokens + position)
         policy, price = points[number]
-        step = Round(position, prompt_tokens + position, None, np.zeros(0, np.int64), 0, 0)
-        for one in [step] if policy is None else rounds(trace, prompt, policy, price, first=position):
+        for one in (
+            [_plain_step(trace, prompt, position)]
+            if policy is None
+            else rounds(trace, prompt, policy, price, first=position)
+        ):
             if point_at(one.context_tokens) != number:
                 break
             yield number, one
             position = one.position + len(one.path) + 1
+
+
+def adaptive_rounds(
+    trace: Trace, prompt: int, points: Mapping[int, tuple[Policy, RoundPrice]], choice: OnlineChoice | None = None
+) -> Iterator[tuple[int, Round]]:
+    """The rounds of a request whose point is chosen online, each after the number of its point.
+
+    Args:
+        points: candidates, as in ``OnlineChoice``; the first one decodes the first round.
+        choice: that of these candidates; by default a new one.
+
+    Raises:
+        UserError: as ``rounds``.
+    """
+    for policy, _ in points.values():
+        check_reach(trace, policy)
+    choice = OnlineChoice(points) if choice is None else choice
+    growers = {number: TreeGrower(policy) for number, (policy, _) in points.items()}
+    controls = {number: Fallback(price) for number, (_, price) in points.items()}
+    for control in controls.values():
+        control.begin_request()
+    number = next(iter(points))
+    choice.begin_request(number)
+    answer = trace.forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]]
+    position = 0
+    while position < len(answer) - 1:
+        before, number = number, choice.choose(points)
+        if number != before:
+            growers[number].reset()
+        control = controls[number]
+        if control.is_plain:
+            control.count_plain_step()
+            choice.skip()
+            one = _plain_step(trace, prompt, position)
+        else:
+            one = _round(trace, prompt, position, growers[number], choice)
+            control.update(draft_forwards=one.num_levels, nodes=one.num_nodes, accepted=len(one.path))
+            assert one.tree is not None
+            emitted = answer[position + 1 : position + len(one.path) + 2].tolist()
+            choice.end_round(one.tree, one.path[: len(emitted) - 1], emitted, one.context_tokens)
+        yield number, one
+        position += len(one.path) + 1
 
 
 def count_acceptance(decoded: Iterable[Round]) -> AcceptanceCounts:
