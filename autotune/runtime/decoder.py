@@ -23,6 +23,7 @@ from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
+from autotune.runtime.adaptation import Adaptation
 from autotune.runtime.device_rounds import DeviceRounds
 from autotune.runtime.generate_args import Call, Request, check_names, generation_settings, prepare_call, prepared_call
 from autotune.runtime.host_rounds import HostRound
@@ -78,10 +79,13 @@ class Decoder:
         prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
         profile: the decoding profile that the points are from.
+        adapt: choose among the points online, before every round, by what their trees would have cost on the tokens so far
+            (``acceptance/online_choice.py``); labels of requests are not needed. The points must share one draft and its visual
+            tokens. The host then leads all rounds.
 
     Raises:
         UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or points that
-            cannot be switched within a request.
+            cannot be switched within a request or chosen online.
     """
 
     @_accepts_old_names
@@ -103,6 +107,7 @@ class Decoder:
         prefill_threads: int | None = None,
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
+        adapt: bool = False,
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
         self.processor: Any = processor
@@ -124,6 +129,7 @@ class Decoder:
             check_switches([point.when for point in self.points], [point.variant for point in self.points])
         except ValueError as error:
             raise UserError(f"points: {error}") from None
+        self._adaptation = Adaptation(self.points) if adapt else None
         self.point = self.points[-1]
         """The operating point of the latest request's first round."""
         for point in self.points:
@@ -141,6 +147,7 @@ class Decoder:
         """Decode all further requests with the same draft and another tree; ``options`` are those of ``LoadedPoint``."""
         self.point = LoadedPoint(self.draft, tree=tree, **options)
         self.points = (self.point,)
+        self._adaptation = None
 
     @property
     def target_model(self) -> Any:
@@ -360,6 +367,7 @@ class Decoder:
         session = Session(
             request,
             self._group(request.stats.point),
+            adaptation=self._adaptation,
             host_round=self.host_round,
             device_rounds=self._device_rounds,
             capacity=len(request.prompt) + request.call.max_new_tokens + largest_tree,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autotune.acceptance.online_choice import OnlineChoice
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.execution import round_up
@@ -44,10 +45,18 @@ class HostRound:
         self._path = np.zeros(MAX_STEP, np.int64)
         self._tree_mask = np.zeros((MAX_STEP, MAX_STEP), np.float32)
 
-    def run(self, request: Request, point: LoadedPoint, retrieval: RetrievalDraft | None = None) -> RoundResult:
-        """Draft, verify, accept, commit. ``retrieval`` is the second source of trees that use one."""
+    def run(
+        self,
+        request: Request,
+        point: LoadedPoint,
+        retrieval: RetrievalDraft | None = None,
+        choice: OnlineChoice | None = None,
+    ) -> RoundResult:
+        """Draft, verify, accept, commit. ``retrieval`` is the second source of trees that use one; ``choice`` observes what the
+        draft proposes.
+        """
         assert point.draft is not None
-        num_levels = self._grow_tree(request, point.draft, point, retrieval)
+        num_levels = self._grow_tree(request, point.draft, point, retrieval, choice)
         path, next_token = self.verify(request, point)
         self.target.cache.keep([ROOT, *path.tolist()])
         point.draft.commit(point.grower.tree, path, next_token)
@@ -63,11 +72,17 @@ class HostRound:
         return token
 
     def _grow_tree(
-        self, request: Request, draft: Draft, point: LoadedPoint, retrieval: RetrievalDraft | None = None
+        self,
+        request: Request,
+        draft: Draft,
+        point: LoadedPoint,
+        retrieval: RetrievalDraft | None = None,
+        choice: OnlineChoice | None = None,
     ) -> int:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the number of levels."""
         grower, sampler, coupling = point.grower, point.coupling_sampler(request.sampler), None
-        num_levels = 0
+        num_levels, num_own = 0, grower.policy.num_proposals
+        num_proposals = num_own if choice is None else choice.num_proposals
         retrieved = NOTHING if retrieval is None else retrieval.continuation(grower.policy.max_depth)
         grower.plant(request.tokens[-1], self.target.length, retrieved)
         while len(grower.frontier):
@@ -75,9 +90,11 @@ class HostRound:
             if sampler is not None:
                 depth = grower.tree.depth[grower.frontier[:1]] + 1  # of the children
                 coupling = functools.partial(sampler.proposal_scores, positions=self.target.length + depth)
-            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals, coupling)
+            tokens, logprobs = draft.propose(grower.tree, grower.frontier, num_proposals, coupling)
             request.stats.draft_ms += now_ms(self.target.device) - started
-            grower.grow(tokens, logprobs)
+            if choice is not None:
+                choice.observe_level(tokens, logprobs)
+            grower.grow(tokens[:, :num_own], logprobs[:, :num_own])
             num_levels += 1
         grower.prune()
         return num_levels

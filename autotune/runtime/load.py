@@ -26,15 +26,16 @@ def load(
     draft: Any = None,
     device: str = "auto",
     strict: bool = False,
+    adapt: bool = False,
 ) -> Decoder:
     """Load a decoder that follows a profile.
 
     Loads the target and the drafts that the profile names, each once, or takes loaded models. On another device than the
-    profile's, decoding is still lossless: the loader warns.
+    profile's, decoding is still lossless: the loader warns. ``adapt`` is that of ``Decoder``: points are chosen online.
 
     Raises:
-        UserError: the profile or its models cannot be read, ``draft`` is given for points that name several drafts, or
-            ``strict`` is set on another device.
+        UserError: the profile or its models cannot be read, ``draft`` is given for points that name several drafts,
+            ``strict`` is set on another device, or ``adapt`` for points that cannot be chosen online.
         NotComparable: a model's weights differ from the profile's. Models given by the caller are not hashed.
     """
     source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
@@ -73,7 +74,12 @@ def load(
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
     return decoder_for(
-        document, loaded, lambda choice: drafts[choice.network], processor=processor, is_tuned_here=is_tuned_here
+        document,
+        loaded,
+        lambda choice: drafts[choice.network],
+        processor=processor,
+        is_tuned_here=is_tuned_here,
+        adapt=adapt,
     )
 
 
@@ -84,6 +90,7 @@ def decoder_for(
     *,
     processor: Any = None,
     is_tuned_here: bool = True,
+    adapt: bool = False,
 ) -> Decoder:
     """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on."""
     points = [
@@ -107,4 +114,5 @@ def decoder_for(
         prefill_threads=profile.prefill_threads if is_tuned_here else None,
         processor=processor,
         profile=profile,
+        adapt=adapt,
     )

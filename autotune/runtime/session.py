@@ -16,6 +16,7 @@ from autotune.errors import UserError
 from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Prefilled
 from autotune.modeling.threads import limited_threads
+from autotune.runtime.adaptation import Adaptation
 from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
 from autotune.runtime.generate_args import Request
 from autotune.runtime.host_rounds import HostRound
@@ -39,13 +40,15 @@ class Session:
     request: a session that opens closes the one that is still open on the same target or draft.
 
     Before every round the context length chooses among the points. They share one draft, which reads the tokens of plain
-    steps too, so that nothing is computed again at a switch; the tree policy begins anew.
+    steps too, so that nothing is computed again at a switch; the tree policy begins anew. With an ``adaptation``, points that
+    other labels would choose take part, and the tokens so far choose among those of the context length.
 
     Args:
         points: operating points by index, in order of precedence, that differ in ``context_tokens`` alone.
         capacity: KV cache length that the request can reach, trees included.
         threads: CPU threads after the prefill; None: as many as torch uses.
         prefill_threads: CPU threads of prefills.
+        adaptation: the online choice among points.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Session:
         capacity: int,
         threads: int | None,
         prefill_threads: int | None = None,
+        adaptation: Adaptation | None = None,
     ) -> None:
         self.request = request
         self.number = next(iter(points))
@@ -67,8 +71,11 @@ class Session:
         """The points' draft, unless their fallbacks leave it out of this request, or no later round needs it."""
         self.capacity, self.threads, self.prefill_threads = capacity, threads, prefill_threads
         self._host_round, self._device_rounds = host_round, device_rounds
-        self._points = points
-        self._reachable = reachable_points(points, request.contexts)  # points that may still decode a round
+        self._own = points  # those that the conditions choose among
+        candidates = {} if adaptation is None else adaptation.candidates(request)
+        self._choice = adaptation.choice(candidates) if adaptation is not None and len(candidates) > 1 else None
+        self._points = {**points, **candidates}
+        self._reachable = self._points_in(request.contexts)  # points that may still decode a round
         self._device_round_of: dict[int, DeviceRound | None] = {}  # by point
         self._speculates: dict[int, bool] = {}  # by point that has been chosen: whether its fallback lets it draft
         self._drafting: LoadedPoint | None = None  # names the draft and the visual tokens of all points
@@ -142,8 +149,19 @@ class Session:
             capture_sizes = self._host_round.capture_sizes
             self._configure(draft, visual_keep=self._drafting.visual_keep, capture_sizes=capture_sizes)
             rounds, sampler = self._device_rounds, self.request.sampler
-            self._device_round_of = {number: rounds.get(point, sampler) for number, point in self._reachable.items()}
+            if self._choice is None:
+                self._device_round_of = {
+                    number: rounds.get(point, sampler) for number, point in self._reachable.items()
+                }
+        if self._choice is not None:
+            self._choice.begin_request(self.request.stats.point)
         self._choose_point(len(self.request.prompt))
+
+    def _points_in(self, contexts: range) -> dict[int, LoadedPoint]:
+        """The points, by index, that may decode a round at one of these context lengths."""
+        own = reachable_points(self._own, contexts)
+        others = {} if self._choice is None else {n: self._points[n] for n in self._choice.numbers}
+        return own | {n: point for n, point in others.items() if reachable_points({n: point}, contexts)}
 
     def _may_draft(self, number: int) -> bool:
         """Whether the rounds of a point draft, unless its fallback says otherwise during the request."""
@@ -152,13 +170,14 @@ class Session:
 
     def _choose_point(self, context_tokens: int) -> None:
         """Choose the point of the next round. Its fallback begins a request when it is first chosen."""
-        ranges = ((number, point.when.context_tokens) for number, point in self._reachable.items())
-        number = first_at_context(ranges, context_tokens)
+        number = first_at_context(((n, point.when.context_tokens) for n, point in self._own.items()), context_tokens)
+        if self._choice is not None and self._points[number].draft is not None:
+            number = self._choice.choose(self._points_in(range(context_tokens, context_tokens + 1)))
         if number == self.number and number in self._speculates:
             return
         self.number = number
         contexts = range(context_tokens, self.request.contexts.stop)
-        self._reachable = reachable_points(self._reachable, contexts)
+        self._reachable = self._points_in(contexts)
         self.point.grower.reset()
         if number not in self._speculates:
             self._speculates[number] = self.point.draft is not None and self.point.fallback.begin_request()
@@ -221,6 +240,8 @@ class Session:
         stats.target_forwards += 1
         stats.plain_steps += 1
         stats.verified_nodes.append(0)
+        if self._choice is not None:
+            self._choice.skip()
         if self.draft is not None:
             self.draft.append(token)
             if self._speculates[self.number]:
@@ -229,12 +250,13 @@ class Session:
 
     def _round(self) -> list[int]:
         point, stats = self.point, self.request.stats
-        is_near_image = self.target.length < self._near_image_until
-        if (device_round := self._device_round_of[self.number]) is not None:
+        context_tokens = self.target.length
+        is_near_image = context_tokens < self._near_image_until
+        if (device_round := self._device_round_of.get(self.number)) is not None:
             path, next_token, draft_forwards = device_round.run(self.request, point)
         else:
             retrieval = self._retrieval if point.policy.uses_retrieval else None
-            path, next_token, draft_forwards = self._host_round.run(self.request, point, retrieval)
+            path, next_token, draft_forwards = self._host_round.run(self.request, point, retrieval, self._choice)
         tree = point.grower.tree
         num_nodes = int(tree.size[0]) - 1
         stats.draft_forwards += draft_forwards
@@ -244,6 +266,8 @@ class Session:
         point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
         tokens = [*tree.token[path].tolist(), next_token]
         point.grower.update(len(path), tokens[0])
+        if self._choice is not None:
+            self._choice.end_round(tree, path, tokens, context_tokens)
         return tokens
 
     def _clock(self) -> float:
