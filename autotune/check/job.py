@@ -80,10 +80,9 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
 
 
 def _evaluated(name: str, profile: DecodingProfile, num_prompts: int | None) -> Workload:
-    """The held-out prompts of a workload; those of the profile's own with answers as short as its search made them."""
+    """The held-out prompts of a workload; those of the profile's own as its search decoded them."""
     workload = load_workload(name, "evaluate", num_prompts=num_prompts)
-    limit = profile.workload.max_new_tokens if workload.name == profile.workload.name else None
-    return workload.cut(len(workload.prompts), limit)
+    return workload.as_searched(profile.workload) if workload.name == profile.workload.name else workload
 
 
 def _decode_all(

@@ -38,7 +38,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
 LATER_RECORDS = {
     "profile": ("prefill_threads",),
     "provenance": ("contention",),
-    "workload": ("max_new_tokens",),
+    "workload": ("max_new_tokens", "temperature"),
     "evidence": ("best_default", "gains", "shrinkage"),
 }
 # The present defaults of those whose default is another value.

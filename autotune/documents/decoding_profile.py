@@ -194,6 +194,8 @@ class WorkloadReference(Document):
     num_evaluate_prompts: int
     max_new_tokens: int | None = None
     """Limit of every answer, where the search shortened them to keep its budget."""
+    temperature: float | None = None
+    """Temperature of all prompts, where the search was given one."""
 
 
 class DecodingProfile(

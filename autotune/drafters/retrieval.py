@@ -148,7 +148,7 @@ class RetrievalDraft:
         return tokens, logprobs
 
     def continuation(self, num_tokens: int) -> Retrieved:
-        """What followed the longest match of the request's last tokens, as one branch."""
+        """Continuation of the longest match of the request's last tokens, as one branch."""
         return self._index.continuation(num_tokens)
 
     def propose_at(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Proposals:

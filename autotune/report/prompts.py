@@ -30,8 +30,10 @@ def find_prompts(sources: Sources, workload: str | None) -> dict[str, WorkloadPr
             if workload is not None:
                 raise
             continue
-        if found.sha256 == header.workload_sha256:
-            return {prompt.name: prompt for prompt in found.prompts}
+        searched = found if sources.profile is None else found.as_searched(sources.profile.workload)
+        for one in (found, searched):
+            if one.sha256 == header.workload_sha256:
+                return {prompt.name: prompt for prompt in one.prompts}
     if workload is not None:
         raise UserError(
             f"--workload {workload}: its tuning prompts differ from the recorded ones; give the workload of the search"

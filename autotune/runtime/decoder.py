@@ -82,6 +82,8 @@ class Decoder:
         adapt: choose among the points online, before every round, by what their trees would have cost on the tokens so far
             (``acceptance/online_choice.py``); labels of requests are not needed. The points must share one draft and its visual
             tokens. The host then leads all rounds.
+        corpus_tokens: limit, in tokens, on the earlier answers of this decoder in which trees with ``retrieval`` look too. 0:
+            they look in the request's own prompt and output, as a search does.
 
     Raises:
         UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or points that
@@ -108,6 +110,7 @@ class Decoder:
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
         adapt: bool = False,
+        corpus_tokens: int = 0,
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
         self.processor: Any = processor
@@ -140,7 +143,7 @@ class Decoder:
         self.threads, self.prefill_threads = threads, prefill_threads
         self.last_output = DecodingOutput(torch.empty(0, 0, dtype=torch.long), [])
         """Output of the latest ``generate``, also when it was called through the Hugging Face model."""
-        self.host_round = HostRound(self.target, self.capture_sizes)
+        self.host_round = HostRound(self.target, self.capture_sizes, corpus_tokens)
         self._device_rounds = DeviceRounds(self.target, self.capture_sizes, self.mode)
 
     def configure(self, tree: Any, **options: Any) -> None:

@@ -37,10 +37,10 @@ class RoundResult(NamedTuple):
 class HostRound:
     """A round or a plain step of any request, in buffers that all requests of a decoder share."""
 
-    def __init__(self, target: Target, capture_sizes: Sequence[int]) -> None:
+    def __init__(self, target: Target, capture_sizes: Sequence[int], corpus_tokens: int = 0) -> None:
         self.target = target
         self.capture_sizes = capture_sizes
-        self.retrieval = RetrievalDraft()
+        self.retrieval = RetrievalDraft(corpus_tokens=corpus_tokens)
         """The second source of trees that use one, which follows the tokens of one request."""
         self._path = np.zeros(MAX_STEP, np.int64)
         self._tree_mask = np.zeros((MAX_STEP, MAX_STEP), np.float32)

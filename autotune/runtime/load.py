@@ -12,6 +12,7 @@ from autotune.device import choose_device, fingerprint
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import NotComparable, UserError
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
@@ -27,11 +28,13 @@ def load(
     device: str = "auto",
     strict: bool = False,
     adapt: bool = False,
+    corpus_tokens: int = 0,
 ) -> Decoder:
     """Load a decoder that follows a profile.
 
     Loads the target and the drafts that the profile names, each once, or takes loaded models. On another device than the
-    profile's, decoding is still lossless: the loader warns. ``adapt`` is that of ``Decoder``: points are chosen online.
+    profile's, decoding is still lossless: the loader warns. ``adapt`` and ``corpus_tokens`` are those of ``Decoder``:
+    points are chosen online, and retrieval looks in earlier answers too.
 
     Raises:
         UserError: the profile or its models cannot be read, ``draft`` is given for points that name several drafts,
@@ -70,6 +73,9 @@ def load(
         else as_draft(draft)
         for network, choice in choices.items()
     }
+    for retrieval in drafts.values():
+        if isinstance(retrieval, RetrievalDraft) and draft is None:
+            retrieval.corpus_tokens = corpus_tokens
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
@@ -80,6 +86,7 @@ def load(
         processor=processor,
         is_tuned_here=is_tuned_here,
         adapt=adapt,
+        corpus_tokens=corpus_tokens,
     )
 
 
@@ -91,6 +98,7 @@ def decoder_for(
     processor: Any = None,
     is_tuned_here: bool = True,
     adapt: bool = False,
+    corpus_tokens: int = 0,
 ) -> Decoder:
     """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on."""
     points = [
@@ -115,4 +123,5 @@ def decoder_for(
         processor=processor,
         profile=profile,
         adapt=adapt,
+        corpus_tokens=corpus_tokens,
     )

@@ -85,6 +85,8 @@ class _SearchRun:
         self.stage_seconds: dict[str, float] = {}
         self.tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
         self.evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
+        if settings.temperature is not None:
+            self.tune, self.evaluate = (part.sampled(settings.temperature) for part in (self.tune, self.evaluate))
         has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
         self.space = narrowed_space(settings, has_images=has_images)
         self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
@@ -290,7 +292,8 @@ class _SearchRun:
         if (measured := selection.measured) is not None:
             update = {"finalists": measured.finalists, "defaults": measured.defaults}
             self.study = self.study.model_copy(update=update)
-        workload = profile.workload.model_copy(update={"max_new_tokens": plan.max_new_tokens})
+        changed = {"max_new_tokens": plan.max_new_tokens, "temperature": settings.temperature}
+        workload = profile.workload.model_copy(update=changed)
         return profile.model_copy(update={"workload": workload})
 
 

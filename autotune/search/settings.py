@@ -47,6 +47,11 @@ class SearchSettings(Document):
     )
     operator_ratio: int | None = setting(None, "Visual tokens for each row that prune or pool leaves.", ge=1)
     workload: str = setting(BUNDLED, "Prompts: 'digits', or a JSONL file.")
+    temperature: float | None = setting(
+        None,
+        "Temperature of all prompts, each with its index as seed; 0 is greedy; default: that of each prompt.",
+        ge=0,
+    )
     space: str = setting("quick", "Search space: a shipped name or a YAML file.")
     budget_s: float = setting(
         300.0, "Time in which the search ends, such as 90s, 10m or 1h.", option="budget", unit="s", gt=0

@@ -29,6 +29,8 @@ from autotune.workloads.digits import PASSAGE_TOKENS, TASKS, make_example
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from autotune.documents.decoding_profile import WorkloadReference
+
 WorkloadSplit = Literal["tune", "evaluate"]
 ADDED_SETTINGS = ("messages", "top_k")  # hashed only where they are set, so that older hashes stay valid
 BUNDLED = "digits"
@@ -180,6 +182,11 @@ class Workload:
             for seed, prompt in enumerate(self.prompts)
         )
         return Workload(self.name, self.split, prompts)
+
+    def as_searched(self, found: WorkloadReference) -> Workload:
+        """The prompts at the temperature, and with the limit of the answers, of the search that made a profile."""
+        prompts = self if found.temperature is None else self.sampled(found.temperature)
+        return prompts.cut(len(self.prompts), found.max_new_tokens)
 
     @property
     def tasks(self) -> list[str]:

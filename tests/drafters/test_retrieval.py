@@ -21,6 +21,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.model_pool import ModelPool
 from autotune.search.space import load_space
+from autotune.trees.priced import MAX_MATCH, identity_curves
 from autotune.trees.tree import ROOT
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
@@ -315,3 +316,21 @@ def test_a_corpus_saves_rounds(pair: Pair, prompts: dict[str, Inputs]) -> None:
         assert torch.equal(found.sequences, expected.sequences)
         rounds.append(found.stats.rounds)
     assert rounds[2] < rounds[0] / 2
+
+
+def test_a_corpus_serves_as_the_second_source_of_a_tree(pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """The second time, a prompt is answered by rounds that ask the draft for nothing."""
+    found = {"curves": identity_curves().tolist(), "retrieved": [[0.9] * MAX_MATCH] * 2, "num_tokens": 1}
+    found |= {"draft": "", "draft_sha256": "", "workload_sha256": "", "log_loss": 0.1, "raw_log_loss": 0.1}
+    tree = {"policy": "priced", "retrieval": True, "draft_free": 0.8, "calibration": found}
+    plain = Decoder(pair.target)
+    decoder = Decoder(pair.target, pair.draft, tree=tree, corpus_tokens=500)
+    forwards = []
+    for prompt in ("text", "image", "text"):
+        output = decoder.generate(**prompts[prompt], max_new_tokens=40, temperature=1.0)
+        expected = plain.generate(**prompts[prompt], max_new_tokens=40, temperature=1.0)
+        assert torch.equal(output.sequences, expected.sequences)
+        forwards.append(output.stats.draft_forwards)
+    assert forwards[2] < forwards[0] / 2
+    with pytest.raises(UserError, match="corpus_tokens must be at least 0; got -1"):
+        Decoder(pair.target, pair.draft, corpus_tokens=-1)

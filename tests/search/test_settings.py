@@ -20,6 +20,7 @@ CHANGED = PLAIN.model_copy(
         "heads": 0.5,
         "injection_layer": 11,
         "space": "full",
+        "temperature": 0.7,
         "budget_s": 90.5,
         "wait_until_quiet_s": 30.0,
         "num_trials": 7,

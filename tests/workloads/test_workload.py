@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from autotune.documents.decoding_profile import WorkloadReference
 from autotune.errors import UserError
 from autotune.workloads.digits import FIRST_HELD_OUT_SCAN, TASKS, _scan_bank, _scans
 from autotune.workloads.workload import FIRST_EVALUATE_EXAMPLE, Prompt, Workload, chat_text, load_image, load_workload
@@ -284,6 +285,16 @@ def test_sampled_prompts_have_one_temperature_and_seeds_of_their_own() -> None:
     assert [prompt.settings.temperature for prompt in sampled.prompts] == [0.7] * 3
     assert [prompt.settings.seed for prompt in sampled.prompts] == [0, 1, 2]
     assert sampled.sha256 != whole.sha256 and sampled.prompts[0].name == whole.prompts[0].name
+
+
+def test_prompts_as_a_search_decoded_them() -> None:
+    whole = load_workload("digits", "evaluate", num_prompts=3)
+    found = WorkloadReference(
+        name="digits", tune_sha256="", evaluate_sha256="", num_tune_prompts=1, num_evaluate_prompts=3
+    )
+    assert whole.as_searched(found).sha256 == whole.sha256
+    changed = whole.as_searched(found.model_copy(update={"temperature": 0.7, "max_new_tokens": 16}))
+    assert changed.sha256 == whole.sampled(0.7).cut(3, 16).sha256 != whole.sha256
 
 
 def test_bundled_workload_is_deterministic() -> None:
