@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -16,9 +18,18 @@ from autotune.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+UNSUPPORTED = {"mps": "Apple's Metal, whose tensors have no float64", "xpu": "Intel's GPUs"}
+UNNAMED = "gpu"  # the short name of a GPU whose driver gives none
+_MIG = re.compile(r"\s+mig\s+((?:\dc\.)?\dg\.\d+gb)")
+# Words of a driver's name that do not change the speed. Of the sizes of memory, 40 GB does: the A100 with it is slower.
+_IGNORED = re.compile(
+    r"\b(nvidia|amd|geforce|tesla|quadro|radeon|instinct|graphics|generation|gpu|oam|vf|sxm\d?|hbm\d?e?|(?!40\s*gb)\d+\s*gb)\b"
+)
+_VARIANTS = re.compile(r"\b(pcie|nvl|40\s*gb|laptop|max q)\b")
+
 
 def fingerprint(device: str = "cpu") -> Fingerprint:
-    """The fingerprint of ``cpu`` or ``cuda:N``.
+    """The fingerprint of ``cpu`` or ``cuda:N``; torch calls AMD's GPUs ``cuda`` too.
 
     Raises:
         UserError: this machine has no such device.
@@ -39,53 +50,114 @@ def fingerprint(device: str = "cpu") -> Fingerprint:
             f"device {device!r} is not on this machine; it has: {', '.join(local_devices())}; choose one of them"
         )
     properties = torch.cuda.get_device_properties(int(index))
+    model = properties.name
+    if short_name(model) == UNNAMED:  # ROCm without its table of marketing names
+        model = f"{model} {getattr(properties, 'gcnArchName', '').partition(':')[0]}".strip()
     return Fingerprint(
-        name=short_name(properties.name),
+        name=short_name(model),
         kind="cuda",
-        model=properties.name,
+        model=model,
         num_cores=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
-        driver=_query_nvml()[0],
+        driver=_driver(),
     )
 
 
+def _driver() -> str:
+    """Version of the GPU's driver; of AMD's also that of ROCm, whose kernels and compiler torch was built with."""
+    import torch
+
+    if torch.version.hip is None:
+        return _query_nvml()[0]
+    return f"{_query_amdsmi()[0]} ROCm {torch.version.hip}".strip()
+
+
 def _cpu_model() -> str:
-    """The processor as /proc names it, with family, model and stepping, because cloud machines often hide the exact name."""
+    """The processor as the system names it. Linux adds family, model and stepping, because cloud machines often hide the
+    exact name; those of ARM have no name, but numbers of the implementer and the part.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
+    except OSError:  # neither Windows nor macOS has it
+        return _sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
     fields = dict(re.findall(r"^([^\t:]+?)\s*:\s*(.*)$", text, re.MULTILINE))
-    numbers = "/".join(fields.get(key, "?") for key in ("cpu family", "model", "stepping"))
-    return f"{fields.get('model name', platform.machine())} ({numbers})"
+    is_arm = "CPU implementer" in fields
+    keys = ("CPU implementer", "CPU part", "CPU variant") if is_arm else ("cpu family", "model", "stepping")
+    return f"{fields.get('model name', platform.machine())} ({'/'.join(fields.get(key, '?') for key in keys)})"
+
+
+def _sysctl(name: str) -> str:
+    """A property of a macOS system; empty on other systems."""
+    try:
+        done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 def _query_nvml() -> tuple[str, list[str]]:
-    """Version of the NVIDIA driver and names of the GPUs; empty where there is no driver."""
+    """Version of the NVIDIA driver and names of the GPUs, or of their MIG slices; empty where there is no driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
         version = str(pynvml.nvmlSystemGetDriverVersion())
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        models = [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        models = [str(pynvml.nvmlDeviceGetName(handle)) for gpu in gpus for handle in _mig_slices(gpu) or [gpu]]
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return "", []
     return version, models
 
 
+def _mig_slices(gpu: Any) -> list[Any]:
+    """NVML's handles of a GPU's MIG slices; empty without MIG."""
+    import pynvml
+
+    slices = []
+    try:
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+            with contextlib.suppress(pynvml.NVMLError_NotFound):  # numbers of slices may have gaps
+                slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number))
+    except pynvml.NVMLError:  # the GPU or the driver knows no MIG
+        return []
+    return slices
+
+
+def _query_amdsmi() -> tuple[str, list[str]]:
+    """Version of AMD's driver and names of the GPUs; empty without the driver or the Python package ``amdsmi``, a part of ROCm."""
+    try:
+        import amdsmi
+    except (ImportError, OSError, KeyError):  # the package loads its library when it is imported
+        return "", []
+    try:
+        amdsmi.amdsmi_init()
+        gpus = amdsmi.amdsmi_get_processor_handles()
+        models = [str(amdsmi.amdsmi_get_gpu_asic_info(gpu)["market_name"]) for gpu in gpus]
+        version = str(amdsmi.amdsmi_get_gpu_driver_info(gpus[0])["driver_version"]) if gpus else ""
+        amdsmi.amdsmi_shut_down()
+    except (amdsmi.AmdSmiException, KeyError):
+        return "", []
+    return version, models
+
+
 def short_name(model: str) -> str:
-    """The name of a GPU in commands and files: ``h200`` for ``NVIDIA H200``, ``rtx4090`` for ``NVIDIA GeForce RTX 4090``."""
-    words = re.sub(
-        r"\b(nvidia|geforce|tesla|graphics|gpu|pcie|sxm\d?|hbm\d?e?|\d+\s*gb)\b", " ", model.lower().replace("-", " ")
-    )
-    return "".join(words.split()) or "gpu"
+    """The name of a GPU in commands and files: ``h200`` for ``NVIDIA H200``, ``rtx4090`` for ``NVIDIA GeForce RTX 4090``.
+
+    Variants of one name that differ in speed have a suffix: ``h100`` (SXM) and ``h100-pcie``, ``a100-40gb``. A MIG slice is
+    named after its GPU and profile, ``h100-mig-1g.10gb``.
+    """
+    model = model.lower().partition("/")[0]  # AMD's driver knows an MI250 as "MI250X/MI250"
+    mig = _MIG.search(model)
+    words = _IGNORED.sub(" ", (model[: mig.start()] if mig else model).replace("-", " "))
+    variants = sorted("".join(found.split()) for found in _VARIANTS.findall(words))
+    name = "-".join(["".join(_VARIANTS.sub(" ", words).split()) or UNNAMED, *reversed(variants)])
+    return f"{name}-mig-{mig[1]}" if mig else name
 
 
 def local_gpus() -> list[str]:
-    """Short names of this machine's NVIDIA GPUs, as the driver reports them. Needs no torch."""
-    return [short_name(model) for model in _query_nvml()[1]]
+    """Short names of this machine's GPUs, as the drivers report them. Needs no torch."""
+    return [short_name(model) for model in (*_query_nvml()[1], *_query_amdsmi()[1])]
 
 
 def local_devices() -> list[str]:
@@ -106,9 +178,22 @@ def choose_device(name: str) -> str:
     if name == "cpu" or re.fullmatch(r"cuda(:\d+)?", name):
         fingerprint(name)
         return name
+    check_supported(name)
     raise UserError(
         f"unknown device {name!r}; this machine has: {', '.join(local_devices())}; choose one of them, or auto"
     )
+
+
+def check_supported(name: str) -> None:
+    """Refuse devices that torch knows but that nothing here runs on.
+
+    Raises:
+        UserError: such a device.
+    """
+    if (reason := UNSUPPORTED.get(name.partition(":")[0])) is not None:
+        raise UserError(
+            f"device {name!r}: autotune runs on CPUs and on GPUs of NVIDIA and AMD, not on {reason}; choose cpu"
+        )
 
 
 def gib(num_bytes: float) -> str:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from autotune.device import check_room, choose_device, fingerprint, free_memory, gib, local_devices, short_name
+from autotune.device import (
+    check_room,
+    choose_device,
+    fingerprint,
+    free_memory,
+    gib,
+    local_devices,
+    local_gpus,
+    short_name,
+)
 from autotune.errors import UserError
 from autotune.modeling.loading import load_model
 from autotune.modeling.target import Target
@@ -24,15 +38,35 @@ def test_short_names() -> None:
     for model, name in {
         "NVIDIA H200": "h200",
         "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA H100 PCIe": "h100",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H100 NVL": "h100-nvl",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": "h100-mig-1g.10gb",
+        "NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb": "h100-mig-1c.3g.40gb",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb+me": "a100-40gb-mig-1g.5gb",
         "NVIDIA A100-SXM4-80GB": "a100",
-        "NVIDIA A100 80GB PCIe": "a100",
+        "NVIDIA A100 80GB PCIe": "a100-pcie",
+        "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
+        "NVIDIA A100-SXM4-40GB": "a100-40gb",
+        "NVIDIA B200": "b200",
+        "NVIDIA GB200": "gb200",
+        "NVIDIA H20": "h20",
+        "NVIDIA L4": "l4",
         "NVIDIA A10": "a10",
         "NVIDIA L40S": "l40s",
         "Tesla T4": "t4",
         "Tesla V100-SXM2-16GB": "v100",
         "NVIDIA GeForce RTX 4090": "rtx4090",
         "NVIDIA GeForce RTX 3090": "rtx3090",
+        "NVIDIA GeForce RTX 4090 Laptop GPU": "rtx4090-laptop",
+        "NVIDIA GeForce RTX 5090": "rtx5090",
+        "NVIDIA RTX 6000 Ada Generation": "rtx6000ada",
+        "Quadro RTX 8000": "rtx8000",
+        "AMD Instinct MI300X": "mi300x",
+        "AMD Instinct MI300X VF": "mi300x",
+        "AMD Instinct MI325X OAM": "mi325x",
+        "AMD Instinct MI250X/MI250": "mi250x",
+        "AMD Radeon RX 7900 XTX": "rx7900xtx",
+        "AMD Radeon Graphics gfx942": "gfx942",
         "NVIDIA Graphics": "gpu",  # nothing else is left of the name
     }.items():
         assert short_name(model) == name
@@ -44,6 +78,123 @@ def test_fingerprint_of_the_cpu() -> None:
     assert here.memory_bytes > 1 << 28 and here.model
     assert here.key == f"cpu/{here.model}/{here.num_cores}" == fingerprint("cpu").key
     assert here.model_copy(update={"num_cores": 99}).key != here.key, "latency depends on the number of threads"
+
+
+class Properties(SimpleNamespace):
+    """``torch.cuda.get_device_properties`` of a GPU that this machine does not have."""
+
+    multi_processor_count = 304
+    total_memory = 192 << 30
+
+
+def test_fingerprint_of_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is that of amdsmi with the version of ROCm; without amdsmi ROCm's version is left."""
+    properties = Properties(name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.version, "hip", "7.2.1")
+    found = fingerprint("cuda:0")
+    assert (found.name, found.model, found.driver) == ("mi300x", "AMD Instinct MI300X", "ROCm 7.2.1")
+    monkeypatch.setitem(sys.modules, "amdsmi", amdsmi_of("AMD Instinct MI300X"))
+    assert fingerprint("cuda:0").driver == "6.16.6 ROCm 7.2.1"
+    assert "mi300x" in local_gpus()
+    properties.name = "AMD Radeon Graphics"
+    assert fingerprint("cuda:0").model == "AMD Radeon Graphics gfx942" and fingerprint("cuda:0").name == "gfx942"
+
+
+def amdsmi_of(*models: str) -> Any:
+    """A stand-in of ROCm's Python package for a machine with these GPUs."""
+    return SimpleNamespace(
+        AmdSmiException=type("AmdSmiException", (Exception,), {}),
+        amdsmi_init=lambda: None,
+        amdsmi_shut_down=lambda: None,
+        amdsmi_get_processor_handles=lambda: list(models),
+        amdsmi_get_gpu_asic_info=lambda gpu: {"market_name": gpu},
+        amdsmi_get_gpu_driver_info=lambda gpu: {"driver_version": "6.16.6"},
+    )
+
+
+def test_amdsmi_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = amdsmi_of()
+
+    def fail() -> None:
+        raise package.AmdSmiException
+
+    package.amdsmi_init = fail
+    monkeypatch.setitem(sys.modules, "amdsmi", package)
+    assert len(local_gpus()) == torch.cuda.device_count()
+
+
+def test_mig_slices_are_listed_in_place_of_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slices have the numbers 0 and 2."""
+    import pynvml
+
+    def slice_of(gpu: str, number: int) -> str:
+        if number == 1:
+            raise pynvml.NVMLError_NotFound
+        return f"{gpu} MIG {number + 1}g.{10 * (number + 1)}gb"
+
+    def num_slices(gpu: str) -> int:
+        if "H100" not in gpu:
+            raise pynvml.NVMLError_NotSupported
+        return 3
+
+    gpus = ["NVIDIA H100 80GB HBM3", "NVIDIA L4"]
+    for name, stub in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetCount": lambda: len(gpus),
+        "nvmlDeviceGetHandleByIndex": gpus.__getitem__,
+        "nvmlDeviceGetName": str,
+        "nvmlDeviceGetMaxMigDeviceCount": num_slices,
+        "nvmlDeviceGetMigDeviceHandleByIndex": slice_of,
+    }.items():
+        monkeypatch.setattr(pynvml, name, stub)
+    assert local_gpus() == ["h100-mig-1g.10gb", "h100-mig-3g.30gb", "l4"]
+
+
+def test_fingerprint_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has neither /proc nor sysctl nor os.sysconf; macOS has sysctl."""
+
+    def missing(self: Path) -> str:
+        raise FileNotFoundError
+
+    def run(words: list[str], **options: Any) -> Any:
+        if platform.system() == "Windows":
+            raise FileNotFoundError(words[0])
+        return subprocess.CompletedProcess(words, 0, stdout="Apple M3 Max\n")
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.delattr(os, "sysconf")
+    monkeypatch.setattr("autotune.device.subprocess.run", run)
+    for system, processor, model in (
+        ("Darwin", "arm", "Apple M3 Max"),
+        (
+            "Windows",
+            "Intel64 Family 6 Model 167 Stepping 1, GenuineIntel",
+            "Intel64 Family 6 Model 167 Stepping 1, GenuineIntel",
+        ),
+    ):
+        monkeypatch.setattr(platform, "system", lambda system=system: system)
+        monkeypatch.setattr(platform, "processor", lambda processor=processor: processor)
+        found = fingerprint("cpu")
+        assert found.model == model and found.memory_bytes > 0
+
+
+def test_arm_processors_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc/cpuinfo of Linux on ARM has no name."""
+    text = "processor\t: 0\nCPU implementer\t: 0x41\nCPU variant\t: 0x0\nCPU part\t: 0xd4f\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: text)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert fingerprint("cpu").model == "aarch64 (0x41/0xd4f/0x0)"
+
+
+def test_devices_that_nothing_runs_on_are_refused() -> None:
+    for name in ("mps", "mps:0", "xpu"):
+        with pytest.raises(UserError, match=rf"device '{name}': autotune runs on CPUs and on GPUs .*; choose cpu"):
+            choose_device(name)
 
 
 def test_local_devices_can_be_chosen() -> None:

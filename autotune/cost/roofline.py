@@ -8,6 +8,7 @@ it is good enough for ranking configurations, not for predicting a speedup.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from autotune.execution import EAGER
 from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 
+COMPUTE_SLICES, MEMORY_SLICES = 7, 8  # of a GPU that is split into MIG slices
 KV_LENGTHS = (64, 512, 4096)
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
@@ -39,6 +41,8 @@ class DeviceLimits(Document, kind="device-limits"):
     float32_tflops: float = Field(gt=0)
     eager_layer_ms: float = Field(gt=0)
     round_ms: float = Field(ge=0)
+    has_mig: bool = False
+    """Whether the device can be split into MIG slices."""
 
 
 def datasheets() -> dict[str, Path]:
@@ -46,9 +50,43 @@ def datasheets() -> dict[str, Path]:
     return {path.stem: path for path in sorted((data_root() / "profiles" / "devices").glob("*.yaml"))}
 
 
+def find_limits(name: str) -> DeviceLimits | None:
+    """Limits of a device in ``datasheets()`` or of one of its MIG slices, ``h100-mig-1g.10gb``; None if there are none."""
+    device, _, profile = name.partition("-mig-")
+    path = datasheets().get(device)
+    if path is None:
+        return None
+    limits = DeviceLimits.load(path)
+    return limits if name == device else _slice_limits(limits, profile)
+
+
+def _slice_limits(limits: DeviceLimits, profile: str) -> DeviceLimits | None:
+    """Limits of a MIG slice, ``1g.10gb`` or ``1c.3g.40gb``: a GPU has seven slices of compute and eight of memory, which
+    divide capacity and bandwidth alike (MIG user guide, partitioning). None for a profile that the GPU does not have.
+    """
+    match = re.fullmatch(r"(?:(\d)c\.)?(\d)g\.(\d+)gb", profile)
+    if match is None or not limits.has_mig:
+        return None
+    memory_gb = int(match[3])
+    compute, memory = int(match[1] or match[2]), round(MEMORY_SLICES * memory_gb / limits.memory_gb)
+    if not 1 <= compute <= int(match[2]) <= COMPUTE_SLICES or memory not in (1, 2, 4, MEMORY_SLICES):
+        return None
+    return limits.model_copy(
+        update={
+            "model": f"{limits.model} MIG {profile}",
+            "memory_gb": memory_gb,
+            "memory_gb_per_second": limits.memory_gb_per_second * memory / MEMORY_SLICES,
+            "bfloat16_tflops": limits.bfloat16_tflops * compute / COMPUTE_SLICES,
+            "float32_tflops": limits.float32_tflops * compute / COMPUTE_SLICES,
+        }
+    )
+
+
 def load_limits(name: str) -> DeviceLimits:
-    """Limits of a device in ``datasheets()``."""
-    return DeviceLimits.load(datasheets()[name])
+    """Limits of a device that ``find_limits`` knows."""
+    limits = find_limits(name)
+    assert limits is not None, f"no datasheet of {name}"
+    return limits
 
 
 def step_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
@@ -142,7 +180,7 @@ def estimate_table(
     """Estimate the cost table of a pair from the datasheet of a device.
 
     Args:
-        name: the device, in ``datasheets()``.
+        name: the device, which ``find_limits`` knows.
         subnet: the draft's subnet, to which ``draft_shape`` belongs.
         measured: tables to scale the limits to; only measured ones of this device and precision in eager mode are used.
     """
@@ -155,10 +193,10 @@ def estimate_table(
     ]
     limits = anchored(load_limits(name), anchors)
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
-    memory = int(limits.memory_gb * 1e9)
+    memory_bytes = int(limits.memory_gb * 1e9)
     return CostTable(
         provenance=stamp(),
-        device=Fingerprint(name=name, kind="cuda", model=limits.model, num_cores=0, memory_bytes=memory),
+        device=Fingerprint(name=name, kind="cuda", model=limits.model, num_cores=0, memory_bytes=memory_bytes),
         precision=precision,
         estimated=True,
         num_anchors=len(anchors),

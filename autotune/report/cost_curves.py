@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.cost.roofline import DeviceLimits, datasheets, load_limits, step_ms
+from autotune.cost.roofline import DeviceLimits, find_limits, step_ms
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
 from autotune.study.document import StudyDocument
@@ -50,7 +50,7 @@ class CostCurve:
 
 def limits_of(table: CostTable) -> DeviceLimits | None:
     """The datasheet of the table's device."""
-    return load_limits(table.device.name) if table.device.name in datasheets() else None
+    return find_limits(table.device.name)
 
 
 def middle_kv_length(table: CostTable) -> int:

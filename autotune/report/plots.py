@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LINES = 6
+FRONT_DEVICES = ("t4", "rtx4090", "a100", "h100", "mi300x")  # beside the search's own
 Plots = Iterator[tuple[str, str, "Figure"]]
 
 
@@ -151,13 +152,12 @@ def _flops(content: Content) -> Plots:
         if rows.mflops_per_token.nunique() < 2:
             continue
         series = []
-        for device, found in rows[rows.is_on_front].groupby("device", sort=False):
+        shown = rows.device.isin([rows.device.iloc[0], *FRONT_DEVICES])
+        for device, found in rows[rows.is_on_front & shown].groupby("device", sort=False):
             front = found.sort_values("mflops_per_token")
             label = f"{device}, estimated" if front.estimated.all() else str(device)
             series.append(Line(label, front.mflops_per_token.tolist(), front.speedup.tolist()))
-        description = (
-            f"Fronts of speedup against operations of {draft} on {len(series)} devices; the table has the numbers."
-        )
+        description = f"Fronts of speedup against operations of {draft} on {len(series)} devices; the table has the numbers of all."
         figure = figures.fronts(series[:MAX_LINES], x="draft operations per token, MFLOPs", y="predicted speedup")
         yield f"flops-{number}", description, figure
 

@@ -10,7 +10,7 @@ import numpy as np
 from autotune.console import Console
 from autotune.cost.block_log import BlockLog
 from autotune.cost.profiler import kv_lengths_for, profile, shape_of
-from autotune.cost.roofline import datasheets, estimate_table
+from autotune.cost.roofline import estimate_table, find_limits
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.device import gib
@@ -39,7 +39,7 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
         has_drafts = all(table.holds(model_pool.references[draft], subnet) for draft, subnet in variants)
         if table.target.sha256 == target.sha256 and has_drafts:
             return table
-    if gpu not in datasheets():
+    if find_limits(gpu) is None:
         raise UserError(
             f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune profile on that device"
         )

@@ -10,9 +10,9 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
-from autotune.cost.roofline import datasheets
+from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
-from autotune.device import choose_device, fingerprint, local_devices, local_gpus
+from autotune.device import check_supported, choose_device, fingerprint, local_devices, local_gpus
 from autotune.documents.subnet import Operator
 from autotune.errors import UserError, nearest
 from autotune.execution import check_capture_sizes
@@ -143,8 +143,9 @@ def device_for(gpu: str) -> str | None:
 
 def _require_known(gpu: str) -> None:
     """Refuse a device without a cost table or datasheet."""
+    check_supported(gpu)
     known = {*shipped_tables(), *datasheets()}
-    if gpu not in known:
+    if gpu not in known and find_limits(gpu) is None:
         raise UserError(
             f"--gpu {gpu}: neither a device of this machine nor one with a shipped cost table or datasheet; "
             f"{nearest(gpu, ['auto', 'cpu', *known])}"

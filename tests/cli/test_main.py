@@ -184,6 +184,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "sizes": ([*SEARCH, "--capture-sizes", "8,many"], "'8,many' is not a list of sizes; write for example 4,8,16,32,64"),
     "size": ([*SEARCH, "--capture-sizes", "8,900"], "capture sizes are numbers of tokens from 1 to 160; got 900"),
     "too small": ([*SEARCH, "--capture-sizes", "2,4"], "space quick: steps are priced up to 4 tokens; .*narrow the space"),
+    "gpu of another kind": ([*SEARCH, "--gpu", "mps"], "device 'mps': autotune runs on CPUs and on GPUs of NVIDIA and AMD"),
+    "slice that a gpu does not have": ([*SEARCH, "--gpu", "l4-mig-1g.3gb"], "--gpu l4-mig-1g.3gb: neither a device"),
     "unknown gpu": ([*SEARCH, "--gpu", "h1000"], "--gpu h1000: neither a device .*did you mean 'h100'"),
     "unknown device": (
         ["profile", "PAIR", "--workload", "workload.jsonl", "--device", "tpu", "-o", "new.json"],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.trace import Forest, RecordedPrompt, join
-from autotune.cost.roofline import DeviceLimits, anchored, datasheets, estimate_table, load_limits, step_ms
+from autotune.cost.roofline import DeviceLimits, anchored, datasheets, estimate_table, find_limits, load_limits, step_ms
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
 from autotune.device import short_name
@@ -56,7 +56,7 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
     """Files are named as the device is, and latencies increase with tokens and KV length."""
     small = SHAPE.model_copy(update={"text_parameters": 10**8})
     for name in datasheets():
-        assert short_name(load_limits(name).model).startswith(name)
+        assert short_name(load_limits(name).model) == name
         table = estimate_table(
             name, target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=small, precision="bfloat16"
         )
@@ -66,6 +66,20 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
         for ms in (prices.verify_ms, prices.draft_level_ms):
             assert (np.diff(ms[1:], axis=0) >= 0).all() and (np.diff(ms[1:], axis=1) >= 0).all(), name
         assert (prices.draft_level_ms[1:] < prices.verify_ms[1:]).all(), name
+
+
+def test_mig_slices_have_shares_of_their_gpu() -> None:
+    """Seven slices of compute, and eight of memory with its bandwidth (NVIDIA's MIG user guide)."""
+    whole = load_limits("h100")
+    for profile, compute, memory in (("1g.10gb", 1, 1), ("1g.20gb", 1, 2), ("3g.40gb", 3, 4), ("1c.3g.40gb", 1, 4)):
+        part = load_limits(f"h100-mig-{profile}")
+        assert part.memory_gb_per_second == pytest.approx(whole.memory_gb_per_second * memory / 8)
+        assert part.bfloat16_tflops == pytest.approx(whole.bfloat16_tflops * compute / 7)
+        assert part.memory_gb == int(profile.split(".")[-1].removesuffix("gb"))
+        assert short_name(part.model) == f"h100-mig-{profile}"
+    assert load_limits("h200-mig-1g.18gb").memory_gb_per_second == load_limits("h200").memory_gb_per_second / 8
+    for missing in ("h100-mig-9g.10gb", "h100-mig-1g.50gb", "h100-mig-2c.1g.10gb", "h100-mig-", "l4-mig-1g.3gb", "x"):
+        assert find_limits(missing) is None, missing
 
 
 def test_estimate_has_the_given_subnet() -> None:
