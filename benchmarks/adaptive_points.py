@@ -64,8 +64,10 @@ def decode_ms(trace: Trace, prices: DensePrices, prompt: int, decoded: list[Roun
             ms += float(prices.decode_ms[min(one.context_tokens // prices.kv_step, len(prices.decode_ms) - 1)])
             pending += 1
             continue
-        ms += _price(prices.draft_first_ms, pending, draft_length, prices.kv_step)
-        draft_length, num_read = draft_length + pending, 0
+        num_read = 0
+        if one.widths:
+            ms += _price(prices.draft_first_ms, pending, draft_length, prices.kv_step)
+            draft_length, pending = draft_length + pending, 0
         for width in one.widths[1:]:
             ms += _level_price(prices.draft_level_ms, width, draft_length + num_read, prices.kv_step)
             num_read += width
@@ -75,12 +77,12 @@ def decode_ms(trace: Trace, prices: DensePrices, prompt: int, decoded: list[Roun
         is_read = one.tree.row[one.path] >= 0
         num_kept = 0 if trace.header.rereads_accepted else int(is_read.sum())
         draft_length += num_kept
-        pending = len(one.path) - num_kept + 1
+        pending += len(one.path) - num_kept + 1
     return ms
 
 
 def drawn_trees(evaluator: Evaluator, space_name: str, count: int, policies: Collection[str]) -> list[Configuration]:
-    """Trees of every policy of a space, without a second source, for the evaluator's only draft variant."""
+    """Trees of every policy of a space, for the evaluator's only draft variant."""
     space, ((draft, subnet),) = load_space(space_name), evaluator.traces
     rng = random.Random(0)
     trees = [
@@ -89,7 +91,6 @@ def drawn_trees(evaluator: Evaluator, space_name: str, count: int, policies: Col
         if name in space.trees and name != "static"
         for tree in space.sweep(name, count, rng.randrange(1 << 31))
     ]
-    trees = [{**tree, "retrieval": False} if tree["policy"] == "priced" else tree for tree in trees]
     trees += [{"policy": "chain", "depth": depth} for depth in range(1, 11)]
     return [evaluator.resolve(Configuration(draft=draft, subnet=subnet, tree=tree)) for tree in trees]
 

@@ -4,7 +4,6 @@ by the depth of the child and its rank; and how often it accepts what retrieval 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from autotune.trees.priced import GRID, MAX_MATCH, MAX_SURVIVAL, Calibration, id
 
 MAX_DEPTH, MAX_RANK = 8, 8  # children beyond these are not looked at
 NUM_RANKS = 3  # curves of a depth: ranks 0, 1, and the others
-DEPTHS = (1, 3)  # curves by depth, where they predict better: of depth 1, and of the others
+MAX_CURVES = 2  # of a rank by depth: of depth 1, and of the others
 NUM_FOLDS = 4
 LEAST = 1e-4  # probability of a curve
 MIN_CHILDREN = 200  # that a curve is fitted to
@@ -64,61 +63,64 @@ def children_on_answers(trace: Trace) -> Children:
     return Children(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def calibrate(trace: Trace, prompts: Sequence[int] | Ints | None = None) -> Calibration:
-    """Fit a calibration to the prompts with these indices (None: all) by isotonic regression.
+def calibrate(trace: Trace) -> Calibration:
+    """Fit a calibration to a trace by isotonic regression.
 
     Curves are of every rank, or of every rank and depth: whichever predicts prompts better that were not fitted.
     """
     found = children_on_answers(trace)
-    chosen = np.arange(trace.num_prompts) if prompts is None else np.asarray(prompts)
-    found = found.select(np.isin(found.prompt, chosen) & np.isfinite(found.logprob))
-    folds = _folds(np.array(trace.header.tasks)[chosen], chosen)[found.prompt]
-    losses = {num_depths: _held_out_loss(found, folds, num_depths) for num_depths in range(1, len(DEPTHS) + 1)}
+    found = found.select(np.isfinite(found.logprob))
+    folds = _folds(np.array(trace.header.tasks))[found.prompt]
+    losses = {num_depths: _held_out_loss(found, folds, num_depths) for num_depths in range(1, MAX_CURVES + 1)}
     best = min(losses, key=lambda num_depths: losses[num_depths])
     header = trace.header
     return Calibration(
         curves=tuple(tuple(tuple(np.round(curve, 4).tolist()) for curve in of_depth) for of_depth in _fit(found, best)),
-        retrieved=_retrieved(trace, chosen),
+        retrieved=_retrieved(trace),
         draft=header.draft.id,
         draft_sha256=header.draft.sha256,
         workload_sha256=header.workload_sha256,
-        num_tokens=int(np.diff(trace.answer_start)[chosen].sum() - len(chosen)),
+        num_tokens=trace.num_tokens,
         log_loss=round(losses[best], 5),
         raw_log_loss=round(_log_loss(np.exp(found.logprob), found.is_accepted), 5),
     )
 
 
-def _folds(tasks: NDArray[np.str_], prompts: Ints) -> Ints:
-    """The fold of every prompt up to the last of ``prompts``, so that each fold has prompts of each task."""
-    folds = np.zeros(prompts.max() + 1, np.int64)
+def _folds(tasks: NDArray[np.str_]) -> Ints:
+    """The fold of every prompt, so that each fold has prompts of each task."""
+    folds = np.zeros(len(tasks), np.int64)
     for task in np.unique(tasks):
-        of_task = np.sort(prompts[tasks == task])
-        folds[of_task] = np.arange(len(of_task)) % NUM_FOLDS
+        members = np.flatnonzero(tasks == task)
+        folds[members] = np.arange(len(members)) % NUM_FOLDS
     return folds
 
 
 def _fit(found: Children, num_depths: int) -> Floats:
     """Curves [depths, ranks, grid]."""
-    from sklearn.isotonic import IsotonicRegression
-
     curves = np.tile(identity_curves(), (num_depths, NUM_RANKS, 1))
     rank, depth = np.minimum(found.rank, NUM_RANKS - 1), np.minimum(found.depth, num_depths) - 1
     logit = _logit(found.logprob)
     for d in range(num_depths):
         for r in range(NUM_RANKS):
             members = (rank == r) & ((depth == d) | (num_depths == 1))
-            if members.sum() < MIN_CHILDREN:
-                continue
-            regression = IsotonicRegression(y_min=LEAST, y_max=MAX_SURVIVAL, out_of_bounds="clip")
-            curves[d, r] = regression.fit(logit[members], found.is_accepted[members]).predict(GRID)
+            if members.sum() >= MIN_CHILDREN:
+                curves[d, r] = _isotonic(logit[members], found.is_accepted[members], GRID)
     return curves
 
 
-def _retrieved(trace: Trace, prompts: Ints) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+def _isotonic(x: Floats | Ints, is_accepted: NDArray[np.bool_], at: Floats | Ints) -> Floats:
+    """Probability of acceptance, which rises with ``x`` [children], fitted and read ``at`` [points]."""
+    from sklearn.isotonic import IsotonicRegression
+
+    regression = IsotonicRegression(y_min=LEAST, y_max=MAX_SURVIVAL, out_of_bounds="clip").fit(x, is_accepted)
+    return np.asarray(regression.predict(at))
+
+
+def _retrieved(trace: Trace) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """See ``Calibration.retrieved``."""
     forest = trace.forest
     prompt, token, _ = trace.roots()
-    token, end = (array[np.isin(prompt, prompts)] for array in (token, trace.answer_start[1:][prompt]))
+    end = trace.answer_start[1:][prompt]
     lengths: list[list[Ints]] = [[], []]
     hits: list[list[NDArray[np.bool_]]] = [[], []]
     for step in range(forest.retrieved.shape[1]):
@@ -133,12 +135,9 @@ def _retrieved(trace: Trace, prompts: Ints) -> tuple[tuple[float, ...], tuple[fl
 
 
 def _by_match_length(length: Ints, is_hit: NDArray[np.bool_]) -> tuple[float, ...]:
-    from sklearn.isotonic import IsotonicRegression
-
     if len(length) < MIN_CHILDREN:
         return (LEAST,) * MAX_MATCH
-    regression = IsotonicRegression(y_min=LEAST, y_max=MAX_SURVIVAL, out_of_bounds="clip").fit(length, is_hit)
-    return tuple(np.round(regression.predict(np.arange(1, MAX_MATCH + 1)), 4).tolist())
+    return tuple(np.round(_isotonic(length, is_hit, np.arange(1, MAX_MATCH + 1)), 4).tolist())
 
 
 def _held_out_loss(found: Children, folds: Ints, num_depths: int) -> float:

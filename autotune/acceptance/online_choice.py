@@ -1,8 +1,9 @@
 """Choice among points of one draft while a request is decoded, by online replay.
 
-The draft's proposals at the emitted tokens are kept as they are read, as in a trace. Every candidate is replayed along them:
-its rounds are those that it would have taken by itself from the beginning, and their price in plain steps, spread over the
-tokens that they emit, is its cost. All candidates are thus compared on the same tokens, whichever of them decoded.
+The draft's proposals at the emitted tokens, and what a second source finds there, are kept as in a trace. Every candidate is
+replayed along them: its rounds are those that it would have taken by itself from the beginning, and their price in plain
+steps, spread over the tokens that they emit, is its cost. All candidates are thus compared on the same tokens, whichever of
+them decoded.
 
 The choice follows the leader, lazily: it moves to the candidate of least total cost when the present one has cost ``MARGIN``
 plain steps more. It depends on counts only, so replay makes the same one, and a request is always decoded in the same rounds.
@@ -13,8 +14,9 @@ Learning, and Games", section 3.2): each stretch begins at the least total cost 
 whose bound does not depend on S, such as Hedge (Freund and Schapire 1997), choose at random.
 
 Two things are not known and are assumed. A node off the emitted path proposes with the probabilities of the emitted token at
-its depth; its tokens cannot be accepted, so only the tree's size depends on this. An emitted token that no round read, the last
-node of a tree that was accepted to its end, proposes as one that was read: these are taken in turn.
+its depth; its tokens cannot be accepted, so only the tree's size depends on this. An emitted token that no round read, as
+the last node of a tree that was accepted to its end and those of a round that drafted nothing, proposes as one that was read:
+these are taken in turn.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from numpy.typing import NDArray
 from autotune.trees import policy as policies
 from autotune.trees.compilation import compiled
 from autotune.trees.fallback import RoundPrice
-from autotune.trees.limits import Floats, Ints
-from autotune.trees.policy import NOTHING, Policy
+from autotune.trees.limits import MAX_RETRIEVED, Floats, Ints
+from autotune.trees.policy import Policy
 from autotune.trees.static import NO_TOKEN
-from autotune.trees.tree import CHILD, ROOT, Proposals, Tree, Workspace, new_tree, new_workspace, plant
+from autotune.trees.tree import CHILD, ROOT, Proposals, Retrieved, Tree, Workspace, new_tree, new_workspace, plant
 from autotune.trees.verification import find_child
 
 MARGIN = 2.0  # plain steps
@@ -71,6 +73,7 @@ class OnlineChoice:
         self._candidates = [_Candidate(policy, price) for policy, price in candidates.values()]
         self._answer: Ints = np.zeros(WINDOW, np.int64)
         self._proposals: Proposals = np.zeros((WINDOW, self.num_proposals), CHILD)
+        self._retrieved, self._match_length = np.zeros((WINDOW, MAX_RETRIEVED), np.int64), np.zeros(WINDOW, np.int64)
         self._levels: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
         self._read: list[int] = []  # indices of the tokens whose proposals were read
         self._num_known = self._num_compared = self._num_copied = self._window_context = 0
@@ -99,7 +102,9 @@ class OnlineChoice:
         """Keep a level's proposals [frontier, ``num_proposals``]."""
         self._levels.append((tokens, logprobs))
 
-    def end_round(self, tree: Tree, path: Ints, tokens: Sequence[int], context_tokens: int) -> None:
+    def end_round(
+        self, tree: Tree, path: Ints, tokens: Sequence[int], context_tokens: int, retrieved: Sequence[Retrieved] = ()
+    ) -> None:
         """End a round, and replay the candidates as far as its tokens tell.
 
         Args:
@@ -107,9 +112,12 @@ class OnlineChoice:
             path: its accepted nodes.
             tokens: the emitted tokens, one more than accepted nodes.
             context_tokens: tokens in the target's KV cache at the start of the round.
+            retrieved: what the second source finds after the root and after each emitted token, if there is one.
         """
         if self._num_known + len(tokens) > WINDOW:
             self.skip()
+        if not self._levels and not self._read:  # no token's proposals can stand for those of this round
+            return
         if self._num_known == 0:
             self._answer[0], self._num_known = tree.token[ROOT], 1
             self._window_context = context_tokens
@@ -117,6 +125,8 @@ class OnlineChoice:
         last = first + len(path)  # the last token whose successor is known
         self._answer[first + 1 : last + 2] = tokens
         self._num_known = last + 2
+        for position, (found, match_length) in enumerate(retrieved, first):
+            self._retrieved[position], self._match_length[position] = found, match_length
         for depth, node in enumerate((ROOT, *path.tolist())):
             self._keep_proposals(first + depth, depth, int(tree.row[node]))
         # The children of a token lead to the next one's proposals; those of the last one to its own.
@@ -161,7 +171,8 @@ class OnlineChoice:
                 self._proposals,
                 self._num_known,
                 self._window_context,
-                NOTHING.tokens,
+                self._retrieved,
+                self._match_length,
                 candidate.position,
                 candidate.token_cost,
             )
@@ -190,20 +201,21 @@ def _replay_known(
     num_known: int,
     context_tokens: int,
     retrieved: Ints,
+    match_length: Ints,
     position: int,
     token_cost: Floats,
 ) -> int:
     """Replay the rounds from ``position`` whose accepted length follows from the known tokens; returns the next root's."""
     while position < num_known - 1:
         _copy(state, saved_state)
-        policies.begin_round(kind, params, state, context_tokens + position, 0)
+        policies.begin_round(kind, params, state, context_tokens + position, match_length[position])
         plant(tree, answer[position], position)
         work.frontier[0] = ROOT
-        num_frontier, num_levels = 1, 0
+        num_frontier, num_levels = int(policies.drafts(kind, params, state)), 0
         while num_frontier:
             num_levels += 1
             num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
-        policies.graft(kind, params, state, tree, work, retrieved)
+        policies.graft(kind, params, state, tree, work, retrieved[position])
         policies.prune(kind, params, state, tree, work)
         node, length = ROOT, 0
         while node >= 0 and position + length + 1 < num_known:
@@ -212,7 +224,7 @@ def _replay_known(
         if node >= 0:  # the next token may be accepted as well
             _copy(saved_state, state)
             break
-        policies.update(kind, params, state, length, False)
+        policies.update(kind, params, state, length, retrieved[position, 0] == answer[position + 1])
         cost = price[0] + price[1] * num_levels + price[2] * (tree.size[0] - 1)
         for i in range(position + 1, position + length + 2):
             token_cost[i] = cost / (length + 1)

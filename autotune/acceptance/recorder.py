@@ -21,7 +21,7 @@ from autotune.acceptance.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_an
 from autotune.acceptance.answers import Answer as Answer
 from autotune.acceptance.forest_grower import ModelForestGrower, largest_forest
 from autotune.acceptance.retrieval_forest import RetrievalForestGrower
-from autotune.acceptance.trace import MAX_RETRIEVED, Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
+from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
@@ -159,7 +159,7 @@ class Recorder:
         found = []
         for token in forest.answer:
             self._retrieval.append(int(token))
-            found.append(self._retrieval.continuation(MAX_RETRIEVED))
+            found.append(self._retrieval.continuation())
         tokens, lengths = zip(*found, strict=True)
         return replace(forest, retrieved=np.array(tokens), match_length=np.array(lengths, np.int64))
 

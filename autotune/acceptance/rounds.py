@@ -83,11 +83,10 @@ def _plain_step(trace: Trace, prompt: int, position: int) -> Round:
 def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower, choice: OnlineChoice | None = None) -> Round:
     """Draft, verify, accept, with the proposals of the trace; ``choice`` observes the round."""
     begin, end = (int(n) for n in trace.answer_start[prompt : prompt + 2])
-    answer, recorded, forest = trace.forest.answer[begin:end], trace.packed, trace.forest
+    answer, recorded = trace.forest.answer[begin:end], trace.packed
     policy, tree = grower.policy, grower.tree
     context_tokens = int(trace.prompt_length[prompt]) + position
-    found = Retrieved(forest.retrieved[begin + position], int(forest.match_length[begin + position]))
-    grower.plant(int(answer[position]), context_tokens, found)
+    grower.plant(int(answer[position]), context_tokens, _retrieved(trace, begin + position))
     row = np.full(policy.max_grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
     row[ROOT] = recorded.root_row[begin + position]
     widths: list[int] = []
@@ -117,6 +116,11 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower, choice:
     copy = Tree._make(array.copy() for array in tree)
     grower.update(len(path), int(answer[position + 1]))
     return Round(position, context_tokens, copy, np.array(path, np.int64), tuple(widths), num_missing)
+
+
+def _retrieved(trace: Trace, token: int) -> Retrieved:
+    """Tokens that the second source finds after a token, by its index in the answers."""
+    return Retrieved(trace.forest.retrieved[token], int(trace.forest.match_length[token]))
 
 
 def switched_rounds(
@@ -187,7 +191,9 @@ def adaptive_rounds(
             control.update(draft_forwards=one.num_levels, nodes=one.num_nodes, accepted=len(one.path))
             assert one.tree is not None
             emitted = answer[position + 1 : position + len(one.path) + 2].tolist()
-            choice.end_round(one.tree, one.path[: len(emitted) - 1], emitted, one.context_tokens)
+            root = int(trace.answer_start[prompt]) + position
+            found = [_retrieved(trace, token) for token in range(root, root + len(emitted) + 1)]
+            choice.end_round(one.tree, one.path[: len(emitted) - 1], emitted, one.context_tokens, found)
         yield number, one
         position += len(one.path) + 1
 

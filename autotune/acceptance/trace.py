@@ -23,7 +23,7 @@ from autotune.errors import UserError
 from autotune.files import Document, rename_keys, write_bytes
 from autotune.trees.base import ForestBounds as ForestBounds
 from autotune.trees.base import bounds_for as bounds_for
-from autotune.trees.limits import Ints
+from autotune.trees.limits import MAX_RETRIEVED, Ints
 from autotune.trees.tree import CHILD, Proposals
 
 if TYPE_CHECKING:
@@ -60,10 +60,6 @@ class TraceHeader(
     def visual_keep(self) -> float:
         """Share of the visual tokens that the draft sees."""
         return self.subnet.visual_keep
-
-
-MAX_RETRIEVED = 16
-"""Retrieved tokens recorded of a position."""
 
 
 @dataclass(frozen=True)

@@ -94,14 +94,11 @@ class OperatingPoint(Document):
 
     @model_validator(mode="after")
     def _is_calibrated_for_its_draft(self) -> OperatingPoint:
-        if (
-            self.draft is not None
-            and (found := self.calibration) is not None
-            and found.draft_sha256 != self.draft.sha256
-        ):
+        draft, found = self.draft, self.calibration
+        if draft is not None and found is not None and found.draft_sha256 != draft.sha256:
             raise ValueError(
                 f"tree.calibration was fitted to the draft {found.draft} ({found.draft_sha256[:8] or 'no hash'}), and the "
-                f"point's draft is {self.draft.id} ({self.draft.sha256[:8] or 'no hash'}); run autotune search for this draft"
+                f"point's draft is {draft.id} ({draft.sha256[:8] or 'no hash'}); run autotune search for this draft"
             )
         return self
 

@@ -96,7 +96,8 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> Loade
     independently, or ``retrieval``.
 
     Args:
-        subnet: heads, injection layer and operator of the compressor to use. Its share of visual tokens applies later, prompt by prompt.
+        subnet: heads, injection layer and operator of the compressor to use. Its share of visual tokens applies later,
+            prompt by prompt.
 
     Raises:
         UserError: an unknown draft, a draft for another target, or a subnet that it does not have.

@@ -147,9 +147,9 @@ class RetrievalDraft:
             self.match_length = int(match_length[0])
         return tokens, logprobs
 
-    def continuation(self, num_tokens: int) -> Retrieved:
-        """Continuation of the longest match of the request's last tokens, as one branch."""
-        return self._index.continuation(num_tokens)
+    def continuation(self) -> Retrieved:
+        """Continuation of the longest match of the request's last tokens, as one branch of ``MAX_RETRIEVED`` tokens."""
+        return self._index.continuation()
 
     def propose_at(self, token: Ints, parent: Ints, nodes: Ints, num_visible: Ints, num_proposals: int) -> Proposals:
         """Proposals for nodes of several trees, as in the rounds that begin at different tokens of the request.

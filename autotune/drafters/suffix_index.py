@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from autotune.trees.limits import Ints
+from autotune.trees.limits import MAX_RETRIEVED, Ints
 from autotune.trees.tree import Retrieved
 
 FIRST_CAPACITY = 1024  # tokens; doubled when they are in use
@@ -112,19 +112,25 @@ class SuffixIndex:
         )
         return tokens, logprobs, match_length
 
-    def continuation(self, num_tokens: int) -> Retrieved:
+    def continuation(self) -> Retrieved:
         """The most frequent follower of the longest match of the text's end, then that of the match which it continues, and so
-        on, up to ``num_tokens`` tokens.
+        on, up to ``MAX_RETRIEVED`` tokens.
         """
-        token, parent = np.zeros(num_tokens + 1, np.int64), np.arange(-1, num_tokens)
-        visible, match_length = np.array([self.length]), 0
-        for step in range(num_tokens):
-            tokens, logprobs, lengths = self.followers(token, parent, np.array([step]), visible, 1)
-            if logprobs[0, 0] == -np.inf:
-                return Retrieved(np.append(token[1 : step + 1], np.full(num_tokens - step, -1)), match_length)
-            token[step + 1] = tokens[0, 0]
-            match_length = match_length or int(lengths[0])
-        return Retrieved(token[1:], match_length)
+        tokens = np.full(MAX_RETRIEVED, -1)
+        match_length = _find_continuation(
+            self._tokens,
+            self._previous,
+            self._newest,
+            self._min_match,
+            self._is_excluded,
+            self.length,
+            self._context,
+            self._follower,
+            self._count,
+            self._index_of,
+            tokens,
+        )
+        return Retrieved(tokens, match_length)
 
 
 @njit(cache=True)
@@ -220,6 +226,37 @@ def _find_followers(
         out_match_length[row] = longest
         num_proposed = _take_most_frequent(follower, count, num_followers, total, out_tokens[row], out_logprobs[row])
         _fill(out_tokens[row], out_logprobs[row], num_proposed, is_excluded)
+
+
+@njit(cache=True)
+def _find_continuation(
+    tokens: Int32s,
+    previous: Int32s,
+    newest: Int32s,
+    min_match: int,
+    is_excluded: Bools,
+    length: int,
+    context: Int32s,
+    follower: Int32s,
+    count: Int32s,
+    index_of: Int32s,
+    out: Ints,
+) -> int:
+    """Write the tokens of ``SuffixIndex.continuation``; returns the length of the first match."""
+    drafted, parent = np.zeros(len(out) + 1, np.int64), np.arange(-1, len(out))
+    visible, match_length = np.full(1, length), 0
+    found, logprob, found_length = np.empty((1, 1), np.int32), np.empty((1, 1), np.float32), np.empty(1, np.int32)
+    text = tokens, previous, newest, min_match, is_excluded
+    for step in range(len(out)):
+        node = parent[step + 1 : step + 2]
+        scratch = context, follower, count, index_of
+        _find_followers(*text, drafted, parent, node, visible, *scratch, found, logprob, found_length)
+        if logprob[0, 0] == -np.inf:
+            break
+        out[step] = drafted[step + 1] = found[0, 0]
+        if step == 0:
+            match_length = found_length[0]
+    return match_length
 
 
 @njit(cache=True)

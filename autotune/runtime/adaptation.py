@@ -18,8 +18,8 @@ class Adaptation:
         points: in order of precedence.
 
     Raises:
-        UserError: points of different drafts or visual tokens, a lossy verification, a tree with a second source, or a point
-            without the price of a round.
+        UserError: points of different drafts or visual tokens, a lossy verification, or a point without the
+            price of a round.
     """
 
     def __init__(self, points: Sequence[LoadedPoint]) -> None:
@@ -74,11 +74,6 @@ def _price(number: int, point: LoadedPoint) -> RoundPrice:
         raise UserError(
             f"adapt=True needs lossless verification, and point {number} has {point.verification.kind}; leave adapt out, or "
             "verify losslessly"
-        )
-    if point.policy.uses_retrieval:
-        raise UserError(
-            f"adapt=True needs trees without retrieval, and the {point.policy.policy} tree of point {number} has it; leave adapt "
-            "out, or set its retrieval to false"
         )
     if point.fallback.price is None:
         raise UserError(

@@ -20,7 +20,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.generate_args import Request
 from autotune.runtime.points import LoadedPoint
 from autotune.trees.policy import NOTHING
-from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree, write_tree_mask
+from autotune.trees.tree import MAX_STEP, ROOT, Ints, Retrieved, Tree, write_tree_mask
 from autotune.trees.verification import WetapVerification, accept_by_ratio, accept_path, find_child
 
 
@@ -46,17 +46,13 @@ class HostRound:
         self._tree_mask = np.zeros((MAX_STEP, MAX_STEP), np.float32)
 
     def run(
-        self,
-        request: Request,
-        point: LoadedPoint,
-        retrieval: RetrievalDraft | None = None,
-        choice: OnlineChoice | None = None,
+        self, request: Request, point: LoadedPoint, retrieved: Retrieved = NOTHING, choice: OnlineChoice | None = None
     ) -> RoundResult:
-        """Draft, verify, accept, commit. ``retrieval`` is the second source of trees that use one; ``choice`` observes what the
-        draft proposes.
+        """Draft, verify, accept, commit. ``retrieved`` comes from the second source of trees that use one; ``choice`` observes
+        what the draft proposes.
         """
         assert point.draft is not None
-        num_levels = self._grow_tree(request, point.draft, point, retrieval, choice)
+        num_levels = self._grow_tree(request, point.draft, point, retrieved, choice)
         path, next_token = self.verify(request, point)
         self.target.cache.keep([ROOT, *path.tolist()])
         point.draft.commit(point.grower.tree, path, next_token)
@@ -72,18 +68,12 @@ class HostRound:
         return token
 
     def _grow_tree(
-        self,
-        request: Request,
-        draft: Draft,
-        point: LoadedPoint,
-        retrieval: RetrievalDraft | None = None,
-        choice: OnlineChoice | None = None,
+        self, request: Request, draft: Draft, point: LoadedPoint, retrieved: Retrieved, choice: OnlineChoice | None
     ) -> int:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the number of levels."""
         grower, sampler, coupling = point.grower, point.coupling_sampler(request.sampler), None
         num_levels, num_own = 0, grower.policy.num_proposals
         num_proposals = num_own if choice is None else choice.num_proposals
-        retrieved = NOTHING if retrieval is None else retrieval.continuation(grower.policy.max_depth)
         grower.plant(request.tokens[-1], self.target.length, retrieved)
         while len(grower.frontier):
             started = now_ms(self.target.device)

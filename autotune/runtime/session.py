@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,8 @@ from autotune.runtime.generate_args import Request
 from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.points import LoadedPoint, reachable_points
 from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
+from autotune.trees.policy import NOTHING
+from autotune.trees.tree import Retrieved
 
 _open_sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
 """For each target and draft, the session whose tokens its cache holds."""
@@ -81,6 +83,7 @@ class Session:
         self._drafting: LoadedPoint | None = None  # names the draft and the visual tokens of all points
         self._prefilled: Prefilled | None = None
         self._retrieval: RetrievalDraft | None = None  # the second source of trees that use one
+        self._retrieved = NOTHING  # what it finds after the last emitted token
         images = request.prompt.is_visual.nonzero()
         # First position that is no longer near the prompt's last image.
         self._near_image_until = int(images[-1]) + 1 + NEAR_IMAGE_TOKENS if len(images) else 0
@@ -211,8 +214,6 @@ class Session:
                 stats.draft_prefill_ms = self._clock() - started
             with limited_threads(self.threads):
                 tokens = decode()
-            if self._retrieval is not None and self.draft is not None:
-                self._retrieval.extend(tokens)
             emitted = self.request.emit(tokens)
             stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
             stats.new_tokens += len(emitted)
@@ -233,7 +234,21 @@ class Session:
         if self._retrieval is not None:
             text = self.request.call.draft_prompt(self._retrieval, self.request.row)
             self._retrieval.prefill(text, None, capacity=self.capacity)
-            self._retrieval.append(self.request.tokens[-1])
+            self._retrieve([self.request.tokens[-1]])
+
+    def _retrieve(self, tokens: Sequence[int]) -> list[Retrieved]:
+        """Give emitted tokens to the second source; returns what it finds after each, if points are chosen online."""
+        if self._retrieval is None:
+            return []
+        *others, last = tokens
+        found = []
+        for token in others:
+            self._retrieval.append(token)
+            if self._choice is not None:
+                found.append(self._retrieval.continuation())
+        self._retrieval.append(last)
+        self._retrieved = self._retrieval.continuation()
+        return [*found, self._retrieved]
 
     def _plain_step(self) -> list[int]:
         token, stats = self._host_round.plain_step(self.request), self.request.stats
@@ -244,6 +259,7 @@ class Session:
             self._choice.skip()
         if self.draft is not None:
             self.draft.append(token)
+            self._retrieve([token])
             if self._speculates[self.number]:
                 self.point.fallback.count_plain_step()
         return [token]
@@ -255,8 +271,7 @@ class Session:
         if (device_round := self._device_round_of.get(self.number)) is not None:
             path, next_token, draft_forwards = device_round.run(self.request, point)
         else:
-            retrieval = self._retrieval if point.policy.uses_retrieval else None
-            path, next_token, draft_forwards = self._host_round.run(self.request, point, retrieval, self._choice)
+            path, next_token, draft_forwards = self._host_round.run(self.request, point, self._retrieved, self._choice)
         tree = point.grower.tree
         num_nodes = int(tree.size[0]) - 1
         stats.draft_forwards += draft_forwards
@@ -266,8 +281,9 @@ class Session:
         point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
         tokens = [*tree.token[path].tolist(), next_token]
         point.grower.update(len(path), tokens[0])
+        retrieved = [self._retrieved, *self._retrieve(tokens)]
         if self._choice is not None:
-            self._choice.end_round(tree, path, tokens, context_tokens)
+            self._choice.end_round(tree, path, tokens, context_tokens, retrieved)
         return tokens
 
     def _clock(self) -> float:

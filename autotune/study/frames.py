@@ -49,10 +49,11 @@ class Study:
         for record in self.ledger.records(self.document.records.get("trees", [])).values():
             for trial in record.get("fastest", ()):
                 configuration = Configuration.model_validate(trial["configuration"], strict=False)
-                tree = {name: json.dumps(v) if isinstance(v, list) else v for name, v in configuration.tree.items()}
                 tree = {
-                    name: value for name, value in tree.items() if not isinstance(value, dict)
-                }  # prices, calibration
+                    name: json.dumps(value) if isinstance(value, list) else value
+                    for name, value in configuration.tree.items()
+                    if not isinstance(value, dict)  # prices and calibration
+                }
                 rows[configuration.key] = {
                     "key": configuration.key,
                     "draft": configuration.draft,

@@ -17,7 +17,7 @@ from autotune.trees import chain, eagle2, priced, sage, static, wetap
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.compilation import compiled, inlined
 from autotune.trees.eagle2 import Eagle2Policy
-from autotune.trees.limits import Floats, Ints
+from autotune.trees.limits import MAX_RETRIEVED, Floats, Ints
 from autotune.trees.priced import PricedPolicy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.static import StaticPolicy
@@ -27,7 +27,7 @@ from autotune.trees.wetap import WetapPolicy
 Policy = ChainPolicy | SagePolicy | Eagle2Policy | WetapPolicy | StaticPolicy | PricedPolicy
 TreePolicy = Annotated[Policy, Field(discriminator="policy")]
 POLICIES: dict[str, type[Policy]] = {kind.model_fields["policy"].default: kind for kind in get_args(Policy)}
-NOTHING = Retrieved(np.zeros(0, np.int64), 0)
+NOTHING = Retrieved(np.full(MAX_RETRIEVED, -1), 0)
 STATE_SIZE = max(sage.STATE_SIZE, wetap.STATE_SIZE, priced.STATE_SIZE)
 
 _CHAIN, _SAGE, _EAGLE2, _WETAP = ChainPolicy.KIND, SagePolicy.KIND, Eagle2Policy.KIND, WetapPolicy.KIND
@@ -166,5 +166,5 @@ class TreeGrower:
 
     def update(self, accepted: int, first_token: int = -1) -> None:
         """End the round with its accepted length and the first token that it emits."""
-        is_retrieved = len(self._retrieved) > 0 and bool(self._retrieved[0] == first_token)
+        is_retrieved = bool(self._retrieved[0] == first_token)
         update(self.policy.KIND, self._params, self._state, accepted, is_retrieved)

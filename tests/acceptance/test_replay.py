@@ -31,7 +31,7 @@ from autotune.runtime.stats import DecodingStats
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.fallback import RoundPrice
-from autotune.trees.limits import MAX_LEVEL_STEP
+from autotune.trees.limits import MAX_DEPTH, MAX_LEVEL_STEP, MAX_RETRIEVED
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.wetap import WetapPolicy
@@ -147,6 +147,24 @@ def test_replay_counts_the_rounds_of_a_retrieval_draft(
         num_accepted += sum(int(lengths.sum()) for lengths in replayed.accepted_lengths)
         num_roots_alone += int((replayed.verified_nodes < replayed.rounds).sum())
     assert num_accepted > 100 and num_roots_alone > 0
+
+
+def test_replay_counts_the_rounds_of_deep_trees_with_a_second_source(
+    recorder: Recorder, target: Target, workload: Workload, processor: Any
+) -> None:
+    """A tree of 24 levels takes no more retrieved tokens than a trace holds of a position."""
+    draft = RetrievalDraft()
+    draft.attach(target)
+    bounds = ForestBounds(depth=MAX_DEPTH, num_proposals=1)
+    trace = recorder.trace(draft, reference(RETRIEVAL), workload, visual_keep=1.0, bounds=bounds)
+    sizes = SIZES._replace(k=1)
+    for seed in range(6):
+        tree = random_tree_policy("priced", random.Random(seed), sizes)
+        tree |= {"depth": MAX_DEPTH, "budget": 64, "worth": 2.0, "retrieval": True, "draft_free": 0.2 + 0.1 * seed}
+        configuration = Configuration(tree=tree)
+        assert_rounds_are_the_decoders(trace, configuration, Decoder(target, draft), workload, processor)
+    longest = (trace.forest.retrieved >= 0).sum(1).max()
+    assert longest == MAX_RETRIEVED < MAX_DEPTH
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.search.model_pool import ModelPool
 from autotune.search.space import load_space
+from autotune.trees.limits import MAX_RETRIEVED
 from autotune.trees.priced import MAX_MATCH, identity_curves
 from autotune.trees.tree import ROOT
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
@@ -112,6 +113,23 @@ def test_the_index_equals_a_rescan_of_the_text(min_match: int, max_match: int) -
             draft.commit(tree, np.array(path, np.int64), next_token := int(rng.integers(num_words)))
             committed += [*(int(tree.token[node]) for node in path), next_token]
     assert num_matches > 100
+
+
+def test_a_continuation_follows_the_best_follower_again_and_again() -> None:
+    """Each token found is part of the context in which the next one is looked up."""
+    rng, num_whole = np.random.default_rng(1), 0
+    for num_words in (2, 5, 30):
+        for _ in range(20):
+            text = rng.integers(0, num_words, int(rng.integers(1, 60))).tolist()
+            found = draft_after(*text).continuation()
+            expected: list[int] = []
+            while len(expected) < MAX_RETRIEVED and (best := rescan(text, text + expected, max_match=16)):
+                expected.append(best[0][0])
+            assert found.tokens.tolist() == [*expected, *[-1] * (MAX_RETRIEVED - len(expected))]
+            lengths = [n for n in range(1, 17) if any(text[end - n : end] == text[-n:] for end in range(n, len(text)))]
+            assert found.match_length == max(lengths, default=0)
+            num_whole += len(expected) == MAX_RETRIEVED
+    assert 0 < num_whole < 60
 
 
 def test_the_index_grows_with_the_text() -> None:

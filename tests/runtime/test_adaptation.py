@@ -13,10 +13,12 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.load import decoder_for
 from autotune.runtime.points import LoadedPoint, as_draft
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
+from autotune.trees.priced import MAX_MATCH, identity_curves
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.runtime.conftest import TREES
 from tests.sample_documents import decoding_profile
@@ -25,6 +27,14 @@ from tests.tiny_models import Inputs, Pair
 NEW_TOKENS = 60
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "top_p": 0.9, "seed": 4})
 FREE = RoundPrice(round_steps=0.2, level_steps=0.01, node_steps=0.001)  # its rounds always pay
+UNKNOWN = {
+    "draft": "",
+    "draft_sha256": "",
+    "workload_sha256": "",
+    "log_loss": 0.1,
+    "raw_log_loss": 0.1,
+    "num_tokens": 1,
+}
 DEAR = RoundPrice(round_steps=0.9, level_steps=0.01, node_steps=0.001)
 
 
@@ -57,6 +67,30 @@ def test_choosing_changes_no_token(pair: Pair, prompts: dict[str, Inputs], kind:
                 assert again.stats.rounds_by_point == first.stats.rounds_by_point
                 num_switched += min(first.stats.rounds_by_point) > 0
     assert num_switched >= 6
+
+
+def test_trees_with_a_second_source_are_chosen_too(
+    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds that draft nothing included: their tokens have no proposals of the draft."""
+    target, draft, levels = Target(pair.target), as_draft(pair.draft), list[int]()
+    run = HostRound.run
+    monkeypatch.setattr(HostRound, "run", lambda *args: (found := run(*args), levels.append(found.draft_forwards))[0])
+    calibration = {"retrieved": [[0.9] * MAX_MATCH] * 2, "curves": identity_curves().tolist(), **UNKNOWN}
+    tree = {"policy": "priced", "retrieval": True, "draft_free": 0.8, "calibration": calibration}
+    points = [
+        LoadedPoint(draft, tree=tree, fallback=FREE, when=Condition(workload="a")),
+        LoadedPoint(draft, tree=TREES["sage"], fallback=DEAR),
+    ]
+    plain, num_switched = Decoder(target), 0
+    for name in ("image", "text", "long"):
+        for settings in SETTINGS:
+            inputs = {**prompts[name], "max_new_tokens": NEW_TOKENS, **settings}
+            first, again = (Decoder(target, points=points, adapt=True).generate(**inputs) for _ in range(2))
+            assert torch.equal(first.sequences, plain.generate(**inputs).sequences)
+            assert again.stats.rounds_by_point == first.stats.rounds_by_point
+            num_switched += min(first.stats.rounds_by_point) > 0
+    assert num_switched >= 3 and 0 in levels
 
 
 def test_it_is_off_by_default_and_a_label_chooses_the_first_point(pair: Pair, prompts: dict[str, Inputs]) -> None:
@@ -127,10 +161,6 @@ def test_points_that_cannot_be_chosen_online_are_refused(pair: Pair) -> None:
         (
             LoadedPoint(draft, fallback=FREE, verification={"kind": "wetap"}, when=first),
             "lossless .* point 0 has wetap",
-        ),
-        (
-            LoadedPoint(draft, fallback=FREE, tree={"policy": "priced", "retrieval": True}, when=first),
-            "priced tree .* 0",
         ),
     ]
     for point, message in cases:
