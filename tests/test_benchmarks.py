@@ -7,10 +7,26 @@ import re
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from autotune.cost import roofline
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_constants_of_estimates_are_those_that_published_figures_give() -> None:
+    """And with them the median error of at least 20 pairs of at least three papers is below 20 %."""
+    module = importlib.import_module("benchmarks.published_speedups")
+    pairs, inputs = module.load()
+    assert len(pairs) == len(pairs.drop_duplicates()) >= 20 and pairs.paper.nunique() >= 3
+    assert set(pairs.model) <= inputs["models"].keys()
+    assert module.fit_layers_outside(pairs, inputs) == pytest.approx(roofline.LAYERS_OUTSIDE, abs=0.1)
+    times = module.plain_layer_ms(inputs)
+    assert np.exp(np.log(times).mean()) == pytest.approx(roofline.EAGER_LAYER_MS, abs=0.05)
+    errors = np.abs(module.predictions(pairs, inputs, roofline.LAYERS_OUTSIDE) / pairs.speedup - 1)
+    assert np.median(errors) < 0.2
 
 
 def test_every_benchmark_has_help_and_says_what_it_measures_and_how_long_it_takes() -> None:

@@ -1,8 +1,9 @@
 """Estimated cost tables from the limits in a device's datasheet (roofline model).
 
 Latency is the largest of: bytes over bandwidth, operations over peak throughput, and kernel launches by the host. Limits are
-scaled to tables that were measured on the device with other models. Everything made from an estimate is marked ``estimated``:
-it is good enough for ranking configurations, not for predicting a speedup.
+scaled to tables that were measured on the device with other models. Everything made from an estimate is marked ``estimated``.
+Speedups that papers published are predicted with a median error of 13 % (``benchmarks/published_speedups.py``), single ones with far
+larger ones: an estimate serves to rank configurations.
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ from autotune.trees.limits import Floats
 
 COMPUTE_SLICES, MEMORY_SLICES = 7, 8  # of a GPU that is split into MIG slices
 KV_LENGTHS = (64, 512, 4096)
+# Eager PyTorch, whatever the GPU; fitted by benchmarks/published_speedups.py to what papers and blogs published, and tested against it.
+EAGER_LAYER_MS = 0.9  # the host launches the kernels of a layer; published plain steps lie between 0.25 and 1.55
+LAYERS_OUTSIDE = (
+    2.4  # a forward pass launches as much outside its layers (embedding, head, choice of tokens) as in this many
+)
+ROUND_MS = 0.4  # a round outside the models, an assumption
 REGULARIZATION = 1e-6  # keeps scales at 1 that no measured point depends on
 
 
 class DeviceLimits(Document, kind="device-limits"):
-    """Limits of a device, in the units of datasheets, and two assumptions about the host."""
+    """Limits of a device, in the units of datasheets, and of the host, which are the same for all devices unless measured."""
 
     model: str
     source: str
@@ -39,8 +46,9 @@ class DeviceLimits(Document, kind="device-limits"):
     memory_gb_per_second: float = Field(gt=0)
     bfloat16_tflops: float = Field(gt=0)
     float32_tflops: float = Field(gt=0)
-    eager_layer_ms: float = Field(gt=0)
-    round_ms: float = Field(ge=0)
+    eager_layer_ms: float = Field(default=EAGER_LAYER_MS, gt=0)
+    layers_outside: float = Field(default=LAYERS_OUTSIDE, ge=0)
+    round_ms: float = Field(default=ROUND_MS, ge=0)
     has_mig: bool = False
     """Whether the device can be split into MIG slices."""
 
@@ -95,6 +103,12 @@ def step_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: f
     return max(_bounds_ms(shape, limits, tokens, kv_length))
 
 
+def device_bound_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
+    """The least latency of the same forward that the device allows, however fast the host is: memory traffic or arithmetic."""
+    memory_ms, arithmetic_ms, _ = _bounds_ms(shape, limits, tokens, kv_length)
+    return max(memory_ms, arithmetic_ms)
+
+
 def operations(shape: ModelShape, tokens: float, kv_length: float) -> float:
     """Floating-point operations of a forward pass; a product of two matrices counts two for every multiplication."""
     attention = 4 * shape.num_layers * shape.hidden_size * tokens * (kv_length + tokens)
@@ -108,7 +122,7 @@ def _bounds_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length
     return (
         read / (limits.memory_gb_per_second * 1e6),
         operations(shape, tokens, kv_length) / (peak * 1e9),
-        shape.num_layers * limits.eager_layer_ms,
+        (shape.num_layers + limits.layers_outside) * limits.eager_layer_ms,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.cost.roofline import DeviceLimits, find_limits, step_ms
+from autotune.cost.roofline import DeviceLimits, device_bound_ms, find_limits
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
 from autotune.study.document import StudyDocument
@@ -37,10 +37,10 @@ class CostCurve:
         return float(self.surface.latency_ms(*size)[0, 0])
 
     def limit_ms(self, tokens: int) -> float | None:
-        """The roofline latency from the datasheet."""
+        """The least latency that the datasheet allows."""
         if self.limits is None or self.shape is None or not self.shape.has_forward_pass:
             return None
-        return step_ms(self.shape, self.limits, tokens, self.kv_length)
+        return device_bound_ms(self.shape, self.limits, tokens, self.kv_length)
 
     def share_of_limit(self, tokens: int) -> float | None:
         """Achieved share of the datasheet's speed."""

@@ -22,6 +22,8 @@ SHAPE = ModelShape(
     kv_bytes_per_token=1000,
     bytes_per_parameter=2,
 )
+# So large that memory bounds its steps on every device.
+LARGE = SHAPE.model_copy(update={"text_parameters": 10**11})
 LIMITS = DeviceLimits(
     model="A slide rule",
     source="by hand",
@@ -30,6 +32,7 @@ LIMITS = DeviceLimits(
     bfloat16_tflops=100,
     float32_tflops=10,
     eager_layer_ms=0.1,
+    layers_outside=2,
     round_ms=0.4,
 )
 
@@ -48,8 +51,9 @@ def test_many_tokens_are_bound_by_arithmetic() -> None:
 
 
 def test_tiny_model_is_bound_by_launches() -> None:
+    """Those of its 24 layers, and outside them as many as in two."""
     tiny = SHAPE.model_copy(update={"text_parameters": 1000, "num_layers": 24})
-    assert step_ms(tiny, LIMITS, 1, 0) == pytest.approx(2.4)
+    assert step_ms(tiny, LIMITS, 1, 0) == pytest.approx(2.6)
 
 
 def test_every_shipped_datasheet_gives_a_table() -> None:
@@ -58,7 +62,7 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
     for name in datasheets():
         assert short_name(load_limits(name).model) == name
         table = estimate_table(
-            name, target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=small, precision="bfloat16"
+            name, target=TARGET, target_shape=LARGE, draft=DRAFT, draft_shape=small, precision="bfloat16"
         )
         assert table.estimated and table.device.name == name and load_limits(name).source
         assert table.dump()
@@ -85,7 +89,7 @@ def test_mig_slices_have_shares_of_their_gpu() -> None:
 def test_estimate_has_the_given_subnet() -> None:
     half = Subnet(heads=0.5, injection_layer=3)
     table = estimate_table(
-        "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=SHAPE, precision="bfloat16", subnet=half
+        "h100", target=TARGET, target_shape=LARGE, draft=DRAFT, draft_shape=LARGE, precision="bfloat16", subnet=half
     )
     assert table.costs_of(DRAFT, half).heads == 0.5 and table.holds(DRAFT, half)
     assert not table.holds(DRAFT, Subnet())
@@ -93,9 +97,9 @@ def test_estimate_has_the_given_subnet() -> None:
 
 def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
     """Bound by memory, a forward pass takes the time of reading the weights and the keys and values of both KV lengths."""
-    shape = SHAPE.model_copy(update={"crossing_share": 0.25, "kv_bytes_per_token": 10**6})
+    shape = LARGE.model_copy(update={"crossing_share": 0.25, "kv_bytes_per_token": 10**6})
     table = estimate_table(
-        "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=shape, precision="bfloat16"
+        "h100", target=TARGET, target_shape=LARGE, draft=DRAFT, draft_shape=shape, precision="bfloat16"
     )
     assert table.prices(DRAFT, max_tokens=2, max_kv_length=4096).crossing_share == 0.25
     forest = Forest(
@@ -103,7 +107,7 @@ def test_estimate_of_a_draft_with_blocks_that_cross() -> None:
     )
     trace = join(header(1), [RecordedPrompt(forest, 3000, 1000, 2400)])
     (kv_length,) = trace.draft_kv_length(0.25)
-    num_bytes = 2 * 10**9 + 10**6 * (0.75 * (1000 + 1) + 0.25 * (3000 + 1))
+    num_bytes = 2 * 10**11 + 10**6 * (0.75 * (1000 + 1) + 0.25 * (3000 + 1))
     limits = load_limits("h100")
     assert step_ms(shape, limits, 1, kv_length) == pytest.approx(num_bytes / (limits.memory_gb_per_second * 1e6))
 
@@ -115,7 +119,7 @@ def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
     """A table of a device with the given limits, whose steps are bound by memory, arithmetic and launches."""
     draft = SHAPE.model_copy(update={"text_parameters": 10**6, "num_layers": 2})
     table = estimate_table(
-        "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=draft, precision="bfloat16"
+        "h100", target=TARGET, target_shape=LARGE, draft=DRAFT, draft_shape=draft, precision="bfloat16"
     )
 
     def surface(shape: ModelShape, known: Surface) -> Surface:
@@ -132,7 +136,7 @@ def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
             "overhead": costs.overhead.model_copy(update={"round_ms": 0.7}),
         }
     )
-    own = {"decode": surface(SHAPE, table.decode), "verify": surface(SHAPE, table.verify), "drafts": [costs]}
+    own = {"decode": surface(LARGE, table.decode), "verify": surface(LARGE, table.verify), "drafts": [costs]}
     return table.model_copy(update={**own, "estimated": False, **fields})
 
 
@@ -159,7 +163,7 @@ def test_estimate_is_scaled_to_tables_of_other_models() -> None:
     """Tables of another precision or mode, estimates, and tables without shapes are not used."""
     known = load_limits("h100")
     slow = known.model_copy(update={"memory_gb_per_second": known.memory_gb_per_second / 2})
-    other = SHAPE.model_copy(update={"text_parameters": 3 * 10**9})
+    other = LARGE.model_copy(update={"text_parameters": 3 * 10**11})
 
     def estimate(*tables: CostTable) -> CostTable:
         return estimate_table(
@@ -167,7 +171,7 @@ def test_estimate_is_scaled_to_tables_of_other_models() -> None:
             target=TARGET,
             target_shape=other,
             draft=DRAFT,
-            draft_shape=SHAPE,
+            draft_shape=LARGE,
             precision="bfloat16",
             measured=tables,
         )
