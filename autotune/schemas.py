@@ -16,6 +16,7 @@ from autotune.files import Document
 from autotune.search.space import SearchSpace
 from autotune.study.document import StudyDocument
 from autotune.training.recipe import Recipe
+from autotune.workloads.code.corpus import CorpusPackages
 
 DOCUMENTS: tuple[type[Document], ...] = (
     DecodingProfile,
@@ -28,6 +29,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     SearchSpace,
     Recipe,
     DeviceLimits,
+    CorpusPackages,
 )
 
 

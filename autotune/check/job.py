@@ -24,6 +24,7 @@ from autotune.console import Console
 from autotune.device import choose_device
 from autotune.documents.decoding_profile import DecodingProfile, PromptEvidence
 from autotune.documents.provenance import stamp
+from autotune.modeling.loading import default_workload
 from autotune.runtime.load import load
 from autotune.workloads.workload import Workload, load_workload
 
@@ -37,7 +38,8 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     """
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
-    workloads = [_evaluated(name, profile, settings.num_prompts) for name in settings.workloads]
+    names = settings.workloads or (default_workload(profile.target.id),)
+    workloads = [_evaluated(name, profile, settings.num_prompts) for name in names]
     evidence = [
         evidence_for(profile, workload, is_required=settings.needs_evidence, source=settings.profile)
         for workload in workloads

@@ -19,7 +19,9 @@ class CheckSettings(BaseModel):
 
     profile: Path
     workloads: tuple[str, ...] = setting(
-        ("digits",), "Prompts: 'digits', or a JSONL file. Repeatable.", option="workload"
+        (),
+        "Prompts: 'digits', 'code', or a JSONL file. Repeatable; default: those of the target's pair.",
+        option="workload",
     )
     num_prompts: int = setting(16, "Number of prompts of each workload.", option="prompts", ge=1)
     min_speedup: float | None = setting(

@@ -50,7 +50,7 @@ from autotune.search.settings import SearchSettings
 @options.as_json
 def command(
     profile: Path,
-    workload: str,
+    workload: str | None,
     against: str | None,
     draft: str | None,
     lossy_sweep: bool,
@@ -64,12 +64,11 @@ def command(
     as_json: bool,
 ) -> None:
     """Measure a profile side by side with plain decoding and other configurations, interleaved in one run."""
-    from autotune.cli.preflight import require_arms, require_profile, require_workload
+    from autotune.cli.preflight import require_arms, workload_for
 
     arms = None if against is None else [name.strip() for name in against.split(",") if name.strip()]
     require_arms(arms or ())
-    require_profile(profile)
-    require_workload(workload)
+    chosen = workload_for(profile, workload)
 
     from autotune.console import Console
     from autotune.evaluation.bench import run_bench
@@ -78,7 +77,7 @@ def command(
 
     result = run_bench(
         profile,
-        workload,
+        chosen,
         arms,
         num_prompts,
         seed,

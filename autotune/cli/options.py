@@ -17,7 +17,6 @@ from autotune.files import require_writable
 from autotune.settings import extra_of, option_name
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-BUNDLED_WORKLOAD = "digits"
 # Names of earlier versions, accepted for one version.
 RENAMED_OPTIONS = {"--runner": "--mode", "--buckets": "--capture-sizes"}
 RENAMED_MODES = {"graph": "cuda-graph"}
@@ -116,7 +115,10 @@ class TableFile(click.Path):
 # ------------------------------------------------------------------------------------------------------- shared options
 
 workload = click.option(
-    "--workload", default=BUNDLED_WORKLOAD, show_default=True, help="'digits', or a JSONL file of prompts."
+    "--workload",
+    default=None,
+    show_default="that of the target's pair",
+    help="'digits', 'code', or a JSONL file of prompts.",
 )
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
@@ -169,7 +171,7 @@ def _option(name: str, field: FieldInfo) -> Decorator:
     if get_origin(annotation) in (Union, types.UnionType):  # an optional value
         annotation = next(member for member in get_args(annotation) if member is not type(None))
     options: dict[str, Any] = {"default": default, "help": field.description, "type": annotation}
-    options["show_default"] = default is not None and default != () and annotation is not bool
+    options["show_default"] = default not in (None, (), "") and annotation is not bool
     names = [f"--{option_name(name, field)}"]
     if annotation is bool:
         options |= {"is_flag": True, "type": None}

@@ -28,6 +28,22 @@ def require_profile(path: Path) -> None:
     DecodingProfile.load(path)
 
 
+def workload_for(profile: Path, name: str | None) -> str:
+    """The workload that the user named, or that of the pair of a profile's target.
+
+    Raises:
+        UserError: see ``require_profile`` and ``require_workload``.
+    """
+    require_profile(profile)
+    if name is None:
+        from autotune.documents.decoding_profile import DecodingProfile
+        from autotune.modeling.loading import default_workload
+
+        return default_workload(DecodingProfile.load(profile).target.id)
+    require_workload(name)
+    return name
+
+
 def require_workload(name: str) -> None:
     """Check that a workload's file can be parsed. Its images are read later.
 
@@ -36,7 +52,7 @@ def require_workload(name: str) -> None:
     """
     from autotune.workloads.workload import BUNDLED, Prompt, read_jsonl
 
-    if name != BUNDLED:
+    if name not in BUNDLED:
         read_jsonl(Path(name), Prompt)
 
 

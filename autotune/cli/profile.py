@@ -27,13 +27,15 @@ from autotune.search.settings import SearchSettings
 @options.table("a row for every measured point")
 @options.as_json
 def command(
-    target: str, drafts: tuple[str, ...], workload: str, device: str, output: Path, as_json: bool, **choices: Any
+    target: str, drafts: tuple[str, ...], workload: str | None, device: str, output: Path, as_json: bool, **choices: Any
 ) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_workload
     from autotune.files import require_writable, write_table
+    from autotune.modeling.loading import default_drafts, default_workload
 
     require_writable(output)
+    drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload)
 
     from autotune.console import Console

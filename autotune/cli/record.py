@@ -42,8 +42,10 @@ def command(
     """Record traces: the draft's proposals along the target's answers."""
     from autotune.cli.preflight import require_workload
     from autotune.files import require_writable
+    from autotune.modeling.loading import default_drafts, default_workload
 
     require_writable(output / "keep-1.trace.json")
+    drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload)
 
     from autotune.console import Console

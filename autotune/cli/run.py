@@ -37,14 +37,14 @@ def command(
     **settings: Any,
 ) -> None:
     """Decode with a profile: one prompt, the evaluation prompts of a workload, or a bundled example."""
-    from autotune.cli.preflight import require_profile
+    from autotune.cli.preflight import workload_for
 
     if workload is not None and (prompt is not None or images):
         raise UserError("give either --workload, or --prompt with --image; got both; drop one")
     if images and prompt is None:
         raise UserError("an image needs a question; add --prompt TEXT")
-    require_profile(profile)
-    prompts = _prompts(prompt, images, workload, settings)
+    chosen = workload_for(profile, workload)
+    prompts = _prompts(prompt, images, chosen, settings, whole=workload is not None)
 
     from autotune.evaluation.answers import answer_prompts
 
@@ -58,9 +58,10 @@ def command(
 
 
 def _prompts(
-    text: str | None, images: tuple[Path, ...], workload: str | None, settings: dict[str, Any]
+    text: str | None, images: tuple[Path, ...], workload: str, settings: dict[str, Any], *, whole: bool
 ) -> list[WorkloadPrompt]:
-    """The prompts to decode, with the settings of the command line in place of their own.
+    """The prompts to decode, with the settings of the command line in place of their own: the text, the whole workload, or its
+    first prompt.
 
     Raises:
         UserError: a setting out of range, or an image or workload that cannot be read.
@@ -77,9 +78,7 @@ def _prompts(
             return [WorkloadPrompt("prompt", Prompt(prompt=text, **settings), pixels)]
         Prompt(prompt="", **settings)  # refuses values out of range before the workload is read
         prompts = []
-        for prompt in load_workload(
-            workload or options.BUNDLED_WORKLOAD, "evaluate", num_prompts=None if workload else 1
-        ).prompts:
+        for prompt in load_workload(workload, "evaluate", num_prompts=None if whole else 1).prompts:
             limit = {"max_new_tokens": min(prompt.settings.max_new_tokens, settings["max_new_tokens"])}
             prompts.append(replace(prompt, settings=Prompt(**{**prompt.settings.model_dump(), **settings, **limit})))
         return prompts

@@ -16,6 +16,9 @@ BUNDLED_DRAFTS = (BUNDLED_DRAFT, "digits/star", "digits/dream", "digits/specvlm"
 RETRIEVAL = "retrieval"
 """Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
+DEFAULT_PAIR = BUNDLED_TARGET.partition("/")[0]
+OTHER_PAIRS = ("code",)
+"""Bundled pairs whose drafts and workload are the default for their own target only."""
 
 
 def bundled_models() -> dict[str, Path]:
@@ -25,6 +28,20 @@ def bundled_models() -> dict[str, Path]:
         f"{path.parent.parent.name}/{path.parent.name}": path.parent
         for path in sorted(root.glob("*/*/model.safetensors"))
     }
+
+
+def default_workload(target: str) -> str:
+    """The bundled workload for a target: the one named after its pair, and that of the first pair for all other targets."""
+    pair = target.partition("/")[0]
+    return pair if pair in OTHER_PAIRS else DEFAULT_PAIR
+
+
+def default_drafts(target: str) -> tuple[str, ...]:
+    """The drafts that compete for a target by default: all that are bundled with its pair, and retrieval."""
+    pair = default_workload(target)
+    if pair == DEFAULT_PAIR:
+        return DEFAULT_DRAFTS
+    return (*(name for name in bundled_models() if name.startswith(f"{pair}/") and name != target), RETRIEVAL)
 
 
 def resolve(name: str) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import model_validator
 
 from autotune.cost.roofline import datasheets, find_limits
 from autotune.cost.table import shipped_tables
@@ -17,11 +19,10 @@ from autotune.documents.subnet import Operator
 from autotune.errors import UserError, nearest
 from autotune.execution import check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
-from autotune.modeling.loading import BUNDLED_TARGET, DEFAULT_DRAFTS
+from autotune.modeling.loading import BUNDLED_TARGET, default_drafts, default_workload
 from autotune.search.space import space_path
 from autotune.settings import option_name, setting
 from autotune.study.storage import storage_url
-from autotune.workloads.workload import BUNDLED
 
 
 class SearchSettings(Document):
@@ -32,10 +33,9 @@ class SearchSettings(Document):
     )
     target: str = setting(BUNDLED_TARGET, "Target: a bundled name, a path or a Hugging Face id.")
     drafts: tuple[str, ...] = setting(
-        DEFAULT_DRAFTS,
-        "Draft: a bundled name, a path, a Hugging Face id or retrieval; may be repeated; default: all bundled drafts and retrieval.",
+        (),
+        "Draft: a bundled name, a path, a Hugging Face id or retrieval; may be repeated; default: all drafts bundled with the target's pair, and retrieval.",
         option="draft",
-        min_length=1,
     )
     heads: float | None = setting(None, "Share of heads kept by the draft, in place of the space's shares.", gt=0, le=1)
     injection_layer: int | None = setting(
@@ -46,7 +46,7 @@ class SearchSettings(Document):
         "Operator of a specvlm draft's compressor, in place of the space's; default: the space's, or the gate's choice.",
     )
     operator_ratio: int | None = setting(None, "Visual tokens for each row that prune or pool leaves.", ge=1)
-    workload: str = setting(BUNDLED, "Prompts: 'digits', or a JSONL file.")
+    workload: str = setting("", "Prompts: 'digits', 'code', or a JSONL file; default: those of the target's pair.")
     temperature: float | None = setting(
         None,
         "Temperature of all prompts, each with its index as seed; 0 is greedy; default: that of each prompt.",
@@ -90,6 +90,17 @@ class SearchSettings(Document):
     num_tune_prompts: int = setting(48, "Number of prompts that choose the configuration.", option=None, ge=1)
     num_evaluate_prompts: int = setting(64, "Number of held-out prompts for the evaluation.", option=None, ge=1)
     folder: Path = setting(WORKSPACE, "Folder in which studies keep their documents.", option=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_pair(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Drafts and prompts that are not given are those of the target's pair."""
+        target = str(values.get("target") or BUNDLED_TARGET)
+        drafts, workload = (
+            values.get("drafts") or default_drafts(target),
+            values.get("workload") or default_workload(target),
+        )
+        return {**values, "drafts": tuple(drafts), "workload": workload}
 
     @property
     def command(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -15,6 +16,9 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from autotune.training.recipe import Recipe
+from autotune.workloads.code.corpus import corpus
+from autotune.workloads.code.examples import CODE_TASKS
+from autotune.workloads.code.examples import make_example as make_code_example
 from autotune.workloads.digits import IMAGE_SIZE, TASKS, make_example
 
 IMAGE_TOKEN = "<image>"
@@ -24,6 +28,12 @@ CHAT_TEMPLATE = (
     "{% if part['type'] == 'image' %}{{ ' <image>' }}{% else %}{{ ' ' + part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{{ ' ' }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
+TEXT_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|begin|><|user|>' if message['role'] == 'user' else '<|assistant|>' }}"
+    "{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TEXT_CONTEXT = 2048
+SAMPLE_EVERY = 4  # of the corpus' files, for the tokenizer
 
 
 def train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
@@ -95,5 +105,55 @@ def build_model(recipe: Recipe, tokenizer: Any) -> LlavaForConditionalGeneration
         tie_word_embeddings=True,
     )
     model = LlavaForConditionalGeneration(config)
+    model.generation_config.update(**special_tokens)
+    return model
+
+
+def train_code_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer on files and tasks of the training split. Names split at underscores and digits, and an
+    indentation is one token with its line break, so that a name has the same tokens wherever it occurs.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    pattern = Regex(r" ?\d| ?[A-Za-z]+| ?_+| ?[^\sA-Za-z\d_]+|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=["<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [file.text for file in corpus("train")[::SAMPLE_EVERY]]
+    for task in CODE_TASKS:
+        examples = (make_code_example("train", task, index) for index in range(1000))
+        texts += [f"{example.prompt}\n{example.answer}" for example in examples]
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        extra_special_tokens=["<|user|>", "<|assistant|>"],
+        chat_template=TEXT_CHAT_TEMPLATE,
+        model_max_length=TEXT_CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_text_model(recipe: Recipe, tokenizer: Any) -> LlamaForCausalLM:
+    """A Llama with the recipe's sizes and random weights; seed torch before the call."""
+    special_tokens = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=TEXT_CONTEXT,
+        tie_word_embeddings=True,
+        **special_tokens,
+        **recipe.text,
+    )
+    model = LlamaForCausalLM(config)
     model.generation_config.update(**special_tokens)
     return model

@@ -1,4 +1,4 @@
-"""A plot of the training log: loss, agreement of the draft with the target, and the distilled layers."""
+"""A plot of the training log: loss, bits per byte, agreement of the draft with the target, and the distilled layers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 from autotune.files import read_lines, write_bytes
 
+AGREEMENT = "agreement with the target"
 # Panels, with the label and style of each logged metric; the few held-out points have markers.
 PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "loss": {
         "loss": ("training", {"color": "tab:blue", "alpha": 0.35}),
         "held_out_loss": ("held out", {"color": "tab:blue", "marker": "o", "markersize": 4}),
     },
-    "agreement with the target": {
+    "bits per byte": {"held_out_bits_per_byte": ("held out", {"color": "tab:blue", "marker": "o", "markersize": 4})},
+    AGREEMENT: {
         "token_accuracy": ("tokens, training", {"color": "tab:blue", "alpha": 0.6}),
         "digit_accuracy": ("digits, training", {"color": "tab:green", "alpha": 0.6}),
         "agreement": ("training, true features", {"color": "tab:blue", "alpha": 0.35}),
@@ -64,13 +66,16 @@ def draw_curve(log: Path, path: Path) -> None:
         begins[stage] = num_steps
         num_steps += max(record["step"] for record in steps if record["stage"] == stage)
     layers = distilled_layers(steps)
-    figure = Figure(figsize=(8, 6 + 2 * bool(layers)), dpi=150, layout="constrained")
-    panels = figure.subplots(
-        len(PANELS) + bool(layers), 1, gridspec_kw={"height_ratios": [3, 3, 2][: 2 + bool(layers)]}
-    )
-    panels[0].sharex(panels[1])
-    panels[0].tick_params(labelbottom=False)
-    for panel, (title, lines) in zip(panels, PANELS.items(), strict=False):
+    logged_names = {name for record in steps for name in record}
+    shown = {title: lines for title, lines in PANELS.items() if logged_names & lines.keys()}
+    figure = Figure(figsize=(8, 3 * len(shown) + 2 * bool(layers)), dpi=150, layout="constrained")
+    heights = [3] * len(shown) + [2] * bool(layers)
+    panels = figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
+    last = panels[len(shown) - 1]
+    for panel in panels[: len(shown) - 1]:
+        panel.sharex(last)
+        panel.tick_params(labelbottom=False)
+    for panel, (title, lines) in zip(panels, shown.items(), strict=False):
         panel.set_ylabel(title)
         for name, (label, style) in lines.items():
             points = [(begins[record["stage"]] + record["step"], record[name]) for record in steps if name in record]
@@ -80,22 +85,22 @@ def draw_curve(log: Path, path: Path) -> None:
         for begin in begins.values():
             if begin > 0:
                 panel.axvline(begin, color="black", linewidth=0.8, linestyle="--")
-        if panel.lines:
-            panel.legend(fontsize=8)
+        panel.legend(fontsize=8)
+        if title == AGREEMENT:
+            panel.yaxis.set_major_formatter(PercentFormatter(1.0))
     for stage, begin in begins.items():
         text = f" stage {stage + 1}: {objectives[stage]}"
         panels[0].text(begin, 1.02, text, fontsize=8, transform=panels[0].get_xaxis_transform())
-    panels[1].yaxis.set_major_formatter(PercentFormatter(1.0))
-    panels[1].set_xlabel("step")
-    panels[1].set_xlim(0, max(num_steps, 1))
+    last.set_xlabel("step")
+    last.set_xlim(0, max(num_steps, 1))
     if layers:
         total = sum(layers.values())
-        panels[2].bar(list(layers), [number / total for number in layers.values()], color="tab:blue")
-        panels[2].set_xticks(range(1, max(layers) + 1))
-        panels[2].set_xlim(0.4, max(layers) + 0.6)
-        panels[2].set_xlabel("distilled layer of the target")
-        panels[2].set_ylabel("share of steps")
-        panels[2].yaxis.set_major_formatter(PercentFormatter(1.0))
+        panels[-1].bar(list(layers), [number / total for number in layers.values()], color="tab:blue")
+        panels[-1].set_xticks(range(1, max(layers) + 1))
+        panels[-1].set_xlim(0.4, max(layers) + 0.6)
+        panels[-1].set_xlabel("distilled layer of the target")
+        panels[-1].set_ylabel("share of steps")
+        panels[-1].yaxis.set_major_formatter(PercentFormatter(1.0))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_bytes(path, buffer.getvalue())

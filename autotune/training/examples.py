@@ -21,7 +21,7 @@ from autotune.modeling.target import Target
 from autotune.training.batches import IGNORED, POOL_BATCHES, Batches
 from autotune.training.memory import BatchShape
 from autotune.training.teacher import Example
-from autotune.workloads.workload import Prompt, Workload, load_prompt, read_jsonl
+from autotune.workloads.workload import AnsweredPrompt, Prompt, Workload, load_prompt, read_jsonl
 
 HELD_OUT_SHARE = 20  # one example in 20 is held out
 # Per-token inputs that processors make, with their values for the answer's tokens.
@@ -59,12 +59,6 @@ class DigitsExamples:
         starts = is_labelled.int().argmax(1).tolist()
         examples = map(Example, self.target.encode(inputs).prompts, starts)
         return [*examples][self.share[0] :: self.share[1]]
-
-
-class AnsweredPrompt(Prompt):
-    """A workload line with an answer; if it is missing, the target generates it."""
-
-    answer: str | None = None
 
 
 NumberedPrompt = tuple[int, AnsweredPrompt]
@@ -159,7 +153,7 @@ def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recor
         UserError: see ``read_lines``.
     """
     target, source = recorder.target, f"{path}:{number}"
-    settings = Prompt(**answered.model_dump(exclude={"answer"}, exclude_unset=True))
+    settings = answered.unanswered
     prompt = load_prompt(path, number, settings)
     prompt_ids = prompt.inputs(recorder.processor)["input_ids"][0].tolist()
     room = target.max_context - len(prompt_ids)

@@ -14,10 +14,14 @@ from autotune.errors import UserError
 from autotune.files import Document
 from autotune.modeling.loading import resolve
 from autotune.training.teacher import DistillationRule
+from autotune.workloads.code.examples import CODE_TASKS
 from autotune.workloads.digits import TASKS
 
-Objective = Literal["grounding", "answers", "distillation", "drafting"]
+Objective = Literal["grounding", "answers", "text", "distillation", "drafting"]
 FEATURE_DRAFTS = tuple(NETWORKS)
+FILES = "files"
+"""Share of rows that are windows of files alone, among the tasks of the workload ``code``."""
+WORKLOAD_TASKS: dict[str, tuple[str, ...]] = {"digits": TASKS, "code": (*CODE_TASKS, FILES)}
 LOSS_WEIGHTS = {
     "dream": (1.0, 0.2),  # DREAM, section 4
     "star": (1.0, 0.2),  # STAR, eq. 3
@@ -27,10 +31,11 @@ LOSS_WEIGHTS = {
 
 
 class Stage(Document):
-    """Training steps with one objective, with AdamW, linear warm-up and cosine decay.
+    """Training steps with one objective, with linear warm-up and cosine decay.
 
     * ``grounding`` classifies the digit under every visual token and trains only the vision tower and the projector.
     * ``answers`` is next-token cross-entropy on the reference answers plus ``grounding_weight`` times the grounding loss.
+    * ``text`` is next-token cross-entropy on rows of files and tasks, for text models (``training/text_task.py``).
     * ``distillation`` is the KL divergence from the teacher's distribution at every answer position.
     * ``drafting`` trains drafts that read the target's features (``training/losses.py``).
     """
@@ -45,6 +50,18 @@ class Stage(Document):
     """Decay rates of AdamW's moments."""
     gradient_clip: float = Field(default=1.0, gt=0)
     """Highest norm of the gradient of all parameters."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """``muon`` orthogonalizes the updates of the layers' matrices (Jordan et al. 2024), at the size of AdamW's updates; all
+    other parameters keep AdamW.
+    """
+    final_rate: float = Field(default=0.05, ge=0, le=1)
+    """Learning rate at the end of the stage, as a share of the highest one."""
+    sequence_length: int = Field(default=512, ge=16)
+    """Text: tokens of a row."""
+    num_layers: int | None = Field(default=None, ge=1)
+    """Text: number of layers that run in this stage. When a later stage has more, the new ones begin as copies of those before
+    them (Gong et al. 2019), with their share of the residual update. None: all layers.
+    """
     grounding_weight: float = Field(default=0.0, ge=0)
     min_visual_keep: float = Field(default=1.0, gt=0, le=1)
     """Distillation: half of the steps drop visual tokens at random, down to this share, so that the draft tolerates pruning."""
@@ -116,8 +133,18 @@ class Recipe(Document, kind="recipe"):
     """Overrides of ``LlamaConfig``."""
     vision: dict[str, Any] = Field(default_factory=dict)
     """Overrides of ``CLIPVisionConfig``."""
-    tasks: dict[str, float] = Field(default_factory=lambda: dict.fromkeys(TASKS, 1.0))
+    workload: Literal["digits", "code"] = "digits"
+    """Bundled workload whose tasks the model is trained on."""
+    tasks: dict[str, float] = Field(
+        default_factory=lambda values: dict.fromkeys(WORKLOAD_TASKS[values.get("workload", "digits")], 1.0)
+    )
     """Relative frequency of each task of the bundled workload in training."""
+    trained_stages: int = Field(default=0, ge=0)
+    """Number of stages, from the first, whose result is the model stored beside the recipe: without a checkpoint, training
+    begins with the next one.
+    """
+    compile: bool = False
+    """Compile the layers and the loss of a text model with ``torch.compile``, which needs a C++ compiler on the CPU."""
     data: Data = Data()
     seed: int = 0
     stages: list[Stage] = Field(min_length=1)
@@ -138,14 +165,21 @@ def load_recipe(path: Path) -> Recipe:
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """The rules that a recipe breaks, with the value and the next step."""
     reads_features, num_layers = recipe.model in FEATURE_DRAFTS, recipe.text.get("num_hidden_layers")
-    if unknown := ", ".join(sorted(set(recipe.tasks) - set(TASKS))):
-        yield f"tasks must be among {', '.join(TASKS)}; got {unknown}; remove or rename them"
+    known = WORKLOAD_TASKS[recipe.workload]
+    if unknown := ", ".join(sorted(set(recipe.tasks) - set(known))):
+        yield f"tasks must be among {', '.join(known)}; got {unknown}; remove or rename them"
+    if recipe.trained_stages >= len(recipe.stages):
+        yield f"trained_stages must leave a stage to train; got {recipe.trained_stages} of {len(recipe.stages)}; add a stage"
     if recipe.model != "target" and recipe.teacher is None:
         yield "a draft needs a teacher; add 'teacher: ../target' to the recipe"
     for stage in recipe.stages:
         if (stage.objective == "drafting") != reads_features:
             rule = f"objective drafting is for {', '.join(FEATURE_DRAFTS)}, the others for other models"
             yield f"{rule}; got {stage.objective} for {recipe.model}; change one of them"
+        if stage.objective == "text" and recipe.workload == "digits":
+            yield "objective text is for the workload code; got it for digits; change one of them"
+        if recipe.workload == "code" and not reads_features and stage.objective != "text":
+            yield f"a model of the workload code is trained with objective text; got {stage.objective}; change it"
     if recipe.data.file is not None and not reads_features:
         yield f"data.file is for {', '.join(FEATURE_DRAFTS)}; got it for {recipe.model}; remove it"
     if recipe.data.file is not None and "tasks" in recipe.model_fields_set:

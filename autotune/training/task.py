@@ -20,6 +20,9 @@ class Task(ABC):
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
         """Prepare a stage and return the parameters that it trains."""
 
+    def grow(self, previous: Stage, stage: Stage) -> None:  # noqa: B027
+        """Called once between two stages, before the second one begins."""
+
     @abstractmethod
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
         """The loss of one step, and metrics to display."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,10 +27,23 @@ from autotune.training.draft_task import DraftTask
 from autotune.training.model_task import ModelTask
 from autotune.training.recipe import FEATURE_DRAFTS, Recipe, Stage, load_recipe
 from autotune.training.task import Task
+from autotune.training.text_task import TextTask
 
 CHECKPOINT_EVERY = 100  # steps
 LOG_EVERY = 25  # steps
-SHOWN_METRICS = ("loss", "token_accuracy", "digit_accuracy", "agreement", "held_out_agreement")  # in the progress bar
+MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}
+"""What each optimizer remembers of a parameter."""
+SHOWN_METRICS = (
+    "loss",
+    "token_accuracy",
+    "digit_accuracy",
+    "agreement",
+    "held_out_agreement",
+    "held_out_bits_per_byte",
+)  # in the progress bar
 Progress = Callable[[str, int, int, dict[str, float]], None]
 """Called as progress(stage name, step, steps, metrics)."""
 
@@ -42,11 +55,12 @@ class Checkpoint:
     path: Path
     recipe_key: str
 
-    def save(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, step: int) -> None:
+    def save(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stage: int, step: int) -> None:
         tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items() if "lm_head" not in name}
         for name, parameter in module.named_parameters():
-            for moment, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{moment}.{name}"] = value
+            for optimizer in optimizers:
+                for moment, value in optimizer.state.get(parameter, {}).items():
+                    tensors[f"{moment}.{name}"] = value
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".new")
         metadata = {"stage": str(stage), "step": str(step), "recipe": self.recipe_key}
@@ -76,20 +90,23 @@ class Checkpoint:
         missing, unexpected = module.load_state_dict(state, strict=False)
         assert not unexpected and all("lm_head" in name for name in missing), (missing, unexpected)
 
-    def load_optimizer(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def load_optimizers(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         tensors = load_file(self.path)
-        for name, parameter in module.named_parameters():
-            if f"exp_avg.{name}" in tensors:
-                moments = {moment: tensors[f"{moment}.{name}"] for moment in ("step", "exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {m: tensor.to(parameter.device) for m, tensor in moments.items()}
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for optimizer in optimizers:
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                keys = {moment: f"{moment}.{names[parameter]}" for moment in MOMENTS[type(optimizer)]}
+                if all(key in tensors for key in keys.values()):
+                    state = {moment: tensors[key].to(parameter.device) for moment, key in keys.items()}
+                    optimizer.state[parameter] = state
 
 
 def learning_rate(stage: Stage, step: int) -> float:
-    """Linear warm-up, then cosine decay to 5 % of the peak."""
+    """Linear warm-up, then cosine decay to the stage's share of the peak."""
     if step < stage.warmup_steps:
         return stage.learning_rate * (step + 1) / stage.warmup_steps
     share = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
-    return stage.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share)))
+    return stage.learning_rate * (stage.final_rate + (1 - stage.final_rate) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -98,6 +115,22 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
     capable = torch.cpu.get_capabilities()
     return torch.bfloat16 if capable.get("avx512_bf16") or capable.get("amx_bf16") else None
+
+
+def make_optimizers(module: nn.Module, parameters: Sequence[nn.Parameter], stage: Stage) -> list[torch.optim.Optimizer]:
+    """AdamW of all parameters; or Muon of the layers' matrices, and AdamW of embeddings, heads and vectors."""
+    matrices: list[nn.Parameter] = []
+    if stage.optimizer == "muon":
+        wordwise = {part.weight for part in module.modules() if isinstance(part, nn.Embedding)}
+        wordwise |= {parameter for name, parameter in module.named_parameters() if "lm_head" in name}
+        matrices = [parameter for parameter in parameters if parameter.ndim == 2 and parameter not in wordwise]
+    others = [parameter for parameter in parameters if all(parameter is not matrix for matrix in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, weight_decay=stage.weight_decay, betas=stage.betas, fused=True)
+    ]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=stage.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 @dataclass
@@ -118,22 +151,25 @@ class Trainer:
         first_stage, first_step = self.checkpoint.position()
         if (first_stage, first_step) != (0, 0):
             self.checkpoint.load_model(self.task.module)
+        first_stage = max(first_stage, self.recipe.trained_stages)
         for number in range(first_stage, len(self.recipe.stages)):
             self._run_stage(number, first_step if number == first_stage else 0)
         self.task.module.eval()
 
     def _run_stage(self, number: int, first_step: int) -> None:
         stage, module = self.recipe.stages[number], self.task.module
+        if first_step == 0 and number > 0:
+            self.task.grow(self.recipe.stages[number - 1], stage)
         parameters = self.task.begin(stage, number)
-        optimizer = torch.optim.AdamW(parameters, weight_decay=stage.weight_decay, betas=stage.betas, fused=True)
+        optimizers = make_optimizers(module, parameters, stage)
         if first_step > 0:
-            self.checkpoint.load_optimizer(module, optimizer)
+            self.checkpoint.load_optimizers(module, optimizers)
         module.train()
         held_out: dict[str, float] = {}
         layers: Counter[int] = Counter()  # distilled in the steps since the last line of the log
         for step in range(first_step, stage.steps):
             started = time.perf_counter()
-            metrics = self._step(stage, step, parameters, optimizer)
+            metrics = self._step(stage, step, parameters, optimizers)
             if (layer := metrics.pop("distilled_layer", None)) is not None:
                 layers[int(layer)] += 1
             if not self.accelerator.is_main_process:
@@ -152,15 +188,15 @@ class Trainer:
                     layers.clear()
                 append_line(self.log, {**record, **metrics, "seconds": time.perf_counter() - started})
             if num_done % CHECKPOINT_EVERY == 0 and not is_last:
-                self.checkpoint.save(module, optimizer, number, num_done)
+                self.checkpoint.save(module, optimizers, number, num_done)
         if self.accelerator.is_main_process:
-            self.checkpoint.save(module, optimizer, number + 1, 0)
+            self.checkpoint.save(module, optimizers, number + 1, 0)
 
     def _step(
-        self, stage: Stage, step: int, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
+        self, stage: Stage, step: int, parameters: list[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
     ) -> dict[str, float]:
         """Update the parameters once, and return metrics to display."""
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(stage, step)
         dtype = self.autocast_dtype
         with torch.autocast(self.accelerator.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
@@ -169,8 +205,9 @@ class Trainer:
         average_gradients(parameters, self.accelerator)
         self.task.after_backward()
         nn.utils.clip_grad_norm_(parameters, stage.gradient_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return metrics
 
 
@@ -212,7 +249,7 @@ def train(
 
 def make_task(recipe: Recipe, recipe_path: Path, accelerator: Accelerator, progress: Progress | None) -> Task:
     if recipe.model not in FEATURE_DRAFTS:
-        return ModelTask(recipe, recipe_path)
+        return (ModelTask if recipe.workload == "digits" else TextTask)(recipe, recipe_path)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
     return DraftTask(recipe, recipe_path, accelerator, report=report)
 

@@ -2,22 +2,15 @@
 
 Images are composed from scikit-learn's 1,797 handwritten digits. Scans 0-1399 are for training, 1400-1796 are held out,
 so no held-out image contains a scan that a bundled model was trained on. An example is a pure function of ``(split, task,
-index)``: nothing is stored, and every machine makes the same example. The exception is ``continue``, whose passages
-are docstrings of the interpreter's standard library: they change with the Python version, and the workload's hash
-changes with them. They are cached in the user's cache folder.
+index)``, and every machine makes the same example. Only the passages of ``continue``, docstrings of Python 3.11's standard
+library, are stored (``benchmarks/bundled_prompts.py``).
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import functools
 import hashlib
 import importlib.util
-import json
-import sys
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,8 +19,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from autotune.errors import UserError
-from autotune.files import content_key, read_json, sha256_of, user_cache, write_bytes
+from autotune.files import data_root, read_json
 
 Split = Literal["train", "held-out"]
 
@@ -244,56 +236,12 @@ _PROMPTS = {
 }
 
 
-Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
 @functools.cache
 def _passages(split: Split) -> list[str]:
     """Docstrings of the standard library, one line each, long enough to be split in two; 1 in 10 is held out by its hash."""
-
-    is_held_out = {text: hashlib.sha256(text.encode()).digest()[0] % 10 == 0 for text in _docstrings()}
-    chosen = [text for text, held_out in is_held_out.items() if held_out == (split == "held-out")]
-    if not chosen:
-        raise RuntimeError("the standard library of this interpreter has no docstrings (stripped sources?)")
-    return chosen
-
-
-@functools.cache
-def _docstrings() -> list[str]:
-    """Docstrings of both splits, sorted. Reading them takes seconds, so they are cached for each interpreter."""
-    source = Path(sysconfig.get_path("stdlib"))
-    cache = user_cache() / f"passages-{content_key([sys.version, str(source), sha256_of(Path(__file__))])}.json"
-    with contextlib.suppress(UserError):
-        return list(read_json(cache))
-    docstrings = _read_docstrings(source)
-    with contextlib.suppress(UserError, OSError):
-        write_bytes(cache, json.dumps(docstrings).encode())
-    return docstrings
-
-
-def _read_docstrings(source: Path) -> list[str]:
-    docstrings = set()
-    for path in sorted(source.rglob("*.py")):
-        if {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(path.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError, OSError):
-            continue  # some distributions contain deliberately broken sources
-        for node in _documented(tree):
-            text = " ".join((ast.get_docstring(node, clean=False) or "").split())
-            if len(text) >= 200 and text.isascii():
-                docstrings.add(text)
-    return sorted(docstrings)
-
-
-def _documented(node: ast.AST) -> Iterator[Documented]:
-    """Nodes that may have a docstring. Expressions are skipped, because they define nothing."""
-    if isinstance(node, Documented):
-        yield node
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.expr):
-            yield from _documented(child)
+    passages: list[str] = read_json(data_root() / "drafts" / "digits" / "passages.json")
+    is_held_out = {text: hashlib.sha256(text.encode()).digest()[0] % 10 == 0 for text in passages}
+    return [text for text, held_out in is_held_out.items() if held_out == (split == "held-out")]
 
 
 def _passage(split: Split, rng: Generator) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Workloads: prompts, images and generation settings, from a JSONL file or the bundled digits.
+"""Workloads: prompts, images and generation settings, from a JSONL file or bundled.
 
 A JSONL line is ``{"prompt": text, "images": [paths], "task": name, "split": "tune" | "evaluate" | "train",
 "max_new_tokens": n, "temperature": t, "top_k": k, "top_p": p, "seed": s}``; only ``prompt`` is required, or in its place
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from autotune.errors import UserError
-from autotune.files import Document, describe, read_text
+from autotune.files import Document, data_root, describe, read_text
 from autotune.workloads.digits import MAX_NEW_TOKENS as DIGITS_MAX_NEW_TOKENS
 from autotune.workloads.digits import PASSAGE_TOKENS, TASKS, make_example
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 WorkloadSplit = Literal["tune", "evaluate"]
 ADDED_SETTINGS = ("messages", "top_k")  # hashed only where they are set, so that older hashes stay valid
-BUNDLED = "digits"
+BUNDLED = ("digits", "code")
+"""Bundled workloads, each named after its pair: the digits are drawn, the prompts on source code are a JSONL file."""
 WARM_UP_TOKENS = 32  # tokens decoded to warm up an arm
 FIRST_EVALUATE_EXAMPLE = 100_000  # of the held-out examples of the bundled workload: those before it are for tuning
 
@@ -102,6 +103,16 @@ class Prompt(Document):
     def generation(self) -> dict[str, Any]:
         """Keyword arguments of ``Decoder.generate``."""
         return self.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
+
+
+class AnsweredPrompt(Prompt):
+    """A prompt with a reference answer. In training files the target generates a missing one."""
+
+    answer: str | None = None
+
+    @property
+    def unanswered(self) -> Prompt:
+        return Prompt(**self.model_dump(exclude={"answer"}, exclude_unset=True))
 
 
 P = TypeVar("P", bound=Prompt)
@@ -195,13 +206,18 @@ class Workload:
 
 
 def load_workload(name: str, split: WorkloadSplit, *, num_prompts: int | None = None) -> Workload:
-    """Load one split of the bundled workload (``digits``) or of a JSONL file, at most its first ``num_prompts`` prompts.
+    """Load one split of a bundled workload (``digits``, ``code``) or of a JSONL file, at most its first ``num_prompts`` prompts.
 
     Raises:
         UserError: missing file, invalid line or image, or a split without prompts.
     """
-    if name == BUNDLED:
+    if name == "digits":
         return Workload(name, split, tuple(_digits(split, num_prompts or 8 * len(TASKS))))
+    if name == "code":
+        lines = [line for line in code_prompts() if line[1].split == split][:num_prompts]
+        return Workload(
+            name, split, tuple(WorkloadPrompt(f"{line.task}/{number}", line.unanswered, ()) for number, line in lines)
+        )
     path = Path(name)
     prompts = [load_prompt(path, number, settings) for number, settings in read_jsonl(path, Prompt)]
     splits: dict[str, list[WorkloadPrompt]] = {"tune": [], "evaluate": [], "train": []}
@@ -214,6 +230,11 @@ def load_workload(name: str, split: WorkloadSplit, *, num_prompts: int | None = 
             f'{path}: a workload needs prompts in both splits; none is in {split!r}; add prompts, or mark some with "split": "{split}"'
         )
     return Workload(path.name, split, tuple(chosen[:num_prompts]))
+
+
+def code_prompts() -> list[tuple[int, AnsweredPrompt]]:
+    """The prompts of the bundled workload on source code with their reference answers and line numbers, both splits."""
+    return read_jsonl(data_root() / "drafts" / "code" / "workload.jsonl", AnsweredPrompt)
 
 
 def _digits(split: WorkloadSplit, num_prompts: int) -> list[WorkloadPrompt]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +18,7 @@ from autotune.workloads.digits import (
     TASKS,
     DigitsExample,
     Split,
-    _docstrings,
     _passages,
-    _read_docstrings,
     _scan_bank,
     make_example,
 )
@@ -176,34 +173,6 @@ def test_continue() -> None:
         words = [*prompt, *example.answer.split(" ")]
         assert len(words) == 140
         assert any(" ".join(words).startswith(passage[:200]) for passage in passages)
-
-
-def test_passages_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cached passages are used unless the cache is damaged or cannot be written."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    calls: list[Path] = []
-    monkeypatch.setattr(
-        "autotune.workloads.digits._read_docstrings", lambda source: calls.append(source) or ["one", "two"]
-    )
-    read = _docstrings.__wrapped__
-    assert read() == read() == ["one", "two"] and len(calls) == 1
-    (cached,) = (tmp_path / "cache" / "autotune").iterdir()
-    cached.write_text('["one", "tw')
-    assert read() == read() == ["one", "two"] and len(calls) == 2
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cached))  # a file in place of the cache folder
-    assert read() == ["one", "two"] and len(calls) == 3
-
-
-def test_docstrings_are_collected_from_source_files(tmp_path: Path) -> None:
-    """Long ASCII docstrings of modules, classes and functions; broken files and tests are skipped."""
-    long = "A sentence that is long enough. " * 8
-    (tmp_path / "a.py").write_text(
-        f'"""{long}module"""\nclass A:\n    """{long}class"""\n    def f(self):\n        """short"""\n'
-    )
-    (tmp_path / "broken.py").write_text("def (")
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "b.py").write_text(f'"""{long}test"""')
-    assert _read_docstrings(tmp_path) == [f"{long}class", f"{long}module"]
 
 
 def test_training_scans_are_distorted() -> None:

@@ -1,0 +1,81 @@
+"""Training rows of the workload ``code``: files and tasks in the form in which they are judged, a pure function of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import Generator
+
+from autotune.training.batches import IGNORED, Batch
+from autotune.training.recipe import FILES
+from autotune.workloads.code.corpus import CodeSplit
+from autotune.workloads.code.examples import make_example, random_window
+from autotune.workloads.workload import chat_text
+
+CHARS_PER_TOKEN = 6  # more than any text has on average, so that a window always fills its row
+MAX_INDEX = 2**31
+
+
+@dataclass(frozen=True)
+class CodeBatches:
+    """Rows of one length, each a window of a file, or tasks one behind the other with a window behind them.
+
+    All tokens are trained on, apart from made-up prompts.
+    """
+
+    tokenizer: Any
+    tasks: dict[str, float]
+    """Relative frequency of each task, and of rows that are windows of files alone."""
+    split: CodeSplit
+    batch_size: int
+    sequence_length: int
+    seed: int
+
+    def __getitem__(self, step: int) -> Batch:
+        rng = np.random.default_rng([self.seed, step])
+        rows = [self._row(rng) for _ in range(self.batch_size)]
+        ids, labels = (torch.tensor(part) for part in zip(*rows, strict=True))
+        return Batch(ids[:, :-1].contiguous(), labels[:, 1:].contiguous(), None, None)
+
+    def num_bytes(self, step: int) -> int:
+        """UTF-8 bytes of the labelled tokens of a batch."""
+        labels = self[step].labels
+        return sum(len(self.tokenizer.decode(row[row != IGNORED]).encode()) for row in labels)
+
+    def _row(self, rng: Generator) -> tuple[list[int], list[int]]:
+        """Token ids and labels at the same positions, one more than the row has."""
+        num_tokens = self.sequence_length + 1
+        ids: list[int] = []
+        labels: list[int] = []
+        frequencies = np.array([*self.tasks.values()]) / sum(self.tasks.values())
+        while (task := str(rng.choice([*self.tasks], p=frequencies))) != FILES or not ids:
+            if task == FILES:
+                break
+            item_ids, item_labels = self._item(task, int(rng.integers(MAX_INDEX)))
+            if len(ids) + len(item_ids) > num_tokens:
+                break
+            ids += item_ids
+            labels += item_labels
+        while len(ids) < num_tokens:
+            room = num_tokens - len(ids)
+            window = [
+                self.tokenizer.bos_token_id,
+                *self._encode(random_window(self.split, CHARS_PER_TOKEN * room, rng)),
+            ]
+            ids += window
+            labels += [IGNORED, *window[1:]]
+        return ids[:num_tokens], labels[:num_tokens]
+
+    def _item(self, task: str, index: int) -> tuple[list[int], list[int]]:
+        """An example of a task: its prompt as a chat, its answer, and the end of text unless the answer has none."""
+        example = make_example(self.split, task, index)
+        prompt = self._encode(chat_text(self.tokenizer, example.prompt, num_images=0))
+        answer = self._encode(example.answer) + [self.tokenizer.eos_token_id] * (not example.is_open)
+        labels = prompt[1:] if example.is_prompt_text else [IGNORED] * (len(prompt) - 1)
+        return [*prompt, *answer], [IGNORED, *labels, *answer]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.backend_tokenizer.encode(text).ids)

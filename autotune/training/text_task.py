@@ -1,0 +1,124 @@
+"""Training of text models: the target of the pair ``code``."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autotune.errors import UserError
+from autotune.modeling.loading import load_model, load_processor
+from autotune.training.batches import IGNORED, Batch
+from autotune.training.build import build_text_model, train_code_tokenizer
+from autotune.training.code_batches import CodeBatches
+from autotune.training.recipe import Recipe, Stage
+from autotune.training.task import Task
+
+HELD_OUT_SEED = 1
+
+
+class TextTask(Task):
+    """Trains a causal text model on rows of files and tasks. Stages may run only some of its layers."""
+
+    model: Any
+
+    def __init__(self, recipe: Recipe, recipe_path: Path) -> None:
+        self.recipe = recipe
+        if recipe.trained_stages > 0:
+            folder = recipe_path.parent
+            if not (folder / "config.json").exists():
+                raise UserError(
+                    f"{recipe_path}: trained_stages needs the model of these stages in {folder}; set it to 0"
+                )
+            self.tokenizer: Any = load_processor(str(folder))
+            self.model = load_model(str(folder)).requires_grad_(True)
+        else:
+            assert recipe.vocabulary_size is not None
+            self.tokenizer = train_code_tokenizer(recipe.vocabulary_size)
+            self.model = build_text_model(recipe, self.tokenizer)
+        self.module = self.model
+        for number, stage in enumerate(recipe.stages):
+            if self.num_layers % (stage.num_layers or 1):
+                raise UserError(
+                    f"{recipe_path}: num_layers of a stage must divide the {self.num_layers} layers of the model; got "
+                    f"{stage.num_layers} in stage {number + 1}; give a divisor"
+                )
+        self._token_loss = token_loss
+        if recipe.compile:
+            self._token_loss = torch.compile(token_loss, dynamic=False)
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=False)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.model.model.layers)
+
+    def running_layers(self, stage: Stage) -> list[int]:
+        """Layers that run in a stage, evenly spaced."""
+        return [*range(0, self.num_layers, self.num_layers // (stage.num_layers or self.num_layers))]
+
+    @torch.no_grad()
+    def grow(self, previous: Stage, stage: Stage) -> None:
+        """Copy the layers that ran into those that run from now on, which then share the residual update of their original."""
+        old, new = self.running_layers(previous), self.running_layers(stage)
+        copies = max(1, len(new) // len(old))
+        for number in new:
+            source = max(layer for layer in old if layer <= number)
+            layer = self.model.model.layers[number]
+            if source != number:
+                layer.load_state_dict(self.model.model.layers[source].state_dict())
+        for number in new:
+            layer = self.model.model.layers[number]
+            for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                projection.weight.div_(copies)
+
+    def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
+        seed, tasks = 10 * self.recipe.seed + number, self.recipe.tasks
+        self._batches = CodeBatches(self.tokenizer, tasks, "train", stage.batch_size, stage.sequence_length, seed)
+        held_out = CodeBatches(self.tokenizer, tasks, "tune", stage.batch_size, stage.sequence_length, HELD_OUT_SEED)
+        self._held_out, self._held_out_bytes = held_out[0], held_out.num_bytes(0)
+        self._text = with_layers(self.model.model, self.running_layers(stage))
+        return list(self._text.parameters())
+
+    def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
+        loss = self._loss(self._batches[step])
+        return loss, {"loss": loss.item()}
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and bits per byte on rows of the tuning packages."""
+        labels = self._held_out.labels
+        loss = self._loss(self._held_out).item()
+        bits = loss / math.log(2) * int((labels != IGNORED).sum())
+        return {"held_out_loss": loss, "held_out_bits_per_byte": bits / self._held_out_bytes}
+
+    def save(self, folder: Path) -> None:
+        """Save in Hugging Face format: weights are stored as bfloat16 (half the bytes) and declared float32, in which they run."""
+        self.model.to(torch.bfloat16).save_pretrained(folder)
+        self.model.float()
+        config = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        self.tokenizer.save_pretrained(folder)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        hidden = self._text(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        return self._token_loss(hidden, self.model.lm_head.weight, batch.labels)
+
+
+def with_layers(text: Any, numbers: list[int]) -> Any:
+    """A text model that runs some of another one's layers, and shares everything with it."""
+    shallow = copy.copy(text)
+    shallow._modules = {**text._modules, "layers": nn.ModuleList(text.layers[number] for number in numbers)}
+    return shallow
+
+
+def token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    """Mean next-token cross-entropy at the labelled positions."""
+    logits = functional.linear(hidden, head).float()
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)

@@ -1,0 +1,219 @@
+"""Training of text models on the workload `code`: rows, growth of the model, and runs that are killed and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from autotune.errors import UserError
+from autotune.training import build, trainer
+from autotune.training.batches import IGNORED
+from autotune.training.code_batches import CodeBatches
+from autotune.training.recipe import Stage, load_recipe
+from autotune.training.text_task import TextTask
+from autotune.training.trainer import make_optimizers, train
+from autotune.workloads.code import examples
+from autotune.workloads.code.corpus import CodeFile
+from tests.workloads.code.test_examples import SPANS, TEXT
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SHALLOW = {
+    "objective": "text",
+    "steps": 3,
+    "batch_size": 2,
+    "sequence_length": 64,
+    "learning_rate": 1e-3,
+    "warmup_steps": 1,
+    "optimizer": "muon",
+    "num_layers": 2,
+}
+DEEP = {**SHALLOW, "num_layers": None, "sequence_length": 96}
+NAMES = tuple(f"name{letter}" for letter in "abcdefghijklmnop")
+
+
+@pytest.fixture(autouse=True)
+def corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file in place of the installed packages."""
+    files = (CodeFile("package", "shape.py", TEXT, SPANS),)
+    for module in (examples, build):
+        monkeypatch.setattr(module, "corpus", lambda split: files)
+    for cached in (examples._functions, examples._ends):
+        monkeypatch.setattr(examples, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(examples, "names", lambda: NAMES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        corpus.__wrapped__(patch)  # type: ignore[attr-defined]
+        return build.train_code_tokenizer(400)
+
+
+def write_recipe(folder: Path, *stages: dict[str, Any], **values: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    content = {
+        "schema": "autotune.recipe/1",
+        "name": "code/test",
+        "description": "A small text model",
+        "model": "target",
+        "workload": "code",
+        "vocabulary_size": 400,
+        "text": SIZES,
+        "stages": list(stages),
+        **values,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------------ rows
+
+
+def test_rows_hold_tasks_as_they_are_judged(tokenizer: Any) -> None:
+    """A prompt in the chat's form, the answer and the end of text; made-up prompts are not trained on."""
+    batches = CodeBatches(tokenizer, {"fill": 1.0}, "train", 1, 511, seed=0)
+    batch = batches[0]
+    text = tokenizer.decode(batch.input_ids[0])
+    assert text.startswith("<|begin|><|user|>Write the records as ") and "<|end|><|begin|>" in text
+    first_answer = int((batch.input_ids[0] == tokenizer.convert_tokens_to_ids("<|assistant|>")).nonzero()[0])
+    labels = batch.labels[0].tolist()
+    assert labels[:first_answer] == [IGNORED] * first_answer
+    end = labels.index(tokenizer.eos_token_id)
+    assert labels[first_answer:end] == batch.input_ids[0, first_answer + 1 : end + 1].tolist()
+
+
+def test_rows_are_a_function_of_seed_and_step(tokenizer: Any) -> None:
+    tasks = {"files": 1.0, "edit": 1.0, "continue": 1.0}
+    batches, other = (CodeBatches(tokenizer, tasks, "train", 3, 64, seed) for seed in (0, 1))
+    assert batches[5].input_ids.shape == batches[5].labels.shape == (3, 64)
+    assert torch.equal(batches[5].input_ids, batches[5].input_ids)
+    assert not torch.equal(batches[5].input_ids, other[5].input_ids)
+    assert not torch.equal(batches[5].input_ids, batches[6].input_ids)
+
+
+def test_bytes_are_those_of_the_labelled_tokens(tokenizer: Any) -> None:
+    batches = CodeBatches(tokenizer, {"files": 1.0}, "train", 2, 64, seed=0)
+    rows = [tokenizer.decode(row[row != IGNORED]) for row in batches[0].labels]
+    assert batches.num_bytes(0) == sum(len(row.replace("<|begin|>", "")) for row in rows) > 128
+
+
+# ---------------------------------------------------------------------------------------------------------------- growth
+
+
+def test_a_grown_layer_shares_the_update_of_its_original(tmp_path: Path) -> None:
+    recipe_path = write_recipe(tmp_path, SHALLOW, DEEP)
+    task = TextTask(load_recipe(recipe_path), recipe_path)
+    before = {name: value.clone() for name, value in task.model.state_dict().items()}
+    shallow, deep = (Stage(**stage) for stage in (SHALLOW, DEEP))
+    assert task.running_layers(shallow) == [0, 2] and task.running_layers(deep) == [0, 1, 2, 3]
+    task.grow(shallow, deep)
+    after = task.model.state_dict()
+    for name, value in after.items():
+        layer = int(name.split(".")[2]) if ".layers." in name else None
+        original = name if layer is None else name.replace(f"layers.{layer}.", f"layers.{layer // 2 * 2}.")
+        share = 2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+        torch.testing.assert_close(value * share, before[original])
+
+
+def test_a_shallow_stage_trains_only_its_layers(tmp_path: Path) -> None:
+    recipe_path = write_recipe(tmp_path, SHALLOW)
+    recipe = load_recipe(recipe_path)
+    task = TextTask(recipe, recipe_path)
+    parameters = task.begin(recipe.stages[0], 0)
+    names = {name for name, one in task.model.named_parameters() if any(one is other for other in parameters)}
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {"0", "2"}
+    assert "model.embed_tokens.weight" in names and "model.norm.weight" in names
+    loss, _ = task.loss(recipe.stages[0], 0)
+    loss.backward()
+    trained = {name for name, one in task.model.named_parameters() if one.grad is not None}
+    assert trained == names
+
+
+def test_muon_trains_the_matrices_of_layers(tmp_path: Path) -> None:
+    recipe_path = write_recipe(tmp_path, DEEP)
+    recipe = load_recipe(recipe_path)
+    task = TextTask(recipe, recipe_path)
+    adamw, muon = make_optimizers(task.module, task.begin(recipe.stages[0], 0), recipe.stages[0])
+    names = {parameter: name for name, parameter in task.module.named_parameters()}
+    by_muon = {names[one] for group in muon.param_groups for one in group["params"]}
+    by_adamw = {names[one] for group in adamw.param_groups for one in group["params"]}
+    assert by_muon == {name for name in names.values() if name.endswith("_proj.weight")}
+    assert by_adamw == set(names.values()) - by_muon
+
+
+# -------------------------------------------------------------------------------------------------------------- training
+
+
+def test_an_interrupted_run_reaches_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed within a stage and between two stages."""
+    monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 2)
+    whole = train(write_recipe(tmp_path / "whole", SHALLOW, DEEP))
+    path = write_recipe(tmp_path / "killed", SHALLOW, DEEP)
+
+    def kill_at(steps: set[int]) -> Any:
+        def progress(stage: str, step: int, of: int, metrics: dict[str, float]) -> None:
+            if (("1/2" in stage) * 10 + step) in steps:
+                raise KeyboardInterrupt
+
+        return progress
+
+    for steps in ({13}, {1}, {3}):  # the third step of the first stage; the first and third step of the second
+        with pytest.raises(KeyboardInterrupt):
+            train(path, progress=kill_at(steps))
+    train(path)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (whole, path.parent))
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+
+
+def test_a_later_run_continues_from_the_stored_model(tmp_path: Path) -> None:
+    """Only weights and tokenizer are needed; the log goes on."""
+    folder = train(write_recipe(tmp_path / "model", SHALLOW))
+    first = load_file(folder / "model.safetensors")
+    (folder / ".checkpoint" / "state.safetensors").unlink()
+    train(write_recipe(folder, SHALLOW, DEEP, trained_stages=1))
+    grown = load_file(folder / "model.safetensors")
+    # Four small steps away from the copies of the first stage's layers.
+    original, copied = first["model.layers.2.self_attn.q_proj.weight"], grown["model.layers.3.self_attn.q_proj.weight"]
+    assert 0 < (original - copied).abs().max() < 0.1
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.float32 and tokenizer.decode(tokenizer("def f():").input_ids) == "def f():"
+    assert '"stage": 1' in (folder / "training.jsonl").read_text() and (folder / "training.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("stages", "values", "message"),
+    [
+        ([{**SHALLOW, "num_layers": 3}], {}, "must divide the 4 layers of the model; got 3 in stage 1; give a divisor"),
+        ([SHALLOW, DEEP], {"trained_stages": 1}, "trained_stages needs the model of these stages in .*; set it to 0"),
+        ([SHALLOW], {"trained_stages": 1}, "trained_stages must leave a stage to train; got 1 of 1; add a stage"),
+        ([SHALLOW], {"tasks": {"read": 1.0}}, "tasks must be among complete, .*; got read; remove or rename them"),
+        (
+            [SHALLOW],
+            {"workload": "digits"},
+            "objective text is for the workload code; got it for digits; change one of them",
+        ),
+        (
+            [{**SHALLOW, "objective": "answers"}],
+            {},
+            "a model of the workload code is trained with objective text; got answers; change it",
+        ),
+    ],
+)
+def test_mistakes(tmp_path: Path, stages: list[dict[str, Any]], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(write_recipe(tmp_path, *stages, **values))
