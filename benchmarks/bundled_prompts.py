@@ -3,7 +3,7 @@
     python benchmarks/bundled_prompts.py code      # drafts/code/workload.jsonl and drafts/code/corpus.json
     python benchmarks/bundled_prompts.py passages  # drafts/digits/passages.json
 
-Both depend on the versions of Python and of the packages: another interpreter writes other files, with which the bundled
+The first takes about a minute, the second a few seconds. Both depend on the versions of Python and of the packages: another interpreter writes other files, with which the bundled
 models were neither trained nor judged. ``corpus.json`` records the versions, licences and sizes that the stored files are from.
 """
 

@@ -35,7 +35,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.training.batches import Batches
 from autotune.training.curve import distilled_layers, draw_curve, logged
 from autotune.training.draft_task import EVALUATION
-from autotune.training.examples import DigitsExamples
+from autotune.training.examples import BundledExamples
 from autotune.training.losses import operator_losses
 from autotune.training.teacher import Teacher
 from autotune.workloads.digits import TASKS, make_example
@@ -161,7 +161,7 @@ def operators(draft: Path, examples: int) -> None:
     for task in TASKS:
         if make_example("held-out", task, 0).image is None:
             continue
-        batches = DigitsExamples(
+        batches = BundledExamples(
             Batches(processor, {task: 1.0}, split="held-out", batch_size=8, seed=CARD_SEED), target
         )
         losses, agreement, chosen = [], [], []

@@ -9,14 +9,14 @@ from typing import Any
 
 from autotune.files import read_lines, write_bytes
 
-AGREEMENT = "agreement with the target"
+AGREEMENT, BITS = "agreement with the target", "bits per byte"
 # Panels, with the label and style of each logged metric; the few held-out points have markers.
 PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "loss": {
         "loss": ("training", {"color": "tab:blue", "alpha": 0.35}),
         "held_out_loss": ("held out", {"color": "tab:blue", "marker": "o", "markersize": 4}),
     },
-    "bits per byte": {"held_out_bits_per_byte": ("held out", {"color": "tab:blue", "marker": "o", "markersize": 4})},
+    BITS: {"held_out_bits_per_byte": ("held out", {"color": "tab:blue", "marker": "o", "markersize": 4})},
     AGREEMENT: {
         "token_accuracy": ("tokens, training", {"color": "tab:blue", "alpha": 0.6}),
         "digit_accuracy": ("digits, training", {"color": "tab:green", "alpha": 0.6}),
@@ -67,7 +67,10 @@ def draw_curve(log: Path, path: Path) -> None:
         num_steps += max(record["step"] for record in steps if record["stage"] == stage)
     layers = distilled_layers(steps)
     logged_names = {name for record in steps for name in record}
-    shown = {title: lines for title, lines in PANELS.items() if logged_names & lines.keys()}
+    absent = (
+        AGREEMENT if logged_names & PANELS[BITS].keys() else BITS
+    )  # a model has a teacher, or is judged by its text
+    shown = {title: lines for title, lines in PANELS.items() if title != absent}
     figure = Figure(figsize=(8, 3 * len(shown) + 2 * bool(layers)), dpi=150, layout="constrained")
     heights = [3] * len(shown) + [2] * bool(layers)
     panels = figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
@@ -85,7 +88,8 @@ def draw_curve(log: Path, path: Path) -> None:
         for begin in begins.values():
             if begin > 0:
                 panel.axvline(begin, color="black", linewidth=0.8, linestyle="--")
-        panel.legend(fontsize=8)
+        if panel.lines:
+            panel.legend(fontsize=8)
         if title == AGREEMENT:
             panel.yaxis.set_major_formatter(PercentFormatter(1.0))
     for stage, begin in begins.items():

@@ -20,12 +20,14 @@ from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.training.batches import Batches
-from autotune.training.examples import DigitsExamples, JsonlExamples, Line, Report, read_lines, split_file
+from autotune.training.code_batches import CodeBatches
+from autotune.training.examples import BundledExamples, JsonlExamples, Line, Report, read_lines, split_file
 from autotune.training.losses import drafting_loss, sample_subnet
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.task import Task
 from autotune.training.teacher import DistillationRule, Examples, Teacher, TeacherBatches
+from autotune.workloads.code.corpus import CodeSplit, installed_versions
 from autotune.workloads.digits import Split
 
 FIRST_SEED = 1000  # examples for drafts use other seeds than those for the bundled models
@@ -88,10 +90,12 @@ class DraftTask(Task):
             "share": list(self.share),
         }
         if lines is None:
-            batches = self._batches("train", batch_size, FIRST_SEED + data.seed)
+            batches = self._batches("train", batch_size, FIRST_SEED + data.seed, stage)
             num_batches = None if data.num_examples is None else max(1, data.num_examples // batch_size)
-            examples: Examples = DigitsExamples(batches, self.target, num_batches=num_batches, share=self.share)
+            examples: Examples = BundledExamples(batches, self.target, num_batches=num_batches, share=self.share)
             content["tasks"] = self.recipe.tasks
+            if self.recipe.workload == "code":
+                content["rows"] = [self.recipe.workload, stage.sequence_length, installed_versions()]
         else:
             examples = file_examples = JsonlExamples(
                 lines, self.target, self.processor, batch_size=batch_size, seed=data.seed, share=self.share
@@ -104,10 +108,14 @@ class DraftTask(Task):
         batch_size = math.ceil(stage.batch_size / self.share[1])
         if self._training_lines is not None:
             return JsonlExamples(self._held_out_lines, self.target, self.processor, batch_size=batch_size)
-        return DigitsExamples(self._batches("held-out", batch_size, FIRST_SEED), self.target)
+        return BundledExamples(self._batches("held-out", batch_size, FIRST_SEED, stage), self.target)
 
-    def _batches(self, split: Split, batch_size: int, seed: int) -> Batches:
-        return Batches(self.processor, self.recipe.tasks, split=split, batch_size=batch_size, seed=seed)
+    def _batches(self, split: Split, batch_size: int, seed: int, stage: Stage) -> Batches | CodeBatches:
+        tasks = self.recipe.tasks
+        if self.recipe.workload == "digits":
+            return Batches(self.processor, tasks, split=split, batch_size=batch_size, seed=seed)
+        code_split: CodeSplit = "train" if split == "train" else "tune"
+        return CodeBatches(self.processor, tasks, code_split, batch_size, stage.sequence_length, seed)
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
         examples, cache = self._examples(stage)

@@ -1,4 +1,4 @@
-"""Training examples of drafts, from a JSONL file or the bundled workload. The target generates missing answers of a file."""
+"""Training examples of drafts, from a JSONL file or a bundled workload. The target generates missing answers of a file."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from autotune.files import content_key
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
 from autotune.training.batches import IGNORED, POOL_BATCHES, Batches
+from autotune.training.code_batches import CodeBatches
 from autotune.training.memory import BatchShape
 from autotune.training.teacher import Example
 from autotune.workloads.workload import AnsweredPrompt, Prompt, Workload, load_prompt, read_jsonl
@@ -33,10 +34,10 @@ Report = Callable[[int, int], None]
 
 
 @dataclass
-class DigitsExamples:
-    """Batches of the bundled workload, encoded by the target (``Examples``)."""
+class BundledExamples:
+    """Batches of a bundled workload, encoded by the target (``Examples``)."""
 
-    batches: Batches
+    batches: Batches | CodeBatches
     target: Target
     num_batches: int | None = None
     share: Share = (0, 1)

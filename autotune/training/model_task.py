@@ -142,7 +142,7 @@ def copy_teacher_weights(draft: Any, teacher: Any, layers: list[int], recipe_pat
     available, own = teacher.state_dict(), draft.state_dict()
     state = {}
     for name in own:
-        source = re.sub(r"(?<=language_model\.layers\.)\d+", lambda match: str(layers[int(match[0])]), name)
+        source = re.sub(r"(?<=model\.layers\.)\d+", lambda match: str(layers[int(match[0])]), name)
         if source not in available or available[source].shape != own[name].shape:
             raise UserError(
                 f"{recipe_path}: the draft cannot start from its teacher's {source}, which is missing or has another size; "

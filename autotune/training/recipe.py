@@ -178,8 +178,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield f"{rule}; got {stage.objective} for {recipe.model}; change one of them"
         if stage.objective == "text" and recipe.workload == "digits":
             yield "objective text is for the workload code; got it for digits; change one of them"
-        if recipe.workload == "code" and not reads_features and stage.objective != "text":
-            yield f"a model of the workload code is trained with objective text; got {stage.objective}; change it"
+        if recipe.workload == "code" and stage.objective in ("grounding", "answers"):
+            yield f"objectives of the workload code are text, distillation and drafting; got {stage.objective}; change it"
+        if stage.objective == "distillation" and recipe.teacher is None:
+            yield "objective distillation needs a teacher; add 'teacher: ../target' to the recipe"
     if recipe.data.file is not None and not reads_features:
         yield f"data.file is for {', '.join(FEATURE_DRAFTS)}; got it for {recipe.model}; remove it"
     if recipe.data.file is not None and "tasks" in recipe.model_fields_set:

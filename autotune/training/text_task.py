@@ -1,4 +1,4 @@
-"""Training of text models: the target of the pair ``code``."""
+"""Training of text models: the target of the pair ``code``, and its ``independent`` draft."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from autotune.modeling.loading import load_model, load_processor
 from autotune.training.batches import IGNORED, Batch
 from autotune.training.build import build_text_model, train_code_tokenizer
 from autotune.training.code_batches import CodeBatches
-from autotune.training.recipe import Recipe, Stage
+from autotune.training.model_task import copy_teacher_weights
+from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.task import Task
 
 HELD_OUT_SEED = 1
@@ -30,18 +31,24 @@ class TextTask(Task):
 
     def __init__(self, recipe: Recipe, recipe_path: Path) -> None:
         self.recipe = recipe
+        self.teacher: Any | None = None
+        if recipe.teacher is not None:
+            name = teacher_name(recipe, recipe_path)
+            self.tokenizer, self.teacher = load_processor(name), load_model(name)
+        elif recipe.trained_stages == 0:
+            assert recipe.vocabulary_size is not None
+            self.tokenizer = train_code_tokenizer(recipe.vocabulary_size)
         if recipe.trained_stages > 0:
             folder = recipe_path.parent
             if not (folder / "config.json").exists():
                 raise UserError(
                     f"{recipe_path}: trained_stages needs the model of these stages in {folder}; set it to 0"
                 )
-            self.tokenizer: Any = load_processor(str(folder))
-            self.model = load_model(str(folder)).requires_grad_(True)
+            self.tokenizer, self.model = load_processor(str(folder)), load_model(str(folder)).requires_grad_(True)
         else:
-            assert recipe.vocabulary_size is not None
-            self.tokenizer = train_code_tokenizer(recipe.vocabulary_size)
             self.model = build_text_model(recipe, self.tokenizer)
+            if recipe.teacher_layers is not None:
+                copy_teacher_weights(self.model, self.teacher, recipe.teacher_layers, recipe_path)
         self.module = self.model
         for number, stage in enumerate(recipe.stages):
             if self.num_layers % (stage.num_layers or 1):
@@ -87,7 +94,10 @@ class TextTask(Task):
         return list(self._text.parameters())
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
-        loss = self._loss(self._batches[step])
+        batch = self._batches[step]
+        if stage.objective == "distillation":
+            return self._distillation(batch)
+        loss = self._loss(batch)
         return loss, {"loss": loss.item()}
 
     @torch.no_grad()
@@ -105,6 +115,19 @@ class TextTask(Task):
         config = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.tokenizer.save_pretrained(folder)
+
+    def _distillation(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """KL(teacher || draft) at every labelled position."""
+        assert self.teacher is not None
+        is_labelled = batch.labels != IGNORED
+        with torch.no_grad():
+            states = self.teacher.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+            teacher_logprobs = self.teacher.lm_head(states[is_labelled]).float().log_softmax(-1)
+        states = self._text(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        logprobs = self.model.lm_head(states[is_labelled]).float().log_softmax(-1)
+        loss = functional.kl_div(logprobs, teacher_logprobs, reduction="batchmean", log_target=True)
+        agreement = (logprobs.argmax(-1) == teacher_logprobs.argmax(-1)).float().mean().item()
+        return loss, {"loss": loss.item(), "agreement": agreement}
 
     def _loss(self, batch: Batch) -> Tensor:
         hidden = self._text(input_ids=batch.input_ids, use_cache=False).last_hidden_state

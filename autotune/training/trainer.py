@@ -35,7 +35,7 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
     torch.optim.Muon: ("momentum_buffer",),
 }
-"""What each optimizer remembers of a parameter."""
+"""State of a parameter in each optimizer."""
 SHOWN_METRICS = (
     "loss",
     "token_accuracy",

@@ -9,8 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from autotune.cli.main import main
+from autotune.cli.preflight import workload_for
+from autotune.documents.provenance import ModelReference
+from autotune.errors import UserError
+from autotune.modeling.loading import DEFAULT_DRAFTS, RETRIEVAL
 from autotune.search import pipeline
 from autotune.search.settings import SearchSettings
+from tests.sample_documents import decoding_profile
 
 PLAIN = SearchSettings(
     target="digits/target", drafts=("digits/star", "a path/with 'quotes'"), workload="my prompts.jsonl"
@@ -51,3 +56,24 @@ def test_the_command_repeats_the_search(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_command_hides_the_database() -> None:
     assert "secret" not in PLAIN.model_copy(update={"storage": "postgresql://user:secret@host/db"}).command
+
+
+def test_drafts_and_prompts_default_to_those_of_the_targets_pair() -> None:
+    assert (SearchSettings().drafts, SearchSettings().workload) == (DEFAULT_DRAFTS, "digits")
+    other = SearchSettings(target="some/model", drafts=("some/draft",))
+    assert (other.drafts, other.workload) == (("some/draft",), "digits")
+    code = SearchSettings(target="code/target")
+    assert code.workload == "code" and code.drafts[-1] == RETRIEVAL
+    assert all(name.startswith("code/") and name != "code/target" for name in code.drafts[:-1])
+    assert SearchSettings(target="code/target", drafts=(), workload="digits").workload == "digits"
+    assert "--workload code" in code.command and f"--draft {RETRIEVAL}" in code.command
+
+
+def test_a_profile_is_measured_on_the_prompts_of_its_pair(tmp_path: Path) -> None:
+    for target, workload in (("digits/target", "digits"), ("code/target", "code"), ("some/model", "digits")):
+        path = tmp_path / "profile.json"
+        decoding_profile(ModelReference(id=target, sha256="")).save(path)
+        assert workload_for(path, None) == workload
+        assert workload_for(path, "code") == "code"
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
+        workload_for(path, str(tmp_path / "missing.jsonl"))

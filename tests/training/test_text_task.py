@@ -11,7 +11,10 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from autotune.drafters.checkpoint import load_draft
 from autotune.errors import UserError
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
 from autotune.training import build, trainer
 from autotune.training.batches import IGNORED
 from autotune.training.code_batches import CodeBatches
@@ -20,6 +23,7 @@ from autotune.training.text_task import TextTask
 from autotune.training.trainer import make_optimizers, train
 from autotune.workloads.code import examples
 from autotune.workloads.code.corpus import CodeFile
+from autotune.workloads.workload import load_workload
 from tests.workloads.code.test_examples import SPANS, TEXT
 
 SIZES = {
@@ -196,10 +200,40 @@ def test_a_later_run_continues_from_the_stored_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "values", "stage"),
+    [
+        (
+            "independent",
+            {"text": {**SIZES, "num_hidden_layers": 2}, "teacher_layers": [0, 3]},
+            {"objective": "distillation"},
+        ),
+        ("star", {"text": {}, "draft": {"num_heads": 4, "head_size": 8, "mlp_size": 32}}, {"objective": "drafting"}),
+    ],
+)
+def test_drafts_of_a_text_target(tmp_path: Path, kind: str, values: dict[str, Any], stage: dict[str, Any]) -> None:
+    """They are trained on the same rows, and decode what the target decodes."""
+    target_folder = train(write_recipe(tmp_path / "target", DEEP))
+    stage = {**DEEP, **stage, "sequence_length": 48, "optimizer": "adamw"}
+    recipe_path = write_recipe(tmp_path / kind, stage, model=kind, teacher="../target", **values)
+    folder = train(recipe_path)
+    target = Target(AutoModelForCausalLM.from_pretrained(target_folder).eval())
+    draft = load_draft(str(folder), target)
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    for prompt in load_workload("code", "tune", num_prompts=2).prompts:
+        inputs = prompt.inputs(tokenizer)
+        plain, drafted = (
+            decoder.generate(**inputs, max_new_tokens=12).sequences
+            for decoder in (Decoder(target), Decoder(target, draft, tree={"policy": "chain", "depth": 3}))
+        )
+        assert torch.equal(plain, drafted)
+
+
+@pytest.mark.parametrize(
     ("stages", "values", "message"),
     [
         ([{**SHALLOW, "num_layers": 3}], {}, "must divide the 4 layers of the model; got 3 in stage 1; give a divisor"),
         ([SHALLOW, DEEP], {"trained_stages": 1}, "trained_stages needs the model of these stages in .*; set it to 0"),
+        ([{**SHALLOW, "objective": "distillation"}], {}, "distillation needs a teacher; add 'teacher: ../target'"),
         ([SHALLOW], {"trained_stages": 1}, "trained_stages must leave a stage to train; got 1 of 1; add a stage"),
         ([SHALLOW], {"tasks": {"read": 1.0}}, "tasks must be among complete, .*; got read; remove or rename them"),
         (
@@ -210,7 +244,7 @@ def test_a_later_run_continues_from_the_stored_model(tmp_path: Path) -> None:
         (
             [{**SHALLOW, "objective": "answers"}],
             {},
-            "a model of the workload code is trained with objective text; got answers; change it",
+            "objectives of the workload code are text, distillation and drafting; got answers; change it",
         ),
     ],
 )

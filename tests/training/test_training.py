@@ -27,7 +27,7 @@ from autotune.modeling.target import Target
 from autotune.training import trainer
 from autotune.training.batches import Batches
 from autotune.training.draft_task import DraftTask
-from autotune.training.examples import DigitsExamples
+from autotune.training.examples import BundledExamples
 from autotune.training.losses import drafting_loss, own_feature_mask, rows_of
 from autotune.training.memory import BatchShape
 from autotune.training.recipe import load_recipe
@@ -464,7 +464,7 @@ def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
 
 def test_processes_read_every_row_once(pair: Pair, target: Target, processor: Any) -> None:
     batches = Batches(processor, {"continue": 1.0}, split="held-out", batch_size=3, seed=0)
-    whole, *shares = (DigitsExamples(batches, target, share=share) for share in ((0, 1), (0, 2), (1, 2)))
+    whole, *shares = (BundledExamples(batches, target, share=share) for share in ((0, 1), (0, 2), (1, 2)))
     tokens = [[example.prompt.tokens.tolist() for example in examples[0]] for examples in (whole, *shares)]
     assert tokens[1] == tokens[0][::2] and tokens[2] == tokens[0][1::2]
     assert [share.shapes[0].num_rows for share in shares] == [2, 1]
