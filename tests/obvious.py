@@ -81,11 +81,11 @@ def read_whole_text(network: BlocksNetwork, stream: Tensor, features: Tensor, is
 
 
 def assert_same_logits(actual: Tensor, expected: Tensor) -> None:
-    """Assert that logits are equal to 1e-5 of the largest, the effect of another order of summation. A wrong mask or
-    position changes them by whole numbers.
+    """Assert that logits are equal to 5e-5 of the largest, the effect of another order of summation, which reached 2e-5 on
+    processors with AMX. A wrong mask or position changes them by whole numbers.
     """
     scale = expected.abs().max()
-    torch.testing.assert_close(actual / scale, expected / scale, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual / scale, expected / scale, atol=5e-5, rtol=0)
 
 
 def chi_square_p_value(observed: np.ndarray, probabilities: np.ndarray) -> float:

@@ -248,7 +248,7 @@ def _best(
     coupling = None
     if sampler is not None:
         coupling = functools.partial(sampler.proposal_scores, positions=transfer.to_host(positions.flatten()))
-    logits = draft.network.logits(states, target.text.logits).flatten(0, 1)
+    logits = draft.logits(states).flatten(0, 1)
     tokens, logprobs = draft.best_on_device(logits, 1, coupling)
     return tokens.reshape(positions.shape), logprobs.reshape(positions.shape)
 

@@ -31,7 +31,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "first_paths": None,
     },
     "wetap": {"nucleus": "all"},
-    "subnet": {"visual_ranking": "text_after_image", "operator": None, "operator_ratio": None},
+    "subnet": {"visual_ranking": "text_after_image", "operator": None, "operator_ratio": None, "vocabulary": None},
     "when": {"context_tokens": None, "has_image": None},
 }
 # Keys of records that later versions added and that decide nothing about the tokens of a decoder.

@@ -143,6 +143,7 @@ def _draft_costs(
         DraftCosts(
             draft=reference,
             heads=draft.subnet.heads,
+            vocabulary=draft.subnet.vocabulary,
             num_parameters=draft.num_parameters,
             kv_bytes_per_token=draft.kv_bytes_per_token,
             shape=shape_of(draft),
@@ -193,7 +194,7 @@ def shape_of(model: TreeModel | FeatureDraft | RetrievalDraft) -> ModelShape:
         return ModelShape(
             num_layers=len(model.cache.blocks),
             hidden_size=hidden_size,
-            text_parameters=model.num_parameters + hidden_size * model.vocab_size,
+            text_parameters=model.num_parameters + (model.head_parameters if model.vocabulary is None else 0),
             vision_parameters=0,
             kv_bytes_per_token=model.kv_bytes_per_token,
             bytes_per_parameter=model.dtype.itemsize,

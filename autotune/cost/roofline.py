@@ -223,6 +223,7 @@ def estimate_table(
             DraftCosts(
                 draft=draft,
                 heads=None if subnet is None else subnet.heads,
+                vocabulary=None if subnet is None else subnet.vocabulary,
                 shape=draft_shape,
                 draft_first=_surface(draft_shape, limits, TOKENS),
                 draft_level=_surface(draft_shape, limits, TOKENS),

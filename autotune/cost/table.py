@@ -52,7 +52,7 @@ class ModelShape(Document):
 
 
 class DraftCosts(Document):
-    """Latencies of a draft, or of a subnet with fewer heads. Pruned visual tokens only shorten the KV cache, and the
+    """Latencies of a draft, or of a subnet with fewer heads or a smaller vocabulary. Pruned visual tokens only shorten the KV cache, and the
     injection layer does not change latency.
 
     Forward passes are measured with one KV length for all blocks, as without pruning.
@@ -61,6 +61,8 @@ class DraftCosts(Document):
     draft: ModelReference
     heads: float | tuple[float, float, float] | None = None
     """Share of heads kept, for all blocks or for each; None for all heads."""
+    vocabulary: float | None = None
+    """Share of the target's vocabulary that the draft proposes; None for all of it."""
     num_parameters: int | None = None
     """Excludes parameters shared with the target."""
     kv_bytes_per_token: int | None = None
@@ -77,8 +79,8 @@ class DraftCosts(Document):
     @property
     def name(self) -> str:
         """Name in tables: ``digits/star heads-0.5``."""
-        heads = "" if self.heads is None else f" {Subnet(heads=self.heads).name.removesuffix('-keep-1')}"
-        return self.draft.id + heads
+        choices = Subnet(heads=self.heads, vocabulary=self.vocabulary).label.split()
+        return " ".join([self.draft.id, *(one.replace("=", "-") for one in choices if one != "keep=1")])
 
     @property
     def head_share(self) -> float | None:
@@ -87,8 +89,17 @@ class DraftCosts(Document):
         return shares.pop() if len(shares) == 1 else None
 
     def is_of(self, draft: ModelReference, subnet: Subnet) -> bool:
-        """Whether these are the latencies of a draft with the heads of a subnet. Without hashes, names are compared."""
-        return self.draft.is_same(draft) and Subnet(heads=self.heads).head_shares == subnet.head_shares
+        """Whether these are the latencies of a draft with the heads and vocabulary of a subnet. Without hashes, names are
+        compared.
+        """
+        heads, vocabulary = Subnet(heads=self.heads).head_shares, self.vocabulary
+        return self.draft.is_same(draft) and (heads, vocabulary) == (subnet.head_shares, subnet.vocabulary)
+
+
+def _choices(costs: DraftCosts | Subnet) -> list[str]:
+    """The choices that change the cost of a step, where they are not the draft's own."""
+    choices = {"heads": costs.heads, "vocabulary": costs.vocabulary}
+    return [f"{name} {value}" for name, value in choices.items() if value is not None]
 
 
 def _add_nodes(content: dict[str, Any]) -> None:
@@ -236,14 +247,14 @@ class CostTable(
         return content_key(self.model_dump(mode="json", exclude={"provenance"}))
 
     def holds(self, draft: ModelReference, subnet: Subnet) -> bool:
-        """Whether the table has a draft with the heads of a subnet."""
+        """Whether the table has a draft with the heads and vocabulary of a subnet."""
         return any(costs.is_of(draft, subnet) for costs in self.drafts)
 
     def costs_around(self, draft: ModelReference, subnet: Subnet) -> tuple[DraftCosts, DraftCosts, float]:
         """Two measured costs and the weight of the second, whose weighted mean is the cost of a subnet.
 
-        A subnet with different shares of heads that the table does not hold is interpolated between the nearest subnets with
-        one share in all blocks, at the mean of its own shares: all blocks have the same sizes.
+        A subnet with different shares of heads that the table does not hold is interpolated between the nearest subnets of its
+        vocabulary with one share in all blocks, at the mean of its own shares: all blocks have the same sizes.
 
         Raises:
             UserError: the table has no costs of the draft around this mean.
@@ -251,7 +262,7 @@ class CostTable(
         equal = {
             costs.head_share: costs
             for costs in self.drafts
-            if costs.head_share is not None and costs.draft.is_same(draft)
+            if costs.head_share is not None and costs.draft.is_same(draft) and costs.vocabulary == subnet.vocabulary
         }
         mean = sum(subnet.head_shares) / len(subnet.head_shares)
         below, above = [s for s in equal if s <= mean], [s for s in equal if s >= mean]
@@ -262,7 +273,7 @@ class CostTable(
         return equal[low], equal[high], (mean - low) / (high - low) if high > low else 0.0
 
     def costs_of(self, draft: ModelReference, subnet: Subnet | None = None) -> DraftCosts:
-        """Latencies of a draft with the heads of a subnet.
+        """Latencies of a draft with the heads and vocabulary of a subnet.
 
         Raises:
             UserError: the table does not have them.
@@ -271,12 +282,10 @@ class CostTable(
         for costs in self.drafts:
             if costs.is_of(draft, subnet):
                 return costs
-        known = ", ".join(
-            costs.draft.id + ("" if costs.heads is None else f" (heads {costs.heads})") for costs in self.drafts
-        )
-        heads = "" if subnet.heads is None else f" and heads {subnet.heads}"
+        known = ", ".join(" ".join([one.draft.id, *(f"({choice})" for choice in _choices(one))]) for one in self.drafts)
+        wanted = " and ".join(["these weights", *_choices(subnet)])
         raise UserError(
-            f"the cost table has no draft {draft.id!r} with these weights{heads}; it has: {known}; profile that draft first"
+            f"the cost table has no draft {draft.id!r} with {wanted}; it has: {known}; profile that draft first"
         )
 
     def prices(

@@ -23,8 +23,8 @@ NUM_BLOCKS: Final = 3
 
 
 class Subnet(Document):
-    """A choice of attention heads (supernets: ``star``), injection layer (drafts that read the target's features), visual
-    tokens (every draft) and the operator that compresses them (``specvlm``).
+    """A choice of attention heads (supernets: ``star``), injection layer and vocabulary (drafts that read the target's
+    features), visual tokens (every draft) and the operator that compresses them (``specvlm``).
     """
 
     heads: float | tuple[float, float, float] | None = None
@@ -37,6 +37,8 @@ class Subnet(Document):
     """None for the choice of the draft's gate."""
     operator_ratio: int | None = Field(default=None, ge=1)
     """Visual tokens for each row that ``prune`` or ``pool`` leaves; None for the ratio of the training."""
+    vocabulary: float | None = Field(default=None, gt=0, le=1)
+    """Share of the target's vocabulary that the draft proposes, its most frequent tokens; None for all tokens."""
 
     @property
     def head_shares(self) -> tuple[float, float, float]:
@@ -46,7 +48,7 @@ class Subnet(Document):
     @property
     def network(self) -> tuple[Any, ...]:
         """Everything but the choice of visual tokens: subnets with the same value share one loaded network."""
-        return self.head_shares, self.injection_layer, self.operator, self.operator_ratio
+        return self.head_shares, self.injection_layer, self.operator, self.operator_ratio, self.vocabulary
 
     @property
     def name(self) -> str:
@@ -62,4 +64,5 @@ class Subnet(Document):
         ranking = [] if self.visual_ranking == "text_after_image" else [f"ranking={self.visual_ranking}"]
         ratio = "" if self.operator_ratio is None else f":{self.operator_ratio}"
         operator = [] if self.operator is None else [f"operator={self.operator}{ratio}"]
-        return " ".join([*heads, *layer, f"keep={self.visual_keep:g}", *ranking, *operator])
+        vocabulary = [] if self.vocabulary is None else [f"vocabulary={self.vocabulary:g}"]
+        return " ".join([*heads, *layer, f"keep={self.visual_keep:g}", *ranking, *operator, *vocabulary])

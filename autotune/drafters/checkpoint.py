@@ -25,6 +25,7 @@ from autotune.modeling.loading import RETRIEVAL, load_model, load_tokenizer, res
 from autotune.modeling.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FREQUENCIES = "token_frequencies"  # tensor of a draft's weights
 CONFIGS: dict[str, type[BlocksConfig]] = {"dream": DreamConfig, "star": StarConfig, "specvlm": SpecVlmConfig}
 NETWORKS: dict[str, Callable[[Any], BlocksNetwork]] = {
     "dream": DreamNetwork,
@@ -54,6 +55,8 @@ def save_draft(network: BlocksNetwork, folder: Path) -> None:
     """Save a network with weights in bfloat16. They are loaded in the target's precision."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()}
+    if network.token_frequencies is not None:
+        tensors[FREQUENCIES] = network.token_frequencies.float().contiguous()
     save_file(tensors, folder / WEIGHTS)
     network.config.save(folder / CONFIG)
 
@@ -87,7 +90,9 @@ def load_network(folder: Path) -> BlocksNetwork:
     content = NetworkConfig.upgrade(read_json(path), source=path)
     config = parse_kind(content, CONFIGS, key="kind", what="kind of draft", source=str(path))
     network = NETWORKS[config.kind](config)
-    network.load_state_dict(load_file(folder / WEIGHTS))
+    tensors = load_file(folder / WEIGHTS)
+    network.token_frequencies = tensors.pop(FREQUENCIES, None)
+    network.load_state_dict(tensors)
     return network.eval().requires_grad_(False)
 
 
@@ -96,7 +101,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> Loade
     independently, or ``retrieval``.
 
     Args:
-        subnet: heads, injection layer and operator of the compressor to use. Its share of visual tokens applies later,
+        subnet: heads, injection layer, vocabulary and operator of the compressor to use. Its share of visual tokens applies later,
             prompt by prompt.
 
     Raises:
@@ -107,7 +112,9 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> Loade
     if folder is None:
         if subnet.network != Subnet().network:
             kind = "a retrieval" if name == RETRIEVAL else "an independent"
-            raise UserError(f"{name}: {kind} draft has no subnets; leave heads, injection_layer and operator out")
+            raise UserError(
+                f"{name}: {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
+            )
         if name == RETRIEVAL:
             retrieval = RetrievalDraft()
             retrieval.attach(target)
@@ -130,6 +137,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> Loade
         injection_layer=subnet.injection_layer,
         operator=subnet.operator,
         operator_ratio=subnet.operator_ratio,
+        vocabulary=subnet.vocabulary,
     )
     draft.attach(target)
     return draft

@@ -67,9 +67,10 @@ class FeatureDraft(CachedDraft, CachedModel):
         injection_layer: layer of the target to read; None: the network's default.
         operator: compresses the visual tokens of every prompt; None for the choice of the network's gate.
         operator_ratio: ratio of the operator; None for that of the training.
+        vocabulary: share of the target's vocabulary that is proposed; None for all tokens.
 
     Raises:
-        UserError: a layer or an operator that the network does not have.
+        UserError: a layer or an operator that the network does not have, or no token frequencies to cut its vocabulary by.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         injection_layer: int | None = None,
         operator: Operator | None = None,
         operator_ratio: int | None = None,
+        vocabulary: float | None = None,
     ) -> None:
         super().__init__()
         self.network = network
@@ -87,6 +89,9 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.heads, self.operator, self.operator_ratio = heads, operator, operator_ratio
         if operator is not None or operator_ratio is not None:
             network.fix_operator(operator, operator_ratio)
+        self.vocabulary = vocabulary
+        if vocabulary is not None:
+            network.cut_vocabulary(vocabulary)
         self.aux_layers = network.layers_read(injection_layer)
         self.visual_keep = network.config.visual_keep
         self.token_ids = network.token_ids
@@ -104,11 +109,21 @@ class FeatureDraft(CachedDraft, CachedModel):
             injection_layer=layer,
             operator=self.operator,
             operator_ratio=self.operator_ratio,
+            vocabulary=self.vocabulary,
         )
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.network.parameters())
+        own = sum(parameter.numel() for parameter in self.network.parameters())
+        return own + (self.head_parameters if self.vocabulary is not None else 0)
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the output head through which the draft computes logits; 0 where they are the network's own."""
+        if self.token_ids is not None and self.vocabulary is None:
+            return 0
+        num_tokens = self.vocab_size if self.token_ids is None else len(self.token_ids)
+        return self.network.config.hidden_size * num_tokens
 
     def attach(self, target: Target) -> None:
         """See ``Draft``. The draft uses the target's embedding and head.
@@ -142,6 +157,8 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.token_ids = self.network.token_ids  # on the network's new device
         self.vocab_size = self.target_vocab_size = target.vocab_size
         self._embed = embedding or text.module.get_input_embeddings()
+        cut = self.token_ids if self.vocabulary is not None else None
+        self._head = (text if cut is None else text.with_vocabulary(cut)).logits
         # States of the root and the tokens evaluated since, from which their children take features.
         self._own = torch.zeros(0, config.width, dtype=self.dtype, device=self.device)
         self._allocate(DEFAULT_CAPACITY)
@@ -286,7 +303,11 @@ class FeatureDraft(CachedDraft, CachedModel):
         """States and logits of n tokens."""
         stream = self.network.fuse(self._embed(ids), features)
         (states,) = self.network(stream[None], features[None], factors[None], context, crossing=crossing)
-        return states, self.network.logits(states, self._target.text.logits)
+        return states, self.logits(states)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of the network's states; over the tokens of a cut vocabulary alone, if it has one."""
+        return self.network.logits(states, self._head)
 
     def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
         ids, slots, positions, *crossing_slots = inputs["integers"]

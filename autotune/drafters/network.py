@@ -90,6 +90,23 @@ class DraftNetwork(nn.Module, ABC):
         )
 
     @property
+    def has_frequencies(self) -> bool:
+        """Whether the network knows how frequent tokens are, so that its vocabulary can be cut."""
+        return False
+
+    def cut_vocabulary(self, share: float) -> None:
+        """Propose only the most frequent tokens: this share of the vocabulary. The draft's head then computes fewer logits,
+        and the target verifies with its whole vocabulary (FR-Spec, Zhao et al. 2025).
+
+        Raises:
+            UserError: a network without token frequencies.
+        """
+        raise UserError(
+            f"this {self.config.kind} draft has no token frequencies, so its vocabulary cannot be cut; got vocabulary {share}; "
+            "leave it out, or train the draft with autotune train, which counts tokens"
+        )
+
+    @property
     def crosses(self) -> bool:
         """Whether some blocks cross: they attend to the features of all prompt tokens, pruned ones included."""
         return False
@@ -181,7 +198,24 @@ class BlocksNetwork(DraftNetwork):
         self.feature_norms = nn.Parameter(torch.ones(len(config.injection_layers) + 1, config.hidden_size))
         self.first_feature = nn.Parameter(torch.zeros(config.hidden_size))
         self.norm = nn.LayerNorm(config.hidden_size, bias=False)
-        self.embedding = self.token_ids = None
+        self.embedding = None
+        self.token_ids: Tensor | None
+        self.register_buffer("token_ids", None, persistent=False)
+        self.token_frequencies: Tensor | None
+        """How often the target emitted each token of its vocabulary in training, [vocabulary]; None: not known."""
+        self.register_buffer("token_frequencies", None, persistent=False)
+
+    @property
+    def has_frequencies(self) -> bool:
+        return self.token_frequencies is not None
+
+    def cut_vocabulary(self, share: float) -> None:
+        if self.token_frequencies is None:
+            super().cut_vocabulary(share)
+            return
+        frequencies = self.token_frequencies
+        ranked = frequencies.argsort(descending=True, stable=True)
+        self.token_ids = ranked[: max(1, round(share * len(frequencies)))].sort().values
 
     @property
     @abstractmethod

@@ -90,6 +90,7 @@ class StarNetwork(DreamNetwork):
             return self
         network = StarNetwork(self.config)
         network.load_state_dict(self.state_dict())
+        network.token_frequencies = self.token_frequencies
         for name, block, heads in zip(self.config.blocks, self.blocks, kept, strict=True):
             network.add_module(name, block.sliced(heads))
         return network.to(self.norm.weight)

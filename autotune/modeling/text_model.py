@@ -4,7 +4,7 @@ needs code of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,26 @@ class TextModel:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(2 * len(self.layers) * heads * head_size * self.dtype.itemsize)
+
+    def with_vocabulary(self, token_ids: Tensor) -> TextModel:
+        """The model with an output head for some tokens of its vocabulary [n], which is a copy of the head's rows.
+
+        Raises:
+            UserError: the head is not a plain linear layer.
+        """
+        if type(self.head) is not nn.Linear:
+            raise UserError(
+                f"only a plain linear output head can be cut to a smaller vocabulary; this one is {type(self.head).__name__}; "
+                "leave vocabulary out"
+            )
+        weight, bias = self.head.weight, self.head.bias
+        head = nn.Linear(
+            weight.shape[1], len(token_ids), bias=bias is not None, device=weight.device, dtype=weight.dtype
+        )
+        head.weight.data = weight.detach()[token_ids]
+        if bias is not None:
+            head.bias.data = bias.detach()[token_ids]
+        return replace(self, head=head.requires_grad_(False))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped according to the config."""

@@ -61,24 +61,30 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
 
 
 def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:
-    """One variant per draft and share of heads: visual tokens, operator and the layer read do not change a step's cost.
+    """One variant per draft, share of heads and vocabulary: visual tokens, operator and the layer read do not change a step's
+    cost.
 
     Of a draft with more than ``MAX_PRICED`` choices of heads, those with one share in all blocks are priced; the costs of the
     others are interpolated (``CostTable.costs_around``).
     """
-    priced: dict[str, dict[tuple[float, ...], Subnet]] = {}
+    priced: dict[tuple[str, float | None], dict[tuple[float, ...], Subnet]] = {}
     for draft, subnet in variants:
-        plain = Subnet(heads=subnet.heads, injection_layer=subnet.injection_layer)
-        priced.setdefault(draft, {}).setdefault(subnet.head_shares, plain)
-    for draft, by_shares in priced.items():
+        plain = Subnet(heads=subnet.heads, injection_layer=subnet.injection_layer, vocabulary=subnet.vocabulary)
+        priced.setdefault((draft, subnet.vocabulary), {}).setdefault(subnet.head_shares, plain)
+    for key, by_shares in priced.items():
         if len(by_shares) > MAX_PRICED:
             shares = sorted({share for triple in by_shares for share in triple}, reverse=True)
             some = next(iter(by_shares.values()))
-            priced[draft] = {
+            priced[key] = {
                 (share,) * NUM_BLOCKS: some.model_copy(update={"heads": share if share < 1.0 else None})
                 for share in shares
             }
-    return [(draft, subnet) for draft, by_shares in priced.items() for subnet in by_shares.values()]
+    return [(draft, subnet) for (draft, _), by_shares in priced.items() for subnet in by_shares.values()]
+
+
+def _cut(subnet: Subnet) -> list[float]:
+    """The vocabulary in a content key, which subnets with the whole vocabulary do not have."""
+    return [] if subnet.vocabulary is None else [subnet.vocabulary]
 
 
 def local_table(
@@ -97,7 +103,7 @@ def local_table(
     Raises:
         UserError: the file in the folder is of another target, device or precision.
     """
-    described = [[draft, list(subnet.head_shares)] for draft, subnet in variants]
+    described = [[draft, list(subnet.head_shares), *_cut(subnet)] for draft, subnet in variants]
     # The schema version is part of the key: tables of older schemas have no held-out errors.
     documents = [model_pool.key, described, workload.sha256, CostTable.schema_version]
     samples = folder / f"{content_key(documents)}.cost.jsonl"  # serve a table of any time limit

@@ -126,7 +126,7 @@ class ModelPool:
         return self._full_drafts[draft].kind
 
     def draft(self, draft: str, subnet: Subnet | None = None) -> LoadedDraft:
-        """A draft with the heads, injection layer and operator of a subnet; its visual tokens are selected per prompt.
+        """A draft with the heads, injection layer, vocabulary and operator of a subnet; its visual tokens are selected per prompt.
 
         Raises:
             UserError: the draft has no such subnet.
@@ -134,9 +134,8 @@ class ModelPool:
         full = self._full_drafts[draft]
         subnet = subnet or full.subnet
         layer = subnet.injection_layer or full.subnet.injection_layer
-        subnet = Subnet(
-            heads=subnet.heads, injection_layer=layer, operator=subnet.operator, operator_ratio=subnet.operator_ratio
-        )
+        visual = {"visual_keep": 1.0, "visual_ranking": Subnet().visual_ranking}
+        subnet = subnet.model_copy(update={"injection_layer": layer, **visual})
         if subnet.network == full.subnet.network:
             return full
         if (draft, subnet) not in self._subnets:
@@ -169,7 +168,8 @@ class ModelPool:
         see no images have no visual tokens to choose.
 
         Raises:
-            UserError: the space has operators only, and no draft has a compressor.
+            UserError: the space has operators only and no draft has a compressor, or cut vocabularies only and no draft has
+                token frequencies.
         """
         compressors: dict[str, tuple[Operator, ...]] = {
             id: draft.network.config.compression.operators
@@ -181,11 +181,20 @@ class ModelPool:
                 f"only a specvlm draft with a compressor has operators to choose; got {', '.join(self._full_drafts)}; "
                 "leave operators out"
             )
+        cut = {
+            id: isinstance(draft, FeatureDraft) and draft.network.has_frequencies
+            for id, draft in self._full_drafts.items()
+        }
+        if not any(cut.values()) and 1.0 not in space.vocabularies:
+            raise UserError(
+                f"only drafts with token frequencies, which autotune train counts, have vocabularies to choose; got "
+                f"{', '.join(self._full_drafts)}; leave vocabularies out"
+            )
         return [
             (id, subnet)
             for id, draft in self._full_drafts.items()
             for subnet in (space if draft.sees_images else space.without_images()).subnets(
-                id, draft.subnet, self.supernet_layers(id), compressors.get(id, ())
+                id, draft.subnet, self.supernet_layers(id), compressors.get(id, ()), has_vocabularies=cut[id]
             )
         ]
 

@@ -311,6 +311,8 @@ def narrowed_space(settings: SearchSettings, *, has_images: bool = True) -> Sear
     if settings.operator is not None:
         ratios = [] if settings.operator_ratio is None else [settings.operator_ratio]
         space = space.model_copy(update={"operators": [settings.operator], "operator_ratios": ratios})
+    if settings.vocabulary is not None:
+        space = space.model_copy(update={"vocabularies": [settings.vocabulary]})
     return space
 
 

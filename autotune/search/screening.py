@@ -104,7 +104,8 @@ def _screening_units(
         if len(group) == 1:
             traces = [record_trace(model_pool, recorder, group[0], prompts, BOUNDS)]
         else:
-            supernet, reference = model_pool.draft(draft), model_pool.references[draft]
+            supernet = model_pool.draft(draft, Subnet(vocabulary=subnets[0].vocabulary))
+            reference = model_pool.references[draft]
             assert isinstance(supernet, FeatureDraft)
             traces = chain_traces(recorder, supernet, reference, prompts, subnets, BOUNDS)
         evaluator = Evaluator(traces, table, jobs=1)

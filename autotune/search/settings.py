@@ -46,6 +46,9 @@ class SearchSettings(Document):
         "Operator of a specvlm draft's compressor, in place of the space's; default: the space's, or the gate's choice.",
     )
     operator_ratio: int | None = setting(None, "Visual tokens for each row that prune or pool leaves.", ge=1)
+    vocabulary: float | None = setting(
+        None, "Share of the vocabulary that the draft proposes, in place of the space's shares.", gt=0, le=1
+    )
     workload: str = setting("", "Prompts: 'digits', 'code', or a JSONL file; default: those of the target's pair.")
     temperature: float | None = setting(
         None,

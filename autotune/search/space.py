@@ -128,6 +128,8 @@ class SearchSpace(Document, kind="search-space"):
     """Operators of the compressor of ``specvlm`` drafts; ``gate``: the choice of the draft's gate."""
     operator_ratios: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     """Ratios of ``prune`` and ``pool``; empty: the ratio of the draft's training."""
+    vocabularies: list[Annotated[float, Field(gt=0, le=1)]] = Field(default=[1.0], min_length=1)
+    """Shares of the target's vocabulary that drafts with token frequencies propose."""
     visual_keep: Dimension
     visual_rankings: list[VisualRanking] = Field(default=["text_after_image"], min_length=1)
     """Rankings by which visual tokens are kept, where not all of them are."""
@@ -143,7 +145,13 @@ class SearchSpace(Document, kind="search-space"):
         return heads_by_block
 
     def subnets(
-        self, draft: str, full: Subnet, readable: Sequence[int], operators: Sequence[Operator] = ()
+        self,
+        draft: str,
+        full: Subnet,
+        readable: Sequence[int],
+        operators: Sequence[Operator] = (),
+        *,
+        has_vocabularies: bool = False,
     ) -> list[Subnet]:
         """All subnets of a draft.
 
@@ -152,12 +160,15 @@ class SearchSpace(Document, kind="search-space"):
             full: the subnet of the whole draft.
             readable: target layers that a supernet can read; empty for other drafts.
             operators: those of the draft's compressor; empty for drafts without one.
+            has_vocabularies: whether the draft's vocabulary can be cut.
 
         Raises:
             UserError: the space names a layer or an operator that the draft does not have.
         """
+        vocabularies = self.vocabularies if has_vocabularies else [1.0]
         kept = [
-            {"visual_keep": keep, "visual_ranking": ranking}
+            {"visual_keep": keep, "visual_ranking": ranking, "vocabulary": None if share == 1.0 else share}
+            for share in vocabularies
             for keep in self.visual_keep.values or []
             for ranking in (self.visual_rankings if keep < 1.0 else ("text_after_image",))
         ]

@@ -32,6 +32,8 @@ from autotune.workloads.digits import Split
 
 FIRST_SEED = 1000  # examples for drafts use other seeds than those for the bundled models
 NUM_HELD_OUT = 3  # batches
+NUM_COUNTED = 64  # batches whose tokens are counted
+ROWS_COUNTED = 1024  # tokens at a time
 EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.0)
 
 
@@ -118,10 +120,7 @@ class DraftTask(Task):
         return CodeBatches(self.processor, tasks, code_split, batch_size, stage.sequence_length, seed)
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
-        examples, cache = self._examples(stage)
-        layers, rule = self._layers_kept(stage)
-        seed = 10 * self.recipe.seed + number
-        self._teacher_batches = TeacherBatches(examples, self.teacher, layers=layers, rule=rule, cache=cache, seed=seed)
+        self._teacher_batches = self._batches_of(stage, number)
         self._stage_number = number
         self._held_out = []
         if self.accelerator.is_main_process:  # only it evaluates
@@ -130,6 +129,13 @@ class DraftTask(Task):
             needed = self.module.config.injection_layers
             self._held_out = [self.teacher.read(held_out[index], layers=needed) for index in range(num_batches)]
         return list(self.module.parameters())
+
+    def _batches_of(self, stage: Stage, number: int) -> TeacherBatches:
+        """The teacher batches of the stage ``number``."""
+        examples, cache = self._examples(stage)
+        layers, rule = self._layers_kept(stage)
+        seed = 10 * self.recipe.seed + number
+        return TeacherBatches(examples, self.teacher, layers=layers, rule=rule, cache=cache, seed=seed)
 
     def _layers_kept(self, stage: Stage) -> tuple[set[int], DistillationRule]:
         """Target layers that the teacher batches of a stage keep, and the rule that chooses one more in each batch."""
@@ -197,4 +203,19 @@ class DraftTask(Task):
             self.module.observe_importance(self._head_masks)
 
     def save(self, folder: Path) -> None:
+        self.module.token_frequencies = self._token_frequencies()
         save_draft(self.module, folder)
+
+    @torch.no_grad()
+    def _token_frequencies(self) -> Tensor:
+        """How often the target is expected to emit each token along the first batches of the last stage, [vocabulary]."""
+        stage, number = self.recipe.stages[-1], len(self.recipe.stages) - 1
+        batches = self._batches_of(stage, number)
+        num_batches = min(NUM_COUNTED, stage.steps, batches.examples.num_batches or NUM_COUNTED)
+        total = torch.zeros(self.target.vocab_size, dtype=torch.float64, device=self.target.device)
+        for number in range(num_batches):
+            batch = batches[number]
+            states = batch.hidden[self.teacher.num_layers][batch.loss_mask]
+            for rows in states.split(ROWS_COUNTED):
+                total += batch.head(rows).double().softmax(-1).sum(0)
+        return total.float()

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from autotune.acceptance.recorder import Recorder
-from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
@@ -339,7 +339,15 @@ def test_every_kind_of_draft_trains_on_a_file(
         write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder), **changes, drop=("tasks",)),
         output=tmp_path / "draft",
     )
-    assert load_draft(str(folder), Target(pair.target)).kind == model
+    target = Target(pair.target)
+    assert load_draft(str(folder), target).kind == model
+    frequencies = load_network(folder).token_frequencies
+    assert frequencies is not None and len(frequencies) == target.vocab_size
+    num_tokens = float(frequencies.sum())
+    assert num_tokens > 4 and num_tokens == pytest.approx(round(num_tokens), abs=1e-2), "a whole number was counted"
+    weights = (folder / "model.safetensors").read_bytes()
+    train(tmp_path / "recipe.yaml", output=folder)
+    assert (folder / "model.safetensors").read_bytes() == weights, "a finished training counts the same tokens"
 
 
 def test_checkpoint_of_another_file(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

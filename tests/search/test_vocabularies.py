@@ -1,0 +1,164 @@
+"""Cut vocabularies: drafts that propose only the most frequent tokens, in subnets, cost tables and search spaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autotune.acceptance.trace import ForestBounds
+from autotune.cost.profiler import shape_of
+from autotune.documents.subnet import Subnet
+from autotune.drafters.checkpoint import load_draft, load_network, save_draft
+from autotune.drafters.feature_draft import FeatureDraft
+from autotune.errors import UserError
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
+from autotune.search.cost_tables import priced_variants
+from autotune.search.model_pool import ModelPool
+from autotune.search.pipeline import narrowed_space
+from autotune.search.screening import _recorded_together
+from autotune.search.settings import SearchSettings
+from autotune.search.space import SearchSpace
+from autotune.search.traces import record_trace
+from autotune.workloads.workload import Workload, load_workload
+from tests.drafters.test_feature_draft import KINDS, agreeing_draft
+from tests.sample_documents import cost_table, write_image, write_workload
+from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
+
+SHARE = 0.5
+SPACE = {
+    "name": "vocabularies",
+    "heads": [1.0, 0.5],
+    "vocabularies": [1.0, SHARE],
+    "visual_keep": {"choices": [1.0]},
+    "trees": {"chain": {"depth": {"low": 1, "high": 4}}},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A draft of each kind; in training, the target emitted odd tokens more often."""
+    found = {}
+    for kind in KINDS:
+        found[kind] = tmp_path_factory.mktemp(kind)
+        with torch.inference_mode():
+            network: Any = agreeing_draft(kind, Target(pair.target), injection_layer=4).network
+            network.token_frequencies = torch.arange(VOCABULARY_SIZE) % 2 + 1.0
+            save_draft(network, found[kind])
+    return found
+
+
+def loaded(folder: Path, target: Target, **choices: Any) -> FeatureDraft:
+    draft = load_draft(str(folder), target, Subnet(**choices))
+    assert isinstance(draft, FeatureDraft)
+    return draft
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
+def test_proposals_are_those_of_the_whole_vocabulary_among_frequent_tokens(
+    pair: Pair, folders: dict[str, Path], kind: str
+) -> None:
+    """Their probabilities add up to one over these tokens."""
+    target = Target(pair.target)
+    whole, cut = loaded(folders[kind], target), loaded(folders[kind], target, vocabulary=SHARE)
+    frequent = np.arange(1, VOCABULARY_SIZE, 2)
+    torch.manual_seed(0)
+    states = torch.randn(5, whole.network.config.width)
+    logits = whole.logits(states)[:, frequent]
+    expected = logits.float().log_softmax(-1).topk(4)
+    tokens, logprobs = cut.best(cut.logits(states), 4)
+    assert tokens.tolist() == frequent[expected.indices].tolist()
+    np.testing.assert_allclose(logprobs, expected.values, rtol=1e-5)
+    cut_head = cut.head_parameters
+    assert whole.num_parameters + cut_head == cut.num_parameters
+    assert shape_of(whole).text_parameters - shape_of(cut).text_parameters == whole.head_parameters - cut_head > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_with_a_cut_vocabulary_is_lossless(
+    pair: Pair, prompts: dict[str, Inputs], folders: dict[str, Path], kind: str
+) -> None:
+    """Greedy and sampled, on the host and over fixed buffers. A sampled draft is coupled in the target's vocabulary."""
+    target = Target(pair.target)
+    plain = Decoder(target)
+    draft = loaded(folders[kind], target, vocabulary=SHARE)
+    num_accepted = 0
+    for mode in ("eager", "fixed"):
+        decoder = Decoder(target, draft, tree={"policy": "eagle2", "depth": 3, "k": 3, "budget": 8}, mode=mode)
+        for settings in ({}, {"temperature": 0.8, "seed": 3}):
+            inputs: dict[str, Any] = {**prompts["image"], "max_new_tokens": 24, **settings}
+            found = decoder.generate(**inputs)
+            assert torch.equal(found.sequences, plain.generate(**inputs).sequences)
+            num_accepted += sum(found.stats.accepted_lengths)
+    assert num_accepted > 0
+    assert draft.subnet.vocabulary == SHARE
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    folder = tmp_path_factory.mktemp("workload")
+    image = write_image(folder / "0.png", 0)
+    lines = [{"split": "tune", "max_new_tokens": 16, "prompt": "And 2?", "images": [image]}]
+    return load_workload(str(write_workload(folder, lines)), "tune")
+
+
+def test_a_space_lists_vocabularies_of_drafts_that_know_frequencies(
+    pair: Pair, folders: dict[str, Path], workload: Workload, tmp_path: Path
+) -> None:
+    pool = ModelPool(str(pair.target_folder), [str(folders["star"]), str(pair.draft_folder)], "cpu")
+    star, independent = pool.references
+    variants = pool.subnets(SearchSpace.model_validate(SPACE))
+    choices = [(subnet.heads, subnet.vocabulary) for draft, subnet in variants if draft == star]
+    assert sorted(choices, key=str) == sorted([(None, None), (0.5, None), (None, SHARE), (0.5, SHARE)], key=str)
+    assert [subnet for draft, subnet in variants if draft == independent] == [Subnet()]
+    assert len(priced_variants(variants)) == 5, "a vocabulary changes the cost of a step"
+    groups = [group for group in _recorded_together(pool, variants) if group[0][0] == star]
+    assert [len({subnet.vocabulary for _, subnet in group}) for group in groups] == [1, 1]
+    recorder = pool.recorder(tmp_path)
+    bounds = ForestBounds(depth=2, num_proposals=3)
+    trace = record_trace(pool, recorder, (star, Subnet(vocabulary=SHARE)), workload, bounds)
+    proposed = trace.forest.child_token[trace.forest.child_logprob > -np.inf]
+    assert trace.header.subnet.vocabulary == SHARE and len(proposed) > 0 and (proposed % 2 == 1).all()
+
+
+def test_a_cost_table_prices_vocabularies_apart() -> None:
+    table = cost_table()
+    (whole, *_) = table.drafts
+    cut = whole.model_copy(update={"vocabulary": SHARE})
+    both = table.model_copy(update={"drafts": [*table.drafts, cut]})
+    assert both.costs_of(whole.draft, Subnet(vocabulary=SHARE)) is cut
+    assert both.costs_of(whole.draft) is whole
+    assert cut.name == f"{whole.name} vocabulary-0.5"
+    with pytest.raises(UserError, match=r"and vocabulary 0\.25; it has: .*; profile that draft first"):
+        both.costs_of(whole.draft, Subnet(vocabulary=0.25))
+
+
+def test_drafts_without_frequencies_are_refused(pair: Pair, tmp_path: Path) -> None:
+    target = Target(pair.target)
+    with torch.inference_mode():
+        save_draft(agreeing_draft("dream", target, injection_layer=4).network, tmp_path)  # type: ignore[arg-type]
+    assert not load_network(tmp_path).has_frequencies
+    with pytest.raises(UserError, match=r"dream draft has no token frequencies.* got vocabulary 0\.5; leave it out"):
+        load_draft(str(tmp_path), target, Subnet(vocabulary=SHARE))
+    with pytest.raises(UserError, match="leave heads, injection_layer, operator and vocabulary out"):
+        load_draft(str(pair.draft_folder), target, Subnet(vocabulary=SHARE))
+    alone = ModelPool(str(pair.target_folder), [str(pair.draft_folder)], "cpu")
+    space = narrowed_space(SearchSettings(space="quick", vocabulary=SHARE))
+    with pytest.raises(UserError, match=r"only drafts with token frequencies, .* leave vocabularies out"):
+        alone.subnets(space)
+
+
+def test_only_plain_heads_are_cut(pair: Pair, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherLinear(torch.nn.Linear):
+        """As a quantized layer, whose rows cannot be copied."""
+
+    target = Target(pair.target)
+    size, vocabulary = target.text.config.hidden_size, target.vocab_size
+    monkeypatch.setattr(pair.target, "get_output_embeddings", lambda: OtherLinear(size, vocabulary))
+    with pytest.raises(UserError, match=r"plain linear output head .* this one is OtherLinear; leave vocabulary out"):
+        loaded(folders["star"], Target(pair.target), vocabulary=SHARE)
