@@ -116,7 +116,9 @@ def operations(shape: ModelShape, tokens: float, kv_length: float) -> float:
 
 
 def _bounds_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> tuple[float, float, float]:
-    """Lower bounds of the latency of a forward: memory, arithmetic, kernel launches."""
+    """Lower bounds of the latency of a forward: memory, arithmetic, kernel launches; 0 for a draft without forward passes."""
+    if not shape.has_forward_pass:
+        return 0.0, 0.0, 0.0
     read = shape.text_parameters * shape.bytes_per_parameter + (kv_length + tokens) * shape.kv_bytes_per_token
     peak = limits.float32_tflops if shape.bytes_per_parameter == 4 else limits.bfloat16_tflops
     return (

@@ -51,7 +51,7 @@ def test_many_tokens_are_bound_by_arithmetic() -> None:
 
 
 def test_tiny_model_is_bound_by_launches() -> None:
-    """Those of its 24 layers, and outside them as many as in two."""
+    """Its 24 layers launch kernels, and as many as two more are launched outside them."""
     tiny = SHAPE.model_copy(update={"text_parameters": 1000, "num_layers": 24})
     assert step_ms(tiny, LIMITS, 1, 0) == pytest.approx(2.6)
 
