@@ -4,8 +4,8 @@ BIN := .venv/bin
 
 .PHONY: search lint check test nightly docs clean
 
-search: .venv/installed  ## install, then tune the bundled pair: writes profile.json
-	$(BIN)/autotune search
+search: .venv/installed  ## install, then tune the bundled pair, or that of TARGET=code/target: writes profile.json
+	$(BIN)/autotune search $(if $(TARGET),--target $(TARGET))
 
 lint: .venv/installed
 	$(BIN)/ruff check autotune tests benchmarks examples

@@ -1,6 +1,6 @@
 """Writes the cards of trained drafts: tokens per round on held-out prompts, by task and by depth, and how each was trained.
 
-    python benchmarks/draft_cards.py measure drafts/digits/star [--heads 0.5] [--injection-layer 9] [--visual-keep 0.1]
+    python benchmarks/draft_cards.py measure drafts/digits/star [--heads 0.5] [--injection-layer 9] [--visual-keep 0.1] [--temperature 1]
     autotune train drafts/digits/dream/ablations/without-final.yaml --output FOLDER
     python benchmarks/draft_cards.py measure FOLDER --card drafts/digits/dream --label without-final
     python benchmarks/draft_cards.py measure drafts/digits/specvlm --operator pool
@@ -29,7 +29,14 @@ from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.drafters.compression import SELECTED
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.files import append_line, read_json, read_lines, read_yaml, sha256_of
-from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor, reference
+from autotune.modeling.loading import (
+    BUNDLED_TARGET,
+    bundled_models,
+    default_workload,
+    load_model,
+    load_processor,
+    reference,
+)
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.training.batches import Batches
@@ -68,9 +75,17 @@ PAPERS_ABLATION = {
 }
 
 
-def measured(decoder: Decoder, recorder: Recorder, num_prompts: int) -> dict[str, Any]:
+def target_of(card: Path) -> str:
+    """The bundled target of a draft's card, that of its pair."""
+    name = f"{card.resolve().parent.name}/target"
+    return name if name in bundled_models() else BUNDLED_TARGET
+
+
+def measured(decoder: Decoder, recorder: Recorder, name: str, num_prompts: int, temperature: float) -> dict[str, Any]:
     """Tokens per round on held-out prompts, by task, and acceptance by depth; counts outputs equal to plain decoding's."""
-    workload = load_workload("digits", "evaluate", num_prompts=num_prompts)
+    workload = load_workload(name, "evaluate", num_prompts=num_prompts)
+    if temperature > 0:
+        workload = workload.sampled(temperature)
     answers = recorder.answers(workload)
     tokens: Counter[str] = Counter()
     rounds: Counter[str] = Counter()
@@ -108,6 +123,7 @@ def main() -> None:
 @click.option("--visual-keep", type=float, multiple=True)
 @click.option("--operator", type=click.Choice(SELECTED), multiple=True)
 @click.option("--subnet", type=(float, int, float), help="Share of heads, injection layer, share of visual tokens.")
+@click.option("--temperature", default=0.0, show_default=True)
 @click.option("--prompts", default=48, show_default=True)
 def measure(
     draft: Path,
@@ -118,11 +134,13 @@ def measure(
     visual_keep: tuple[float, ...],
     operator: tuple[Operator, ...],
     subnet: tuple[float, int, float] | None,
+    temperature: float,
     prompts: int,
 ) -> None:
     """Decode held-out prompts with a draft or with subnets of it."""
-    target, processor = Target(load_model(BUNDLED_TARGET)), load_processor(BUNDLED_TARGET)
-    recorder = Recorder(target, reference(BUNDLED_TARGET), processor, Path(".autotune"))
+    name = target_of(card or draft)
+    target, processor = Target(load_model(name)), load_processor(name)
+    recorder = Recorder(target, reference(name), processor, Path(".autotune"))
     own_keep = load_draft(str(draft), target).visual_keep
     subnets = [Subnet(heads=share, visual_keep=own_keep) for share in heads]
     subnets += [Subnet(injection_layer=layer, visual_keep=own_keep) for layer in injection_layer]
@@ -131,10 +149,13 @@ def measure(
     if subnet is not None:
         subnets.append(Subnet(heads=subnet[0], injection_layer=subnet[1], visual_keep=subnet[2]))
     path = (card or draft) / ROWS
-    known = [(row["sha256"], Subnet(**row["subnet"]), row["prompts"]) for row in read_lines(path)]
+    known = [
+        (row["sha256"], Subnet(**row["subnet"]), row["prompts"], row.get("temperature", 0.0))
+        for row in read_lines(path)
+    ]
     sha256 = sha256_of(draft / "model.safetensors")
     for choice in subnets or [Subnet(visual_keep=own_keep)]:
-        if (sha256, choice, prompts) in known:
+        if (sha256, choice, prompts, temperature) in known:
             continue
         loaded = load_draft(str(draft), target, choice)
         decoder = Decoder(target, loaded, tree=TREE, visual_keep=choice.visual_keep, processor=processor)
@@ -143,7 +164,10 @@ def measure(
             "sha256": sha256,
             "subnet": choice.model_dump(exclude_defaults=True) | {"visual_keep": choice.visual_keep},
         }
-        row |= {"parameters": loaded.num_parameters, **measured(decoder, recorder, prompts)}
+        if temperature > 0:
+            row["temperature"] = temperature
+        figures = measured(decoder, recorder, default_workload(name), prompts, temperature)
+        row |= {"parameters": loaded.num_parameters, **figures}
         append_line(path, row)
         click.echo(f"{label} {choice.name}: M {row['tokens_per_round']:.2f}, {row['identical']}/{prompts} identical")
 
@@ -278,6 +302,8 @@ def write(draft: Path) -> None:
     """Write the card from the measured rows. Notes below a line "## Notes" are kept."""
     config, recipe, rows = read_json(draft / "config.json"), read_yaml(draft / "recipe.yaml"), read_lines(draft / ROWS)
     sha256 = sha256_of(draft / "model.safetensors")
+    sampled = [row for row in rows if row["sha256"] == sha256 and row.get("temperature")]
+    rows = [row for row in rows if not row.get("temperature")]
     own = [row for row in rows if row["sha256"] == sha256 and row["subnet"].keys() == {"visual_keep"}]
     full = next(row for row in own if row["subnet"]["visual_keep"] == config.get("visual_keep", 1.0))
     kind, data = config.get("kind", "independent"), recipe.get("data", {}).get("num_examples")
@@ -299,7 +325,7 @@ def write(draft: Path) -> None:
         f"| kind | `{kind}` |",
         f"| target | [`{draft.parent.name}/target`](../target) |",
         f"| trained by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
-        f"| data | the training split of the bundled digits, {examples}; the target's distributions along the reference answers |",
+        f"| data | the training split of the bundled workload `{recipe.get('workload', 'digits')}`, {examples}; the target's distributions along the reference answers |",
         f"| parameters | {full['parameters']:,}{'' if kind == 'independent' else '; embeddings and output head are those of the target'} |",
         "| licence | Apache-2.0 |",
         f"| sha256 of `model.safetensors` | `{sha256}` |",
@@ -308,7 +334,7 @@ def write(draft: Path) -> None:
         "",
         f"Tokens per round M with an EAGLE-2 tree (k 4, depth 6, 32 nodes); {full['identical']} of {full['prompts']} outputs equal plain decoding.",
         "",
-        *table([full], ["full draft"]),
+        *table([full, *sampled], ["full draft", *(f"temperature {row['temperature']:g}" for row in sampled)]),
         "",
         "Acceptance rate by depth, among the rounds that accepted the depth before:",
         "",

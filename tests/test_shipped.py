@@ -17,7 +17,7 @@ DRAFTS = {name: folder for name, folder in bundled_models().items() if not name.
 
 def test_bundled_weights_fit_their_budget() -> None:
     files = [path for path in (data_root() / "drafts").rglob("*.safetensors") if ".checkpoint" not in path.parts]
-    assert 0 < sum(path.stat().st_size for path in files) < 32e6
+    assert 0 < sum(path.stat().st_size for path in files) < 52e6
 
 
 def test_repository_is_small() -> None:
@@ -25,7 +25,7 @@ def test_repository_is_small() -> None:
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     sizes = [(ROOT / name).stat().st_size for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
-    assert 0 < sum(sizes) < 45e6
+    assert 0 < sum(sizes) < 60e6
 
 
 def test_every_kind_of_draft_is_bundled() -> None:

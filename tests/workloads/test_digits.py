@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 import numpy as np
@@ -183,6 +184,12 @@ def test_training_scans_are_distorted() -> None:
     plain, distorted = bank[:, 0].reshape(len(bank), -1), bank[:, 1].reshape(len(bank), -1)
     assert (np.abs(plain - distorted).mean(1) > 0.01).all()
     assert 0.6 < distorted.sum() / plain.sum() < 1.6
+
+
+def test_passages_are_the_same_with_every_version_of_python() -> None:
+    example = make_example("held-out", "continue", 0)
+    digest = hashlib.sha256(f"{example.prompt} {example.answer}".encode()).hexdigest()
+    assert digest == "d5be986196aaa8e527deabd397949024df6f2096aabc46f427bf39d8013e82e0"
 
 
 def test_passages_are_held_out() -> None:
