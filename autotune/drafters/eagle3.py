@@ -1,4 +1,4 @@
-"""``eagle3``: public EAGLE-3 heads, in the authors' format and in that of ``speculators``.
+"""``eagle3``: EAGLE-3 heads, public ones in the authors' format and in that of ``speculators``, and new ones.
 
 A head is one decoder layer whose attention reads the concatenation of embedding and features. Features of committed tokens
 are computed by ``fc`` from three layers of the target; those of drafted tokens are the layer's own output. The vocabulary
@@ -7,13 +7,14 @@ is a subset of the target's: its token i is the target's token ``i + d2t[i]``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
-from safetensors.torch import load_file
+from pydantic import Field, ValidationError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -26,8 +27,22 @@ from transformers.models.llama.modeling_llama import (
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing
 from autotune.drafters.network import DraftNetwork, NetworkConfig
 from autotune.errors import UserError
+from autotune.files import Document, describe, write_bytes
+from autotune.modeling.target import Target
 
 WEIGHTS = "model.safetensors"
+LAYER_FIELDS = (
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_hidden_layers",
+    ),
+    *("vocab_size", "rms_norm_eps", "max_position_embeddings"),
+)
+"""Fields of ``LlamaConfig`` that a saved head has."""
 LAYER_PREFIXES = ("midlayer.", "layers.0.")  # of the layer, in EAGLE's and in speculators' format
 
 
@@ -142,6 +157,81 @@ class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[misc]
         return stream + self.mlp(self.post_attention_layernorm(stream))  # type: ignore[no-any-return]
 
 
+class Eagle3Sizes(Document):
+    """Sizes of a new head's layer."""
+
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_size: int = Field(ge=2, multiple_of=2)
+    mlp_size: int = Field(ge=1)
+    layers: tuple[int, ...] = ()
+    """Layers of the target that are read, counted as in ``Eagle3Config``; empty: the published choice."""
+
+
+def new_eagle3(sizes: Mapping[str, Any], target: Target, *, source: str) -> Eagle3Network:
+    """Make a head with random weights for a target, over the target's whole vocabulary and with a copy of its output head.
+
+    Raises:
+        UserError: unknown or invalid sizes, or layers that the target does not have.
+    """
+    try:
+        given = Eagle3Sizes.model_validate_json(json.dumps(sizes))
+    except ValidationError as error:
+        raise UserError(f"{source}: draft: {describe(error, Eagle3Sizes)}") from None
+    text, num_layers = target.text.config, len(target.text.layers)
+    layers = given.layers or published_layers(num_layers)
+    if not all(0 <= number <= num_layers for number in layers):
+        raise UserError(
+            f"{source}: layers of the target are 0 to {num_layers}; got {list(layers)}; fix layers in draft"
+        )
+    layer = LlamaConfig(
+        hidden_size=text.hidden_size,
+        intermediate_size=given.mlp_size,
+        num_attention_heads=given.num_heads,
+        num_key_value_heads=given.num_kv_heads,
+        head_dim=given.head_size,
+        num_hidden_layers=1,
+        vocab_size=target.vocab_size,
+        max_position_embeddings=text.max_position_embeddings,
+    )
+    config = Eagle3Config(
+        hidden_size=text.hidden_size,
+        num_target_layers=num_layers,
+        state_size=text.hidden_size,
+        layers=layers,
+        draft_vocabulary_size=target.vocab_size,
+    )
+    network = Eagle3Network(config, layer, has_embedding=False, fc_bias=False)
+    with torch.no_grad():
+        network.lm_head.weight.copy_(target.model.get_output_embeddings().weight[: target.vocab_size])
+    return network
+
+
+def save_eagle3(network: Eagle3Network, folder: Path) -> None:
+    """Save a head in EAGLE's format, with weights in bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name.replace("layer.", "midlayer.", 1) if name.startswith("layer.") else name: tensor.contiguous()
+        for name, tensor in network.state_dict().items()
+    }
+    floats = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+    }
+    save_file(floats, folder / WEIGHTS)
+    content = {
+        "model_type": "llama",
+        **{name: getattr(network.layer_config, name) for name in LAYER_FIELDS},
+        "draft_vocab_size": network.config.draft_vocabulary_size,
+        "eagle_aux_hidden_state_layer_ids": list(network.config.layers),
+    }
+    write_bytes(folder / "config.json", (json.dumps(content, indent=2) + "\n").encode())
+
+
+def published_layers(num_layers: int) -> tuple[int, int, int]:
+    """Layers of the target that EAGLE-3 reads: a low, a middle and a high one."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
 def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` describes an EAGLE-3 head, in either format."""
     if "speculators_model_type" in config:
@@ -167,8 +257,7 @@ def load_eagle3(folder: Path, content: Mapping[str, Any], *, hidden_size: int, n
             f"{folder / WEIGHTS}: an EAGLE-3 head has the tensor {sorted(missing)[0]}; this file has "
             f"{', '.join(sorted(tensors)[:4])}, ...; give the head's own folder"
         )
-    default = (2, num_layers // 2, num_layers - 3)
-    layers = tuple(content.get("eagle_aux_hidden_state_layer_ids") or default)
+    layers = tuple(content.get("eagle_aux_hidden_state_layer_ids") or published_layers(num_layers))
     num_features = tensors["fc.weight"].shape[1]
     if num_features != len(layers) * hidden_size or not all(0 <= number <= num_layers for number in layers):
         raise UserError(

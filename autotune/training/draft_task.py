@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from autotune.acceptance.recorder import Recorder
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network, save_draft
+from autotune.drafters.eagle3 import Eagle3Network, new_eagle3, save_eagle3
 from autotune.drafters.network import BlocksNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
@@ -27,6 +29,7 @@ from autotune.training.memory import BatchShape, check_memory, estimate_memory, 
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.task import Task
 from autotune.training.teacher import DistillationRule, Examples, Teacher, TeacherBatches
+from autotune.training.unrolled import unrolled_loss
 from autotune.workloads.code.corpus import CodeSplit, installed_versions
 from autotune.workloads.digits import Split
 
@@ -40,7 +43,7 @@ EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.
 class DraftTask(Task):
     """Trains a draft for the recipe's teacher."""
 
-    module: BlocksNetwork
+    module: BlocksNetwork | Eagle3Network
 
     def __init__(
         self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator, *, report: Report | None = None
@@ -71,9 +74,8 @@ class DraftTask(Task):
                     f"{stage.distillation}; name one of them"
                 )
         torch.manual_seed(recipe.seed)
-        self.module = new_network(recipe.model, recipe.draft, self.target, source=str(recipe_path)).to(
-            accelerator.device
-        )
+        make = new_eagle3 if recipe.model == "eagle3" else functools.partial(new_network, recipe.model)
+        self.module = make(recipe.draft, self.target, source=str(recipe_path)).to(accelerator.device)
         self._head_masks: list[Tensor] | None = None
         self._training_lines: list[Line] | None = None
         if split is not None:
@@ -126,8 +128,9 @@ class DraftTask(Task):
         if self.accelerator.is_main_process:  # only it evaluates
             held_out = self._held_out_examples(stage)
             num_batches = min(NUM_HELD_OUT, held_out.num_batches or NUM_HELD_OUT)
-            needed = self.module.config.injection_layers
-            self._held_out = [self.teacher.read(held_out[index], layers=needed) for index in range(num_batches)]
+            self._held_out = [
+                self.teacher.read(held_out[index], layers=self._layers_read) for index in range(num_batches)
+            ]
         return list(self.module.parameters())
 
     def _batches_of(self, stage: Stage, number: int) -> TeacherBatches:
@@ -137,9 +140,15 @@ class DraftTask(Task):
         seed = 10 * self.recipe.seed + number
         return TeacherBatches(examples, self.teacher, layers=layers, rule=rule, cache=cache, seed=seed)
 
+    @property
+    def _layers_read(self) -> tuple[int, ...]:
+        """Target layers whose outputs the draft can read."""
+        network = self.module
+        return network.config.layers if isinstance(network, Eagle3Network) else network.config.injection_layers
+
     def _layers_kept(self, stage: Stage) -> tuple[set[int], DistillationRule]:
         """Target layers that the teacher batches of a stage keep, and the rule that chooses one more in each batch."""
-        layers, rule = {*self.module.config.injection_layers, self.teacher.num_layers}, stage.distillation
+        layers, rule = {*self._layers_read, self.teacher.num_layers}, stage.distillation
         return (layers | {rule}, "none") if isinstance(rule, int) else (layers, rule)
 
     def check_memory(self, *, half_precision: bool) -> str:
@@ -170,6 +179,8 @@ class DraftTask(Task):
         return check_memory(needs, device, folder, num_processes=self.share[1], source=self.recipe_path)
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
+        if isinstance(self.module, Eagle3Network):
+            return unrolled_loss(self.module, self._teacher_batches[step])
         seed = (self.recipe.seed * 1000 + self._stage_number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
         subnet, self._head_masks = self._subnet(stage, generator)
@@ -190,10 +201,13 @@ class DraftTask(Task):
         """Mean metrics of the full draft over the held-out teacher batches."""
         subnet = Subnet(visual_keep=self.module.config.visual_keep)
         self.module.eval()
-        metrics = [
-            drafting_loss(self.module, batch, EVALUATION, subnet, None, torch.Generator().manual_seed(0))[1]
-            for batch in self._held_out
-        ]
+        metrics = []
+        for batch in self._held_out:
+            if isinstance(self.module, Eagle3Network):
+                metrics.append(unrolled_loss(self.module, batch)[1])
+            else:
+                noise = torch.Generator().manual_seed(0)
+                metrics.append(drafting_loss(self.module, batch, EVALUATION, subnet, None, noise)[1])
         self.module.train()
         return {f"held_out_{name}": sum(batch[name] for batch in metrics) / len(metrics) for name in metrics[0]}
 
@@ -203,8 +217,11 @@ class DraftTask(Task):
             self.module.observe_importance(self._head_masks)
 
     def save(self, folder: Path) -> None:
-        self.module.token_frequencies = self._token_frequencies()
-        save_draft(self.module, folder)
+        if isinstance(self.module, Eagle3Network):
+            save_eagle3(self.module, folder)
+        else:
+            self.module.token_frequencies = self._token_frequencies()
+            save_draft(self.module, folder)
 
     @torch.no_grad()
     def _token_frequencies(self) -> Tensor:

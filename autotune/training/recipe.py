@@ -18,7 +18,7 @@ from autotune.workloads.code.examples import CODE_TASKS
 from autotune.workloads.digits import TASKS
 
 Objective = Literal["grounding", "answers", "text", "distillation", "drafting"]
-FEATURE_DRAFTS = tuple(NETWORKS)
+FEATURE_DRAFTS = (*NETWORKS, "eagle3")
 FILES = "files"
 """Share of rows that are windows of files alone, among the tasks of the workload ``code``."""
 WORKLOAD_TASKS: dict[str, tuple[str, ...]] = {"digits": TASKS, "code": (*CODE_TASKS, FILES)}
@@ -37,7 +37,7 @@ class Stage(Document):
     * ``answers`` is next-token cross-entropy on the reference answers plus ``grounding_weight`` times the grounding loss.
     * ``text`` is next-token cross-entropy on rows of files and tasks, for text models (``training/text_task.py``).
     * ``distillation`` is the KL divergence from the teacher's distribution at every answer position.
-    * ``drafting`` trains drafts that read the target's features (``training/losses.py``).
+    * ``drafting`` trains drafts that read the target's features (``training/losses.py``, ``training/unrolled.py``).
     """
 
     objective: Objective
@@ -116,7 +116,7 @@ class Recipe(Document, kind="recipe"):
 
     name: str
     description: str
-    model: Literal["target", "independent", "star", "dream", "specvlm"]
+    model: Literal["target", "independent", "star", "dream", "specvlm", "eagle3"]
     teacher: str | None = None
     """The target of a draft: a folder relative to the recipe, or (for drafts that read features) a Hugging Face id. The
     draft uses its tokenizer and processor.
@@ -176,6 +176,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         if (stage.objective == "drafting") != reads_features:
             rule = f"objective drafting is for {', '.join(FEATURE_DRAFTS)}, the others for other models"
             yield f"{rule}; got {stage.objective} for {recipe.model}; change one of them"
+        if recipe.model == "eagle3" and (stage.distillation != "none" or stage.subnets != "full"):
+            yield "an eagle3 head has no subnets and imitates no layer; remove distillation and subnets"
         if stage.objective == "text" and recipe.workload == "digits":
             yield "objective text is for the workload code; got it for digits; change one of them"
         if recipe.workload == "code" and stage.objective in ("grounding", "answers"):

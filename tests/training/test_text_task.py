@@ -207,6 +207,14 @@ def test_a_later_run_continues_from_the_stored_model(tmp_path: Path) -> None:
             {"text": {**SIZES, "num_hidden_layers": 2}, "teacher_layers": [0, 3]},
             {"objective": "distillation"},
         ),
+        (
+            "eagle3",
+            {
+                "text": {},
+                "draft": {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 32, "layers": [1, 2, 3]},
+            },
+            {"objective": "drafting"},
+        ),
         ("star", {"text": {}, "draft": {"num_heads": 4, "head_size": 8, "mlp_size": 32}}, {"objective": "drafting"}),
     ],
 )

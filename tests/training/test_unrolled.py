@@ -1,0 +1,104 @@
+"""Unrolled drafting of EAGLE-3 heads, against drafting token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.eagle3 import Eagle3Network, new_eagle3, save_eagle3
+from autotune.drafters.feature_draft import FeatureDraft
+from autotune.errors import UserError
+from autotune.modeling.target import Target
+from autotune.training.recipe import load_recipe
+from autotune.training.teacher import Example, Teacher
+from autotune.training.unrolled import unrolled_loss, unrolled_states
+from tests.tiny_models import Inputs
+
+SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "mlp_size": 32, "layers": [1, 2, 3]}
+STEPS = 4
+
+
+@pytest.fixture
+def head(target: Target) -> Eagle3Network:
+    torch.manual_seed(0)
+    head = new_eagle3(SIZES, target, source="test")
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=1.0 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
+    return head
+
+
+@torch.no_grad()
+def test_every_step_is_what_drafting_token_by_token_would_read(head: Eagle3Network) -> None:
+    """Row i of step k: the target's features up to row i - k, then k tokens drafted from the head's own states."""
+    num_rows, width = 9, head.config.state_size
+    stream, features = torch.randn(2, num_rows, width), torch.randn(2, num_rows, width)
+    unrolled = list(unrolled_states(head, stream, features, STEPS))
+    for step, found in enumerate(unrolled):
+        for row in range(step, num_rows):
+            read = features[:, : row - step + 1]
+            for _ in range(step):
+                count = read.shape[1]
+                states = head(stream[:, :count], read, head.factors(torch.arange(count))[None])
+                read = torch.cat([read, states[:, -1:]], 1)
+            expected = head(stream[:, : row + 1], read, head.factors(torch.arange(row + 1))[None])[:, -1]
+            torch.testing.assert_close(found[:, row], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_loss_ignores_padding_and_reaches_every_weight(
+    target: Target, head: Eagle3Network, prompts: dict[str, Inputs]
+) -> None:
+    with torch.no_grad():
+        encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
+    examples = [Example(prompt, len(prompt) - 9) for prompt in encoded]
+    teacher = Teacher(target)
+    together = unrolled_loss(head, teacher.read(examples, layers=SIZES["layers"]), num_steps=STEPS)[0]
+    alone = [unrolled_loss(head, teacher.read([one], layers=SIZES["layers"]), num_steps=STEPS)[0] for one in examples]
+    torch.testing.assert_close(together, torch.stack(alone).mean(), atol=1e-4, rtol=1e-4)
+    together.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
+
+
+def test_a_saved_head_loads_as_a_published_one(target: Target, head: Eagle3Network, tmp_path: Path) -> None:
+    save_eagle3(head, tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert {"fc.weight", "lm_head.weight", "norm.weight", "d2t", "midlayer.self_attn.q_proj.weight"} <= names.keys()
+    draft = load_draft(str(tmp_path), target)
+    assert isinstance(draft, FeatureDraft) and isinstance(draft.network, Eagle3Network)
+    assert draft.network.config == head.config
+    for name, value in draft.network.state_dict().items():
+        torch.testing.assert_close(value, head.state_dict()[name].to(value.dtype), atol=0.03, rtol=0.01)
+
+
+def test_a_new_head_has_the_targets_output_head(target: Target) -> None:
+    head = new_eagle3(SIZES, target, source="test")
+    states = torch.randn(3, head.config.state_size)
+    torch.testing.assert_close(head.lm_head(states), target.text.logits(states))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({**SIZES, "num_haeds": 2}, "recipe.yaml: draft: .*num_haeds"),
+        (
+            {**SIZES, "layers": [1, 9]},
+            r"recipe.yaml: layers of the target are 0 to 4; got \[1, 9\]; fix layers in draft",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be(target: Target, sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        new_eagle3(sizes, target, source="recipe.yaml")
+
+
+def test_a_head_imitates_no_layer(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "schema: autotune.recipe/1\nname: a\ndescription: b\nmodel: eagle3\nteacher: ../target\nstages:\n"
+        "  - {objective: drafting, steps: 1, batch_size: 1, learning_rate: 1.0, distillation: entropy}\n"
+    )
+    with pytest.raises(UserError, match="an eagle3 head has no subnets and imitates no layer; remove distillation"):
+        load_recipe(path)
