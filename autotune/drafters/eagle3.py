@@ -161,7 +161,8 @@ class Eagle3Sizes(Document):
     """Sizes of a new head's layer."""
 
     num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    """None: ``num_heads``."""
     head_size: int = Field(ge=2, multiple_of=2)
     mlp_size: int = Field(ge=1)
     layers: tuple[int, ...] = ()
@@ -188,7 +189,7 @@ def new_eagle3(sizes: Mapping[str, Any], target: Target, *, source: str) -> Eagl
         hidden_size=text.hidden_size,
         intermediate_size=given.mlp_size,
         num_attention_heads=given.num_heads,
-        num_key_value_heads=given.num_kv_heads,
+        num_key_value_heads=given.num_kv_heads or given.num_heads,
         head_dim=given.head_size,
         num_hidden_layers=1,
         vocab_size=target.vocab_size,

@@ -26,6 +26,7 @@ LOSS_WEIGHTS = {
     "dream": (1.0, 0.2),  # DREAM, section 4
     "star": (1.0, 0.2),  # STAR, eq. 3
     "specvlm": (0.1, 1.0),  # SpecVLM, eq. 3
+    "eagle3": (1.0, 0.0),  # EAGLE-3 has no loss of features
 }
 """Weights of the logits' and of the features' loss in the paper of each draft."""
 
@@ -176,8 +177,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         if (stage.objective == "drafting") != reads_features:
             rule = f"objective drafting is for {', '.join(FEATURE_DRAFTS)}, the others for other models"
             yield f"{rule}; got {stage.objective} for {recipe.model}; change one of them"
-        if recipe.model == "eagle3" and (stage.distillation != "none" or stage.subnets != "full"):
-            yield "an eagle3 head has no subnets and imitates no layer; remove distillation and subnets"
+        if recipe.model == "eagle3" and (
+            stage.distillation != "none" or stage.subnets != "full" or stage.feature_weight
+        ):
+            yield "an eagle3 head has no subnets and imitates no features; remove distillation, subnets and feature_weight"
         if stage.objective == "text" and recipe.workload == "digits":
             yield "objective text is for the workload code; got it for digits; change one of them"
         if recipe.workload == "code" and stage.objective in ("grounding", "answers"):

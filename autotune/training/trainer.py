@@ -56,7 +56,8 @@ class Checkpoint:
     recipe_key: str
 
     def save(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stage: int, step: int) -> None:
-        tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items() if "lm_head" not in name}
+        own = own_names(module)
+        tensors = {f"model.{name}": tensor for name, tensor in module.state_dict().items() if name in own}
         for name, parameter in module.named_parameters():
             for optimizer in optimizers:
                 for moment, value in optimizer.state.get(parameter, {}).items():
@@ -88,7 +89,7 @@ class Checkpoint:
         tensors = load_file(self.path).items()
         state = {name.removeprefix("model."): tensor for name, tensor in tensors if name.startswith("model.")}
         missing, unexpected = module.load_state_dict(state, strict=False)
-        assert not unexpected and all("lm_head" in name for name in missing), (missing, unexpected)
+        assert not unexpected and not own_names(module) & set(missing), (missing, unexpected)
 
     def load_optimizers(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         tensors = load_file(self.path)
@@ -99,6 +100,11 @@ class Checkpoint:
                 if all(key in tensors for key in keys.values()):
                     state = {moment: tensors[key].to(parameter.device) for moment, key in keys.items()}
                     optimizer.state[parameter] = state
+
+
+def own_names(module: nn.Module) -> set[str]:
+    """Names of parameters and buffers, without further names of tied ones."""
+    return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
 
 
 def learning_rate(stage: Stage, step: int) -> float:

@@ -305,7 +305,9 @@ def test_contradicting_keys_of_a_recipe(tmp_path: Path) -> None:
     stage = {"objective": "distillation", "steps": 1, "batch_size": 1, "learning_rate": 1e-3}
     changes = {"model": "independent", "stages": [stage], "data": {"file": "a.jsonl"}}
     path = write_recipe(tmp_path / "recipe.yaml", "x", **changes, drop=("tasks",))
-    with pytest.raises(UserError, match=r"data.file is for dream, star, specvlm; got it for independent; remove it"):
+    with pytest.raises(
+        UserError, match=r"data.file is for dream, star, specvlm, eagle3; got it for independent; remove it"
+    ):
         load_recipe(path)
 
 
@@ -341,10 +343,11 @@ def test_every_kind_of_draft_trains_on_a_file(
     )
     target = Target(pair.target)
     assert load_draft(str(folder), target).kind == model
-    frequencies = load_network(folder).token_frequencies
-    assert frequencies is not None and len(frequencies) == target.vocab_size
-    num_tokens = float(frequencies.sum())
-    assert num_tokens > 4 and num_tokens == pytest.approx(round(num_tokens), abs=1e-2), "a whole number was counted"
+    if model != "eagle3":  # a head has a vocabulary of its own
+        frequencies = load_network(folder).token_frequencies
+        assert frequencies is not None and len(frequencies) == target.vocab_size
+        num_tokens = float(frequencies.sum())
+        assert num_tokens > 4 and num_tokens == pytest.approx(round(num_tokens), abs=1e-2), "a whole number was counted"
     weights = (folder / "model.safetensors").read_bytes()
     train(tmp_path / "recipe.yaml", output=folder)
     assert (folder / "model.safetensors").read_bytes() == weights, "a finished training counts the same tokens"

@@ -94,11 +94,11 @@ def test_sizes_that_cannot_be(target: Target, sizes: dict[str, object], message:
         new_eagle3(sizes, target, source="recipe.yaml")
 
 
-def test_a_head_imitates_no_layer(tmp_path: Path) -> None:
+def test_a_head_imitates_no_features(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
         "schema: autotune.recipe/1\nname: a\ndescription: b\nmodel: eagle3\nteacher: ../target\nstages:\n"
         "  - {objective: drafting, steps: 1, batch_size: 1, learning_rate: 1.0, distillation: entropy}\n"
     )
-    with pytest.raises(UserError, match="an eagle3 head has no subnets and imitates no layer; remove distillation"):
+    with pytest.raises(UserError, match="an eagle3 head has no subnets and imitates no features; remove distillation"):
         load_recipe(path)
