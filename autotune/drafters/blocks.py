@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autotune.modeling.graph_runner import KVSlots
+from autotune.modeling.grouped_attention import grouped_attention
 
 MAX_BLOCKS = 4
 
@@ -75,9 +76,7 @@ class AttentionContext(NamedTuple):
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output [batch, n, heads, head size] from inputs [batch, heads, tokens, head size]."""
         is_causal = self.mask is None and self.begin == 0 and query.shape[2] > 1
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=self.mask, is_causal=is_causal, enable_gqa=query.shape[1] != key.shape[1]
-        ).transpose(1, 2)
+        return grouped_attention(query, key, value, self.mask, is_causal=is_causal).transpose(1, 2)
 
 
 WITHIN_BATCH = AttentionContext()

@@ -59,6 +59,12 @@ class TextModel:
         return self.config.model_type in KNOWN_TEXT_TYPES
 
     @property
+    def has_grouped_queries(self) -> bool:
+        """Whether several query heads share one KV head."""
+        heads: int = self.config.num_attention_heads
+        return heads != (getattr(self.config, "num_key_value_heads", None) or heads)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers."""
         config = self.config

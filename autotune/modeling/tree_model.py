@@ -5,6 +5,7 @@ prefix. The target and independent drafts are such models.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autotune.modeling.graph_runner import KVSlots, Outputs
+from autotune.modeling.grouped_attention import uncopied_groups
 from autotune.modeling.kv_cache import CachedModel, SlabCache
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.prompt import Encoded, Prompt, encode
@@ -92,6 +94,14 @@ class TreeModel(CachedModel):
 
     def forward(self, step: Step) -> Tensor:
         """Logits [n, vocabulary] of n tokens after the prefix and the uncommitted tokens. Nothing is committed."""
+        with self._attention():
+            return self._forward(step)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """The context of forward passes with a mask."""
+        return uncopied_groups(self.text.config) if self.text.has_grouped_queries else nullcontext()
+
+    def _forward(self, step: Step) -> Tensor:
         num_columns = step.tree_mask.shape[1]
         column_offsets = self._column_offsets[:num_columns]
         column_offsets[step.num_uncommitted :] = step.offsets
@@ -122,7 +132,8 @@ class TreeModel(CachedModel):
         positions = (
             prefix + torch.minimum(step.offsets, self.text.max_context - 1 - prefix) + step.prefix_state[2:, None]
         )
-        return self._keep_hidden(self._run_on_device(step, positions, self.output_layers))
+        with self._attention():
+            return self._keep_hidden(self._run_on_device(step, positions, self.output_layers))
 
     def _keep_hidden(self, outputs: Outputs) -> Tensor:
         logits, *hidden = outputs
