@@ -9,6 +9,7 @@ from autotune.check.baseline import Baseline
 from autotune.check.result import CheckResult
 from autotune.cost.roofline import DeviceLimits
 from autotune.cost.table import CostTable
+from autotune.doctor.diagnosis import Diagnosis
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.checkpoint import CONFIGS
 from autotune.export.document import Export
@@ -29,6 +30,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     SearchSpace,
     Recipe,
     DeviceLimits,
+    Diagnosis,
     CorpusPackages,
 )
 

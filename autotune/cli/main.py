@@ -12,7 +12,7 @@ import click
 from autotune.documents.provenance import version_of
 from autotune.errors import UserError, nearest
 
-VERBS = ("devices", "profile", "record", "search", "run", "bench", "check", "report", "export", "train")
+VERBS = ("devices", "doctor", "profile", "record", "search", "run", "bench", "check", "report", "export", "train")
 
 
 class Verbs(click.Group):
@@ -59,6 +59,6 @@ def main() -> None:
 
     Without options every command uses the bundled models and workload, offline.
 
-    Exit codes: 0 done, 1 the check found a regression, 2 a mistake that the user can fix, 3 the check is inconclusive,
+    Exit codes: 0 done, 1 the check found a regression or the doctor a defect, 2 a mistake that the user can fix, 3 the check is inconclusive,
     4 not comparable.
     """

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from autotune.evaluation.perplexity import answer_logits
 from autotune.modeling.target import Target
@@ -71,10 +72,33 @@ def first_divergence(
     sampler = sampler or TokenSampler(device=target.device)
     positions = len(prompt) + np.arange(index + 1)
     alone, together = (sampler.scores(logits, positions).float() for logits in (torch.stack(steps), together))
-    difference = torch.where(alone.isfinite() & together.isfinite(), (alone - together).abs(), 0.0)
     return Divergence(
         index=index,
         tokens=(a, b),
         margin=float((alone[-1, a] - alone[-1, b]).abs()),
-        noise=max(float(difference.max()), last_place / (sampler.temperature or 1.0)),
+        noise=max(largest_difference(alone, together), last_place / (sampler.temperature or 1.0)),
     )
+
+
+def flips(alone: Tensor, together: Tensor, noise: float) -> list[Divergence]:
+    """Every token whose argmax is another one in single steps than in one forward over the same tokens.
+
+    Args:
+        alone: logits of single steps, [tokens, vocabulary].
+        together: those of the forward over all.
+        noise: by which each of two logits may be wrong. It is not taken from these logits, whose difference is at least half
+            of the margin wherever an argmax flips.
+    """
+    best, other = alone.argmax(-1), together.argmax(-1)
+    found = []
+    for index in (best != other).nonzero()[:, 0].tolist():
+        a, b = int(best[index]), int(other[index])
+        margin = float(alone[index, a].float() - alone[index, b].float())
+        found.append(Divergence(index=index, tokens=(a, b), margin=margin, noise=noise))
+    return found
+
+
+def largest_difference(alone: Tensor, together: Tensor) -> float:
+    """Between finite scores; 0.0 without any."""
+    difference = torch.where(alone.isfinite() & together.isfinite(), (alone - together).abs(), 0.0)
+    return float(difference.max()) if difference.numel() else 0.0

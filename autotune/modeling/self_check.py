@@ -48,11 +48,11 @@ def check_tree_decoding(model: TreeModel) -> None:
     if model.text.is_tested:
         return
     try:
-        difference, noise = _compare(model)
+        difference, noise = compare_tree_decoding(model)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         raise _refusal(model_type, f"a tree does not run ({reason})") from error
-    allowed = max(_SLACK * noise, _LEAST_NOISE, _LEAST_NOISE_EPS * torch.finfo(model.dtype).eps)
+    allowed = allowed_difference(model, noise)
     if not difference <= allowed:
         reason = f"a tree's logits differ from token-by-token ones by {difference:.2g} standard deviations"
         raise _refusal(model_type, reason)
@@ -71,7 +71,13 @@ def _refusal(model_type: str, reason: str) -> UserError:
     )
 
 
-def _compare(model: TreeModel) -> tuple[float, float]:
+def allowed_difference(model: TreeModel, noise: float) -> float:
+    """The largest difference of a tree's logits that rounding explains; see ``compare_tree_decoding``."""
+    return max(_SLACK * noise, _LEAST_NOISE, _LEAST_NOISE_EPS * torch.finfo(model.dtype).eps)
+
+
+@torch.inference_mode()
+def compare_tree_decoding(model: TreeModel) -> tuple[float, float]:
     """Largest difference between a tree's logits and transformers' uncached ones, and between transformers' cached and
     uncached ones, both in standard deviations of the logits.
     """

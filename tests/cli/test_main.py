@@ -174,6 +174,12 @@ SEARCH = ["search", "PAIR", "--workload", "workload.jsonl", "-o", "new.json"]
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "missing profile": (["run", "nowhere.json", "--prompt", "x"], r"nowhere\.json: no such file; check the path"),
     "missing profile, bench": (["bench", "nowhere.json"], r"nowhere\.json: no such file"),
+    "missing target, doctor": (["doctor", "--target", "nowhere"], "nowhere: no such model"),
+    "unknown device, doctor": (["doctor", "--device", "h100"], "unknown device 'h100'; this machine has: cpu"),
+    "missing device, doctor": (["doctor", "--device", "cuda:99"], "device 'cuda:99' is not on this machine"),
+    "unsupported device, doctor": (["doctor", "--device", "mps"], "device 'mps': autotune runs on CPUs"),
+    "missing workload, doctor": (["doctor", "--target", "digits/target", "--workload", "nowhere.jsonl"], r"nowhere\.jsonl: no such file"),
+    "no tokens, doctor": (["doctor", "--tokens", "1"], "1 is not in the range"),
     "missing profile, check": (["check", "nowhere.json"], r"nowhere\.json: no such file"),
     "truncated profile": (["run", "truncated.json", "--prompt", "x"], "not a complete JSON document"),
     "unknown key": (["run", "typo.json", "--prompt", "x"], "unknown key 'points.0.verificatoin'; did you mean 'verification'"),

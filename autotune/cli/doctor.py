@@ -1,0 +1,58 @@
+"""``autotune doctor``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from autotune.cli import options
+
+
+@click.command(cls=options.Verb, short_help="Tell what to expect on this machine before a search.")
+@click.option(
+    "--target",
+    default=None,
+    help="Target to examine: a bundled name, a path or a Hugging Face id; default: the machine alone.",
+)
+@options.workload
+@options.device
+@click.option(
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(min=2, max=1024),
+    default=48,
+    show_default=True,
+    help="Tokens of each of four answers at which a verification is compared with single steps.",
+)
+@options.as_json
+def command(target: str | None, workload: str | None, device: str, num_tokens: int, as_json: bool) -> None:
+    """Tell what to expect on this machine before a search, in a minute: its devices and their datasheets, the bandwidth that a
+    copy reaches, and other processes. With a target also: the attention kernels that torch picks for its shapes, whether
+    verification equals single steps, what verifications cost in plain steps, and on a GPU time and memory of capturing.
+
+    Exits with 1 if a verification differs from single steps by more than rounding explains.
+    """
+    from autotune.cli.preflight import require_workload
+    from autotune.modeling.loading import default_workload, resolve
+
+    if target is not None:
+        resolve(target)
+    workload = workload or default_workload(target or "")
+    require_workload(workload)
+
+    from autotune.console import Console
+    from autotune.doctor.examination import examine
+    from autotune.doctor.output import print_diagnosis
+
+    console = Console()
+    found = examine(device, target, workload, num_tokens, console)
+    if as_json:
+        click.echo(found.dump())
+    else:
+        print_diagnosis(found, console)
+    for text in found.notes:
+        console.say(f"- {text}")
+    for text in found.defects:
+        console.say(f"DEFECT: {text}")
+    sys.exit(1 if found.defects else 0)

@@ -1,0 +1,63 @@
+"""The kernels that torch picks for the attention of a model, seen in its own forward passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from autotune.doctor.diagnosis import AttentionUse
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.step import Step
+from autotune.modeling.target import Target
+
+
+class _Use(NamedTuple):
+    backend: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    has_mask: bool
+
+
+class _Observer(TorchFunctionMode):
+    """Counts calls of scaled dot-product attention by shape and kernel, and lets them run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses: Counter[_Use] = Counter()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            backend = SDPBackend(torch._fused_sdp_choice(*args, **kwargs)).name.lower()
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            self.uses[_Use(backend, tuple(args[0].shape), tuple(args[1].shape), mask is not None)] += 1
+        return func(*args, **kwargs)
+
+
+@torch.inference_mode()
+def attention_uses(target: Target, prompt: Prompt, num_tokens: int) -> tuple[AttentionUse, ...]:
+    """The kernels of a prefill, a plain step, and a verification of ``num_tokens`` tokens; empty if the model attends by code of
+    its own.
+    """
+    target.reserve(len(prompt) + 1 + num_tokens)
+    tokens = np.resize(prompt.tokens.cpu().numpy(), num_tokens)
+    forwards: dict[str, Callable[[], Any]] = {
+        "prefill": lambda: target.prefill(prompt),
+        "plain step": lambda: target.step(int(tokens[0])),
+        "verification": lambda: target.forward(Step.causal(tokens, target.mask_value)),
+    }
+    found = []
+    for name, run in forwards.items():
+        with _Observer() as observer:
+            run()
+        found += [AttentionUse(forward=name, **use._asdict(), num_layers=count) for use, count in observer.uses.items()]
+    return tuple(found)

@@ -1,0 +1,61 @@
+"""Examines this machine, and a target on one of its devices."""
+
+from __future__ import annotations
+
+from autotune.console import Console
+from autotune.contention import ContentionMonitor
+from autotune.device import choose_device
+from autotune.doctor.diagnosis import Diagnosis
+from autotune.doctor.findings import defects, notes
+from autotune.doctor.machine import copy_gb_per_second, find_devices
+from autotune.doctor.target import examine_target
+from autotune.documents.provenance import stamp
+from autotune.errors import UserError
+from autotune.modeling.loading import load_model, load_processor, reference
+from autotune.modeling.target import Target
+from autotune.workloads.workload import load_workload
+
+NUM_PROMPTS = 4
+
+
+def examine(device: str, target: str | None, workload: str, num_tokens: int, console: Console) -> Diagnosis:
+    """Examine the machine and, if one is named, a target.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda:N``.
+        workload: whose first prompts are answered; those with images are left out for a text model.
+        num_tokens: of each answer.
+
+    Raises:
+        UserError: no such device, model or workload, or no prompt for the model.
+    """
+    chosen = choose_device(device)
+    chosen = "cuda:0" if chosen == "cuda" else chosen
+    monitor = ContentionMonitor(chosen)
+    with console.stage("copy bandwidth"):
+        rate = copy_gb_per_second(chosen)
+    found = None
+    if target is not None:
+        with console.stage("target"):
+            loaded = Target(load_model(target, device=chosen))
+            processor = load_processor(target)
+            reads_images = hasattr(processor, "image_processor")
+            tuning = load_workload(workload, "tune", num_prompts=NUM_PROMPTS if reads_images else None)
+            prompts = [prompt for prompt in tuning.prompts if reads_images or not prompt.pixels]
+            if not prompts:
+                raise UserError(
+                    f"{workload}: {target} reads text only, and every prompt has an image; name another --workload"
+                )
+            inputs = [prompt.inputs(processor, loaded.device) for prompt in prompts[:NUM_PROMPTS]]
+            found = examine_target(loaded, reference(target), inputs, num_tokens=num_tokens)
+    contention = monitor.contention
+    diagnosis = Diagnosis(
+        provenance=stamp(contention),
+        devices=find_devices(),
+        device=chosen,
+        copy_gb_per_second=rate,
+        contention=contention,
+        target=found,
+    )
+    sentences = {"defects": tuple(defects(diagnosis)), "notes": tuple(notes(diagnosis))}
+    return diagnosis.model_copy(update=sentences)

@@ -1,0 +1,112 @@
+"""Sentences about a diagnosis: defects, and notes on what will be slow or uncertain."""
+
+from __future__ import annotations
+
+from autotune.device import gib
+from autotune.doctor.diagnosis import Diagnosis, StepTimes, TargetFound
+from autotune.execution import EAGER
+
+SLOW_SHARE = 0.5  # of the bandwidth, below which something else than memory bounds a plain step
+
+
+def defects(found: Diagnosis) -> list[str]:
+    """Differences between a verification and single steps that rounding does not explain."""
+    target = found.target
+    if target is None:
+        return []
+    texts = []
+    check, ties = target.tree_check, target.near_ties
+    if check.difference > check.allowed:
+        texts.append(
+            f"a tree's logits differ from token-by-token ones by {check.difference:.2g} standard deviations, more than the "
+            f"{check.allowed:.2g} that this precision explains: outputs of speculative decoding will be wrong here"
+        )
+    if ties.num_unexplained:
+        texts.append(
+            f"{ties.num_unexplained} of {ties.num_tokens} argmaxes differ between verification and single steps by more than rounding "
+            f"explains, for example {ties.examples[0]}"
+        )
+    return texts
+
+
+def notes(found: Diagnosis) -> list[str]:
+    """Expectations of a search on this machine."""
+    texts = []
+    device = found.examined
+    if device.datasheet_gb_per_second is None and device.fingerprint.kind != "cpu":
+        texts.append(
+            f"no datasheet of {device.fingerprint.name}: searches measure here as elsewhere, but reports show no limits; add "
+            f"profiles/devices/{device.fingerprint.name}.yaml"
+        )
+    if not found.contention.is_quiet:
+        texts.append(
+            f"the machine is not quiet ({found.contention.describe('meanwhile')}): times scatter; searches and profiles wait for "
+            "a quiet machine with --wait-until-quiet"
+        )
+    if found.target is None:
+        return [*texts, "no target was examined; name one with --target"]
+    return texts + _attention_notes(found.target) + _precision_notes(found.target) + _time_notes(found, found.target)
+
+
+def _attention_notes(target: TargetFound) -> list[str]:
+    if not target.attention:
+        return ["the model does not call torch's scaled dot-product attention: its own code attends"]
+    texts = []
+    for backend, consequence in (
+        ("cudnn_attention", "it builds a plan for every new shape, and plain decoding has a new one for every token"),
+        ("math", "it stores all scores, which is slow with long contexts"),
+    ):
+        forwards = sorted({use.forward for use in target.attention if use.backend == backend})
+        if forwards:
+            texts.append(f"attention of {' and '.join(forwards)} runs as {backend}: {consequence}")
+    return texts
+
+
+def _precision_notes(target: TargetFound) -> list[str]:
+    ties, texts = target.near_ties, []
+    if not target.has_native_precision:
+        texts.append(f"the device emulates {target.precision}: load the model in float16")
+    if ties.num_flips > ties.num_unexplained:
+        texts.append(
+            f"{ties.num_flips - ties.num_unexplained} of {ties.num_tokens} argmaxes flip in near ties (noise {ties.noise:.2g}): outputs of speculative and "
+            "plain decoding will differ there, and autotune check accepts it"
+        )
+    elif not ties.num_flips:
+        texts.append(
+            f"no argmax of {ties.num_tokens} flips: outputs should equal those of plain decoding (noise {ties.noise:.2g})"
+        )
+    if not target.is_tested:
+        texts.append(
+            f"text models of type {target.model_type!r} are not in the test suite; this one passed the self-check"
+        )
+    return texts
+
+
+def _time_notes(found: Diagnosis, target: TargetFound) -> list[str]:
+    texts = [_price_note(times) for times in target.steps]
+    limit = found.examined.datasheet_gb_per_second or found.copy_gb_per_second
+    for times in target.steps:
+        rate = target.step_gb_per_second(times)
+        if rate < SLOW_SHARE * limit:
+            cause = "kernel launches or the arithmetic" if times.mode == EAGER else "small kernels or the arithmetic"
+            texts.append(
+                f"mode {times.mode}: a plain step reads {rate:.1f} GB/s, {100 * rate / limit:.0f} % of {limit:.3g} GB/s: {cause} take the rest"
+            )
+        if times.why_eager is not None:
+            texts.append(f"mode {times.mode} fails here and runs eagerly: {times.why_eager}")
+        if times.prepare_s is not None:
+            texts.append(
+                f"mode {times.mode} prepares {times.num_prepared} forward passes in {times.prepare_s:.1f} s and {gib(times.prepared_bytes)}"
+            )
+    tokens = int(found.examined.free_bytes / max(1, target.kv_bytes_per_token))
+    texts.append(f"{gib(found.examined.free_bytes)} are free beside the weights, keys and values of {tokens:,} tokens")
+    return texts
+
+
+def _price_note(times: StepTimes) -> str:
+    """The tokens per round at which a round without a draft's cost breaks even."""
+    prices = ", ".join(f"{tokens}: {ms / times.plain_ms:.2f}" for tokens, ms in sorted(times.verify_ms.items()))
+    return (
+        f"mode {times.mode}: a plain step takes {times.plain_ms:.2f} ms; a verification of n tokens, in plain steps, {prices}: so many "
+        "tokens per round pay for it alone"
+    )

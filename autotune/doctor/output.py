@@ -1,0 +1,57 @@
+"""Tables of a diagnosis, for people."""
+
+from __future__ import annotations
+
+from autotune.console import Console
+from autotune.device import gib
+from autotune.doctor.diagnosis import Diagnosis, TargetFound
+
+
+def print_diagnosis(found: Diagnosis, console: Console) -> None:
+    """Print devices, attention kernels and times of forward passes."""
+    rows = [
+        [
+            one.device,
+            one.fingerprint.name,
+            one.fingerprint.model,
+            one.fingerprint.driver or "-",
+            f"{gib(one.free_bytes)} of {gib(one.fingerprint.memory_bytes)}",
+            "-" if one.datasheet_gb_per_second is None else f"{one.datasheet_gb_per_second:.0f} GB/s",
+            f"{found.copy_gb_per_second:.1f} GB/s" if one.device == found.device else "-",
+        ]
+        for one in found.devices
+    ]
+    console.table("Devices", ["device", "name", "model", "driver", "free memory", "datasheet", "copy"], rows)
+    if found.target is not None:
+        _print_target(found.target, console)
+
+
+def _print_target(target: TargetFound, console: Console) -> None:
+    rows = [
+        [
+            use.forward,
+            use.backend,
+            _shape(use.query),
+            _shape(use.key),
+            "yes" if use.has_mask else "no",
+            str(use.num_layers),
+        ]
+        for use in target.attention
+    ]
+    console.table("Attention", ["forward pass", "kernel", "queries", "keys", "mask", "layers"], rows)
+    sizes = sorted({tokens for times in target.steps for tokens in times.verify_ms})
+    rows = [
+        [
+            times.mode,
+            f"{times.plain_ms:.2f}",
+            f"{target.step_gb_per_second(times):.1f}",
+            *(f"{times.verify_ms[tokens]:.2f}" for tokens in sizes),
+        ]
+        for times in target.steps
+    ]
+    columns = ["mode", "plain step, ms", "GB/s", *(f"{tokens} tokens" for tokens in sizes)]
+    console.table(f"Forward passes of {target.model.id}, {target.precision}", columns, rows)
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return " x ".join(map(str, sizes))

@@ -1,0 +1,150 @@
+"""Examines a target on its device: attention, trees and verification against single steps, and times of forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autotune.cost.profiler import shape_of
+from autotune.cost.sampling import plain_steps_ms
+from autotune.cost.settings import ProfileSettings
+from autotune.cost.step_bench import StepBench
+from autotune.doctor.attention import attention_uses
+from autotune.doctor.diagnosis import NearTies, StepTimes, TargetFound, TreeCheck
+from autotune.documents.provenance import ModelReference
+from autotune.drafters.checkpoint import load_draft
+from autotune.evaluation.divergence import flips, largest_difference
+from autotune.evaluation.perplexity import answer_logits
+from autotune.execution import EAGER, capture_sizes_for
+from autotune.modeling.clock import now_ms
+from autotune.modeling.loading import RETRIEVAL
+from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
+from autotune.modeling.target import Target
+
+VERIFIED_TOKENS = (2, 4, 8, 16, 32, 64)
+REPEATS = 9
+TIME_LIMIT_MS = 20_000.0  # no repetition begins after it, except the first
+ATTENTION_TOKENS = 32  # of the verification whose attention is observed
+MAX_EXAMPLES = 3
+
+
+@torch.inference_mode()
+def examine_target(
+    target: Target, reference: ModelReference, inputs: Sequence[dict[str, Any]], *, num_tokens: int
+) -> TargetFound:
+    """Examine a loaded target.
+
+    Args:
+        inputs: of the processor, for each of some prompts.
+        num_tokens: length of the plain answers whose logits are compared.
+    """
+    modes = [EAGER, *(["cuda-graph"] if target.device.type == "cuda" else [])]
+    difference, noise = compare_tree_decoding(target)
+    allowed = allowed_difference(target, noise)
+    (prompt,) = target.encode(inputs[0]).prompts
+    shape = shape_of(target)
+    return TargetFound(
+        model=reference,
+        model_type=target.text.config.model_type,
+        is_tested=target.text.is_tested,
+        precision=str(target.dtype).removeprefix("torch."),
+        has_native_precision=_has_native_precision(target),
+        weight_bytes=shape.text_parameters * shape.bytes_per_parameter,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        attention=attention_uses(target, prompt, ATTENTION_TOKENS),
+        tree_check=TreeCheck(difference=difference, noise=noise, allowed=allowed),
+        near_ties=audit_near_ties(target, inputs, num_tokens, allowed=allowed),
+        steps=tuple(time_steps(target, mode, len(prompt) + num_tokens) for mode in modes),
+    )
+
+
+def _has_native_precision(target: Target) -> bool:
+    if target.dtype != torch.bfloat16 or target.device.type != "cuda":
+        return True
+    with torch.cuda.device(target.device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+@torch.inference_mode()
+def audit_near_ties(target: Target, inputs: Sequence[dict[str, Any]], num_tokens: int, *, allowed: float) -> NearTies:
+    """Compare the logits of single steps with those of one verification, at the tokens of plain greedy answers.
+
+    Args:
+        allowed: noise that rounding explains, in standard deviations of the logits.
+    """
+    audits = []
+    for one in inputs:
+        tokens, alone = _plain_answer(target, one, num_tokens)
+        # The first row of both is of the prefill, which is no verification.
+        audits.append((alone[1:].float(), answer_logits(target, one, tokens)[1:].float()))
+    alone, together = (torch.cat(logits) for logits in zip(*audits, strict=True))
+    allowed_noise = allowed * float(alone.std())
+    best = alone.topk(2).values
+    found = flips(alone, together, allowed_noise)
+    return NearTies(
+        num_tokens=len(alone),
+        num_flips=len(found),
+        num_unexplained=sum(not flip.is_near_tie for flip in found),
+        noise=largest_difference(alone, together),
+        allowed_noise=allowed_noise,
+        median_margin=float((best[:, 0] - best[:, 1]).median()),
+        examples=tuple(map(str, sorted(found, key=lambda flip: flip.is_near_tie)[:MAX_EXAMPLES])),
+    )
+
+
+def _plain_answer(target: Target, inputs: dict[str, Any], num_tokens: int) -> tuple[list[int], Tensor]:
+    """Tokens of a greedy answer by single steps, past its end too, and the logits at each, [tokens, vocabulary]."""
+    target.use_mode(EAGER)
+    target.output_layers = ()
+    (prompt,) = target.encode(inputs).prompts
+    target.reserve(len(prompt) + num_tokens)
+    logits = [target.prefill(prompt).logits]
+    tokens = [int(logits[-1].argmax())]
+    while len(tokens) < num_tokens:
+        logits.append(target.step(tokens[-1]))
+        tokens.append(int(logits[-1].argmax()))
+    return tokens, torch.stack(logits)
+
+
+@torch.inference_mode()
+def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
+    """Time plain steps and verifications in turns. Every mode but eager prepares all sizes first, which is timed too."""
+    sizes = capture_sizes_for(mode, ())
+    settings = ProfileSettings(kv_lengths=(kv_length,), capture_sizes=sizes, mode=mode)
+    reserved, started = _reserved_bytes(target.device), now_ms(target.device)
+    bench = StepBench(target, load_draft(RETRIEVAL, target), settings)
+    bench.decode_ms(kv_length)
+    for tokens in VERIFIED_TOKENS:
+        bench.verify_ms(tokens, kv_length)
+    prepared_s = (now_ms(target.device) - started) / 1e3
+    started = now_ms(target.device)
+    plain: list[float] = []
+    verify: dict[int, list[float]] = {tokens: [] for tokens in VERIFIED_TOKENS}
+    for number in range(REPEATS):
+        if number and now_ms(target.device) - started > TIME_LIMIT_MS:
+            break
+        for tokens, times in verify.items():
+            plain.append(float(np.median(plain_steps_ms(bench, kv_length))))
+            times.append(bench.verify_ms(tokens, kv_length))
+    graphs = target.graph_runner
+    result = StepTimes(
+        mode=mode,
+        kv_length=kv_length,
+        plain_ms=float(np.median(plain)),
+        verify_ms={tokens: float(np.median(times)) for tokens, times in verify.items()},
+        prepare_s=None if graphs is None else prepared_s,
+        prepared_bytes=0 if graphs is None else max(0, _reserved_bytes(target.device) - reserved),
+        num_prepared=0 if graphs is None else len(graphs),
+        why_eager=None if graphs is None else graphs.why_eager,
+    )
+    target.use_mode(EAGER)
+    target.output_layers = ()
+    return result
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -1,0 +1,136 @@
+"""Machines and models are examined, and a broken verification is found."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.nn.attention import SDPBackend
+from transformers import PreTrainedTokenizerFast
+
+from autotune.cli.main import main
+from autotune.device import local_devices
+from autotune.doctor import target as examination
+from autotune.doctor.attention import attention_uses
+from autotune.doctor.diagnosis import Diagnosis
+from autotune.doctor.machine import copy_gb_per_second, find_devices
+from autotune.doctor.target import audit_near_ties, time_steps
+from autotune.evaluation.divergence import flips, largest_difference
+from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
+from autotune.modeling.step import Step
+from autotune.modeling.target import Target
+from tests.tiny_models import Inputs, Pair
+
+NUM_TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "REPEATS", 1)
+    monkeypatch.setattr("autotune.doctor.machine.COPY_BYTES", 1 << 16)
+
+
+def test_devices_and_the_rate_of_a_copy() -> None:
+    assert [found.device for found in find_devices()] == local_devices()
+    assert find_devices()[0].datasheet_gb_per_second is None
+    assert copy_gb_per_second("cpu") > 0
+
+
+def test_flips_by_hand() -> None:
+    """Token 0 flips by 0.1, token 2 by 3; a masked logit is no difference."""
+    low = -torch.inf
+    alone = torch.tensor([[1.0, 0.9, low], [2.0, 0.0, low], [3.0, 0.0, low]])
+    together = torch.tensor([[0.9, 1.0, 0.0], [2.0, 0.0, low], [0.0, 3.0, low]])
+    first, second = flips(alone, together, 0.06)
+    assert (first.index, first.tokens, second.index) == (0, (0, 1), 2)
+    assert first.is_near_tie and not second.is_near_tie
+    assert largest_difference(alone, together) == 3.0
+    assert flips(alone, alone, 0.0) == []
+
+
+def test_the_attention_of_every_kind_of_forward_is_seen(text_pair: Pair) -> None:
+    target = Target(text_pair.target)
+    (prompt,) = target.encode({"input_ids": torch.arange(5, 15)[None]}).prompts
+    uses = {use.forward: use for use in attention_uses(target, prompt, 6)}
+    assert [use.query[2] for use in uses.values()] == [10, 1, 6], "of the prefill, the plain step and the verification"
+    assert [use.key[2] for use in uses.values()] == [10, 11, 17]
+    assert uses["verification"].has_mask and not uses["plain step"].has_mask
+    assert all(use.num_layers == len(target.text.layers) for use in uses.values())
+    assert {use.backend for use in uses.values()} <= {name.lower() for name in SDPBackend.__members__} - {"error"}
+
+
+def test_a_model_that_attends_by_itself_shows_no_kernel(text_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(text_pair.target)
+    monkeypatch.setattr(target.text.module.config, "_attn_implementation", "eager")
+    (prompt,) = target.encode({"input_ids": torch.arange(5, 15)[None]}).prompts
+    assert attention_uses(target, prompt, 6) == ()
+
+
+def test_verification_equals_single_steps_in_float32(text_pair: Pair) -> None:
+    inputs: list[Inputs] = [{"input_ids": torch.arange(5, 5 + n)[None]} for n in (9, 20)]
+    target = Target(text_pair.target)
+    found = audit_near_ties(target, inputs, NUM_TOKENS, allowed=1e-4)
+    assert found.num_tokens == 2 * (NUM_TOKENS - 1) and found.num_flips == 0
+    assert 0 <= found.noise < 1e-3 < found.median_margin
+
+
+def test_flips_in_half_precision_are_near_ties(text_pair: Pair) -> None:
+    target = Target(copy.deepcopy(text_pair.target).to(torch.bfloat16))
+    difference, noise = compare_tree_decoding(target)
+    allowed = allowed_difference(target, noise)
+    inputs: list[Inputs] = [{"input_ids": torch.arange(5, 5 + n)[None]} for n in range(6, 18)]
+    found = audit_near_ties(target, inputs, 24, allowed=allowed)
+    assert difference <= allowed and found.num_unexplained == 0 < found.noise
+    assert found.num_flips > 0, "the test needs a near tie"
+
+
+def test_a_broken_verification_is_unexplained(text_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward passes of several tokens see them in another order, although the logits' noise is then as large as any margin."""
+    target = Target(text_pair.target)
+    forward = target.forward
+
+    def broken(step: Step) -> Any:
+        return forward(step).flip(0) if len(step.tokens) > 1 else forward(step)
+
+    monkeypatch.setattr(target, "forward", broken)
+    found = audit_near_ties(target, [{"input_ids": torch.arange(5, 25)[None]}], NUM_TOKENS, allowed=1e-4)
+    assert found.num_unexplained > 0 and found.examples[0].endswith("not a tie")
+
+
+def test_preparing_forward_passes_is_timed(text_pair: Pair) -> None:
+    """``fixed`` prepares as ``cuda-graph`` does, on any device."""
+    target = Target(text_pair.target)
+    eager, fixed = (time_steps(target, mode, 40) for mode in ("eager", "fixed"))
+    assert eager.prepare_s is None and eager.num_prepared == 0
+    assert fixed.prepare_s is not None and fixed.prepare_s > 0 and fixed.num_prepared >= len(fixed.verify_ms)
+    assert fixed.why_eager is None and target.mode == "eager"
+
+
+def test_the_command_examines_machine_and_target(
+    text_pair: Pair, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundled prompts without images serve a text model."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=processor.tokenizer.backend_tokenizer)
+    tokenizer.save_pretrained(text_pair.target_folder)
+    alone = CliRunner().invoke(main, ["doctor", "--device", "cpu", "--json"])
+    assert alone.exit_code == 0 and Diagnosis.model_validate(without_schema(alone.stdout), strict=False).target is None
+    command = ["doctor", "--device", "cpu", "--target", str(text_pair.target_folder), "--tokens", "4"]
+    found = CliRunner().invoke(main, [*command, "--json"], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    diagnosis = Diagnosis.model_validate(without_schema(found.stdout), strict=False)
+    assert diagnosis.target is not None and diagnosis.target.near_ties.num_tokens > 0
+    assert diagnosis.notes and diagnosis.defects == ()
+    monkeypatch.setattr("autotune.doctor.target.compare_tree_decoding", lambda model: (9.0, 1e-6))
+    printed = CliRunner().invoke(main, command)
+    assert printed.exit_code == 1 and "DEFECT: a tree's logits differ" in printed.stderr
+    assert "Attention" in printed.stderr and "tokens per round" in printed.stderr and printed.stdout == ""
+
+
+def without_schema(text: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(text)
+    assert content.pop("schema") == "autotune.diagnosis/1"
+    return content

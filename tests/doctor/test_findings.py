@@ -1,0 +1,119 @@
+"""Sentences of a diagnosis, and its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autotune.doctor.diagnosis import AttentionUse, DeviceFound, Diagnosis, NearTies, StepTimes, TargetFound, TreeCheck
+from autotune.doctor.findings import defects, notes
+from autotune.documents.contention import Contention
+from autotune.documents.fingerprint import Fingerprint
+from autotune.documents.provenance import ModelReference, stamp
+
+GPU = DeviceFound(
+    device="cuda:0",
+    fingerprint=Fingerprint(name="slate", kind="cuda", model="A slate", num_cores=4, memory_bytes=64 << 30),
+    free_bytes=32 << 30,
+)
+TIMES = StepTimes(mode="eager", kv_length=1000, plain_ms=10.0, verify_ms={2: 10.0, 32: 15.0})
+SOUND = TreeCheck(difference=1e-3, noise=1e-3, allowed=4e-3)
+TIES = NearTies(num_tokens=90, num_flips=0, num_unexplained=0, noise=0.1, allowed_noise=0.2, median_margin=3.0)
+
+
+def target(**fields: Any) -> TargetFound:
+    values: dict[str, Any] = {
+        "model": ModelReference(id="a/model", sha256=""),
+        "model_type": "llama",
+        "is_tested": True,
+        "precision": "bfloat16",
+        "has_native_precision": True,
+        "weight_bytes": 10**9,
+        "kv_bytes_per_token": 10**5,
+        "attention": (attention("plain step", "flash_attention"),),
+        "tree_check": SOUND,
+        "near_ties": TIES,
+        "steps": (TIMES,),
+    }
+    return TargetFound(**values | fields)
+
+
+def attention(forward: str, backend: str) -> AttentionUse:
+    return AttentionUse(
+        forward=forward, backend=backend, query=(1, 8, 1, 64), key=(1, 8, 9, 64), has_mask=False, num_layers=4
+    )
+
+
+def diagnosis(found: TargetFound | None, *, contention: Contention | None = None, **device: Any) -> Diagnosis:
+    return Diagnosis(
+        provenance=stamp(),
+        devices=(GPU.model_copy(update=device),),
+        device="cuda:0",
+        copy_gb_per_second=400.0,
+        contention=contention or Contention(seconds=9.0, num_cores=8, own_cores=1.0, other_cores=0.0),
+        target=found,
+    )
+
+
+def test_a_diagnosis_survives_its_file(tmp_path: Path) -> None:
+    found = diagnosis(target())
+    found.save(tmp_path / "d.json")
+    assert Diagnosis.load(tmp_path / "d.json") == found
+
+
+def test_without_a_target_the_machine_alone_is_noted() -> None:
+    found = diagnosis(None)
+    assert defects(found) == []
+    no_datasheet, no_target = notes(found)
+    assert "no datasheet of slate" in no_datasheet and "profiles/devices/slate.yaml" in no_datasheet
+    assert no_target == "no target was examined; name one with --target"
+
+
+def test_a_sound_target_has_no_defect() -> None:
+    """It reads 1.1 GB in 10 ms, a quarter of what a copy reaches; a verification of 32 tokens costs 1.5 plain steps."""
+    found = diagnosis(target(), datasheet_gb_per_second=440.0)
+    assert defects(found) == []
+    ties, price, rate, memory = notes(found)
+    assert "no argmax of 90 flips" in ties
+    assert "a plain step takes 10.00 ms" in price and "2: 1.00, 32: 1.50" in price
+    assert "110.0 GB/s, 25 % of 440 GB/s: kernel launches" in rate
+    assert memory == "32.0 GiB are free beside the weights, keys and values of 343,597 tokens"
+
+
+def test_defects_are_told_from_near_ties() -> None:
+    flips = TIES.model_copy(update={"num_flips": 3, "num_unexplained": 2, "examples": ("token 7: 1 or 2",)})
+    found = diagnosis(target(near_ties=flips, tree_check=SOUND.model_copy(update={"difference": 0.5})))
+    tree, unexplained = defects(found)
+    assert "differ from token-by-token ones by 0.5 standard deviations, more than the 0.004" in tree
+    assert "2 of 90 argmaxes" in unexplained and "token 7: 1 or 2" in unexplained
+    assert any("1 of 90 argmaxes flip in near ties" in text for text in notes(found))
+
+
+def test_what_will_be_slow_is_noted() -> None:
+    captured = StepTimes(
+        mode="cuda-graph",
+        kv_length=1000,
+        plain_ms=3.0,
+        verify_ms={2: 3.0},
+        prepare_s=2.5,
+        prepared_bytes=512 << 20,
+        num_prepared=7,
+        why_eager="RuntimeError: no",
+    )
+    uses = attention("plain step", "cudnn_attention"), attention("verification", "math"), attention("prefill", "math")
+    busy = Contention(seconds=9.0, num_cores=8, own_cores=1.0, other_cores=3.0)
+    found = diagnosis(
+        target(attention=uses, steps=(TIMES, captured), has_native_precision=False, is_tested=False), contention=busy
+    )
+    text = "\n".join(notes(found))
+    for expected in (
+        "the machine is not quiet (other processes used 3.0 of 8 cores",
+        "attention of plain step runs as cudnn_attention: it builds a plan",
+        "attention of prefill and verification runs as math",
+        "the device emulates bfloat16",
+        "type 'llama' are not in the test suite",
+        "mode cuda-graph prepares 7 forward passes in 2.5 s and 512 MiB",
+        "mode cuda-graph fails here and runs eagerly: RuntimeError: no",
+    ):
+        assert expected in text, expected
+    assert "does not call torch's scaled dot-product attention" in notes(diagnosis(target(attention=())))[1]
