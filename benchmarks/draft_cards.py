@@ -4,11 +4,12 @@
     autotune train drafts/digits/dream/ablations/without-final.yaml --output FOLDER
     python benchmarks/draft_cards.py measure FOLDER --card drafts/digits/dream --label without-final
     python benchmarks/draft_cards.py measure drafts/digits/specvlm --operator pool
+    python benchmarks/draft_cards.py measure drafts/digits/star --visual-keep 0.1 --visual-ranking all_queries
     python benchmarks/draft_cards.py operators drafts/digits/specvlm
     python benchmarks/draft_cards.py write drafts/digits/star
 
-``measure`` adds rows to the card's ``acceptance.jsonl``, one for each value of each option, and skips rows that exist for
-the same weights; a row takes about a minute. ``operators`` writes ``operators.jsonl``: the loss of every operator of a
+``measure`` adds rows to the card's ``acceptance.jsonl``, one for each value of each option (``--visual-ranking``: for each
+pair with a value of ``--visual-keep``), and skips rows that exist for the same weights; a row takes about a minute. ``operators`` writes ``operators.jsonl``: the loss of every operator of a
 compressor by task, and the choice of its gate. ``write`` writes ``README.md`` in a second. Rows whose label is the name of a
 recipe in the draft's ``ablations`` are compared with its ``baseline``, and with the paper's ablation.
 """
@@ -24,7 +25,7 @@ import click
 import torch
 
 from autotune.acceptance.recorder import Recorder
-from autotune.documents.subnet import Operator, Subnet
+from autotune.documents.subnet import VISUAL_RANKINGS, Operator, Subnet, VisualRanking
 from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.drafters.compression import SELECTED
 from autotune.drafters.specvlm import SpecVlmNetwork
@@ -51,6 +52,7 @@ from autotune.workloads.workload import load_workload
 TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
 ROWS, OPERATOR_ROWS = "acceptance.jsonl", "operators.jsonl"
 BASELINE = "baseline"
+DEFAULT_RANKING: VisualRanking = Subnet().visual_ranking
 CARD_SEED = 77  # of held-out examples that neither training nor the evaluation prompts use
 PUBLISHED: dict[str, dict[str, tuple[float, ...]]] = {
     # Accepted length on MMT-Bench, SEED-Bench and ScienceQA relative to the full design (DREAM, table 2).
@@ -121,6 +123,7 @@ def main() -> None:
 @click.option("--heads", type=float, multiple=True)
 @click.option("--injection-layer", type=int, multiple=True)
 @click.option("--visual-keep", type=float, multiple=True)
+@click.option("--visual-ranking", type=click.Choice(VISUAL_RANKINGS), multiple=True)
 @click.option("--operator", type=click.Choice(SELECTED), multiple=True)
 @click.option("--subnet", type=(float, int, float), help="Share of heads, injection layer, share of visual tokens.")
 @click.option("--temperature", default=0.0, show_default=True)
@@ -132,6 +135,7 @@ def measure(
     heads: tuple[float, ...],
     injection_layer: tuple[int, ...],
     visual_keep: tuple[float, ...],
+    visual_ranking: tuple[VisualRanking, ...],
     operator: tuple[Operator, ...],
     subnet: tuple[float, int, float] | None,
     temperature: float,
@@ -144,7 +148,8 @@ def measure(
     own_keep = load_draft(str(draft), target).visual_keep
     subnets = [Subnet(heads=share, visual_keep=own_keep) for share in heads]
     subnets += [Subnet(injection_layer=layer, visual_keep=own_keep) for layer in injection_layer]
-    subnets += [Subnet(visual_keep=keep) for keep in visual_keep]
+    rankings = visual_ranking or (DEFAULT_RANKING,)
+    subnets += [Subnet(visual_keep=keep, visual_ranking=one) for keep in visual_keep for one in rankings]
     subnets += [Subnet(operator=name, visual_keep=own_keep) for name in operator]
     if subnet is not None:
         subnets.append(Subnet(heads=subnet[0], injection_layer=subnet[1], visual_keep=subnet[2]))
@@ -158,11 +163,12 @@ def measure(
         if (sha256, choice, prompts, temperature) in known:
             continue
         loaded = load_draft(str(draft), target, choice)
-        decoder = Decoder(target, loaded, tree=TREE, visual_keep=choice.visual_keep, processor=processor)
+        keep, ranking = choice.visual_keep, choice.visual_ranking
+        decoder = Decoder(target, loaded, tree=TREE, visual_keep=keep, visual_ranking=ranking, processor=processor)
         row = {
             "label": label,
             "sha256": sha256,
-            "subnet": choice.model_dump(exclude_defaults=True) | {"visual_keep": choice.visual_keep},
+            "subnet": choice.model_dump(exclude_defaults=True) | {"visual_keep": keep},
         }
         if temperature > 0:
             row["temperature"] = temperature
@@ -278,6 +284,33 @@ def ablation_section(draft: Path, kind: str, rows: list[dict[str, Any]]) -> list
     return lines
 
 
+def ranking_section(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines with M by ranking and share of visual tokens; empty where one ranking was measured."""
+    names = {"visual_keep", "visual_ranking"}
+    by_ranking = {
+        (row["subnet"].get("visual_ranking", DEFAULT_RANKING), row["subnet"]["visual_keep"]): row
+        for row in rows
+        if row["subnet"].keys() <= names
+    }
+    keeps = sorted({keep for ranking, keep in by_ranking if ranking != DEFAULT_RANKING}, reverse=True)
+    if not keeps:
+        return []
+    lines = [
+        "",
+        "## Ranking of the visual tokens",
+        "",
+        "M by the share of visual tokens kept.",
+        "",
+        "| | " + " | ".join(f"{keep:g}" for keep in keeps) + " |",
+        "|---" * (1 + len(keeps)) + "|",
+    ]
+    for ranking in VISUAL_RANKINGS:
+        found = [by_ranking.get((ranking, keep)) for keep in keeps]
+        cells = ["-" if row is None else f"{row['tokens_per_round']:.2f}" for row in found]
+        lines.append(f"| `{ranking}` | {' | '.join(cells)} |")
+    return lines
+
+
 def layer_section(layers: dict[int, int]) -> list[str]:
     """Lines with the share of the logged steps that distilled each layer; empty without intermediate distillation."""
     if not layers:
@@ -304,8 +337,8 @@ def write(draft: Path) -> None:
     sha256 = sha256_of(draft / "model.safetensors")
     sampled = [row for row in rows if row["sha256"] == sha256 and row.get("temperature")]
     rows = [row for row in rows if not row.get("temperature")]
-    own = [row for row in rows if row["sha256"] == sha256 and row["subnet"].keys() == {"visual_keep"}]
-    full = next(row for row in own if row["subnet"]["visual_keep"] == config.get("visual_keep", 1.0))
+    measured_rows = [row for row in rows if row["sha256"] == sha256 and not row["label"]]
+    full = next(row for row in measured_rows if row["subnet"] == {"visual_keep": config.get("visual_keep", 1.0)})
     kind, data = config.get("kind", "independent"), recipe.get("data", {}).get("num_examples")
     examples = f"{data:,} examples" if data else "every example once"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
@@ -348,7 +381,7 @@ def write(draft: Path) -> None:
     full_value = {
         "heads": 1.0,
         "injection_layer": config.get("num_target_layers"),
-        "visual_keep": config.get("visual_keep"),
+        "visual_keep": full["subnet"]["visual_keep"],
     }
     titles = {
         "heads": "Share of heads kept",
@@ -356,20 +389,18 @@ def write(draft: Path) -> None:
         "visual_keep": "Share of visual tokens kept",
     }
     for key, title in titles.items():
-        subnets = [
-            row
-            for row in rows
-            if row["sha256"] == sha256 and key in row["subnet"] and row is not full and not row["label"]
-        ]
-        values = [(row["subnet"][key], row) for row in subnets if key != "visual_keep" or row in own]
-        if values:
-            values = sorted([*values, (full_value[key], full)], key=lambda item: -item[0])
-            lines += ["", f"## {title}", "", *table([row for _, row in values], [f"{value:g}" for value, _ in values])]
-    forced = {
-        row["subnet"]["operator"]: row
-        for row in rows
-        if row["sha256"] == sha256 and "operator" in row["subnet"] and not row["label"]
-    }
+        others = full["subnet"] | {key: full_value[key]}  # the other choices are the full draft's
+        values = {
+            row["subnet"][key]: row
+            for row in measured_rows
+            if key in row["subnet"] and {**row["subnet"], key: full_value[key]} == others
+        }
+        if values.keys() - {full_value[key]}:
+            values[full_value[key]] = full
+            chosen = sorted(values, reverse=True)
+            lines += ["", f"## {title}", "", *table([values[v] for v in chosen], [f"{value:g}" for value in chosen])]
+    lines += ranking_section(measured_rows)
+    forced = {row["subnet"]["operator"]: row for row in measured_rows if "operator" in row["subnet"]}
     if forced:
         note = (
             f"Every prompt is compressed by one operator, on {next(iter(forced.values()))['prompts']} held-out prompts."
