@@ -31,7 +31,7 @@ class AttentionUse(Document):
     another device.
     """
     query: tuple[int, ...]
-    """Shape of the queries, [batch, heads, tokens, head size]."""
+    """Shape of the queries, [batch, heads, tokens, head size]; where several heads share a KV head, the KV heads may be the batch."""
     key: tuple[int, ...]
     """Shape of the keys."""
     has_mask: bool
