@@ -13,13 +13,13 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 check: lint  ## lint, types and the tests that need no torch: about a minute
-	$(BIN)/pytest -n auto --without-torch -m "not nightly and not gpu"
+	$(BIN)/pytest -n auto --without-torch -m "not nightly"
 
 test: lint  ## what every change needs: about six minutes on two cores
-	$(BIN)/pytest -n auto --dist worksteal -m "not nightly and not gpu" --durations=25
+	$(BIN)/pytest -n auto --dist worksteal -m "not nightly" --durations=25
 
-nightly: test docs  ## everything that needs no accelerator
-	$(BIN)/pytest -n auto --dist worksteal -m "nightly and not gpu" --durations=25
+nightly: test docs  ## everything else
+	$(BIN)/pytest -n auto --dist worksteal -m nightly --durations=25
 
 docs: .venv/docs  ## the documentation as a site, in site/; a broken link fails
 	$(BIN)/mkdocs build --strict

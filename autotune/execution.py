@@ -9,6 +9,7 @@ from autotune.errors import UserError
 from autotune.trees.limits import MAX_STEP
 
 EAGER = "eager"
+AUTO = "auto"  # the best mode of the device, which is known once the models are loaded
 MODES: dict[str, str] = {
     EAGER: "forwards as transformers runs them",
     "fixed": "over static buffers, but run eagerly: the reference for the other two",
@@ -38,9 +39,13 @@ def round_up(size: int, capture_sizes: Sequence[int]) -> int:
 
 
 def capture_sizes_for(mode: str, capture_sizes: Sequence[int]) -> tuple[int, ...]:
-    """The given capture sizes, or the default ones of the mode.
+    """The given capture sizes, or the default ones of the mode. Every mode but eager prepares a forward pass for each size
+    that occurs, so the default sizes above the largest one given are added.
 
     Raises:
         UserError: a size out of range.
     """
-    return check_capture_sizes(capture_sizes or (() if mode == EAGER else DEFAULT_CAPTURE_SIZES))
+    sizes = check_capture_sizes(capture_sizes)
+    if mode == EAGER:
+        return sizes
+    return (*sizes, *(size for size in DEFAULT_CAPTURE_SIZES if size > max(sizes, default=0)))

@@ -14,6 +14,7 @@ import pytest
 from tests.imports import MODULES, ROOT, heavy_import
 
 if TYPE_CHECKING:
+    from tests.rehearsal import Rehearsal
     from tests.tiny_models import Inputs, Pair
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network; read when transformers is imported
@@ -51,6 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Start the longest tests first: started last, one of them would keep a single core busy while the others wait."""
     if config.getoption("--without-torch"):
         items[:] = [item for item in items if not MODEL_FIXTURES & set(getattr(item, "fixturenames", ()))]
+    for item in items:
+        if "gpu" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -80,6 +84,25 @@ def prompts(processor: Any) -> dict[str, Inputs]:
     from tests.tiny_models import example_prompts
 
     return example_prompts(processor)
+
+
+@pytest.fixture
+def rehearsal() -> Iterator[Rehearsal]:
+    """Two rehearsed CUDA devices."""
+    from tests.rehearsal import Rehearsal
+
+    with Rehearsal() as rehearsed:
+        yield rehearsed
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> str:
+    """A CUDA device: the real one, or a rehearsed one where there is none. Tests that use it are marked ``gpu``."""
+    import torch
+
+    if not torch.cuda.is_available():
+        request.getfixturevalue("rehearsal")
+    return "cuda:0"
 
 
 @pytest.fixture(scope="session")

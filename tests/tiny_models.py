@@ -9,7 +9,8 @@ therefore scaled (``sharpen``); ``test_decoder.py`` checks that trees branch and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,16 @@ def _recipe(num_layers: int) -> Recipe:
         },
         stages=[{"objective": "answers", "steps": 1, "batch_size": 1, "learning_rate": 1e-3}],
     )
+
+
+def on_device(pair: Pair, device: str) -> Pair:
+    """Copies of both models on a device."""
+    return replace(pair, target=deepcopy(pair.target).to(device), draft=deepcopy(pair.draft).to(device))
+
+
+def inputs_on(inputs: Inputs, device: str) -> Inputs:
+    """A prompt whose tensors are on a device."""
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 @torch.no_grad()

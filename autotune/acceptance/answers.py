@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
+from autotune.execution import EAGER
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request
@@ -56,7 +57,7 @@ class AnswerRecorder:
     def __init__(self, target: Target, processor: Any) -> None:
         self.target = target
         self.processor = processor
-        self._plain = Decoder(target)
+        self._plain = Decoder(target, mode=EAGER)
 
     def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
         """The sampler of a prompt's answer, to which a draft's proposals are coupled; None for greedy answers."""

@@ -95,6 +95,8 @@ class SideDecoder:
         self.plain = autotune.Decoder(
             target=self.tuned.target_model, draft=None, **_accepted(steps, autotune.Decoder.__init__)
         )
+        if hasattr(self.plain, "prepare"):  # loading has prepared the other one; earlier versions capture in requests
+            self.plain.prepare()
 
     def decode(self, request: dict[str, Any]) -> dict[str, Any]:
         """Times, counts and a hash of the tokens of one prompt, decoded with the profile or plainly."""

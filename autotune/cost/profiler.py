@@ -31,6 +31,7 @@ from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
+from autotune.modeling.attention import choose_attention
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.modeling.tree_model import TreeModel
@@ -121,6 +122,7 @@ def profile(
         precision=str(target.dtype).removeprefix("torch."),
         mode=settings.mode,
         capture_sizes=settings.capture_sizes,
+        attention_backends=choose_attention(target.device),
         threads=threads,
         prefill_threads=prefill_threads,
         disturbed_samples=sampler.disturbed_samples,

@@ -186,7 +186,10 @@ def overhead_runs(
     inputs = [prompt.inputs(processor, target.device) for prompt in workload.prompts[:OVERHEAD_PROMPTS]]
     runs: OverheadRuns = []
     num_tokens = OVERHEAD_TOKENS
+    longest = max(of_prompt["input_ids"].shape[1] for of_prompt in inputs) + OVERHEAD_TOKENS
     with limited_threads(threads):  # prefills too: their time does not count here
+        for decoder in decoders:
+            decoder.prepare(longest)
         for decoder in decoders:  # warm-ups
             warmed = clock()
             decoder.generate(**inputs[0], max_new_tokens=2)

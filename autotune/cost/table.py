@@ -148,6 +148,8 @@ class CostTable(
     mode: str = "eager"
     capture_sizes: tuple[int, ...] = ()
     """Numbers of tokens that inputs are padded to; empty for no padding."""
+    attention_backends: tuple[str, ...] = ()
+    """As in a decoding profile."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads after the prefill, the fastest number; None for torch's default."""
     prefill_threads: int | None = Field(default=None, ge=1)

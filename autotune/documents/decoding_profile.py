@@ -213,6 +213,8 @@ class DecodingProfile(
     """Numbers of tokens that inputs are padded to; empty for no padding."""
     mode: str = "eager"
     """How forwards after the prefill run (``autotune.execution.MODES``)."""
+    attention_backends: tuple[str, ...] = ()
+    """Kernels of scaled dot-product attention that torch chose among on a GPU (``autotune.modeling.attention``)."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads after the prefill; None for torch's default."""
     prefill_threads: int | None = Field(default=None, ge=1)

@@ -106,10 +106,21 @@ class CachedDraft(CachedModel):
         """Drop the nodes evaluated in the round before."""
         self._num_evaluated = 0
 
-    def prepare_step(self, kv_length: int) -> None:
-        """Begin a round after ``kv_length`` tokens, whatever they are, so that a step can be timed."""
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
+        """Begin a round after ``kv_length`` tokens, whatever they are, so that a step can be timed or captured.
+
+        Args:
+            num_pending: pending tokens.
+            num_pruned: tokens of the prompt that only blocks that cross see.
+            axes: of the positions.
+        """
         self.cache.length = kv_length
+        self._pending = [0] * num_pending
         self.begin_round()
+
+    def pruned_lengths(self, visual_keep: float, kv_length: int) -> list[int]:
+        """Numbers of pruned tokens for which steps at a padded KV length are captured apart."""
+        return [0]
 
     def append(self, token: int) -> None:
         """See ``Draft``. A stretch of plain steps longer than a forward pass is read in several."""
@@ -119,13 +130,13 @@ class CachedDraft(CachedModel):
     def _make_room_for_pending(self, num_tokens: int) -> None:
         """Read the pending tokens, of plain steps or of rounds that drafted nothing, where more do not fit a forward pass."""
         if self._pending and len(self._pending) + num_tokens > MAX_STEP:
-            self._read_pending()
+            self.read_pending()
 
     @abstractmethod
     def _append(self, token: int) -> None:
         """Make a committed token pending."""
 
-    def _read_pending(self) -> Tensor:
+    def read_pending(self) -> Tensor:
         """Evaluate and commit the pending tokens; returns the logits after the last of them, [1, vocabulary]."""
         count = len(self._pending)
         size = round_up(count, self.capture_sizes)
@@ -139,7 +150,7 @@ class CachedDraft(CachedModel):
 
     def propose(self, tree: Tree, frontier: Ints, num_proposals: int, coupling: Coupling | None = None) -> Proposals:
         if frontier[0] == ROOT:
-            logits = self._read_pending()
+            logits = self.read_pending()
         else:
             if len(frontier) > MAX_LEVEL_STEP:  # nodes of a level do not see each other
                 parts = np.split(frontier, range(MAX_LEVEL_STEP, len(frontier), MAX_LEVEL_STEP))

@@ -15,7 +15,8 @@ from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
-from autotune.modeling.graph_runner import KVSlots, Outputs, padded_length
+from autotune.modeling.graph_memory import Outputs
+from autotune.modeling.graph_runner import KVSlots, padded_length, padded_lengths
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.masks import MaskBuffer, padded_masks
 from autotune.modeling.prompt import Prompt
@@ -50,6 +51,11 @@ class FeatureCache:
     def clear(self) -> None:
         """Drop all tokens; the memory is kept for the next request."""
         self.length = 0
+
+    def release(self) -> None:
+        """Free the memory. The cache holds no tokens from here on."""
+        self.length = self.capacity = 0
+        self.blocks.clear()
 
 
 class FeatureDraft(CachedDraft, CachedModel):
@@ -228,7 +234,21 @@ class FeatureDraft(CachedDraft, CachedModel):
         return self._num_condensed > 0 and self.network.crosses
 
     def padded_crossing_length(self, num_tokens: int) -> int | None:
-        return padded_length(self.cache.length + self._num_condensed + num_tokens) if self._is_crossing else None
+        if not self._is_crossing:
+            return None
+        return padded_length(self.cache.length + self._num_condensed + num_tokens, self.cache.capacity)
+
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
+        super().prepare_step(kv_length, num_pending=num_pending)
+        self._num_condensed = num_pruned
+        states = torch.zeros(num_pending, self.network.config.hidden_size, dtype=self.dtype, device=self.device)
+        self._pending_features = [dict.fromkeys(self.aux_layers, states)] if num_pending else []
+
+    def pruned_lengths(self, visual_keep: float, kv_length: int) -> list[int]:
+        """One for each padded length of the blocks that cross."""
+        if visual_keep == 1.0 or not self.network.crosses:
+            return [0]
+        return [0, 1, *(length - kv_length for length in padded_lengths(self.cache.capacity) if length > kv_length)]
 
     @property
     def prefix_state(self) -> Ints:
@@ -253,7 +273,7 @@ class FeatureDraft(CachedDraft, CachedModel):
                         step.tree_mask, whole_prefix, step.offsets, column_offsets
                     )
             crossing = Crossing(crossing_mask, whole_prefix + first) if self._is_crossing else None
-            ids = torch.from_numpy(step.tokens).to(self.device)
+            ids = to_device(step.tokens, self.device)
             context = AttentionContext(mask, self.cache.blocks, prefix + first)
             states, logits = self._states(ids, features, _rows(self._factors, positions), context, crossing)
         self._own[1 + first : 1 + first + count] = states
@@ -264,7 +284,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         first, num_columns = step.num_uncommitted, step.tree_mask.shape[1]
         crossing_length = self.padded_crossing_length(num_columns)
         if crossing_length is None:
-            return self._run_captured(step, positions, step.offsets, features=features)
+            return self._run_captured(step, positions[None], step.offsets, features=features)
         whole_prefix = self.cache.length + self._num_condensed
         slots = np.arange(whole_prefix + first, whole_prefix + num_columns)
         masks = padded_masks(
@@ -319,6 +339,8 @@ class FeatureDraft(CachedDraft, CachedModel):
         return self._states(ids, inputs["features"], self._factors[positions], context, crossing)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
+        if len(self._pending_features) == 1:
+            return self._pending_features[0]
         return {layer: torch.cat([hidden[layer] for hidden in self._pending_features]) for layer in self.aux_layers}
 
     def _commit_pending(self, count: int) -> None:
@@ -332,8 +354,9 @@ class FeatureDraft(CachedDraft, CachedModel):
     def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
         self.cache.length += len(self._pending)
         self._pending = [*tree.token[path].tolist(), next_token]
+        # Copies, because outputs of captured work are overwritten (``CapturedForward``).
         self._pending_features = [
-            {layer: rows[: len(self._pending)] for layer, rows in zip(self.aux_layers, hidden, strict=True)}
+            {layer: rows[: len(self._pending)].clone() for layer, rows in zip(self.aux_layers, hidden, strict=True)}
         ]
 
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TextStreamer
 
+from autotune.console import Console
 from autotune.evaluation.perplexity import perplexity
 from autotune.runtime.load import load
 from autotune.workloads.workload import WorkloadPrompt
@@ -31,7 +32,7 @@ def answer_prompts(
 
     With ``prints``, each answer is printed to stdout while it is decoded, word by word.
     """
-    decoder = load(profile, device=device)
+    decoder = load(profile, device=device, console=Console())
     assert decoder.profile is not None
     points = decoder.profile.points
     for prompt in prompts:

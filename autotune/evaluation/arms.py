@@ -59,7 +59,9 @@ class DecoderArm(Arm):
         return output.sequences[0, output.stats.prompt_tokens :].tolist(), output.stats
 
     def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
-        """Decode the first tokens, for a second at most, in buffers for the whole answer."""
+        """Capture what the answer needs, and decode its first tokens, for a second at most, in buffers for all of it."""
+        sampling = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
+        self.decoder.prepare(inputs["input_ids"].shape[1] + settings.max_new_tokens, **sampling)
         stream = self.decoder.stream(**inputs, **settings.generation, workload=settings.task)
         until = time.monotonic() + WARM_UP_S
         for _ in itertools.islice(stream, WARM_UP_TOKENS):

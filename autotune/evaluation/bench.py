@@ -86,7 +86,7 @@ def run_bench(
     prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
     if temperature is not None:
         prompts = prompts.sampled(temperature)
-    decoder = load(profile, device=device)
+    decoder = load(profile, device=device, context_tokens=0)  # warm-ups capture
     if decoder.draft is None and draft is None and any(name in NAMED for name in against or ()):
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "

@@ -16,6 +16,11 @@ def now_ms(device: torch.device) -> float:
     return time.perf_counter() * 1e3
 
 
+def host_ms() -> float:
+    """Wall-clock time where the device is known to be idle, as after a transfer to the host: nothing is waited for."""
+    return time.perf_counter() * 1e3
+
+
 class DeviceTimer:
     """Measures the time between marks on the device's own clock, without synchronization."""
 

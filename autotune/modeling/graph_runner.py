@@ -4,10 +4,11 @@ An eager forward pass shows attention the KV cache up to its last token, so its 
 graph needs the same shapes at the same addresses each time. A forward pass of n tokens therefore
 
 * reads its inputs from buffers that are allocated once,
-* attends to a *padded KV length*, the next multiple of 256 tokens, in which its mask hides what has not been written,
+* attends to a *padded KV length*, 256 tokens doubled until it suffices, in which its mask hides what has not been written,
 * writes keys and values at cache indices (*KV slots*) that it reads from a buffer.
 
-All forward passes with the same n and padded KV length then share one ``CapturedForward``.
+All forward passes with the same n and padded KV length then share one ``CapturedForward``. Lengths are doubled, because every
+one of them is captured: a context of 8,192 tokens has six.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.execution import MODES
+from autotune.execution import AUTO, EAGER, MODES
+from autotune.modeling.graph_memory import CapturedForward, Outputs, graph_memory
 
 KV_LENGTH_STEP = 256
-"""Cache capacities and padded KV lengths are multiples of this number of tokens."""
-WARM_UPS = 2  # runs before a capture, because libraries initialize themselves in the first one
+"""The shortest padded KV length; cache capacities are multiples of it."""
 
 Values = Mapping[str, NDArray[Any] | Tensor]
-Outputs = tuple[Tensor, ...]
 Function = Callable[[Mapping[str, Tensor]], Outputs]
 """Maps named buffers to tensors."""
 
@@ -52,31 +52,20 @@ class GraphKey:
     output_layers: tuple[int, ...] = ()
     padded_crossing_length: int | None = None
     """As in ``DeviceStep``."""
+    num_axes: int = 1
+    """Position axes: images give some models three."""
 
 
 class EagerNotice(UserWarning):
     """A forward pass could not be compiled or captured and runs eagerly."""
 
 
-class CapturedForward:
-    """A compiled or captured forward pass. Its outputs are valid until it runs again."""
-
-    def __init__(self, run: Callable[[], Outputs], inputs: Mapping[str, Tensor]) -> None:
-        self._run = run
-        self.inputs = inputs
-
-    def __call__(self, values: Values) -> Outputs:
-        """Copy the values into the buffers and run."""
-        _fill(self.inputs, values)
-        return self._run()
-
-
 class GraphRunner:
-    """The captured forward passes of one model, each captured on first use.
+    """The prepared forward passes of one function, each prepared on first use. It holds no reference to the function, so
+    that models and their memory are freed as soon as they are dropped.
 
     Args:
         mode: ``fixed``, ``compile`` or ``cuda-graph``.
-        function: the forward pass.
         device: where the buffers are allocated.
         description: what is run, for messages.
 
@@ -84,35 +73,46 @@ class GraphRunner:
         UserError: a mode that is unknown or not available on this device.
     """
 
-    def __init__(self, mode: str, function: Function, device: torch.device, *, description: str) -> None:
+    def __init__(self, mode: str, device: torch.device, *, description: str) -> None:
         self.mode = check_mode(mode, device)
         self.device = device
         self.description = description
-        self.memory_bytes = 0  # memory of the buffers and captures
         self.why_eager: str | None = None
         """The error of the first failed capture. After it, all forward passes run eagerly over the same buffers."""
-        self._function = function
-        self._memory_pool: Any = None
         self._captured: dict[Hashable, CapturedForward] = {}
 
     def __len__(self) -> int:
-        return len(self._captured)
+        return sum(not forward.is_dropped for forward in self._captured.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the input buffers."""
+        return sum(forward.memory_bytes for forward in self._captured.values())
 
     def reset(self) -> None:
-        """Drop all captures, because the memory that they refer to was reallocated."""
+        """Drop all captures, because the memory that they refer to is reallocated."""
+        for forward in self._captured.values():
+            forward.drop()
         self._captured.clear()
-        self._memory_pool, self.memory_bytes = None, 0
 
-    def run(self, key: Hashable, values: Values, dtype: torch.dtype) -> Outputs:
-        """Run a forward pass, capturing it if needed. Floating-point arrays are copied as ``dtype``; integer arrays and
-        tensors keep their type.
+    def run(self, function: Function, key: Hashable, values: Values, dtype: torch.dtype) -> Outputs:
+        """Run a forward pass, preparing it if needed. Floating-point arrays are copied as ``dtype``; integer arrays and
+        tensors keep their type. The outputs are overwritten when another forward pass of the device runs
+        (``CapturedForward``).
         """
-        if key not in self._captured:
-            self._captured[key] = self._capture(values, dtype)
-        return self._captured[key](values)
+        forward = self._captured.get(key)
+        if forward is None or forward.is_dropped:
+            forward = self._captured[key] = self._prepare(function, values, dtype)
+        fill(forward.inputs, values)
+        if self.runs_eagerly:
+            return function(forward.inputs)
+        return forward()
 
-    def _capture(self, values: Values, dtype: torch.dtype) -> CapturedForward:
-        reserved = self._reserved_bytes()
+    @property
+    def runs_eagerly(self) -> bool:
+        return self.mode == "fixed" or self.why_eager is not None
+
+    def _prepare(self, function: Function, values: Values, dtype: torch.dtype) -> CapturedForward:
         inputs = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -120,17 +120,11 @@ class GraphRunner:
             else:
                 buffer_dtype = dtype if np.issubdtype(value.dtype, np.floating) else torch.long
             inputs[name] = torch.empty(value.shape, dtype=buffer_dtype, device=self.device)
-        _fill(inputs, values)  # compiling and capturing run the function, so its inputs must be valid
-        run = self._compile_or_capture(inputs)
-        buffers = sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
-        self.memory_bytes += max(buffers, self._reserved_bytes() - reserved)
-        return CapturedForward(run, inputs)
-
-    def _compile_or_capture(self, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
-        function = self._function
-        if self.why_eager is None and self.mode != "fixed":
+        fill(inputs, values)  # compiling and capturing run the function, so its inputs must be valid
+        run: Callable[[], Outputs] = tuple  # never called where forward passes run eagerly
+        if not self.runs_eagerly:
             try:
-                return self._capture_graph(inputs) if self.mode == "cuda-graph" else self._compile(inputs)
+                run = self._graph(function, inputs) if self.mode == "cuda-graph" else self._compile(function, inputs)
             except Exception as error:
                 lines = str(error).strip().splitlines()
                 self.why_eager = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -139,55 +133,61 @@ class GraphRunner:
                     EagerNotice,
                     stacklevel=2,
                 )
-        return lambda: function(inputs)
+        return graph_memory(self.device).keep(CapturedForward(run, inputs))
 
-    def _compile(self, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
+    def _graph(self, function: Function, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
+        return graph_memory(self.device).capture(lambda: function(inputs))
+
+    def _compile(self, function: Function, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
         """Compile for these shapes only, and now, so that no timed round includes the compilation."""
-        compiled = torch.compile(_with_own_code(self._function), dynamic=False)
+        compiled = torch.compile(_with_own_code(function), dynamic=False)
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             compiled(inputs)
         return lambda: compiled(inputs)
 
-    def _capture_graph(self, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
-        """Capture on a side stream; all captures share one memory pool."""
-        function, stream = self._function, torch.cuda.current_stream(self.device)
-        side_stream = torch.cuda.Stream(self.device)
-        side_stream.wait_stream(stream)
-        with torch.cuda.stream(side_stream):
-            for _ in range(WARM_UPS):
-                function(inputs)
-        stream.wait_stream(side_stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory_pool):
-            outputs = function(inputs)
-        self._memory_pool = self._memory_pool or graph.pool()
 
-        def replay() -> Outputs:
-            graph.replay()
-            return outputs
+def check_mode(name: str, device: torch.device, num_devices: int = 1) -> str:
+    """Return the mode if it is available on this device; of ``auto``, ``cuda-graph`` for a model on one CUDA device, else
+    ``eager``.
 
-        return replay
-
-    def _reserved_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
-
-
-def check_mode(name: str, device: torch.device) -> str:
-    """Return the mode if it is available on this device.
+    Args:
+        num_devices: over which the model is spread.
 
     Raises:
-        UserError: an unknown mode, or CUDA graphs without CUDA.
+        UserError: an unknown mode, CUDA graphs without CUDA, or any mode but eager for a model on several devices.
     """
+    if name == AUTO:
+        return "cuda-graph" if device.type == "cuda" and num_devices == 1 else EAGER
     if name not in MODES:
         raise UserError(f"mode must be {', '.join(MODES)}; got {name!r}; choose one of these")
+    if name != EAGER and num_devices > 1:
+        raise UserError(
+            f"mode {name} needs a model on one device; it is spread over {num_devices}; choose eager, or load it on one device"
+        )
     if name == "cuda-graph" and device.type != "cuda":
         raise UserError(f"mode cuda-graph needs a CUDA device; the model is on {device}; choose eager or compile")
     return name
 
 
-def padded_length(num_tokens: int) -> int:
-    """KV length rounded up to a multiple of ``KV_LENGTH_STEP``."""
+def rounded_capacity(num_tokens: int) -> int:
+    """Cache capacity: ``num_tokens`` rounded up to a multiple of ``KV_LENGTH_STEP``."""
     return -(-num_tokens // KV_LENGTH_STEP) * KV_LENGTH_STEP
+
+
+def padded_length(num_tokens: int, capacity: int) -> int:
+    """KV length padded to ``KV_LENGTH_STEP`` tokens, doubled until they suffice, but no more than the cache has."""
+    length = KV_LENGTH_STEP
+    while length < num_tokens:
+        length *= 2
+    return min(length, capacity)
+
+
+def padded_lengths(capacity: int) -> list[int]:
+    """All padded KV lengths of a cache, ascending."""
+    lengths = [padded_length(1, capacity)]
+    while lengths[-1] < capacity:
+        lengths.append(padded_length(lengths[-1] + 1, capacity))
+    return lengths
 
 
 def _with_own_code(function: Function) -> Function:
@@ -201,7 +201,7 @@ def _with_own_code(function: Function) -> Function:
     return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
-def _fill(inputs: Mapping[str, Tensor], values: Values) -> None:
+def fill(inputs: Mapping[str, Tensor], values: Values) -> None:
     for name, value in values.items():
         # No synchronization is needed: pageable host memory is staged before the call returns.
         inputs[name].copy_(torch.from_numpy(value) if isinstance(value, np.ndarray) else value, non_blocking=True)

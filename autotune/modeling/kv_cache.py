@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from autotune.device import check_room
+from autotune.device import check_room, free_memory
 from autotune.errors import UserError
 from autotune.execution import EAGER
-from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, Outputs, padded_length
+from autotune.modeling.graph_memory import Outputs
+from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, check_mode, padded_length, rounded_capacity
 from autotune.modeling.masks import MaskBuffer, TreeMask, first_visible, padded_masks
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import to_device
 from autotune.trees.limits import Ints
+
+MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
 
 
 class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -152,6 +156,14 @@ class SlabCache(Cache):  # type: ignore[misc]
         self.length = 0
         self.num_uncommitted = 0
 
+    def release(self) -> None:
+        """Free the memory. The cache holds no tokens from here on."""
+        self.clear()
+        self.capacity = 0
+        self._slabs.clear()
+        for layer in self.layers:
+            layer.keys = layer.values = None
+
     def advance(self, num_tokens: int) -> None:
         """Commit the tokens of the last forward pass, in order."""
         self.length += num_tokens
@@ -188,6 +200,21 @@ class CachedModel(ABC):
     @cached_property
     def _graph_runners(self) -> dict[str, GraphRunner]:
         return {}
+
+    @cached_property
+    def readers(self) -> weakref.WeakSet[GraphRunner]:
+        """Graph runners whose captures refer to the memory of this cache."""
+        return weakref.WeakSet()
+
+    @property
+    def position_axes(self) -> tuple[int, ...]:
+        """Numbers of position axes that prompts may have."""
+        return (1,)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the model is spread over."""
+        return 1
 
     @abstractmethod
     def _allocate(self, capacity: int) -> None:
@@ -226,7 +253,7 @@ class CachedModel(ABC):
         """Run a step through the graph runner.
 
         Args:
-            positions: [n] or [axes, n].
+            positions: [axes, n].
             column_offsets: offsets of the uncommitted tokens and the n tokens.
             output_layers, padded_crossing_length: as in ``GraphKey``.
             values: further inputs of ``_forward_over_buffers``.
@@ -234,7 +261,8 @@ class CachedModel(ABC):
         assert self.graph_runner is not None
         begin = self.cache.length + step.num_uncommitted
         end = begin + len(step.tokens)
-        key = GraphKey(len(step.tokens), padded_length(end), output_layers, padded_crossing_length)
+        padded_kv_length = padded_length(end, self.cache.capacity)
+        key = GraphKey(len(step.tokens), padded_kv_length, output_layers, padded_crossing_length, len(positions))
         masks = padded_masks(
             self._masks.windows,
             step.tree_mask,
@@ -245,7 +273,8 @@ class CachedModel(ABC):
             mask_value=self.mask_value,
         )
         integers = np.vstack([step.tokens, np.arange(begin, end), positions])
-        outputs = self.graph_runner.run(key, {"integers": integers, **values, **masks}, self.dtype)
+        inputs = {"integers": integers, **values, **masks}
+        outputs = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
         return tuple(output.clone() for output in outputs)  # the buffers are valid only until the next forward pass
 
     def _run_on_device(
@@ -260,8 +289,10 @@ class CachedModel(ABC):
         inputs = {"integers": integers, **values, **masks}
         if self.graph_runner.mode == "cuda-graph":
             return self._forward_over_buffers(inputs)
-        key = GraphKey(len(step.tokens), step.padded_kv_length, output_layers, step.padded_crossing_length)
-        return self.graph_runner.run(key, inputs, self.dtype)
+        key = GraphKey(
+            len(step.tokens), step.padded_kv_length, output_layers, step.padded_crossing_length, len(positions)
+        )
+        return self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
 
     @property
     def mode(self) -> str:
@@ -278,10 +309,15 @@ class CachedModel(ABC):
             self.graph_runner = None
             return
         if name not in self._graph_runners:
-            self._graph_runners[name] = GraphRunner(
-                name, self._forward_over_buffers, self.device, description=self.description
-            )
+            check_mode(name, self.device, self.num_devices)
+            runner = self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
+            self.readers.add(runner)
         self.graph_runner = self._graph_runners[name]
+
+    def __del__(self) -> None:
+        # A cache and its layers refer to each other, so that its memory would wait for the cycle collector.
+        if (cache := getattr(self, "cache", None)) is not None:
+            cache.release()
 
     @property
     def length(self) -> int:
@@ -300,14 +336,23 @@ class CachedModel(ABC):
             UserError: not enough memory.
         """
         if num_tokens > self.cache.capacity:
-            check_room(
-                self.device,
-                {"cache": self.kv_bytes_per_token * num_tokens},
-                what=f"a sequence of {num_tokens} tokens",
-                advice="shorten the prompt, or lower max_new_tokens",
-                freed=self.cache.memory_bytes,
-            )
-            self._allocate(padded_length(num_tokens))
-            for runner in self._graph_runners.values():
-                runner.reset()
+            self._grow(num_tokens)
         self.cache.clear()
+
+    def _grow(self, num_tokens: int) -> None:
+        """Replace cache and captures. Where forward passes are captured, the capacity is doubled if there is room, because
+        a request that needs more captures all of them anew.
+        """
+        capacity = rounded_capacity(num_tokens)
+        needs = {"cache": self.kv_bytes_per_token * num_tokens}
+        freed = self.cache.memory_bytes
+        what, advice = f"a sequence of {num_tokens} tokens", "shorten the prompt, or lower max_new_tokens"
+        check_room(self.device, needs, what=what, advice=advice, freed=freed)
+        if self.graph_runner is not None:
+            doubled = padded_length(num_tokens, 2 * capacity)
+            if self.kv_bytes_per_token * doubled <= MAX_DOUBLED_SHARE * (free_memory(self.device) + freed):
+                capacity = doubled
+        for runner in self.readers:
+            runner.reset()
+        self.cache.release()  # first, or both would be in memory
+        self._allocate(capacity)

@@ -90,6 +90,8 @@ def load_model(name: str, *, device: str = "cpu") -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     from transformers.utils import logging
 
+    from autotune.modeling.attention import choose_attention
+
     source = resolve(name)
     weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
     check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
@@ -102,6 +104,7 @@ def load_model(name: str, *, device: str = "cpu") -> Any:
         raise UserError(
             f"{name}: transformers cannot load it ({str(error).strip().splitlines()[0]}); check the name or path"
         ) from None
+    choose_attention(device)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -34,7 +34,7 @@ class _Slab:
         self._written = []
         for begin, block in blocks:
             rows, end = len(block), begin + block.shape[1]
-            self._mask[0, 0, :rows, begin:end] = torch.from_numpy(block)
+            self._mask[0, 0, :rows, begin:end].copy_(torch.from_numpy(block), non_blocking=True)
             self._written.append((rows, begin, end))
         return self._mask[:, :, : len(blocks[0][1]), :num_columns]
 

@@ -65,6 +65,11 @@ class TextModel:
         return heads != (getattr(self.config, "num_key_value_heads", None) or heads)
 
     @property
+    def num_devices(self) -> int:
+        """Number of devices that the model is spread over."""
+        return len({self.device, *map(device_of, self.layers), device_of(self.head)})
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers."""
         config = self.config
@@ -93,8 +98,10 @@ class TextModel:
         return replace(self, head=head.requires_grad_(False))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped according to the config."""
-        logits = self.head(hidden)
+        """Logits [n, vocabulary] of final hidden states [n, hidden], scaled and soft-capped according to the config, on the
+        embedding's device.
+        """
+        logits = self.head(hidden).to(self.device)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_cap is not None:

@@ -12,13 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.modeling.graph_runner import KVSlots, Outputs
+from autotune.modeling.attention import choose_attention
+from autotune.modeling.graph_memory import Outputs
+from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import uncopied_groups
 from autotune.modeling.kv_cache import CachedModel, SlabCache
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.prompt import Encoded, Prompt, encode
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.text_model import device_of, text_model_of
+from autotune.modeling.transfer import to_device
 from autotune.trees.limits import Ints
 
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
@@ -35,6 +38,7 @@ class TreeModel(CachedModel):
         self.model = model.eval()
         self.text = text_model_of(model)
         self.device: torch.device = self.text.device
+        choose_attention(self.device)
         self.dtype: torch.dtype = self.text.dtype
         self.vocab_size: int = self.text.vocab_size
         self.output_layers: tuple[int, ...] = ()
@@ -56,6 +60,10 @@ class TreeModel(CachedModel):
         return f"a model of type {self.text.config.model_type}"
 
     @property
+    def num_devices(self) -> int:
+        return self.text.num_devices
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return self.text.kv_bytes_per_token
 
@@ -67,6 +75,16 @@ class TreeModel(CachedModel):
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
         self._num_pruned, self._rope_delta = 0, np.zeros(1, np.int64)
+
+    @property
+    def position_axes(self) -> tuple[int, ...]:
+        """Images give models with M-RoPE three."""
+        return (1, 3) if hasattr(getattr(self.model, "model", None), "get_rope_index") else (1,)
+
+    def place(self, length: int, *, axes: int = 1) -> None:
+        """Pretend that ``length`` tokens are cached, so that a step after them can be prepared."""
+        self.cache.length = length
+        self._num_pruned, self._rope_delta = 0, np.zeros(axes, np.int64)
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:
         """Run a batch from the processor through embedding and vision tower.
@@ -118,8 +136,8 @@ class TreeModel(CachedModel):
         self.cache.num_uncommitted = step.num_uncommitted
         try:
             hidden = self._run(
-                input_ids=torch.from_numpy(step.tokens)[None].to(self.device),
-                position_ids=torch.from_numpy(positions if len(positions) == 1 else positions[:, None]).to(self.device),
+                input_ids=to_device(step.tokens, self.device)[None],
+                position_ids=to_device(positions if len(positions) == 1 else positions[:, None], self.device),
                 attention_mask=mask,
             )
         finally:
@@ -162,5 +180,6 @@ class TreeModel(CachedModel):
             inputs["output_hidden_states"] = list(self.output_layers)
         out = self.text.module(**inputs, past_key_values=self.cache, use_cache=True)
         if self.output_layers:
-            self.hidden = {layer: out.hidden_states[layer][0] for layer in self.output_layers}
+            # Of a model that is spread over devices, to where the drafts read them.
+            self.hidden = {layer: out.hidden_states[layer][0].to(self.device) for layer in self.output_layers}
         return out.last_hidden_state[0]  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from autotune.documents.condition import check_switches, context_group, first_ma
 from autotune.documents.subnet import VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
-from autotune.execution import EAGER, capture_sizes_for
+from autotune.execution import AUTO, capture_sizes_for
 from autotune.modeling.clock import now_ms
 from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.prompt import Prompt
@@ -28,6 +28,7 @@ from autotune.runtime.device_rounds import DeviceRounds
 from autotune.runtime.generate_args import Call, Request, check_names, generation_settings, prepare_call, prepared_call
 from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.points import LoadedPoint, reachable_points
+from autotune.runtime.preparation import Preparation, Preparer, Report
 from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingOutput, DecodingStats
 from autotune.runtime.token_sampler import TokenSampler
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
 
 P = ParamSpec("P")
+DEFAULT_CONTEXT_TOKENS = 2048  # for which captures are made ahead
 
 
 def _accepts_old_names(init: Callable[P, None]) -> Callable[P, None]:
@@ -74,7 +76,8 @@ class Decoder:
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and the
             other modes use ``DEFAULT_CAPTURE_SIZES``.
         mode: how forward passes after the prefill run: ``eager``, ``compile`` or ``cuda-graph``. In the latter two the
-            device leads the rounds that it can (``device_rounds.py``).
+            device leads the rounds that it can (``device_rounds.py``). ``auto``: ``cuda-graph`` for a target on one CUDA
+            device, else ``eager``.
         threads: CPU threads after the prefill; None: as many as torch uses.
         prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
@@ -104,7 +107,7 @@ class Decoder:
         coupled: bool = True,
         points: Sequence[LoadedPoint] = (),
         capture_sizes: Sequence[int] = (),
-        mode: str = EAGER,
+        mode: str = AUTO,
         threads: int | None = None,
         prefill_threads: int | None = None,
         processor: Any | None = None,
@@ -138,7 +141,7 @@ class Decoder:
         for point in self.points:
             if point.draft is not None:
                 point.draft.attach(self.target)
-        self.mode = check_mode(mode, self.target.device)
+        self.mode = check_mode(mode, self.target.device, self.target.num_devices)
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.threads, self.prefill_threads = threads, prefill_threads
         self.last_output = DecodingOutput(torch.empty(0, 0, dtype=torch.long), [])
@@ -151,6 +154,44 @@ class Decoder:
         self.point = LoadedPoint(self.draft, tree=tree, **options)
         self.points = (self.point,)
         self._adaptation = None
+        self._device_rounds = DeviceRounds(self.target, self.capture_sizes, self.mode)
+
+    def prepare(
+        self,
+        context_tokens: int = DEFAULT_CONTEXT_TOKENS,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        report: Report = lambda done, total: None,
+    ) -> Preparation:
+        """Capture everything that requests can need, in mode ``cuda-graph``; nothing in the other modes. What is captured
+        already is kept. Longer requests, and other temperatures, are captured when they come.
+
+        Args:
+            context_tokens: longest prompt and answer together; at most the target's context.
+            temperature, top_k, top_p: of the requests.
+            report: called as report(done, total).
+
+        Raises:
+            UserError: not enough memory for a KV cache of this length.
+        """
+        if self.mode != "cuda-graph":
+            return Preparation(0, 0, 0.0)
+        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return Preparer(
+            self.target,
+            self.points,
+            self._device_rounds,
+            self.capture_sizes,
+            capacity=min(context_tokens, self.target.max_context) + self._largest_tree,
+            sampler=self.sampler(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.target.device), **settings),
+        ).run(report)
+
+    @property
+    def _largest_tree(self) -> int:
+        """KV slots of the largest tree of any point, so that caches do not grow when the point changes."""
+        return max(point.policy.max_grown for point in self.points) + 1 + max(self.capture_sizes, default=0)
 
     @property
     def target_model(self) -> Any:
@@ -365,15 +406,13 @@ class Decoder:
         The caller's time and grad mode between two yields are its own.
         """
         self.point = self.points[request.stats.point]
-        # The largest tree of any point, so that caches do not grow when the point changes.
-        largest_tree = max(point.policy.max_grown for point in self.points) + 1 + max(self.capture_sizes, default=0)
         session = Session(
             request,
             self._group(request.stats.point),
             adaptation=self._adaptation,
             host_round=self.host_round,
             device_rounds=self._device_rounds,
-            capacity=len(request.prompt) + request.call.max_new_tokens + largest_tree,
+            capacity=len(request.prompt) + request.call.max_new_tokens + self._largest_tree,
             threads=self.threads,
             prefill_threads=self.prefill_threads,
         )

@@ -21,7 +21,8 @@ from autotune.drafters.draft import Coupling
 from autotune.execution import EAGER, round_up
 from autotune.modeling import transfer
 from autotune.modeling.clock import DeviceTimer
-from autotune.modeling.graph_runner import Function, GraphRunner, Outputs, padded_length
+from autotune.modeling.graph_memory import Outputs
+from autotune.modeling.graph_runner import GraphRunner, padded_length
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.step import DeviceStep
 from autotune.modeling.target import Target
@@ -53,24 +54,25 @@ class DeviceRound:
         self.num_tokens = round_up(self.num_nodes, capture_sizes)
         mode = mode if mode == "cuda-graph" else "fixed"
 
-        def runner(function: Function, step: str) -> GraphRunner:
-            return GraphRunner(mode, function, target.device, description=f"the {step} of {policy.policy} trees")
+        def runner(step: str) -> GraphRunner:
+            made = GraphRunner(mode, target.device, description=f"the {step} of {policy.policy} trees")
+            for model in (target, draft):
+                model.readers.add(made)
+            return made
 
-        self._drafting = runner(self._grow_tree, "drafting")
-        self._verifying = runner(self._verify, "verification")
-        self._greedy = runner(self._verify_greedily, "verification")
+        self._drafting, self._verifying, self._greedy = (
+            runner("drafting"),
+            runner("verification"),
+            runner("verification"),
+        )
         self._padded_kv_length = 0  # of the step that runs
         self._padded_crossing_length: int | None = None  # of the draft's step that runs
         self._coupling_sampler: TokenSampler | None = None  # of the round that runs
-        self._caches = target.cache, draft.cache
 
     def run(self, request: Request, point: LoadedPoint) -> RoundResult:
         """Draft, verify, accept, commit. The root is the draft's last pending token; the tree is copied to the grower."""
-        self._forget_replaced_caches()
         timer = DeviceTimer(self.target.device)
-        after_pending = self.draft.prefix_state
-        after_pending[0] += self.draft.num_pending
-        prefix_state = transfer.to_device(after_pending, self.target.device)
+        prefix_state = self._after_pending()
         self._coupling_sampler = point.coupling_sampler(request.sampler)
         packed_tree = self._draft_tree(prefix_state)
         timer.mark()
@@ -87,6 +89,27 @@ class DeviceRound:
         request.stats.verify_ms += verify_ms
         return RoundResult(path, next_token, self.num_levels)
 
+    def num_uncommitted(self, num_tokens: int) -> int:
+        """Tokens after the draft's prefix in a round that reads the pending tokens in a step of ``num_tokens``."""
+        num_drafted = sum(self.grower.widths[:-1]) + self.level_sizes[-1] if self.level_sizes else 0
+        return max(num_tokens, self.draft.num_pending + num_drafted)
+
+    def prepare_drafting(self, coupling_sampler: TokenSampler | None) -> None:
+        """Capture the drafting from the draft's present state."""
+        self._coupling_sampler = coupling_sampler
+        self._draft_tree(self._after_pending())
+
+    def prepare_verification(self, sampler: TokenSampler) -> None:
+        """Capture the verification after the target's present prefix."""
+        fields, device = len(DeviceTree._fields), self.target.device
+        self._verify_and_accept(torch.zeros(fields, self.num_nodes, dtype=torch.long, device=device), sampler)
+
+    def _after_pending(self) -> Tensor:
+        """The draft's prefix state once it has read its pending tokens."""
+        prefix_state = self.draft.prefix_state
+        prefix_state[0] += self.draft.num_pending
+        return transfer.to_device(prefix_state, self.target.device)
+
     def _draft_tree(self, after_pending: Tensor) -> Tensor:
         """Returns the packed tree. ``after_pending`` is the draft's prefix state once it has read its pending tokens."""
         draft, prefix_state, sampler = self.draft, self.draft.prefix_state, self._coupling_sampler
@@ -96,9 +119,8 @@ class DeviceRound:
             **draft.pending_inputs(),
         }
         num_tokens = len(inputs["pending"]) - 1
-        num_drafted = sum(self.grower.widths[:-1]) + self.level_sizes[-1] if self.level_sizes else 0
-        num_uncommitted = max(num_tokens, draft.num_pending + num_drafted)
-        self._padded_kv_length = padded_length(draft.length + num_uncommitted)
+        num_uncommitted = self.num_uncommitted(num_tokens)
+        self._padded_kv_length = padded_length(draft.length + num_uncommitted, draft.cache.capacity)
         self._padded_crossing_length = draft.padded_crossing_length(num_uncommitted)
         key: tuple[Hashable, ...]
         key = num_tokens, self._padded_kv_length, self._padded_crossing_length, len(prefix_state)
@@ -106,28 +128,24 @@ class DeviceRound:
             first = self.target.length + 1
             inputs["noise"] = sampler.noise(range(first, first + self.num_levels), draft.target_vocab_size)
             key = *key, sampler.capture_key
-        (packed_tree,) = self._drafting.run(key, inputs, draft.dtype)
+        (packed_tree,) = self._drafting.run(self._grow_tree, key, inputs, draft.dtype)
         return packed_tree
 
     def _verify_and_accept(self, packed_tree: Tensor, sampler: TokenSampler) -> Outputs:
         """The outputs of ``_accept``. Sampling depends on the request's seed and is not captured."""
         target, prefix_state = self.target, self.target.prefix_state
         inputs = {"target": transfer.to_device(prefix_state, target.device), "tree": packed_tree}
-        self._padded_kv_length = padded_length(target.length + self.num_tokens)
+        self._padded_kv_length = padded_length(target.length + self.num_tokens, target.cache.capacity)
         key = self.num_tokens, self._padded_kv_length, len(prefix_state)
         if sampler.is_greedy:
-            return self._greedy.run(key, inputs, target.dtype)
-        logits, *hidden = self._verifying.run(key, inputs, target.dtype)
+            return self._greedy.run(self._verify_greedily, key, inputs, target.dtype)
+        packed_tree = inputs["tree"] = (
+            packed_tree.clone()
+        )  # an output of the drafting, which the verification may overwrite
+        logits, *hidden = self._verifying.run(self._verify, key, inputs, target.dtype)
         depths = DeviceTree.unpacked(packed_tree).depth
         tokens = sampler.tokens_on_device(logits, target.length + 1, depths, self.policy.max_depth + 1)
         return self._accept(inputs, tokens, hidden)
-
-    def _forget_replaced_caches(self) -> None:
-        """Captured work refers to the memory of a cache, which a longer request replaces."""
-        if self._caches != (self.target.cache, self.draft.cache):
-            self._caches = self.target.cache, self.draft.cache
-            for runner in (self._drafting, self._verifying, self._greedy):
-                runner.reset()
 
     # ------------------------------------- captured: these may use host values only if all rounds of a key share them
 

@@ -14,7 +14,7 @@ from autotune.acceptance.online_choice import OnlineChoice
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.execution import round_up
-from autotune.modeling.clock import now_ms
+from autotune.modeling.clock import host_ms
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.generate_args import Request
@@ -35,7 +35,10 @@ class RoundResult(NamedTuple):
 
 
 class HostRound:
-    """A round or a plain step of any request, in buffers that all requests of a decoder share."""
+    """A round or a plain step of any request, in buffers that all requests of a decoder share.
+
+    Every level and every verification ends with a transfer to the host, so its time needs no other synchronization.
+    """
 
     def __init__(self, target: Target, capture_sizes: Sequence[int], corpus_tokens: int = 0) -> None:
         self.target = target
@@ -60,11 +63,11 @@ class HostRound:
 
     def plain_step(self, request: Request) -> int:
         """One autoregressive step through the same model, cache and sampler as rounds."""
-        started = now_ms(self.target.device)
+        started = host_ms()
         logits = self.target.step(request.tokens[-1])
         prefix = request.sequence() if request.sampler.needs_prefix else None
         token = request.sampler.token(logits, self.target.length, prefix)
-        request.stats.verify_ms += now_ms(self.target.device) - started
+        request.stats.verify_ms += host_ms() - started
         return token
 
     def _grow_tree(
@@ -76,12 +79,12 @@ class HostRound:
         num_proposals = num_own if choice is None else choice.num_proposals
         grower.plant(request.tokens[-1], self.target.length, retrieved)
         while len(grower.frontier):
-            started = now_ms(self.target.device)
+            started = host_ms()
             if sampler is not None:
                 depth = grower.tree.depth[grower.frontier[:1]] + 1  # of the children
                 coupling = functools.partial(sampler.proposal_scores, positions=self.target.length + depth)
             tokens, logprobs = draft.propose(grower.tree, grower.frontier, num_proposals, coupling)
-            request.stats.draft_ms += now_ms(self.target.device) - started
+            request.stats.draft_ms += host_ms() - started
             if choice is not None:
                 choice.observe_level(tokens, logprobs)
             grower.grow(tokens[:, :num_own], logprobs[:, :num_own])
@@ -98,7 +101,7 @@ class HostRound:
         size = round_up(count, self.capture_sizes)
         tree_mask = self._tree_mask[:size, :size]
         write_tree_mask(tree, tree_mask, self.target.mask_value)
-        started = now_ms(self.target.device)
+        started = host_ms()
         nodes, offsets = np.zeros(size, np.int64), np.zeros(size, np.int64)
         nodes[:count] = np.maximum(tree.token[:count], 0)
         offsets[:count] = tree.depth[:count]
@@ -114,7 +117,7 @@ class HostRound:
                 num_accepted = accept_path(tree, tokens, self._path)
             path = self._path[:num_accepted].copy()
             token = int(tokens[path[-1] if num_accepted else ROOT])
-        request.stats.verify_ms += now_ms(self.target.device) - started
+        request.stats.verify_ms += host_ms() - started
         return path, token
 
     def _accept_with_prefix(self, logits: Tensor, request: Request, tree: Tree) -> tuple[Ints, int]:

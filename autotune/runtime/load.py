@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.device import choose_device, fingerprint
+from autotune.console import Console
+from autotune.device import choose_device, fingerprint, gib
 from autotune.documents.decoding_profile import DecodingProfile, DraftChoice
 from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
@@ -16,7 +17,7 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import NotComparable, UserError
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
-from autotune.runtime.decoder import Decoder
+from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
 from autotune.runtime.points import LoadedPoint, as_draft
 
 
@@ -29,12 +30,15 @@ def load(
     strict: bool = False,
     adapt: bool = False,
     corpus_tokens: int = 0,
+    context_tokens: int = DEFAULT_CONTEXT_TOKENS,
+    console: Console | None = None,
 ) -> Decoder:
     """Load a decoder that follows a profile.
 
     Loads the target and the drafts that the profile names, each once, or takes loaded models. On another device than the
     profile's, decoding is still lossless: the loader warns. ``adapt`` and ``corpus_tokens`` are those of ``Decoder``:
-    points are chosen online, and retrieval looks in earlier answers too.
+    points are chosen online, and retrieval looks in earlier answers too. In mode ``cuda-graph`` everything that requests of up to
+    ``context_tokens`` tokens need is captured now (``Decoder.prepare``), with a progress bar on ``console``; 0 captures nothing.
 
     Raises:
         UserError: the profile or its models cannot be read, ``draft`` is given for points that name several drafts,
@@ -79,7 +83,7 @@ def load(
     processor = None
     if target is None or Path(getattr(target.config, "_name_or_path", "") or "?").exists():
         processor = load_processor(document.target.id if target is None else target.config._name_or_path)
-    return decoder_for(
+    decoder = decoder_for(
         document,
         loaded,
         lambda choice: drafts[choice.network],
@@ -88,6 +92,21 @@ def load(
         adapt=adapt,
         corpus_tokens=corpus_tokens,
     )
+    if context_tokens > 0 and decoder.mode == "cuda-graph":
+        prepare(decoder, context_tokens, console)
+    return decoder
+
+
+def prepare(decoder: Decoder, context_tokens: int, console: Console | None = None) -> None:
+    """Capture what requests of the decoder's profile can need."""
+    assert decoder.profile is not None
+    temperature = decoder.profile.workload.temperature or 0.0
+    if console is None:
+        decoder.prepare(context_tokens, temperature=temperature)
+        return
+    with console.stage("captures") as update:
+        done = decoder.prepare(context_tokens, temperature=temperature, report=lambda count, of: update(count, of, ""))
+    console.say(f"{done.num_captures} forward passes captured for {context_tokens} tokens, {gib(done.memory_bytes)}")
 
 
 def decoder_for(

@@ -13,7 +13,7 @@ from autotune.documents.condition import first_at_context
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
-from autotune.modeling.clock import now_ms
+from autotune.modeling.clock import host_ms, now_ms
 from autotune.modeling.target import Prefilled
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.adaptation import Adaptation
@@ -208,7 +208,7 @@ class Session:
             raise UserError("another request has begun on this target; finish or close a stream before the next one")
         stats = self.request.stats
         with torch.inference_mode():
-            started = self._clock()
+            started = host_ms()  # the round or prefill before ended with a transfer
             if stats.rounds == 0 and self.draft is not None:
                 self._prefill_draft(self.draft)
                 stats.draft_prefill_ms = self._clock() - started
@@ -220,7 +220,7 @@ class Session:
             stats.rounds_by_point[self.number] += 1
             if not self.is_finished:
                 self._choose_point(self.target.length)
-            stats.decode_ms += self._clock() - started
+            stats.decode_ms += host_ms() - started
         return emitted
 
     def _prefill_draft(self, draft: Draft) -> None:

@@ -127,7 +127,7 @@ class TokenSampler:
         if self.temperature == 0.0:
             return self._warped(logits)
         distinct, inverse = np.unique(positions, return_inverse=True)
-        return self._scores(logits, distinct.tolist(), torch.from_numpy(inverse))
+        return self._scores(logits, distinct.tolist(), transfer.to_device(inverse, logits.device))
 
     def _scores(self, logits: Tensor, positions: Sequence[int], index: Tensor) -> Tensor:
         """Scores of rows at ``positions[index]``."""
@@ -145,7 +145,7 @@ class TokenSampler:
         """
         distinct, inverse = np.unique(positions, return_inverse=True)
         noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
-        return self.perturbed(logits, noise if len(distinct) == 1 else noise[torch.from_numpy(inverse)])
+        return self.perturbed(logits, noise if len(distinct) == 1 else noise[transfer.to_device(inverse, noise.device)])
 
     def perturbed(self, logits: Tensor, noise: Tensor) -> Tensor:
         """``proposal_scores``, with the noise of the positions, [n, vocabulary] or [vocabulary]."""
@@ -166,7 +166,7 @@ class TokenSampler:
         They are the model's own at temperature 1, as a draft's are, whatever the temperature of the request; tokens that
         the request's top-k, top-p or processors exclude have -inf.
         """
-        at = torch.from_numpy(rows), torch.from_numpy(tokens)
+        at = transfer.to_device(rows, logits.device), transfer.to_device(tokens, logits.device)
         picked = logits.float().log_softmax(-1)[at]
         if self.warpers:
             scaled = logits.float() / self.temperature if self.temperature > 0.0 else logits.float()

@@ -17,7 +17,9 @@ from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import NUM_BLOCKS, Subnet
 from autotune.errors import UserError
+from autotune.execution import EAGER
 from autotune.files import content_key
+from autotune.modeling.graph_memory import graph_memory
 from autotune.search.model_pool import ModelPool
 from autotune.study.ledger import Ledger, Record
 from autotune.workloads.workload import Workload
@@ -166,9 +168,9 @@ def measure_table(
             report=lambda done, of: update(done, of, ""),
             say=console.say,
         )
-    for model in (model_pool.target, *(draft for draft, _ in drafts)):
-        if (graphs := model.graph_runner) is not None:
-            console.say(f"{len(graphs)} forward passes of {graphs.description} prepared, {gib(graphs.memory_bytes)}")
+    if model_pool.mode != EAGER:
+        memory = graph_memory(model_pool.target.device)
+        console.say(f"{len(memory)} forward passes prepared, {gib(memory.memory_bytes)}")
     return table
 
 

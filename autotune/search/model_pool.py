@@ -75,8 +75,8 @@ class ModelPool:
         self.target_reference = reference(target)
         self.processor = load_processor(target)
         self.target = Target(load_model(target, device=device))
-        self.mode = check_mode(mode, self.target.device)
-        self.capture_sizes = capture_sizes_for(mode, capture_sizes)
+        self.mode = check_mode(mode, self.target.device, self.target.num_devices)
+        self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.device = fingerprint(device)
         self._subnets: dict[DraftVariant, LoadedDraft] = {}
         self._full_drafts: dict[str, LoadedDraft] = {}
@@ -87,7 +87,7 @@ class ModelPool:
             self.references[draft_reference.id] = draft_reference
             draft = load_draft(name, self.target)
             # A decoder checks that the vocabularies agree.
-            Decoder(self.target, draft, capture_sizes=self.capture_sizes, processor=self.processor)
+            Decoder(self.target, draft, capture_sizes=self.capture_sizes, mode=EAGER, processor=self.processor)
             self._full_drafts[draft_reference.id] = draft
 
     @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autotune.errors import UserError
+from autotune.execution import EAGER
 from autotune.files import Document
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
@@ -80,7 +81,7 @@ def measure_rates(target: Target, processor: Any, workload: Workload) -> Rates:
     for _ in range(RATE_RUNS):
         for threads in sorted({1, torch.get_num_threads()}):
             with limited_threads(threads):
-                runs.append(Decoder(target).generate(**inputs, **generation).stats)
+                runs.append(Decoder(target, mode=EAGER).generate(**inputs, **generation).stats)
     steps_ms = (stats.decode_ms / max(1, stats.new_tokens - 1) for stats in runs)
     return Rates(prefill_s=min(stats.target_prefill_ms for stats in runs) / 1e3, step_s=min(steps_ms) / 1e3)
 

@@ -357,6 +357,7 @@ class ProfileSelection:
             precision=self.table.precision,
             capture_sizes=self.table.capture_sizes,
             mode=self.table.mode,
+            attention_backends=self.table.attention_backends,
             threads=self.table.threads,
             prefill_threads=self.table.prefill_threads,
             points=points,

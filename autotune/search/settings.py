@@ -17,7 +17,7 @@ from autotune.cost.table import shipped_tables
 from autotune.device import check_supported, choose_device, fingerprint, local_devices, local_gpus
 from autotune.documents.subnet import Operator
 from autotune.errors import UserError, nearest
-from autotune.execution import check_capture_sizes
+from autotune.execution import AUTO, check_capture_sizes
 from autotune.files import WORKSPACE, Document, require_writable
 from autotune.modeling.loading import BUNDLED_TARGET, default_drafts, default_workload
 from autotune.search.space import space_path
@@ -83,8 +83,9 @@ class SearchSettings(Document):
     capture_sizes: tuple[int, ...] = setting(
         (), "Numbers of tokens that forward passes are padded to, such as 4,8,16,32,64; default: no padding."
     )
-    mode: Literal["eager", "compile", "cuda-graph"] = setting(
-        "eager", "How forward passes run: eagerly, compiled by torch.compile, or as CUDA graphs."
+    mode: Literal["auto", "eager", "compile", "cuda-graph"] = setting(
+        AUTO,
+        "How forward passes run: eagerly, compiled by torch.compile, or as CUDA graphs; auto: graphs on a GPU, else eagerly.",
     )
     output: Path = setting(Path("profile.json"), "File for the decoding profile.")
 

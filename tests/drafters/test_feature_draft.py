@@ -70,7 +70,7 @@ def agreeing_draft(kind: str, target: Target, *, injection_layer: int) -> Featur
     if isinstance(draft.network, SpecVlmNetwork):
         fusion = draft.network.fusion.weight
         fusion *= 0.1
-        fusion[:, : len(fusion)] += torch.eye(len(fusion))
+        fusion[:, : len(fusion)] += torch.eye(len(fusion), device=fusion.device)
     return draft
 
 
@@ -193,7 +193,8 @@ def test_proposals_equal_forward_passes_over_the_whole_text(
         for row, path in enumerate(paths):
             logits = stock.logits_after(answer[:num_committed], path[1:])
             actual = torch.from_numpy(logprobs[row].copy())
-            assert_same_logits(actual, logits.log_softmax(-1)[torch.from_numpy(tokens[row].astype(np.int64))])
+            expected = logits.log_softmax(-1)
+            assert_same_logits(actual, expected[torch.from_numpy(tokens[row].astype(np.int64))], expected)
             num_checked += 1
     assert num_checked > 20 and max(out.stats.accepted_lengths) > 0
 

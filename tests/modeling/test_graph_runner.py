@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 from autotune.errors import UserError
 from autotune.execution import DEFAULT_CAPTURE_SIZES
+from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import KV_LENGTH_STEP, EagerNotice, GraphKey, GraphRunner, padded_length
 from autotune.modeling.masks import MaskBuffer, first_visible, padded_masks
 from autotune.modeling.step import DeviceStep
@@ -21,9 +21,8 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import as_draft
 from tests.drafters.test_feature_draft import KINDS, TREES, agreeing_draft
-from tests.tiny_models import Inputs, Pair
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+from tests.rehearsal import Rehearsal
+from tests.tiny_models import Inputs, Pair, inputs_on, on_device
 
 
 def decoders(pair: Pair, kind: str, tree: dict[str, Any], mode: str, **options: Any) -> tuple[Decoder, Decoder]:
@@ -89,7 +88,9 @@ def test_an_answer_grows_past_its_padded_kv_length(text_pair: Pair) -> None:
         assert torch.equal(found.sequences, expected.sequences)
         graph_runner = runner_of(fixed.target, "fixed")
         keys: Any = graph_runner._captured.keys()
-        assert max(key.padded_kv_length for key in keys) == padded_length(length + num_tokens)
+        assert max(key.padded_kv_length for key in keys) == padded_length(
+            length + num_tokens, fixed.target.cache.capacity
+        )
         assert {key.num_tokens for key in keys} <= set(DEFAULT_CAPTURE_SIZES)
 
 
@@ -101,7 +102,7 @@ def test_a_key_is_captured_once(pair: Pair, prompts: dict[str, Inputs], monkeypa
     captured: Any = graph_runner._captured
     assert {key.num_tokens for key in captured} == {16}
     addresses = {key: forward.inputs["integers"].data_ptr() for key, forward in captured.items()}
-    monkeypatch.setattr(GraphRunner, "_capture", None)
+    monkeypatch.setattr(GraphRunner, "_prepare", None)
     fixed.generate(**prompts["text"], max_new_tokens=20)
     assert {key: forward.inputs["integers"].data_ptr() for key, forward in captured.items()} == addresses
     assert graph_runner.memory_bytes > 0
@@ -156,14 +157,18 @@ def test_every_size_is_compiled_once(compile_backend: Callable[[Any], None]) -> 
         return graph.forward
 
     compile_backend(count)
-    runner = GraphRunner("compile", lambda inputs: (inputs["x"] * 2,), torch.device("cpu"), description="a doubling")
+
+    def doubling(inputs: Any) -> tuple[torch.Tensor, ...]:
+        return (inputs["x"] * 2,)
+
+    runner = GraphRunner("compile", torch.device("cpu"), description="a doubling")
     sizes = range(1, torch._dynamo.config.recompile_limit + 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerNotice)
         for _ in range(2):
             for size in sizes:
                 values = {"x": np.arange(size, dtype=np.float32)}
-                (found,) = runner.run(GraphKey(size, KV_LENGTH_STEP), values, torch.float32)
+                (found,) = runner.run(doubling, GraphKey(size, KV_LENGTH_STEP), values, torch.float32)
                 assert found.tolist() == [2.0 * number for number in range(size)]
     assert len(graphs) == len(sizes)
 
@@ -182,11 +187,11 @@ def test_reaching_torch_s_recompile_limit_is_reported(compile_backend: Callable[
         return opaque(x) * 2
 
     compile_backend("eager")
-    runner = GraphRunner("compile", broken, torch.device("cpu"), description="a doubling")
+    runner = GraphRunner("compile", torch.device("cpu"), description="a doubling")
     with pytest.warns(EagerNotice, match="a doubling cannot run in mode compile"):
         for size in range(1, torch._dynamo.config.recompile_limit + 4):
             values = {"x": np.arange(size, dtype=np.float32)}
-            (found,) = runner.run(GraphKey(size, KV_LENGTH_STEP), values, torch.float32)
+            (found,) = runner.run(broken, GraphKey(size, KV_LENGTH_STEP), values, torch.float32)
             assert found.tolist() == [2.0 * number for number in range(size)]
     assert runner.why_eager is not None
 
@@ -260,40 +265,106 @@ def test_padded_masks_show_the_tokens_that_masks_of_the_buffer_show(window: int 
 # ------------------------------------------------------------------------------------------------------- CUDA graphs
 
 
-@gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["independent", *KINDS])
+@pytest.mark.parametrize("kind", ["independent", "dream", pytest.param("star", marks=pytest.mark.nightly)])
 def test_cuda_graphs_give_the_tokens_and_counts_of_eager_mode(
-    pair: Pair, prompts: dict[str, Inputs], kind: str
+    gpu: str, pair: Pair, prompts: dict[str, Inputs], kind: str
 ) -> None:
-    """Memory does not grow with the number of decoded tokens."""
-    on_device = replace(pair, target=deepcopy(pair.target).to("cuda"), draft=deepcopy(pair.draft).to("cuda"))
-    eager, graphs = decoders(on_device, kind, TREES[1], "cuda-graph")
-    inputs = {name: {k: v.to("cuda") for k, v in one.items()} for name, one in prompts.items()}
+    """Memory does not grow with the number of decoded tokens, once the longest request was decoded."""
+    eager, graphs = decoders(on_device(pair, gpu), kind, TREES[1], "cuda-graph", capture_sizes=(1, 8, 32))
+    inputs = {name: inputs_on(one, gpu) for name, one in prompts.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerNotice)
         for one in inputs.values():
-            expected = eager.generate(**one, max_new_tokens=32)
-            found = graphs.generate(**one, max_new_tokens=32)
+            expected = eager.generate(**one, max_new_tokens=16)
+            found = graphs.generate(**one, max_new_tokens=16)
             assert torch.equal(found.sequences, expected.sequences)
             assert found.stats.accepted_lengths == expected.stats.accepted_lengths
-    before = torch.cuda.memory_allocated()
-    for _ in range(20):
-        graphs.generate(**inputs["text"], max_new_tokens=500)
-    assert torch.cuda.memory_allocated() == before
+    sizes = []
+    for number in (16, 1, 5, 16):
+        graphs.generate(**inputs["text"], max_new_tokens=number)
+        sizes.append(torch.cuda.memory_allocated())
+    assert sizes[0] == sizes[-1]
 
 
-@gpu
-@pytest.mark.gpu
-def test_a_cuda_graph_is_replayed_with_new_inputs() -> None:
+def doubled(inputs: Any) -> tuple[torch.Tensor, ...]:
+    return (inputs["x"] * 2,)
+
+
+def test_a_cuda_graph_is_replayed_with_new_inputs(gpu: str) -> None:
     calls = []
 
     def function(inputs: Any) -> tuple[torch.Tensor, ...]:
         calls.append(1)
-        return (inputs["x"] * 2,)
+        return doubled(inputs)
 
-    runner = GraphRunner("cuda-graph", function, torch.device("cuda"), description="a doubling")
+    runner = GraphRunner("cuda-graph", torch.device(gpu), description="a doubling")
     for number in range(5):
-        (found,) = runner.run(GraphKey(3, 256), {"x": np.full(3, number, np.float32)}, torch.float32)
+        values = {"x": np.full(3, number, np.float32)}
+        (found,) = runner.run(function, GraphKey(3, 256), values, torch.float32)
         assert found.tolist() == [2.0 * number] * 3
     assert len(calls) == 3, "two warm-ups, and the capture"
+
+
+def test_a_capture_is_of_the_model_s_device(rehearsal: Rehearsal) -> None:
+    """On ``cuda:1`` while ``cuda:0`` is current, on one stream for all captures, and in one pool."""
+    runners = [GraphRunner("cuda-graph", torch.device("cuda:1"), description="a doubling") for _ in range(2)]
+    for number, runner in enumerate((*runners, *runners)):
+        (found,) = runner.run(doubled, number, {"x": np.full(3, number, np.float32)}, torch.float32)
+        assert found.device == torch.device("cuda:1") and found.tolist() == [2.0 * number] * 3
+    assert torch.cuda.current_device() == 0
+    assert (rehearsal.counts.captures, rehearsal.cuda.num_streams) == (4, 1)
+    assert len({graph.pool() for graph in rehearsal.cuda.graphs}) == 1
+
+
+def test_a_failed_capture_names_its_cause_and_restores_the_stream(rehearsal: Rehearsal) -> None:
+    def waits(inputs: Any) -> tuple[torch.Tensor, ...]:
+        return (inputs["x"] * int(inputs["x"].sum().item()),)
+
+    runner = GraphRunner("cuda-graph", torch.device("cuda:0"), description="a product")
+    stream = torch.cuda.current_stream()
+    with pytest.warns(EagerNotice, match="not permitted when stream is capturing"):
+        (found,) = runner.run(waits, "key", {"x": np.full(3, 2, np.float32)}, torch.float32)
+    assert found.tolist() == [12.0] * 3
+    assert torch.cuda.current_stream() is stream
+    assert runner.why_eager is not None and "item" in runner.why_eager
+
+
+def test_the_least_recently_used_capture_is_dropped(rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = graph_memory(torch.device("cuda:0"))
+    monkeypatch.setattr(memory, "limit", 3)
+    runners = [GraphRunner("cuda-graph", memory.device, description="a doubling") for _ in range(2)]
+
+    def run(runner: int, key: int) -> None:
+        (found,) = runners[runner].run(doubled, key, {"x": np.full(100, key, np.float32)}, torch.float32)
+        assert found.tolist() == [2.0 * key] * 100
+
+    for runner, key in ((0, 1), (1, 1), (0, 2), (0, 1), (1, 2)):  # the last one drops key 1 of the second runner
+        run(runner, key)
+    live = rehearsal.live_bytes
+    assert (len(memory), [len(runner) for runner in runners]) == (3, [2, 1])
+    for key in range(20):
+        run(key % 2, key)
+    assert (len(memory), rehearsal.live_bytes) == (3, live)
+    assert memory.memory_bytes == live
+    del runners[:]
+    assert (len(memory), rehearsal.live_bytes) == (0, 0)
+
+
+def test_attention_never_uses_cudnn_on_a_gpu(rehearsal: Rehearsal, pair: Pair) -> None:
+    """It builds a plan for every new shape, and corrupts the output of models with few KV heads."""
+    with attention_restored():
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        Target(pair.target)
+        assert torch.backends.cuda.cudnn_sdp_enabled(), "of a CPU nothing is changed"
+        Target(on_device(pair, "cuda:0").target)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+
+
+@contextmanager
+def attention_restored() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -151,8 +151,8 @@ def test_a_draft_reads_a_long_plain_stretch_in_several_forwards(
     decoder, pending = Decoder(target, points=points), []
     expected = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).stats
     monkeypatch.setattr(cached_draft, "MAX_STEP", 7)
-    read = type(draft)._read_pending
-    monkeypatch.setattr(type(draft), "_read_pending", lambda self: pending.append(self.num_pending) or read(self))
+    read = type(draft).read_pending
+    monkeypatch.setattr(type(draft), "read_pending", lambda self: pending.append(self.num_pending) or read(self))
     found = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).stats
     assert found.plain_steps == 25 and pending[:4] == [7, 7, 7, 5]
     assert found.accepted_lengths == expected.accepted_lengths and found.verified_nodes == expected.verified_nodes

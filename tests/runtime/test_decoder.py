@@ -455,8 +455,8 @@ def expect(error: pytest.ExceptionInfo[UserError], *parts: str) -> None:
 def test_argument_names_of_the_previous_version(pair: Pair) -> None:
     point = LoadedPoint(pair.draft)
     with pytest.warns(DeprecationWarning, match="is now called"):
-        decoder = Decoder(pair.target, ways=[point], buckets=(8, 4), runner="fixed")
-    assert (decoder.points, decoder.capture_sizes, decoder.mode) == ((point,), (4, 8), "fixed")
+        decoder = Decoder(pair.target, ways=[point], buckets=(160, 4), runner="fixed")
+    assert (decoder.points, decoder.capture_sizes, decoder.mode) == ((point,), (4, 160), "fixed")
 
 
 def test_vocabularies_that_differ(pair: Pair) -> None:

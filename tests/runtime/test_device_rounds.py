@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
-from autotune.modeling import graph_runner, transfer
-from autotune.modeling.graph_runner import KV_LENGTH_STEP, WARM_UPS, GraphRunner, Outputs
+from autotune.modeling import transfer
+from autotune.modeling.graph_memory import graph_memory
+from autotune.modeling.graph_runner import KV_LENGTH_STEP
 from autotune.modeling.target import Target
-from autotune.runtime import decoder as decoder_module
 from autotune.runtime import device_rounds
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.device_rounds import DeviceRound
@@ -33,9 +28,9 @@ from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import TreeGrower
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import KINDS, agreeing_draft
-from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
+from tests.rehearsal import Rehearsal
+from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair, inputs_on, on_device
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]
 TREES: dict[str, dict[str, Any]] = {
     "chain": {"policy": "chain", "depth": 4},
@@ -259,24 +254,6 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-class Waits(TorchDispatchMode):
-    """Refuses operations that read a tensor's values on the host, which only ``transfer`` may do."""
-
-    REFUSED = (
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "unique",
-        "equal",
-        "is_nonzero",
-        "_linalg_check_errors",
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket.__name__ not in self.REFUSED, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["independent", "specvlm"])
 def test_a_round_is_one_transfer(
@@ -285,7 +262,6 @@ def test_a_round_is_one_transfer(
     kind: str,
     settings: dict[str, Any],
     transfers: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """Where the host leads, it is one transfer per level and one per round."""
@@ -295,120 +271,65 @@ def test_a_round_is_one_transfer(
     found = host.generate(**prompts["image"], max_new_tokens=16, **settings).stats
     assert len(transfers) == 1 + found.draft_forwards + found.rounds  # the first token is the prefill's
     transfers.clear()
-    run = DeviceRound.run
-
-    def run_watched(*given: Any) -> Any:
-        with Waits():
-            return run(*given)
-
-    monkeypatch.setattr(DeviceRound, "run", run_watched)
     found = device.generate(**prompts["image"], max_new_tokens=16, **settings).stats
     assert len(transfers) == 1 + found.rounds
     assert len(set(transfers[1:])) == 1, "of one shape, whatever was accepted"
 
 
-class Tape(TorchDispatchMode):
-    """A CUDA graph on any machine: repeats the operations of a first run on the same memory, without the host's
-    decisions.
-    """
+# -------------------------------------------------------------------------------------------------------- on a device
 
-    def __init__(self, function: Callable[[Mapping[str, Tensor]], Outputs], inputs: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-        for _ in range(WARM_UPS):
-            function(inputs)
-        with self:
-            self.outputs = function(inputs)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket.__name__ not in Waits.REFUSED, f"{func} cannot be captured"
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-    def replay(self) -> Outputs:
-        for func, args, kwargs, first in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(tensors_of(first), tensors_of(again), strict=True):
-                if old.data_ptr() != new.data_ptr():  # no view, and not in place
-                    old.copy_(new)
-        return self.outputs
-
-
-def tensors_of(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, list | tuple):
-        for output in outputs:
-            yield from tensors_of(output)
-
-
-@pytest.fixture
-def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
-    """Mode ``cuda-graph`` on this machine; collects the captures."""
-    made: list[Tape] = []
-
-    def capture(forwards: GraphRunner, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
-        tape = Tape(forwards._function, inputs)
-        made.append(tape)
-        return tape.replay
-
-    monkeypatch.setattr(GraphRunner, "_capture_graph", capture)
-    for module in (graph_runner, decoder_module):
-        monkeypatch.setattr(module, "check_mode", lambda name, device: name)
-    return made
+FEW_SIZES = {"capture_sizes": (1, 8, 16)}
 
 
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
 @pytest.mark.parametrize("kind", ["independent", "eagle3", "specvlm", "dream"])
 def test_a_captured_round_depends_on_its_buffers_alone(
-    pair: Pair, prompts: dict[str, Inputs], kind: str, tapes: list[Tape], tmp_path: Path
+    gpu: str, pair: Pair, prompts: dict[str, Inputs], kind: str, tmp_path: Path
 ) -> None:
-    """One capture decodes requests of different lengths and settings."""
+    """One capture decodes requests of different lengths and settings; they are those of rounds led by the host."""
+    pair = on_device(pair, gpu)
     target = Target(pair.target)
     draft = make_draft(kind, pair, target, tmp_path)
-    assert isinstance(draft, CachedDraft)
-    options = {"capture_sizes": (1, 8, 16), "mode": "cuda-graph", "visual_keep": 0.5}
-    for tree in (TREES["static"], TREES["eagle2"]):
-        host, device = two_decoders(target, draft, tree, **options)
-        for name, settings in (
-            ("text", {}),
-            ("image", {"temperature": 1.0, "seed": 1}),
-            ("text", {"temperature": 0.7, "top_k": 7, "seed": 2}),
-            ("image", {}),
-        ):
-            assert_same(host, device, prompts[name], max_new_tokens=12, **settings)
-    before = len(tapes)
-    device.generate(**prompts["text"], max_new_tokens=14)
-    assert len(tapes) == before
+    options = {**FEW_SIZES, "visual_keep": 0.5}
+    tree = TREES["static" if kind in ("independent", "dream") else "eagle2"]
+    host = led_by_host(Decoder(target, draft, tree=tree, mode="eager", **options))
+    device = Decoder(target, draft, tree=tree, **options)
+    assert device.mode == "cuda-graph", "the default on a GPU"
+    inputs = {name: inputs_on(one, gpu) for name, one in prompts.items()}
+    for name, settings in (
+        ("text", {}),
+        ("image", {"temperature": 1.0, "seed": 1}),
+        ("text", {"temperature": 0.7, "top_k": 7, "seed": 2}),
+        ("image", {}),
+    ):
+        assert_same(host, device, inputs[name], max_new_tokens=10, **settings)
+    before = graph_memory(target.device).num_kept
+    device.generate(**inputs["text"], max_new_tokens=9)
+    assert graph_memory(target.device).num_kept == before
 
 
-# -------------------------------------------------------------------------------------------------------- on a device
-
-
-@gpu
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
 @pytest.mark.parametrize("mode", ["fixed", "cuda-graph"])
-@pytest.mark.parametrize("kind", ["independent", *KINDS])
+@pytest.mark.parametrize("kind", ["independent", "dream", "specvlm"])
 def test_a_round_waits_for_the_device_once(
-    pair: Pair, prompts: dict[str, Inputs], kind: str, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: str,
+    pair: Pair,
+    prompts: dict[str, Inputs],
+    kind: str,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """The tokens are those of eager forwards, and nothing but the transfer synchronises."""
-    on_device = replace(pair, target=deepcopy(pair.target).to("cuda"), draft=deepcopy(pair.draft).to("cuda"))
-    inputs = {name: value.to("cuda") for name, value in prompts["image"].items()}
-    target = Target(on_device.target)
-    draft = make_draft(kind, on_device, target, tmp_path)
-    for tree in TREES.values():
-        eager = Decoder(target, draft, tree=tree)
-        device = Decoder(target, draft, tree=tree, mode=mode)
-        expected = eager.generate(**inputs, max_new_tokens=32)
-        found = device.generate(**inputs, max_new_tokens=32)  # captures, which waits
-        assert torch.equal(found.sequences, expected.sequences)
-        assert found.stats.accepted_lengths == expected.stats.accepted_lengths
+    """Nothing but the transfer synchronises."""
+    pair, inputs = on_device(pair, gpu), inputs_on(prompts["image"], gpu)
+    target = Target(pair.target)
+    draft = make_draft(kind, pair, target, tmp_path)
+    for name in ("chain", "eagle2"):
+        device = Decoder(target, draft, tree=TREES[name], mode=mode, **FEW_SIZES)
+        device.generate(**inputs, max_new_tokens=12)  # captures, which waits
         with monkeypatch.context() as patch:
             numbers = count_waits(patch)
-            device.generate(**inputs, max_new_tokens=32)
+            device.generate(**inputs, max_new_tokens=12)
         assert numbers and set(numbers) == {1}
 
 
@@ -435,3 +356,30 @@ def count_waits(patch: pytest.MonkeyPatch) -> list[int]:
 
     patch.setattr(DeviceRound, "run", run_watched)
     return numbers
+
+
+def test_a_request_waits_once_a_round_and_for_its_prefills(
+    rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs]
+) -> None:
+    """Clocks included. Rounds that the host leads wait once a level, and once for the verification."""
+    pair, inputs = on_device(pair, "cuda:0"), inputs_on(prompts["text"], "cuda:0")
+    target, draft = Target(pair.target), as_draft(pair.draft)
+    for mode in ("eager", "cuda-graph"):
+        decoder = Decoder(target, draft, tree=TREES["chain"], mode=mode, **FEW_SIZES)
+        waits = []
+        for number in (12, 20):
+            decoder.generate(**inputs, max_new_tokens=number)
+            with rehearsal.counted() as counts:
+                stats = decoder.generate(**inputs, max_new_tokens=number).stats
+            waits.append(counts.waits - stats.rounds - (stats.draft_forwards if mode == "eager" else 0))
+        assert waits[0] == waits[1], "a request's own, whatever its length"
+
+
+def test_a_capture_is_of_the_target_s_device(rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs]) -> None:
+    """``--device cuda:1``, while ``cuda:0`` is current."""
+    host = Decoder(pair.target, pair.draft, tree=TREES["chain"], mode="eager")
+    expected = host.generate(**prompts["image"], max_new_tokens=12)
+    pair, inputs = on_device(pair, "cuda:1"), inputs_on(prompts["image"], "cuda:1")
+    found = Decoder(pair.target, pair.draft, tree=TREES["chain"], **FEW_SIZES).generate(**inputs, max_new_tokens=12)
+    assert torch.equal(found.sequences.cpu(), expected.sequences)
+    assert rehearsal.counts.captures > 0

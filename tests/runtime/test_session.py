@@ -82,7 +82,7 @@ def test_a_session_is_closed_however_its_request_ends(
     """
     price = RoundPrice(round_steps=9.0, level_steps=1.0, node_steps=0.0)
     draft = agreeing_draft("dream", target := Target(pair.target), injection_layer=4)
-    options = {"visual_keep": 0.5, "capture_sizes": (1, 8, 64), "mode": "fixed", "fallback": price}
+    options = {"visual_keep": 0.5, "capture_sizes": (1, 8, 160), "mode": "fixed", "fallback": price}
     inputs = prompts["image"]
 
     def finish(stream: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_session_is_closed_however_its_request_ends(
         stream = decoder.stream(**inputs, max_new_tokens=NEW_TOKENS)
         for _ in range(6):
             next(stream)
-        assert state_of(decoder) == ["fixed", (4,), "fixed", 0.5, (1, 8, 64)] != before
+        assert state_of(decoder) == ["fixed", (4,), "fixed", 0.5, (1, 8, 160)] != before
         end(stream)
         del stream
         assert state_of(decoder) == before

@@ -1,0 +1,173 @@
+"""Prepares forward passes and rounds ahead of requests, so that no request and no measurement captures anything."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from autotune.drafters.cached_draft import CachedDraft
+from autotune.execution import round_up
+from autotune.modeling.graph_memory import graph_memory
+from autotune.modeling.graph_runner import padded_length, padded_lengths
+from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.step import Step
+from autotune.modeling.target import Target
+from autotune.modeling.tree_model import TreeModel
+from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
+from autotune.runtime.points import LoadedPoint
+from autotune.runtime.session import close_session
+from autotune.runtime.token_sampler import TokenSampler
+from autotune.trees.limits import MAX_LEVEL_STEP
+
+Report = Callable[[int, int], None]
+"""Called as report(done, total)."""
+Job = Callable[[], object]
+
+
+class Preparation(NamedTuple):
+    """What was prepared."""
+
+    num_captures: int
+    memory_bytes: int
+    """Memory of all captures of the device, those of earlier preparations and of other decoders included."""
+    seconds: float
+
+
+class Preparer:
+    """Runs every forward pass and round that requests of a decoder can need, on caches of arbitrary contents.
+
+    Args:
+        points: operating points.
+        capacity: KV cache length that requests can reach, trees included.
+        sampler: of the requests.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        points: Sequence[LoadedPoint],
+        device_rounds: DeviceRounds,
+        capture_sizes: Sequence[int],
+        *,
+        capacity: int,
+        sampler: TokenSampler,
+    ) -> None:
+        self.target, self.points, self.capture_sizes = target, points, tuple(capture_sizes)
+        self.capacity, self.sampler = capacity, sampler
+        self._device_rounds = device_rounds
+
+    @torch.inference_mode()
+    def run(self, report: Report) -> Preparation:
+        memory, started = graph_memory(self.target.device), time.perf_counter()
+        before = memory.num_kept
+        models: list[CachedModel] = [self.target]
+        for draft in {point.draft for point in self.points}:
+            if isinstance(draft, CachedModel):
+                models.append(draft)
+        for model in models:
+            close_session(model)
+        with ExitStack() as cleanup:
+            for model in models:
+                cleanup.callback(model.use_mode, model.mode)
+                cleanup.callback(model.reserve, 1)
+                model.use_mode(self._device_rounds.mode)
+                model.reserve(self.capacity)
+                if isinstance(model, TreeModel):  # allocates the cache, which no capture may do
+                    token = torch.zeros(1, dtype=torch.long, device=model.device)
+                    model.prefill_prompt(Prompt(token, token.bool()))
+            cleanup.callback(setattr, self.target, "output_layers", self.target.output_layers)
+            jobs = list(itertools.chain(*map(self._jobs, self.points)))
+            for number, job in enumerate(jobs):
+                job()
+                report(number + 1, len(jobs))
+        return Preparation(memory.num_kept - before, memory.memory_bytes, time.perf_counter() - started)
+
+    def _jobs(self, point: LoadedPoint) -> Iterator[Job]:
+        draft, target = point.draft, self.target
+        layers = () if draft is None else draft.aux_layers
+        lengths = self._lengths(target)
+        if draft is None or point.fallback.price is not None:
+            yield from (self._target_step(layers, 1, length) for length in lengths)
+        if draft is None:
+            return
+        device_round = self._device_rounds.get(point, self.sampler)
+        if device_round is None:
+            yield from (
+                self._target_step(layers, n, length)
+                for n in self._sizes(point.policy.max_nodes + 1)
+                for length in lengths
+            )
+        else:
+            yield from (self._verification(device_round, point, length) for length in lengths)
+        if isinstance(draft, CachedDraft):
+            yield from self._draft_jobs(draft, point, device_round)
+
+    def _draft_jobs(self, draft: CachedDraft, point: LoadedPoint, device_round: DeviceRound | None) -> Iterator[Job]:
+        policy = point.policy
+        pending = self._sizes(policy.max_depth + 1)  # accepted nodes and the next root
+        for length in self._lengths(draft):
+            kinds = itertools.product(draft.pruned_lengths(point.visual_keep, length), draft.position_axes)
+            for num_pruned, axes in kinds:
+                if device_round is not None:
+                    yield from (self._drafting(device_round, point, n, length, num_pruned, axes) for n in pending)
+                    continue
+                sizes = {*pending, *self._sizes(min(policy.max_width, MAX_LEVEL_STEP))}
+                yield from (self._draft_step(draft, n, length, num_pruned, axes) for n in sorted(sizes))
+
+    def _lengths(self, model: CachedModel) -> list[int]:
+        """Padded KV lengths that requests reach."""
+        lengths = padded_lengths(model.cache.capacity)
+        return [length for length in lengths if length <= padded_length(self.capacity, model.cache.capacity)]
+
+    def _sizes(self, largest: int) -> list[int]:
+        """Capture sizes of steps of 1 to ``largest`` tokens."""
+        return sorted({round_up(size, self.capture_sizes) for size in range(1, largest + 1)})
+
+    def _target_step(self, layers: tuple[int, ...], num_tokens: int, length: int) -> Job:
+        def run() -> None:
+            target = self.target
+            target.output_layers = layers
+            for axes in target.position_axes:
+                target.place(length - num_tokens, axes=axes)
+                target.forward(Step.causal(np.zeros(num_tokens, np.int64), target.mask_value))
+
+        return run
+
+    def _draft_step(self, draft: CachedDraft, num_tokens: int, length: int, num_pruned: int, axes: int) -> Job:
+        def run() -> None:
+            draft.capture_sizes = self.capture_sizes
+            # One token short of the padded length, so that one pruned token still fits.
+            before = length - 1 - num_tokens
+            draft.prepare_step(before, num_pending=num_tokens, num_pruned=num_pruned, axes=axes)
+            draft.read_pending()
+
+        return run
+
+    def _verification(self, device_round: DeviceRound, point: LoadedPoint, length: int) -> Job:
+        def run() -> None:
+            self.target.output_layers = device_round.draft.aux_layers
+            for axes in self.target.position_axes:
+                self.target.place(length - device_round.num_tokens, axes=axes)
+                device_round.prepare_verification(self.sampler)
+
+        return run
+
+    def _drafting(
+        self, device_round: DeviceRound, point: LoadedPoint, size: int, length: int, num_pruned: int, axes: int
+    ) -> Job:
+        def run() -> None:
+            draft = device_round.draft
+            draft.capture_sizes = self.capture_sizes
+            draft.prepare_step(0, num_pending=size)
+            if (before := length - 1 - device_round.num_uncommitted(size)) > 0:
+                draft.prepare_step(before, num_pending=size, num_pruned=num_pruned, axes=axes)
+                device_round.prepare_drafting(point.coupling_sampler(self.sampler))
+
+        return run

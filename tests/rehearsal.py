@@ -1,0 +1,358 @@
+"""A CUDA rehearsal: tensors that say they are on ``cuda:N`` and compute on the CPU, and a ``torch.cuda`` beside them with
+streams, events, capture and replay. The code under test runs unchanged.
+
+It refuses what a device refuses: tensors of two devices in one operation, host reads and host copies during a capture,
+replays that read freed memory. It counts operations, transfers, waits of the host and live bytes. Where CUDA leaves
+contents open, it chooses the worst: fresh memory holds NaN or senseless integers, and so do the outputs of a graph once an
+older graph of its pool is replayed.
+
+It knows nothing of the numerics of CUDA kernels, of concurrency, of fragmentation, or of what custom operators do inside.
+One *operation* of torch counts as one kernel; a real device runs one or several for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from autotune.modeling.graph_memory import graph_memory
+from tests.rehearsed_cuda import Allocation, Call, CudaError, RehearsedCuda, caller, poison, tensors_of
+
+WAITS = {
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "masked_select"),
+    *("_unique2", "unique_dim", "unique_consecutive", "bincount", "_linalg_check_errors"),
+}
+READS = {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose"}  # their results are the host's
+MOVES = {"to", "_to_copy"}
+COPIES = {"copy_", "copy"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+ATTENTION = "scaled_dot_product_attention"
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Counts:
+    """What happened on the devices."""
+
+    operations: int = 0
+    """Operations that the host launched, one by one."""
+    graph_operations: int = 0
+    """Operations of replayed graphs."""
+    replays: int = 0
+    captures: int = 0
+    to_device: int = 0
+    to_host: int = 0
+    waits: int = 0
+    """How often the host waited for the device, transfers to the host included."""
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(**{name: value - getattr(other, name) for name, value in vars(self).items()})
+
+
+class DeviceTensor(Tensor):
+    """A tensor of a rehearsed device. torch's C++ takes it for one of the CPU, because a torch without CUDA has no guard
+    for other devices; Python code sees its ``device``.
+    """
+
+    host: Tensor
+    allocation: Allocation
+    _device: torch.device
+
+    @staticmethod
+    def __new__(cls, host: Tensor, allocation: Allocation, device: torch.device) -> DeviceTensor:
+        tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=CPU,
+            requires_grad=False,
+        )
+        tensor.host, tensor.allocation, tensor._device = host, allocation, device
+        return tensor
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def get_device(self) -> int:
+        return int(self._device.index)
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def numpy(self, **options: Any) -> Any:
+        raise CudaError("can't convert a cuda tensor to numpy; copy it to the host first")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def is_contiguous(self, *args: Any, **options: Any) -> bool:
+        return self.host.is_contiguous(*args, **options)
+
+    def __repr__(self, **options: Any) -> str:
+        return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, {self._device})"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert Rehearsal.current is not None, f"{func} on a rehearsed device after the rehearsal"
+        return Rehearsal.current.run(func, args, kwargs or {})
+
+
+class Rehearsal(TorchDispatchMode):
+    """Rehearsed devices, from ``__enter__`` to ``__exit__``. All tensors are inference tensors."""
+
+    current: ClassVar[Rehearsal | None] = None
+
+    def __init__(self, num_devices: int = 2) -> None:
+        super().__init__()
+        self.cuda = RehearsedCuda(num_devices)
+        self.attention_shapes: Counter[tuple[Any, ...]] = Counter()
+        """Calls of attention by the shapes of query and key."""
+        self._counts = Counter[str]()
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._inference = torch.inference_mode()
+
+    @property
+    def live_bytes(self) -> int:
+        return self.cuda.live_bytes
+
+    @property
+    def counts(self) -> Counts:
+        cuda = self.cuda
+        return Counts(
+            **self._counts,
+            waits=cuda.num_waits,
+            replays=cuda.num_replays,
+            captures=cuda.num_captures,
+            graph_operations=cuda.num_graph_operations,
+        )
+
+    @contextmanager
+    def counted(self) -> Iterator[Counts]:
+        """Counts of what happens inside the context, complete at its end."""
+        before, found = self.counts, Counts()
+        yield found
+        vars(found).update(vars(self.counts - before))
+
+    def __enter__(self) -> Rehearsal:
+        assert Rehearsal.current is None, "one rehearsal at a time"
+        Rehearsal.current = self
+        graph_memory.cache_clear()  # captures of an earlier rehearsal
+        for name, function in self.cuda.namespace.items():
+            self._replace(torch.cuda, name, function)
+        new_generator = torch.Generator
+        self._replace(torch, "Generator", lambda device="cpu": new_generator("cpu"))
+        for name in ("tensor", "as_tensor"):  # they copy to a device behind every dispatch mode's back
+            self._replace(torch, name, self._copying(getattr(torch, name)))
+        self._inference.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inference.__exit__(None, None, None)
+        for owner, name, value in reversed(self._replaced):
+            setattr(owner, name, value)
+        self._replaced.clear()
+        Rehearsal.current = None
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name, None)))
+        setattr(owner, name, value)
+
+    def _copying(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
+            if isinstance(data, DeviceTensor):
+                return data if device is None else data.to(device)
+            data = tree_map(lambda value: value.item() if isinstance(value, DeviceTensor) else value, data)
+            found = make(data, *args, **options)
+            return found if device is None else found.to(device)
+
+        return made
+
+    # --------------------------------------------------------------------------------------------------------- dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the host's memory, and check and count what it does on a device."""
+        name = func.overloadpacket.__name__
+        if name == "_has_compatible_shallow_copy_type":
+            return False
+        flat, _ = tree_flatten((args, kwargs))
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
+        asked = self._asked_device(kwargs, flat)
+        if name in MOVES:
+            return self._move(func, args, kwargs, asked, tensors)
+        if not ours and (asked is None or asked.type != "cuda"):
+            return func(*args, **kwargs)
+        device = self._check(name, args, kwargs, ours, [t for t in tensors if not isinstance(t, DeviceTensor)], asked)
+        if name == ATTENTION:
+            self.attention_shapes[tuple(args[0].shape), tuple(args[1].shape)] += 1
+        host_args, host_kwargs = _on_host(args, kwargs)
+        function = func
+        if name == "histc" and not host_args[0].dtype.is_floating_point:  # the CPU's kernel takes no integers
+
+            def function(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                return func(values.float(), *args, **kwargs).to(values.dtype)
+
+        outputs = function(*host_args, **host_kwargs)
+        if name in EMPTY:
+            poison(outputs)
+        if name in READS:
+            return outputs
+        return self._wrapped(function, host_args, host_kwargs, outputs, ours, device)
+
+    def _asked_device(self, kwargs: dict[str, Any], flat: list[Any]) -> torch.device | None:
+        asked = kwargs.get("device")
+        if asked is None:
+            asked = next((value for value in flat if isinstance(value, torch.device)), None)
+        return None if asked is None else self._with_index(torch.device(asked))
+
+    def _with_index(self, device: torch.device) -> torch.device:
+        return torch.device("cuda", self.cuda.index) if device.type == "cuda" and device.index is None else device
+
+    def _check(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ours: list[DeviceTensor],
+        others: list[Tensor],
+        asked: torch.device | None,
+    ) -> torch.device:
+        """Refuse or count what the operation needs; returns the device that runs it."""
+        devices = {tensor.device for tensor in ours}
+        if name in COPIES:
+            self._copy(args, kwargs)
+            return args[0].device  # type: ignore[no-any-return]
+        if len(devices) > 1:
+            self.cuda.refuse(
+                f"expected all tensors to be on the same device, found {sorted(map(str, devices))} in {name}"
+            )
+        if ours and any(tensor.dim() > 0 for tensor in others):
+            if name not in INDEXING:
+                self.cuda.refuse(f"expected all tensors to be on the same device, found {devices} and cpu in {name}")
+            self.cuda.wait(f"{name} by an index of the host")
+        if name in WAITS:
+            self.cuda.wait(name)
+        if name in INDEXING and any(index.dtype in (torch.bool, torch.uint8) for index in tensors_of(list(args[1]))):
+            self.cuda.wait(f"{name} by a mask")
+        if name == "repeat_interleave" and len(ours) > 1 and kwargs.get("output_size") is None:
+            self.cuda.wait(name)
+        device = next(iter(devices)) if ours else asked
+        assert device is not None
+        return device
+
+    def _wrapped(
+        self, function: Any, args: Any, kwargs: Any, outputs: Any, ours: list[DeviceTensor], device: torch.device
+    ) -> Any:
+        """Outputs as tensors of the device. An operation whose outputs are all views runs no kernel."""
+        allocations = {tensor.host.untyped_storage().data_ptr(): tensor.allocation for tensor in ours}
+        inputs = {id(tensor.host): tensor for tensor in ours}
+        is_counted = False
+
+        def wrap(value: Any) -> Any:
+            nonlocal is_counted
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) in inputs:  # in place
+                is_counted = True
+                return inputs[id(value)]
+            storage = value.untyped_storage()
+            allocation = allocations.get(storage.data_ptr()) if storage.nbytes() else None
+            is_counted = is_counted or allocation is None
+            return DeviceTensor(value, allocation or self.cuda.allocate(value, device), device)
+
+        wrapped = tree_map(wrap, outputs)
+        self._counts["operations"] += is_counted and self.cuda.capture is None
+        if (capture := self.cuda.capture) is not None:
+            if device.index != self.cuda.capture_index:
+                self.cuda.refuse(f"work on {device} is not captured on cuda:{self.cuda.capture_index}")
+            for tensor in ours:
+                if tensor.allocation.pool is None:
+                    what = f"{tuple(tensor.shape)} read @ {caller()}"
+                    capture.reads.setdefault(id(tensor.allocation), (weakref.ref(tensor.allocation), what))
+            capture.calls.append(Call(function, args, kwargs, outputs, is_counted))
+        return wrapped
+
+    # -------------------------------------------------------------------------------------------------------- transfers
+
+    def _move(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        asked: torch.device | None,
+        tensors: list[Tensor],
+    ) -> Tensor:
+        source = tensors[0]
+        target = asked or (tensors[1].device if len(tensors) > 1 else source.device)
+        host_args, host_kwargs = _on_host(args, kwargs)
+        out: Tensor = func(*host_args, **host_kwargs)
+        if target == source.device:
+            if not isinstance(source, DeviceTensor):
+                return out
+            return self._wrapped(func, host_args, host_kwargs, out, [source], target)  # type: ignore[no-any-return]
+        if out.untyped_storage().data_ptr() == host_args[0].untyped_storage().data_ptr():
+            out = out.clone()
+        if target.type == "cpu":
+            self._counts["to_host"] += 1
+            self.cuda.wait("a copy to the host")
+            return out
+        if source.device.type == "cpu":
+            self._from_host(bool(kwargs.get("non_blocking")) or any(value is True for value in args[1:]))
+        elif self.cuda.capture is not None:
+            self.cuda.refuse("operation not permitted when stream is capturing (a copy between devices)")
+        return DeviceTensor(out, self.cuda.allocate(out, target), target)
+
+    def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        destination, source = args[:2]
+        if not isinstance(source, DeviceTensor):
+            if not (self.cuda.capture is not None and source.dim() == 0):
+                self._from_host(bool(kwargs.get("non_blocking")) or bool((*args, False)[2]))
+        elif not isinstance(destination, DeviceTensor):
+            self._counts["to_host"] += 1
+            self.cuda.wait("a copy to the host")
+
+    def _from_host(self, non_blocking: bool) -> None:
+        if self.cuda.capture is not None:
+            self.cuda.refuse("operation not permitted when stream is capturing (a copy from pageable host memory)")
+        self._counts["to_device"] += 1
+        if not non_blocking:
+            self.cuda.wait("a blocking copy from the host")
+
+
+def _on_host(args: Any, kwargs: Any) -> Any:
+    def convert(value: Any) -> Any:
+        if isinstance(value, DeviceTensor):
+            return value.host
+        return CPU if isinstance(value, torch.device) else value
+
+    args, kwargs = tree_map(convert, (args, kwargs))
+    return args, kwargs | {"device": CPU} if kwargs.get("device") is not None else kwargs
