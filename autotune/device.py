@@ -207,7 +207,14 @@ def free_memory(device: torch.device | str) -> int:
         return int(psutil.virtual_memory().available)
     import torch
 
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    index = torch.device(device).index
+    index = torch.cuda.current_device() if index is None else index
+    # What torch holds without using it serves new allocations, except in the private pools of CUDA graphs.
+    unused = sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot(include_traces=False)
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) == (0, 0)
+    )
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 

@@ -269,3 +269,15 @@ def test_weights_that_do_not_fit_are_not_loaded(pair: Pair, monkeypatch: pytest.
 def test_kv_bytes_per_token(pair: Pair) -> None:
     target = Target(pair.target)
     assert target.kv_bytes_per_token == 2 * len(target.text.layers) * 2 * target.text.config.head_dim * 4
+
+
+def test_free_memory_leaves_out_what_only_graphs_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it count the other device's."""
+    segments = [
+        {"device": device, "segment_pool_id": pool, "total_size": 100, "allocated_size": 100 - unused}
+        for device, pool, unused in ((0, (0, 0), 30), (0, (0, 7), 50), (1, (0, 0), 20))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [free_memory(name) for name in ("cuda:0", "cuda:1", "cuda")] == [1030, 1020, 1020]
