@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Counts:
-    """What happened on the devices."""
+    """Events on the devices."""
 
     operations: int = 0
     """Operations that the host launched, one by one."""

@@ -28,7 +28,7 @@ _numbers = itertools.count(1)
 
 
 class CudaError(RuntimeError):
-    """What a real device would have refused."""
+    """Refused, as by a real device."""
 
 
 class Allocation:
@@ -145,7 +145,7 @@ class RehearsedCuda:
 
     @property
     def namespace(self) -> dict[str, Any]:
-        """What takes the place of functions and classes of ``torch.cuda``."""
+        """Stand-ins for functions and classes of ``torch.cuda``."""
         Event.current = CUDAGraph.current = graph.current = self
         graph.default_capture_stream = None
         properties = SimpleNamespace(

@@ -36,7 +36,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
 }
 # Keys of records that later versions added and that decide nothing about the tokens of a decoder.
 LATER_RECORDS = {
-    "profile": ("prefill_threads",),
+    "profile": ("prefill_threads", "attention_backends"),
     "provenance": ("contention",),
     "workload": ("max_new_tokens", "temperature"),
     "evidence": ("best_default", "gains", "shrinkage"),

@@ -67,7 +67,7 @@ class CapturedForward:
 
 
 class GraphMemory:
-    """What all captures of a device share."""
+    """The pool, the stream and the limit that all captures of a device share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

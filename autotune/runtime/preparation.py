@@ -32,7 +32,7 @@ Job = Callable[[], object]
 
 
 class Preparation(NamedTuple):
-    """What was prepared."""
+    """Result of a preparation."""
 
     num_captures: int
     memory_bytes: int

@@ -86,7 +86,7 @@ def test_a_worker_process_decodes_and_reports_failures(
 
 def test_plain_decoding_steps_as_the_profile_does(profile: Path) -> None:
     """With its mode, sizes and threads: an eager baseline would flatter a compiled draft."""
-    steps = {"mode": "fixed", "capture_sizes": (1, 8, 64), "threads": 1}
+    steps = {"mode": "fixed", "capture_sizes": (1, 8, 160), "threads": 1}
     DecodingProfile.load(profile).model_copy(update=steps).save(profile)
     side = worker.SideDecoder(str(profile), "cpu")
     assert (

@@ -1,4 +1,4 @@
-"""What is captured ahead serves requests without further captures, and memory does not grow from request to request."""
+"""Captures that are made ahead serve requests without further captures, and memory does not grow from request to request."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_memory_does_not_grow_over_fifty_requests_of_growing_length(rehearsal: R
 
 
 def test_a_longer_request_frees_the_former_cache_and_captures(rehearsal: Rehearsal, text_pair: Pair) -> None:
-    """What is left is what a first request of that length leaves."""
+    """As much is left as after a first request of that length."""
     pair = on_device(text_pair, DEVICE)
     weights = rehearsal.live_bytes
 
