@@ -21,6 +21,7 @@ from autotune.evaluation.divergence import flips, largest_difference
 from autotune.evaluation.perplexity import answer_logits
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.modeling.clock import now_ms
+from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.loading import RETRIEVAL
 from autotune.modeling.self_check import allowed_difference, compare_tree_decoding
 from autotune.modeling.target import Target
@@ -115,7 +116,8 @@ def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
     """Time plain steps and verifications in turns. Every mode but eager prepares all sizes first, which is timed too."""
     sizes = capture_sizes_for(mode, ())
     settings = ProfileSettings(kv_lengths=(kv_length,), capture_sizes=sizes, mode=mode)
-    reserved, started = _reserved_bytes(target.device), now_ms(target.device)
+    memory = graph_memory(target.device)
+    before, started = memory.memory_bytes, now_ms(target.device)
     bench = StepBench(target, load_draft(RETRIEVAL, target), settings)
     bench.decode_ms(kv_length)
     for tokens in VERIFIED_TOKENS:
@@ -137,14 +139,10 @@ def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
         plain_ms=float(np.median(plain)),
         verify_ms={tokens: float(np.median(times)) for tokens, times in verify.items()},
         prepare_s=None if graphs is None else prepared_s,
-        prepared_bytes=0 if graphs is None else max(0, _reserved_bytes(target.device) - reserved),
+        prepared_bytes=0 if graphs is None else max(0, memory.memory_bytes - before),
         num_prepared=0 if graphs is None else len(graphs),
         why_eager=None if graphs is None else graphs.why_eager,
     )
     target.use_mode(EAGER)
     target.output_layers = ()
     return result
-
-
-def _reserved_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
