@@ -17,6 +17,7 @@ from autotune.cli import options
 )
 @options.workload
 @options.device
+@options.random_weights
 @click.option(
     "--tokens",
     "num_tokens",
@@ -26,7 +27,9 @@ from autotune.cli import options
     help="Tokens of each of four answers at which a verification is compared with single steps.",
 )
 @options.as_json
-def command(target: str | None, workload: str | None, device: str, num_tokens: int, as_json: bool) -> None:
+def command(
+    target: str | None, workload: str | None, device: str, random_weights: bool, num_tokens: int, as_json: bool
+) -> None:
     """Tell what to expect on this machine before a search, in a minute: its devices and their datasheets, the bandwidth that a
     copy reaches, and other processes. With a target also: the attention kernels that torch picks for its shapes, whether
     verification equals single steps, what verifications cost in plain steps, and on a GPU time and memory of capturing.
@@ -46,7 +49,7 @@ def command(target: str | None, workload: str | None, device: str, num_tokens: i
     from autotune.doctor.output import print_diagnosis
 
     console = Console()
-    found = examine(device, target, workload, num_tokens, console)
+    found = examine(device, target, workload, num_tokens, console, random_weights=random_weights)
     if as_json:
         click.echo(found.dump())
     else:

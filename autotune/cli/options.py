@@ -121,6 +121,11 @@ workload = click.option(
     help="'digits', 'code', or a JSONL file of prompts.",
 )
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
+random_weights = click.option(
+    "--random-weights",
+    is_flag=True,
+    help="Make weights at random, from a config alone: latency does not depend on them.",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 
 

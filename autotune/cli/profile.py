@@ -19,6 +19,7 @@ from autotune.search.settings import SearchSettings
 @options.settings_options(SearchSettings, "injection_layer")
 @options.workload
 @options.device
+@options.random_weights
 @click.option(
     "--budget", type=options.Duration(), default="90s", show_default=True, help="Time limit of the measurements."
 )
@@ -27,7 +28,14 @@ from autotune.search.settings import SearchSettings
 @options.table("a row for every measured point")
 @options.as_json
 def command(
-    target: str, drafts: tuple[str, ...], workload: str | None, device: str, output: Path, as_json: bool, **choices: Any
+    target: str,
+    drafts: tuple[str, ...],
+    workload: str | None,
+    device: str,
+    random_weights: bool,
+    output: Path,
+    as_json: bool,
+    **choices: Any,
 ) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
     from autotune.cli.preflight import require_workload
@@ -48,7 +56,11 @@ def command(
 
     console = Console()
     prompts = load_workload(workload, "tune")
-    model_pool = ModelPool(target, drafts, choose_device(device), choices["capture_sizes"], choices["mode"])
+    execution = choices["capture_sizes"], choices["mode"]
+    model_pool = ModelPool(target, drafts, choose_device(device), *execution, random_weights=random_weights)
+    if random_weights:
+        console.say("weights are random: this table's latencies hold, its models accept nothing of each other")
+        prompts = prompts.readable_by(model_pool.processor)
     subnets = [Subnet(heads=share, injection_layer=choices["injection_layer"]) for share in choices["heads"] or (None,)]
     variants = [(draft, subnet) for draft in model_pool.references for subnet in subnets]
     if choices["wait_until_quiet_s"] is not None:

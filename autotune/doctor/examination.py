@@ -10,7 +10,6 @@ from autotune.doctor.findings import defects, notes
 from autotune.doctor.machine import copy_gb_per_second, find_devices
 from autotune.doctor.target import examine_target
 from autotune.documents.provenance import stamp
-from autotune.errors import UserError
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.workloads.workload import load_workload
@@ -18,13 +17,16 @@ from autotune.workloads.workload import load_workload
 NUM_PROMPTS = 4
 
 
-def examine(device: str, target: str | None, workload: str, num_tokens: int, console: Console) -> Diagnosis:
+def examine(
+    device: str, target: str | None, workload: str, num_tokens: int, console: Console, *, random_weights: bool = False
+) -> Diagnosis:
     """Examine the machine and, if one is named, a target.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda:N``.
         workload: whose first prompts are answered; those with images are left out for a text model.
         num_tokens: of each answer.
+        random_weights: make the target's weights at random.
 
     Raises:
         UserError: no such device, model or workload, or no prompt for the model.
@@ -37,15 +39,10 @@ def examine(device: str, target: str | None, workload: str, num_tokens: int, con
     found = None
     if target is not None:
         with console.stage("target"):
-            loaded = Target(load_model(target, device=chosen))
-            processor = load_processor(target)
-            reads_images = hasattr(processor, "image_processor")
-            tuning = load_workload(workload, "tune", num_prompts=NUM_PROMPTS if reads_images else None)
-            prompts = [prompt for prompt in tuning.prompts if reads_images or not prompt.pixels]
-            if not prompts:
-                raise UserError(
-                    f"{workload}: {target} reads text only, and every prompt has an image; name another --workload"
-                )
+            loaded = Target(load_model(target, device=chosen, random_weights=random_weights))
+            processor = load_processor(target, or_bundled=random_weights)
+            limit = NUM_PROMPTS if hasattr(processor, "image_processor") else None
+            prompts = load_workload(workload, "tune", num_prompts=limit).readable_by(processor).prompts
             inputs = [prompt.inputs(processor, loaded.device) for prompt in prompts[:NUM_PROMPTS]]
             found = examine_target(loaded, reference(target), inputs, num_tokens=num_tokens)
     contention = monitor.contention

@@ -80,8 +80,8 @@ def draft_folder(name: str) -> Path | None:
     return folder if is_autotune_draft or is_eagle3(content) else None
 
 
-def load_network(folder: Path) -> BlocksNetwork:
-    """Load the network of a draft that ``save_draft`` saved.
+def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork:
+    """Load the network of a draft that ``save_draft`` saved, or make one of its config with random weights.
 
     Raises:
         UserError: a draft of an unknown kind.
@@ -90,22 +90,26 @@ def load_network(folder: Path) -> BlocksNetwork:
     content = NetworkConfig.upgrade(read_json(path), source=path)
     config = parse_kind(content, CONFIGS, key="kind", what="kind of draft", source=str(path))
     network = NETWORKS[config.kind](config)
+    if random_weights:
+        return network.eval().requires_grad_(False)
     tensors = load_file(folder / WEIGHTS)
     network.token_frequencies = tensors.pop(FREQUENCIES, None)
     network.load_state_dict(tensors)
     return network.eval().requires_grad_(False)
 
 
-def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> LoadedDraft:
+def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
     """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, any Hugging Face model, which drafts
     independently, or ``retrieval``.
 
     Args:
         subnet: heads, injection layer, vocabulary and operator of the compressor to use. Its share of visual tokens applies later,
             prompt by prompt.
+        random_weights: as in ``load_model``.
 
     Raises:
-        UserError: an unknown draft, a draft for another target, or a subnet that it does not have.
+        UserError: an unknown draft, a draft for another target, a subnet that it does not have, or an EAGLE-3 head with random
+            weights.
     """
     subnet = subnet or Subnet()
     folder = None if name == RETRIEVAL else draft_folder(name)
@@ -119,14 +123,19 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None) -> Loade
             retrieval = RetrievalDraft()
             retrieval.attach(target)
             return retrieval
-        return IndependentDraft(load_model(name, device=str(target.device)), tokenizer=load_tokenizer(name))
+        model = load_model(name, device=str(target.device), random_weights=random_weights)
+        return IndependentDraft(model, tokenizer=load_tokenizer(name))
     content = read_json(folder / CONFIG)
     network: DraftNetwork
+    if is_eagle3(content) and random_weights:
+        raise UserError(
+            f"{name}: the sizes of an EAGLE-3 head are read from its weights; leave --random-weights out, or name a draft of another kind"
+        )
     if is_eagle3(content):
         text = target.text
         network = load_eagle3(folder, content, hidden_size=text.config.hidden_size, num_layers=len(text.layers))
     else:
-        network = load_network(folder)
+        network = load_network(folder, random_weights=random_weights)
     if subnet.head_shares != (1.0, 1.0, 1.0):
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,32 +82,72 @@ def reference(name: str) -> ModelReference:
     return ModelReference(id=name, sha256=sha256_of(*sorted(path.glob("*.safetensors")), path / "config.json"))
 
 
-def load_model(name: str, *, device: str = "cpu") -> Any:
+def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) -> Any:
     """Load a model for inference, in the precision that its config declares.
+
+    Args:
+        random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
 
     Raises:
         UserError: transformers cannot load it, or it does not fit on the device.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     from autotune.modeling.attention import choose_attention
 
     source = resolve(name)
-    weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
-    check_room(device, {"weights": weights}, what=name, advice="free some, or load a smaller model")
+    advice = "free some, or load a smaller model"
+    logging.disable_progress_bar()
+    with _load_errors(name):
+        config = _config(source)
+        factory = AutoModelForImageTextToText if _is_vlm(config) else AutoModelForCausalLM
+        if random_weights:
+            if getattr(config, "quantization_config", None) is not None:
+                raise UserError(
+                    f"{name}: weights of a quantized model cannot be made at random; give its checkpoint, or a config without "
+                    "quantization_config"
+                )
+            check_room(device, {"weights": _weight_bytes(factory, config)}, what=name, advice=advice)
+            model = factory.from_config(config, dtype=config.dtype)
+        else:
+            weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
+            check_room(device, {"weights": weights}, what=name, advice=advice)
+            model = factory.from_pretrained(source)
+    choose_attention(device)
+    return model.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _load_errors(name: str) -> Iterator[None]:
+    """Turn errors of transformers into one line."""
     try:
-        config = AutoConfig.from_pretrained(source)
-        is_vlm = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        logging.disable_progress_bar()
-        model = (AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM).from_pretrained(source)
+        yield
     except (OSError, ValueError) as error:
         raise UserError(
             f"{name}: transformers cannot load it ({str(error).strip().splitlines()[0]}); check the name or path"
         ) from None
-    choose_attention(device)
-    return model.to(device).eval().requires_grad_(False)
+
+
+def _config(source: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source)
+
+
+def _is_vlm(config: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def _weight_bytes(factory: Any, config: Any) -> int:
+    """Bytes of the weights of a model, which is not made."""
+    import torch
+
+    with torch.device("meta"):
+        empty = factory.from_config(config, dtype=config.dtype)
+    return sum(parameter.numel() * parameter.element_size() for parameter in empty.parameters())
 
 
 def load_tokenizer(name: str) -> Any | None:
@@ -117,12 +159,26 @@ def load_tokenizer(name: str) -> Any | None:
     return getattr(processor, "tokenizer", processor)
 
 
-def load_processor(name: str) -> Any:
-    """The processor of a VLM, or the tokenizer of a text model."""
-    from transformers import AutoProcessor
+def load_processor(name: str, *, or_bundled: bool = False) -> Any:
+    """The processor of a VLM, or the tokenizer of a text model, whichever processor the tokenizer's own settings name.
 
+    Args:
+        or_bundled: return the tokenizer of the bundled target where a model with random weights has none of its own.
+
+    Raises:
+        UserError: there is none, or it needs a package.
+    """
+    from transformers import AutoProcessor, AutoTokenizer
+
+    source = resolve(name)
+    if or_bundled and not any(Path(source).glob("*token*")):
+        return load_processor(BUNDLED_TARGET).tokenizer
     try:
-        return AutoProcessor.from_pretrained(resolve(name))
+        is_vlm = _is_vlm(_config(source))
+    except (OSError, ValueError):  # loading the model reports the error
+        is_vlm = True
+    try:
+        return (AutoProcessor if is_vlm else AutoTokenizer).from_pretrained(source)
     except ImportError as error:  # several processors need torchvision
         raise UserError(
             f"{name}: its processor needs a package that is not installed ({' '.join(str(error).split())[:200]}); install it"

@@ -64,17 +64,27 @@ class ModelPool:
     """A target and the drafts that compete for it; subnets of the drafts are loaded on first use."""
 
     def __init__(
-        self, target: str, drafts: Sequence[str], device: str, capture_sizes: Sequence[int] = (), mode: str = EAGER
+        self,
+        target: str,
+        drafts: Sequence[str],
+        device: str,
+        capture_sizes: Sequence[int] = (),
+        mode: str = EAGER,
+        *,
+        random_weights: bool = False,
     ) -> None:
-        """Raises:
-        UserError: a model cannot be loaded, or a draft does not fit the target.
+        """``random_weights``: as in ``load_model``, of the target and the drafts. Workers do not know it.
+
+        Raises:
+            UserError: a model cannot be loaded, or a draft does not fit the target.
         """
         self.arguments = ModelPoolArguments(
             target, tuple(drafts), device, tuple(capture_sizes), mode, torch.get_num_threads()
         )
         self.target_reference = reference(target)
-        self.processor = load_processor(target)
-        self.target = Target(load_model(target, device=device))
+        self._random_weights = random_weights
+        self.processor = load_processor(target, or_bundled=random_weights)
+        self.target = Target(load_model(target, device=device, random_weights=random_weights))
         self.mode = check_mode(mode, self.target.device, self.target.num_devices)
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.device = fingerprint(device)
@@ -85,7 +95,7 @@ class ModelPool:
         for name in drafts:
             draft_reference = reference(name)
             self.references[draft_reference.id] = draft_reference
-            draft = load_draft(name, self.target)
+            draft = load_draft(name, self.target, random_weights=random_weights)
             # A decoder checks that the vocabularies agree.
             Decoder(self.target, draft, capture_sizes=self.capture_sizes, mode=EAGER, processor=self.processor)
             self._full_drafts[draft_reference.id] = draft
@@ -139,7 +149,7 @@ class ModelPool:
         if subnet.network == full.subnet.network:
             return full
         if (draft, subnet) not in self._subnets:
-            self._subnets[draft, subnet] = load_draft(draft, self.target, subnet)
+            self._subnets[draft, subnet] = load_draft(draft, self.target, subnet, random_weights=self._random_weights)
         return self._subnets[draft, subnet]
 
     def recorder(self, folder: Path) -> Recorder:

@@ -186,6 +186,21 @@ class Workload:
             prompts = tuple(prompt.cut(max_new_tokens) for prompt in prompts)
         return Workload(self.name, self.split, prompts)
 
+    def readable_by(self, processor: Any) -> Workload:
+        """The prompts without images, if the processor reads text only.
+
+        Raises:
+            UserError: every prompt has an image.
+        """
+        if hasattr(processor, "image_processor"):
+            return self
+        prompts = tuple(prompt for prompt in self.prompts if not prompt.pixels)
+        if not prompts:
+            raise UserError(
+                f"{self.name}: the target reads text only, and every prompt has an image; name another --workload"
+            )
+        return replace(self, prompts=prompts)
+
     def sampled(self, temperature: float) -> Workload:
         """The prompts at another temperature, each with its index as seed."""
         prompts = tuple(
