@@ -191,45 +191,55 @@ def estimate_table(
     draft_shape: ModelShape,
     precision: str,
     subnet: Subnet | None = None,
+    mode: str = EAGER,
+    capture_sizes: tuple[int, ...] = (),
     measured: Sequence[CostTable] = (),
 ) -> CostTable:
-    """Estimate the cost table of a pair from the datasheet of a device.
+    """Estimate the cost table of a pair from the datasheet of a device. In mode ``cuda-graph`` the host launches nothing after
+    the prefill; ``compile`` is estimated as eager.
 
     Args:
         name: the device, which ``find_limits`` knows.
         subnet: the draft's subnet, to which ``draft_shape`` belongs.
-        measured: tables to scale the limits to; only measured ones of this device and precision in eager mode are used.
+        mode, capture_sizes: as in ``CostTable``.
+        measured: tables to scale the limits to; only measured ones of this device, precision and mode are used.
     """
     anchors = [
         table
         for table in measured
-        if (table.device.name, table.precision, table.mode) == (name, precision, EAGER)
+        if (table.device.name, table.precision, table.mode) == (name, precision, mode)
         and not table.estimated
         and table.target_shape is not None
     ]
-    limits = anchored(load_limits(name), anchors)
+    datasheet = load_limits(name)
+    is_captured = mode == "cuda-graph"
+    limits = anchored(datasheet.model_copy(update={"eager_layer_ms": 0.0}) if is_captured else datasheet, anchors)
+    prefill_limits = limits.model_copy(update={"eager_layer_ms": datasheet.eager_layer_ms}) if is_captured else limits
+    tokens = capture_sizes or TOKENS
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
     memory_bytes = int(limits.memory_gb * 1e9)
     return CostTable(
         provenance=stamp(),
         device=Fingerprint(name=name, kind="cuda", model=limits.model, num_cores=0, memory_bytes=memory_bytes),
         precision=precision,
+        mode=mode,
+        capture_sizes=capture_sizes,
         estimated=True,
         num_anchors=len(anchors),
         target=target,
         target_shape=target_shape,
         decode=_surface(target_shape, limits, (1,)),
-        verify=_surface(target_shape, limits, TOKENS),
-        prefill=_prefill(target_shape, limits),
+        verify=_surface(target_shape, limits, tokens),
+        prefill=_prefill(target_shape, prefill_limits),
         drafts=[
             DraftCosts(
                 draft=draft,
                 heads=None if subnet is None else subnet.heads,
                 vocabulary=None if subnet is None else subnet.vocabulary,
                 shape=draft_shape,
-                draft_first=_surface(draft_shape, limits, TOKENS),
-                draft_level=_surface(draft_shape, limits, TOKENS),
-                prefill=_prefill(draft_shape, limits),
+                draft_first=_surface(draft_shape, limits, tokens),
+                draft_level=_surface(draft_shape, limits, tokens),
+                prefill=_prefill(draft_shape, prefill_limits),
                 overhead=overhead,
             )
         ],

@@ -15,6 +15,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import NotComparable, UserError
+from autotune.execution import EAGER
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
@@ -119,7 +120,9 @@ def decoder_for(
     adapt: bool = False,
     corpus_tokens: int = 0,
 ) -> Decoder:
-    """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on."""
+    """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on; captured
+    forward passes of a GPU run eagerly elsewhere.
+    """
     points = [
         LoadedPoint(
             None if point.draft is None else draft_of(point.draft),
@@ -132,11 +135,12 @@ def decoder_for(
         )
         for point in profile.points
     ]
+    cannot_capture = profile.mode == "cuda-graph" and target.device.type != "cuda"
     return Decoder(
         target,
         points=points,
-        capture_sizes=profile.capture_sizes,
-        mode=profile.mode,
+        capture_sizes=() if cannot_capture else profile.capture_sizes,
+        mode=EAGER if cannot_capture else profile.mode,
         threads=profile.threads if is_tuned_here else None,
         prefill_threads=profile.prefill_threads if is_tuned_here else None,
         processor=processor,

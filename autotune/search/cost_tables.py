@@ -17,7 +17,7 @@ from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import NUM_BLOCKS, Subnet
 from autotune.errors import UserError
-from autotune.execution import EAGER
+from autotune.execution import AUTO, EAGER, capture_sizes_for
 from autotune.files import content_key
 from autotune.modeling.graph_memory import graph_memory
 from autotune.search.model_pool import ModelPool
@@ -28,9 +28,12 @@ MAX_PRICED = 8  # choices of heads of one draft that are all measured
 PRINTED_SIZES = (1, 4, 8, 16, 32, 64)  # tokens
 
 
-def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVariant]) -> CostTable:
+def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVariant], mode: str = AUTO) -> CostTable:
     """The table of another device: its shipped measurement of these models, or an estimate from its datasheet and its
     measurements of other models.
+
+    Args:
+        mode: of the estimate; ``auto``: captured, as on every GPU.
 
     Raises:
         UserError: the device has no datasheet, and its shipped tables describe other models.
@@ -45,6 +48,7 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
         raise UserError(
             f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune profile on that device"
         )
+    mode = "cuda-graph" if mode == AUTO else mode
     tables = [
         estimate_table(
             gpu,
@@ -54,12 +58,14 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
             draft_shape=shape_of(model_pool.draft(draft, subnet)),
             precision=model_pool.precision,
             subnet=subnet,
+            mode=mode,
+            capture_sizes=capture_sizes_for(mode, model_pool.capture_sizes),
             measured=shipped,
         )
         for draft, subnet in variants
     ]
     drafts = [costs for table in tables for costs in table.drafts]
-    return tables[0].model_copy(update={"capture_sizes": model_pool.capture_sizes, "drafts": drafts})
+    return tables[0].model_copy(update={"drafts": drafts})
 
 
 def priced_variants(variants: Sequence[DraftVariant]) -> list[DraftVariant]:

@@ -19,6 +19,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
+from autotune.execution import EAGER
 from autotune.files import content_key, write_table
 from autotune.search.cost_tables import foreign_table, local_table, priced_variants, print_table
 from autotune.search.evaluator import Constraints, Evaluator
@@ -94,7 +95,11 @@ class _SearchRun:
         self.clock = StageClock(started + settings.budget_s, STAGES if self.device else UNTIMED_STAGES)
         shared_ledger = None if settings.storage is None else Ledger(settings.storage)  # fails before models are loaded
         self.model_pool = ModelPool(
-            settings.target, settings.drafts, self.device or "cpu", settings.capture_sizes, settings.mode
+            settings.target,
+            settings.drafts,
+            self.device or "cpu",
+            settings.capture_sizes,
+            settings.mode if self.device else EAGER,
         )
         if settings.heads is not None or settings.injection_layer is not None:
             self.model_pool.check_has_supernet()
@@ -153,7 +158,7 @@ class _SearchRun:
         """The device's cost table, and the study document."""
         settings, priced = self.settings, priced_variants(self.variants)
         if self.device is None:
-            table = foreign_table(settings.gpu, self.model_pool, priced)
+            table = foreign_table(settings.gpu, self.model_pool, priced, settings.mode)
             table.save(self.folder / f"{table.device.name}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.

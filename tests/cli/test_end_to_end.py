@@ -55,6 +55,9 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr and "Warning" not in done.stderr
         return json.loads(done.stdout)
 
+    diagnosis = stage("doctor", *models[:2], *workload, "--tokens", "4")
+    assert diagnosis["target"]["near_ties"]["num_tokens"] > 0 and diagnosis["defects"] == []
+
     table = stage("profile", *models, *workload, "--budget", "5s", "-o", "pair.cost.json", "--table", "cost.parquet")
     assert table == json.loads((tmp_path / "pair.cost.json").read_text())
     assert table["schema"] == "autotune.cost-table/6"
@@ -76,6 +79,7 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     predicted = stage("search", *models, *workload, *small, "--gpu", "h100", "-o", "h100.json")
     assert predicted["hardware"]["name"] == "h100" and predicted["points"][0]["measured"] is None
     assert predicted["points"][0]["predicted"]["estimated"], "the shipped datasheet gives an estimate"
+    assert predicted["mode"] == "cuda-graph", "as forward passes run on a GPU"
 
     # Whether a tree pays with models this small depends on the machine; the following stages must have one.
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.trace import Forest, RecordedPrompt, join
-from autotune.cost.roofline import DeviceLimits, anchored, datasheets, estimate_table, find_limits, load_limits, step_ms
+from autotune.cost.roofline import (
+    DeviceLimits,
+    anchored,
+    datasheets,
+    device_bound_ms,
+    estimate_table,
+    find_limits,
+    load_limits,
+    step_ms,
+)
 from autotune.cost.surface import Surface
 from autotune.cost.table import CostTable, ModelShape
 from autotune.device import short_name
@@ -70,6 +79,20 @@ def test_every_shipped_datasheet_gives_a_table() -> None:
         for ms in (prices.verify_ms, prices.draft_level_ms):
             assert (np.diff(ms[1:], axis=0) >= 0).all() and (np.diff(ms[1:], axis=1) >= 0).all(), name
         assert (prices.draft_level_ms[1:] < prices.verify_ms[1:]).all(), name
+
+
+def test_captured_forward_passes_launch_nothing_after_the_prefill() -> None:
+    """Steps take the time of the device alone; sizes are the capture sizes."""
+    shapes = {"target": TARGET, "target_shape": SHAPE, "draft": DRAFT, "draft_shape": SHAPE, "precision": "bfloat16"}
+    eager = estimate_table("h100", **shapes)  # type: ignore[arg-type]
+    captured = estimate_table("h100", mode="cuda-graph", capture_sizes=(1, 8, 160), **shapes)  # type: ignore[arg-type]
+    assert (eager.mode, captured.mode, captured.capture_sizes) == ("eager", "cuda-graph", (1, 8, 160))
+    for point in (*captured.decode.points, *captured.drafts[0].draft_level.points):
+        bound = device_bound_ms(SHAPE, load_limits("h100"), point.tokens, point.kv_length)
+        assert point.latency_ms == pytest.approx(bound)
+    assert {point.tokens for point in captured.verify.points} == {1, 8, 160}
+    assert eager.decode.points[0].latency_ms > 3 * captured.decode.points[0].latency_ms
+    assert captured.prefill == eager.prefill
 
 
 def test_mig_slices_have_shares_of_their_gpu() -> None:

@@ -24,7 +24,7 @@ from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.load import load
+from autotune.runtime.load import decoder_for, load
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingOutput
 from autotune.trees import policy as policies
@@ -273,6 +273,13 @@ def test_each_point_remembers_its_own_requests(pair: Pair, prompts: dict[str, In
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
+
+
+def test_a_profile_of_captured_forward_passes_runs_eagerly_without_a_gpu(profile: DecodingProfile, pair: Pair) -> None:
+    captured = profile.model_copy(update={"mode": "cuda-graph", "capture_sizes": (4, 8)})
+    decoder = decoder_for(captured, pair.target, lambda choice: pair.draft)
+    is_gpu = decoder.target.device.type == "cuda"
+    assert (decoder.mode, bool(decoder.capture_sizes)) == (("cuda-graph", True) if is_gpu else ("eager", False))
 
 
 def test_each_draft_is_loaded_once(profile: DecodingProfile, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
