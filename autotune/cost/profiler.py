@@ -14,7 +14,9 @@ from autotune.contention import ContentionMonitor
 from autotune.cost.block_log import BlockLog, LogHeader
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.cost.request_timing import (
+    HOST_TREES,
     LEAST_PREFILLS,
+    OVERHEAD_TREES,
     OverheadRuns,
     PrefillSamples,
     PrefillTimer,
@@ -24,7 +26,7 @@ from autotune.cost.request_timing import (
 from autotune.cost.sampling import Sampler
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.step_bench import StepBench, choose_threads
-from autotune.cost.table import CostTable, DraftCosts, ModelShape
+from autotune.cost.table import CostTable, DeviceCosts, DraftCosts, ModelShape
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
@@ -98,10 +100,23 @@ def profile(
     prefills.run(PREFILL_SHARE * limit_s, clock=clock)
     share_s = OVERHEAD_SHARE * limit_s / len({reference for _, reference in drafts})
     runs: dict[ModelReference, OverheadRuns] = {}
-    for draft, reference in drafts:
-        if reference not in runs:  # the number of heads does not change it
-            runs[reference] = overhead_runs(
-                target, draft, processor, workload, plain_step, settings, threads=threads, limit_s=share_s, clock=clock
+    device_runs: dict[ModelReference, OverheadRuns] = {}
+    for (draft, reference), bench in zip(drafts, benches, strict=True):
+        kinds = [(runs, OVERHEAD_TREES)]
+        if bench.device_tokens:
+            kinds = [(runs, HOST_TREES), (device_runs, OVERHEAD_TREES)]
+        for found, trees in kinds if reference not in runs else ():  # the number of heads does not change it
+            found[reference] = overhead_runs(
+                target,
+                draft,
+                processor,
+                workload,
+                plain_step,
+                settings,
+                threads=threads,
+                limit_s=share_s / len(kinds),
+                clock=clock,
+                trees=trees,
             )
     spent_s = clock() - started
 
@@ -131,7 +146,7 @@ def profile(
         decode=sampler.surface(sampler.decode),
         verify=sampler.surface(sampler.verify),
         prefill=_prefill_cost(prefills.target_samples, sampler.plain_ms),
-        drafts=_draft_costs(drafts, sampler, prefills, runs),
+        drafts=_draft_costs(drafts, sampler, prefills, runs, device_runs),
     )
 
 
@@ -140,7 +155,16 @@ def _draft_costs(
     sampler: Sampler,
     prefills: PrefillTimer,
     runs: dict[ModelReference, OverheadRuns],
+    device_runs: dict[ModelReference, OverheadRuns],
 ) -> list[DraftCosts]:
+    on_device = {
+        number: DeviceCosts(
+            draft_first=sampler.surface(sampler.device_firsts[number]),
+            draft_level=sampler.surface(grid),
+            overhead=_overhead(device_runs[drafts[number][1]], sampler.plain_ms),
+        )
+        for number, grid in sampler.device_levels.items()
+    }
     return [
         DraftCosts(
             draft=reference,
@@ -153,6 +177,7 @@ def _draft_costs(
             draft_level=sampler.surface(sampler.draft_levels[number]),
             prefill=_prefill_cost(prefills.draft_samples[number], sampler.plain_ms),
             overhead=_overhead(runs[reference], sampler.plain_ms),
+            on_device=on_device.get(number),
         )
         for number, (draft, reference) in enumerate(drafts)
     ]

@@ -35,6 +35,12 @@ OVERHEAD_TREES: tuple[dict[str, Any], ...] = (
     {"policy": "chain", "depth": 8},
     {"policy": "eagle2", "depth": 4, "k": 8, "budget": 31},
 )
+HOST_TREES: tuple[dict[str, Any], ...] = (
+    {"policy": "chain", "depth": 1, "p_min": 1e-9},
+    {"policy": "chain", "depth": 8, "p_min": 1e-9},
+    {"policy": "sage", "n_max": 31},
+)
+"""Trees of the same kinds whose rounds the host leads in every mode."""
 PlainStep = Callable[[], float]
 """Times a plain step, in milliseconds."""
 PrefillSamples = list[tuple[int, int, float]]
@@ -172,6 +178,7 @@ def overhead_runs(
     threads: int | None = None,
     limit_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
+    trees: Sequence[dict[str, Any]] = OVERHEAD_TREES,
 ) -> OverheadRuns:
     """Decode with shallow, deep and wide trees.
 
@@ -181,7 +188,7 @@ def overhead_runs(
     started = clock()
     decoders = [
         Decoder(target, draft, tree=tree, capture_sizes=settings.capture_sizes, mode=settings.mode, threads=threads)
-        for tree in OVERHEAD_TREES
+        for tree in trees
     ]
     inputs = [prompt.inputs(processor, target.device) for prompt in workload.prompts[:OVERHEAD_PROMPTS]]
     runs: OverheadRuns = []

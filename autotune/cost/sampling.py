@@ -28,6 +28,7 @@ JOBS_PER_BLOCK = 16
 WARM_UPS = 2  # untimed rounds of a draft after those of another
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
 DECODE, VERIFY = "decode", "verify"
+_DEVICE_FIRST, _DEVICE_LEVEL = "device_first", "device_level"
 
 
 class Bench(Protocol):
@@ -44,6 +45,16 @@ class Bench(Protocol):
 
     def draft_level_ms(self, tokens: int, kv_length: int) -> float:
         """Another draft level."""
+
+    @property
+    def device_tokens(self) -> tuple[int, ...]:
+        """Numbers of tokens of levels that the device drafts by itself; empty where the host leads all rounds."""
+
+    def device_first_ms(self, tokens: int, kv_length: int) -> float:
+        """A drafting by the device that ends with the root's children."""
+
+    def device_level_ms(self, tokens: int, kv_length: int) -> float:
+        """Another level of a drafting by the device."""
 
 
 def plain_steps_ms(bench: Bench, kv_length: int) -> list[float]:
@@ -68,7 +79,16 @@ class Round:
     draft_levels: tuple[Size | None, ...]
 
 
-Job = PlainSteps | Round
+@dataclass(frozen=True)
+class DeviceDrafting:
+    """A job: a drafting that the device leads, after an untimed verification."""
+
+    draft: int
+    part: str
+    size: Size
+
+
+Job = PlainSteps | Round | DeviceDrafting
 
 
 class Sampler:
@@ -105,11 +125,17 @@ class Sampler:
         self.draft_firsts = [grid() for _ in benches]
         self.draft_levels = [grid() for _ in benches]
         self.grids = {DECODE: self.decode, VERIFY: self.verify}
-        for number in range(len(benches)):
+        self.device_firsts: dict[int, AdaptiveGrid] = {}  # by draft that the device can lead
+        self.device_levels: dict[int, AdaptiveGrid] = {}
+        for number, bench in enumerate(benches):
             self.grids |= {
                 _draft_first(number): self.draft_firsts[number],
                 _draft_level(number): self.draft_levels[number],
             }
+            if sizes := bench.device_tokens:
+                for part, grids in ((_DEVICE_FIRST, self.device_firsts), (_DEVICE_LEVEL, self.device_levels)):
+                    grids[number] = AdaptiveGrid(sizes, sizes, settings.kv_lengths, [], settings)
+                    self.grids[f"{part} {number}"] = grids[number]
         self.jobs: list[TimedJob] = []
         self._warm: set[tuple[str, Size]] = set()
         self._latest_draft: int | None = None
@@ -196,6 +222,9 @@ class Sampler:
         if rounds:  # every speedup is a multiple of plain steps: their share in a sweep does not fall with its progress
             decode += [size for size in self._lacking_plain_steps() if size not in decode]
         groups: list[list[Job]] = [[PlainSteps(m) for _, m in decode], *([] for _ in self.benches)]
+        for part, grids in ((_DEVICE_FIRST, self.device_firsts), (_DEVICE_LEVEL, self.device_levels)):
+            for draft, device_grid in grids.items():
+                groups[1 + draft] += [DeviceDrafting(draft, part, size) for size in wanted(device_grid)]
         for size, (draft, draft_first, draft_levels) in zip_longest(similar_first(verify), rounds):
             groups[1 + draft].append(Round(draft, size, draft_first, draft_levels))
         for group in groups:
@@ -213,9 +242,9 @@ class Sampler:
         timed: list[TimedJob] = []
         before = self._plain_step_ms()
         for job in jobs:
-            if isinstance(job, Round) and job.draft != self._latest_draft:
+            if not isinstance(job, PlainSteps) and job.draft != self._latest_draft:
                 before = self._begin_draft(job.draft)
-            samples = self._plain_samples(job) if isinstance(job, PlainSteps) else self._round_samples(job)
+            samples = self._samples(job)
             after = self._plain_step_ms()
             timed.append(TimedJob(plain_ms=(before, after), samples=samples))
             before = after
@@ -244,6 +273,19 @@ class Sampler:
     def _plain_step_ms(self) -> float:
         """One plain step: more of them, or a first one that is discarded, were found to be no better a reference."""
         return self.benches[0].decode_ms(self.settings.kv_lengths[0])
+
+    def _samples(self, job: Job) -> Samples:
+        if isinstance(job, PlainSteps):
+            return self._plain_samples(job)
+        return self._round_samples(job) if isinstance(job, Round) else self._device_samples(job)
+
+    def _device_samples(self, job: DeviceDrafting) -> Samples:
+        bench = self.benches[job.draft]
+        bench.verify_ms(self.settings.tokens[0], job.size[1])
+        time_ms = bench.device_first_ms if job.part == _DEVICE_FIRST else bench.device_level_ms
+        samples: Samples = []
+        self._time(samples, f"{job.part} {job.draft}", time_ms, job.size, job.size)
+        return samples
 
     def _plain_samples(self, job: PlainSteps) -> Samples:
         return [(DECODE, 1, job.kv_length, ms) for ms in plain_steps_ms(self.benches[0], job.kv_length)]

@@ -18,14 +18,18 @@ from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
 from autotune.runtime.generate_args import Call, Request
+from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
-from autotune.trees.limits import Floats
+from autotune.trees.limits import MAX_CHILDREN, Floats
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
 
 WARM_UPS = 3
 WARM_UP_MS = 500.0  # no warm-up begins after it, except the first
 THREAD_REPEATS = 15
+DEVICE_LEVELS = 3  # levels of a timed drafting by the device
+MIN_SHARE = 0.1  # of a drafting that its levels take, where noise says less
 
 
 class StepBench:
@@ -35,6 +39,7 @@ class StepBench:
         capacity = max(settings.kv_lengths) + 2 * MAX_STEP
         self.kv_length, self.max_tokens = settings.kv_lengths[0], max(settings.tokens)
         self.token_sampler = TokenSampler(device=target.device)
+        self._device_rounds_of: dict[tuple[int, int], DeviceRound | None] = {}
         with torch.inference_mode(), limited_threads(1 if target.device.type == "cpu" else None):
             target.reserve(capacity)
             draft.reserve(capacity)
@@ -80,6 +85,41 @@ class StepBench:
     def draft_first_ms(self, tokens: int, kv_length: int) -> float:
         """The draft's first forward, which reads ``tokens`` committed tokens, costs as much as a level of that size."""
         return self.draft_level_ms(tokens, kv_length)
+
+    @property
+    def device_tokens(self) -> tuple[int, ...]:
+        """The capture sizes of levels that ``static`` trees can have, on a GPU. On a CPU the device never leads (``compile``), or
+        is a reference (``fixed``).
+        """
+        if self.decoder.mode != "cuda-graph" or self._device_round(1, 0) is None:
+            return ()
+        return tuple(size for size in self.decoder.capture_sizes if size <= MAX_CHILDREN)
+
+    def _device_round(self, width: int, num_levels: int) -> DeviceRound | None:
+        """Rounds of trees with ``num_levels`` levels of ``width`` nodes after the root's."""
+        if (width, num_levels) not in self._device_rounds_of:
+            paths = [[first, *[0] * depth] for depth in range(num_levels + 1) for first in range(width)]
+            point = LoadedPoint(self.draft, tree={"policy": "static", "paths": paths})
+            rounds = DeviceRounds(self.decoder.target, self.decoder.capture_sizes, self.decoder.mode)
+            self._device_rounds_of[width, num_levels] = rounds.get(point, self.token_sampler)
+        return self._device_rounds_of[width, num_levels]
+
+    def _drafting_ms(self, device_round: DeviceRound | None, num_pending: int, kv_length: int) -> float:
+        assert device_round is not None
+        self.decoder.target.cache.length = kv_length
+        device_round.draft.prepare_step(kv_length, num_pending=num_pending)
+        started = now_ms(self.decoder.target.device)
+        device_round.prepare_drafting(None)
+        return now_ms(self.decoder.target.device) - started
+
+    def device_first_ms(self, tokens: int, kv_length: int) -> float:
+        return self._drafting_ms(self._device_round(1, 0), tokens, kv_length)
+
+    def device_level_ms(self, tokens: int, kv_length: int) -> float:
+        """A share of what ``DEVICE_LEVELS`` levels add to a drafting without them."""
+        whole = self._drafting_ms(self._device_round(tokens, DEVICE_LEVELS), 1, kv_length)
+        first = self._drafting_ms(self._device_round(tokens, 0), 1, kv_length)
+        return max(whole - first, MIN_SHARE * whole) / DEVICE_LEVELS
 
     def draft_level_ms(self, tokens: int, kv_length: int) -> float:
         draft, tree = self.draft, self.tree

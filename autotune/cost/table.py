@@ -51,6 +51,18 @@ class ModelShape(Document):
         return self.num_layers > 0
 
 
+class DeviceCosts(Document):
+    """Latencies of a draft in rounds that the device leads, in mode ``cuda-graph``: a whole tree is drafted by one launch, so
+    that a level costs no launch and no transfer.
+    """
+
+    draft_first: Surface
+    """Drafting of the root's children: what the drafting of any tree begins with."""
+    draft_level: Surface
+    """Every other draft level."""
+    overhead: Overhead
+
+
 class DraftCosts(Document):
     """Latencies of a draft, or of a subnet with fewer heads or a smaller vocabulary. Pruned visual tokens only shorten the KV cache, and the
     injection layer does not change latency.
@@ -75,6 +87,8 @@ class DraftCosts(Document):
     """Every other draft forward of a round; it runs after another draft forward."""
     prefill: PrefillCost
     overhead: Overhead
+    on_device: DeviceCosts | None = None
+    """None where the host leads all rounds."""
 
     @property
     def name(self) -> str:
@@ -192,6 +206,10 @@ class CostTable(
             for name in ("draft_first", "draft_level", "prefill"):
                 parts[f"{costs.name}: {name}"] = getattr(costs, name)
             parts[f"{costs.draft.id}: overhead"] = costs.overhead  # the same for all subnets of a draft
+            if (device := costs.on_device) is not None:
+                parts[f"{costs.name}: draft_first on the device"] = device.draft_first
+                parts[f"{costs.name}: draft_level on the device"] = device.draft_level
+                parts[f"{costs.draft.id}: overhead on the device"] = device.overhead
         return parts
 
     @property
@@ -206,6 +224,9 @@ class CostTable(
         for costs in self.drafts:
             surfaces[f"{costs.name}: draft_first"] = costs.draft_first
             surfaces[f"{costs.name}: draft_level"] = costs.draft_level
+            if (device := costs.on_device) is not None:
+                surfaces[f"{costs.name}: draft_first on the device"] = device.draft_first
+                surfaces[f"{costs.name}: draft_level on the device"] = device.draft_level
         return surfaces
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -291,9 +312,19 @@ class CostTable(
         )
 
     def prices(
-        self, draft: ModelReference, *, max_tokens: int, max_kv_length: int, subnet: Subnet | None = None
+        self,
+        draft: ModelReference,
+        *,
+        max_tokens: int,
+        max_kv_length: int,
+        subnet: Subnet | None = None,
+        on_device: bool = False,
     ) -> DensePrices:
-        """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``."""
+        """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``.
+
+        Args:
+            on_device: of rounds that the device leads, where the table has them (``DeviceCosts``).
+        """
         costs, other, weight = self.costs_around(draft, subnet or Subnet())
 
         def between(value_of: Callable[[DraftCosts], Any]) -> Any:
@@ -302,15 +333,29 @@ class CostTable(
         tokens = np.array([round_up(size, self.capture_sizes) for size in range(1, max_tokens + 1)], np.float64)
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
         free = np.zeros((1, len(lengths)))
+
+        def draft_ms(part: str) -> Floats:
+            host: Floats = between(lambda c: getattr(c, part).latency_ms(tokens, lengths))
+            if not has_device_costs:
+                return np.concatenate([free, host])
+            largest = min(int(getattr(c.on_device, part).max_tokens) for c in (costs, other))
+            measured = int(np.searchsorted(tokens, largest, side="right"))
+            device: Floats = between(lambda c: getattr(c.on_device, part).latency_ms(tokens[:measured], lengths))
+            # Wider levels save what the widest measured one saves.
+            saved = host[measured - 1] - device[-1]
+            return np.concatenate([free, device, np.maximum(host[measured:] - saved, device[-1])])
+
+        has_device_costs = on_device and costs.on_device is not None and other.on_device is not None
+        overhead = costs.on_device.overhead if has_device_costs and costs.on_device is not None else costs.overhead
         return DensePrices(
             decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],
-            draft_first_ms=np.concatenate([free, between(lambda c: c.draft_first.latency_ms(tokens, lengths))]),
-            draft_level_ms=np.concatenate([free, between(lambda c: c.draft_level.latency_ms(tokens, lengths))]),
+            draft_first_ms=draft_ms("draft_first"),
+            draft_level_ms=draft_ms("draft_level"),
             verify_ms=np.concatenate([free, self.verify.latency_ms(tokens, lengths)]),
             kv_step=KV_STEP,
-            overhead_round_ms=costs.overhead.round_ms,
-            overhead_level_ms=costs.overhead.level_ms,
-            overhead_node_ms=costs.overhead.node_ms,
+            overhead_round_ms=overhead.round_ms,
+            overhead_level_ms=overhead.level_ms,
+            overhead_node_ms=overhead.node_ms,
             draft_prefill=costs.prefill.model_copy(
                 update={name: between(attrgetter(f"prefill.{name}")) for name in PREFILL_MS}
             ),

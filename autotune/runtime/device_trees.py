@@ -181,7 +181,7 @@ DeviceGrower = FixedGrower | Eagle2Grower
 
 def device_grower(policy: Policy, device: torch.device) -> DeviceGrower | None:
     """None for a policy whose level sizes depend on the proposals."""
-    if isinstance(policy, ChainPolicy) and policy.has_floor:
+    if not policy.has_fixed_levels:
         return None
     if isinstance(policy, ChainPolicy | StaticPolicy):
         return FixedGrower(policy, device)

@@ -142,6 +142,7 @@ class Evaluator:
             )
         self.max_kv_length = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
         self.prices = {variant: self._prices_of(trace) for variant, trace in self.traces.items()}
+        self._device_prices = {v: self._prices_of(trace, on_device=True) for v, trace in self.traces.items()}
         self.tree_pricing = {v: TreePricing(trace, self.prices[v]) for v, trace in self.traces.items()}
         self.ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
         """Predicted time of plain decoding [prompts]."""
@@ -154,12 +155,20 @@ class Evaluator:
         traces = [trace.select(prompts) for trace in self.traces.values()]
         return Evaluator(traces, self.table, constraints=self.constraints, jobs=self.jobs)
 
-    def _prices_of(self, trace: Trace) -> DensePrices:
+    def prices_for(self, variant: DraftVariant, policy: Policy, *, is_lossless: bool = True) -> DensePrices:
+        """Prices of a policy's rounds, which the device leads where the table has such costs, and policy and verification
+        allow it.
+        """
+        return (self._device_prices if policy.has_fixed_levels and is_lossless else self.prices)[variant]
+
+    def _prices_of(self, trace: Trace, *, on_device: bool = False) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet
         *costs, _ = self.table.costs_around(draft, subnet)
         largest_level = min(one.draft_level.max_tokens for one in costs)
         max_tokens = min(MAX_STEP, self.table.verify.max_tokens, largest_level)
-        return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet)
+        return self.table.prices(
+            draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet, on_device=on_device
+        )
 
     def resolve(self, configuration: Configuration) -> Configuration:
         """The configuration with a draft and an injection layer, by default the first draft and a draft's last layer, and a
@@ -196,7 +205,8 @@ class Evaluator:
                 f"no trace has {configuration.draft} {configuration.subnet.label}; there are {known}; "
                 "record it, or narrow the space"
             )
-        trace, prices, policy = self.traces[variant], self.prices[variant], parse_policy(configuration.tree)
+        trace, policy = self.traces[variant], parse_policy(configuration.tree)
+        prices = self.prices_for(variant, policy, is_lossless=configuration.verification.is_lossless)
         check_reach(trace, policy)
         largest = prices.verify_ms.shape[0] - 1
         if policy.max_step > largest:
@@ -215,7 +225,7 @@ class Evaluator:
 
     def round_ms(self, variant: DraftVariant, policy: Policy) -> float:
         """Latency of the largest round that a policy can make, at the longest KV length."""
-        return largest_round_ms(self.prices[variant], policy)
+        return largest_round_ms(self.prices_for(variant, policy), policy)
 
     def draft_mib(self, variant: DraftVariant, policy: Policy) -> float | None:
         """MiB of a draft with its KV cache at the longest KV length; None where the cost table has no sizes."""
