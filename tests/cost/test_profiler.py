@@ -352,4 +352,3 @@ def test_rounds_that_the_device_leads_are_measured_apart_on_a_gpu(
     assert (counts.replays, counts.to_host) == (1, 0) and first > 0, "one launch, no transfer"
     assert bench.device_level_ms(4, 32) > 0
     assert StepBench(target, draft, replace(settings, mode="eager")).device_tokens == ()
-    assert StepBench(target, RetrievalDraft(), settings).device_tokens == ()

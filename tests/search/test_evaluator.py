@@ -104,7 +104,7 @@ def test_only_trees_with_fixed_levels_have_the_prices_of_the_device() -> None:
         ({"policy": "static", "paths": [[0], [0, 0]]}, {}, True),
         ({"policy": "chain", "depth": 2, "p_min": 0.1}, {}, False),
         ({"policy": "chain", "depth": 2}, {"verification": lossy}, False),
-        ({"policy": "sage", "d_max": 2, "depth_cap": 2, "n_max": 4}, {}, False),
+        ({"policy": "sage", "d_min": 2, "d_max": 2, "depth_cap": 2, "n_max": 4, "k": 2}, {}, False),
     ):
         configuration = Configuration(tree=tree, draft=name, subnet=subnet, **changes)
         assert (one._replay_arguments(configuration)[2].overhead_round_ms == 100.0) == is_led, tree
