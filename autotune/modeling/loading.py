@@ -152,11 +152,19 @@ def _weight_bytes(factory: Any, config: Any) -> int:
 
 def load_tokenizer(name: str) -> Any | None:
     """The tokenizer in a model's folder; None if there is none."""
+    if not _has_tokenizer(name):  # transformers would make an empty one for some model types
+        return None
     try:
         processor = load_processor(name)
     except UserError:
         return None
     return getattr(processor, "tokenizer", processor)
+
+
+def _has_tokenizer(name: str) -> bool:
+    """Whether a model's folder holds the files of a tokenizer; True for a model that is not on disk."""
+    folder = Path(resolve(name))
+    return not folder.is_dir() or any(folder.glob("*token*")) or any(folder.glob("vocab*"))
 
 
 def load_processor(name: str, *, or_bundled: bool = False) -> Any:
@@ -171,7 +179,7 @@ def load_processor(name: str, *, or_bundled: bool = False) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
 
     source = resolve(name)
-    if or_bundled and not any(Path(source).glob("*token*")):
+    if or_bundled and not _has_tokenizer(name):
         return load_processor(BUNDLED_TARGET).tokenizer
     try:
         is_vlm = _is_vlm(_config(source))
