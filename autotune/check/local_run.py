@@ -174,7 +174,7 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
         summary=summarize(tuned.name, runs[tuned.name], runs[AR], seed=seed),
         divergences=_divergences(runner, tuned, workload, runs),
         not_repeated=[a.prompt for a, b in zip(first, second, strict=True) if not a.agrees_with(b)],
-        precision=str(decoder.target.dtype).removeprefix("torch."),
+        precision=decoder.target.text.precision,
         hardware=fingerprint(str(decoder.target.device)),
     )
 

@@ -28,6 +28,7 @@ class AdaptiveGrid:
         coarse_tokens: those of the initial grid, including the first and last.
         kv_lengths: KV lengths of the finest grid; the initial grid has the first and last.
         held_out: test sizes.
+        always_examined: numbers of tokens that are examined in every gap, because a kernel may change at any of them.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class AdaptiveGrid:
         kv_lengths: Sequence[int],
         held_out: Iterable[Size],
         settings: ProfileSettings,
+        *,
+        always_examined: Iterable[int] = (),
     ) -> None:
         self.settings = settings
         self.samples: dict[Size, list[float]] = {}
         self._all_tokens, self._all_lengths = sorted(tokens), sorted(kv_lengths)
-        self._coarse = sorted(coarse_tokens)
+        self._coarse, self._always = sorted(coarse_tokens), frozenset(always_examined)
         self._tokens = list(self._coarse)
         self._lengths = sorted({self._all_lengths[0], self._all_lengths[-1]})
         self._held_out = list(held_out)
@@ -89,7 +92,7 @@ class AdaptiveGrid:
         ]
         for low, high in pairwise(self._tokens):
             gap = [n for n in self._all_tokens if low < n < high]
-            after_block = [n for n in gap if n % KERNEL_BLOCK == 1]
+            after_block = [n for n in gap if n % KERNEL_BLOCK == 1 or n in self._always]
             self._examine((n, row) for n in sorted({*after_block, *_middle(gap)}))
         lengths = set(self._lengths)
         for n in self._coarse:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.attention import choose_attention
+from autotune.modeling.quantization import unquantized, weight_bytes
 from autotune.modeling.target import Target
+from autotune.modeling.text_model import text_model_of
 from autotune.modeling.threads import limited_threads
 from autotune.modeling.tree_model import TreeModel
 from autotune.modeling.vision_timing import vision_parts
@@ -85,6 +88,7 @@ def profile(
     if not drafts:
         raise UserError("a cost table needs a draft; name one with --draft")
     started, limit_s = clock(), settings.time_limit_s
+    settings = replace(settings, every_row=target.text.quantization is not None)
     monitor = ContentionMonitor(str(target.device))
     loaded = [draft for draft, _ in drafts]
     benches = [StepBench(target, draft, settings) for draft in loaded]
@@ -134,7 +138,7 @@ def profile(
     return CostTable(
         provenance=stamp(monitor.contention),
         device=fingerprint(str(target.device)),
-        precision=str(target.dtype).removeprefix("torch."),
+        precision=target.text.precision,
         mode=settings.mode,
         capture_sizes=settings.capture_sizes,
         attention_backends=choose_attention(target.device),
@@ -227,14 +231,22 @@ def shape_of(model: TreeModel | FeatureDraft | RetrievalDraft) -> ModelShape:
             bytes_per_parameter=model.dtype.itemsize,
             crossing_share=model.network.crossing_share,
         )
-    config = model.text.config
-    layers = sum(parameter.numel() for layer in model.text.layers for parameter in layer.parameters())
-    vision = sum(parameter.numel() for part in vision_parts(model.model) for parameter in part.parameters())
+    text, config = model.text, model.text.config
+    num_bytes: int | float = model.dtype.itemsize
+    whole, text_layers = model.model, text.layers
+    if text.quantization is not None:
+        whole = unquantized(model.model)
+        text_layers = text_model_of(whole).layers
+    layers = sum(parameter.numel() for layer in text_layers for parameter in layer.parameters())
+    vision = sum(parameter.numel() for part in vision_parts(whole) for parameter in part.parameters())
+    text_parameters = layers + config.hidden_size * config.vocab_size
+    if text.quantization is not None:
+        num_bytes = sum(map(weight_bytes, (*text.layers, text.head))) / text_parameters
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        text_parameters=layers + config.hidden_size * config.vocab_size,
+        text_parameters=text_parameters,
         vision_parameters=vision,
-        kv_bytes_per_token=model.text.kv_bytes_per_token,
-        bytes_per_parameter=model.dtype.itemsize,
+        kv_bytes_per_token=text.kv_bytes_per_token,
+        bytes_per_parameter=num_bytes,
     )

@@ -21,6 +21,7 @@ from autotune.cost.adaptive_grid import AdaptiveGrid
 from autotune.cost.block_log import Block, BlockLog, Samples, TimedJob
 from autotune.cost.settings import ProfileSettings, Size
 from autotune.cost.surface import Surface, robust_deviation
+from autotune.cost.table import EVERY_ROW
 
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
 STEPS_IN_A_ROW = 4  # plain steps
@@ -114,16 +115,21 @@ class Sampler:
         self.benches, self.settings, self._log, self._clock = benches, settings, log, clock
         self._random = random.Random(settings.seed)
 
-        def grid() -> AdaptiveGrid:
+        def grid(tokens: Sequence[int], always_examined: Sequence[int] = ()) -> AdaptiveGrid:
             return AdaptiveGrid(
-                settings.tokens, settings.coarse_tokens, settings.kv_lengths, settings.held_out, settings
+                tokens,
+                settings.coarse_tokens,
+                settings.kv_lengths,
+                settings.held_out,
+                settings,
+                always_examined=always_examined,
             )
 
         held_out = [(1, kv_length) for kv_length in settings.held_out_kv_lengths]
         self.decode = AdaptiveGrid((1,), (1,), settings.kv_lengths, held_out, settings)
-        self.verify = grid()
-        self.draft_firsts = [grid() for _ in benches]
-        self.draft_levels = [grid() for _ in benches]
+        self.verify = grid(settings.verified_tokens, EVERY_ROW if settings.every_row else ())
+        self.draft_firsts = [grid(settings.tokens) for _ in benches]
+        self.draft_levels = [grid(settings.tokens) for _ in benches]
         self.grids = {DECODE: self.decode, VERIFY: self.verify}
         self.device_firsts: dict[int, AdaptiveGrid] = {}  # by draft that the device can lead
         self.device_levels: dict[int, AdaptiveGrid] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.cost.table import TOKENS
+from autotune.cost.table import EVERY_ROW, TOKENS
 from autotune.execution import EAGER
 
 Size = tuple[int, int]
@@ -35,12 +35,19 @@ class ProfileSettings:
     """Relative interpolation error at which refinement stops."""
     time_limit_s: float = 90.0
     """For the whole table. Slow models get fewer samples, sizes and prompts."""
+    every_row: bool = False
+    """Verifications of every number of tokens up to 33 are measured, for a quantized target."""
     seed: int = 0
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Numbers of tokens of the finest grid."""
         return self.capture_sizes or TOKENS
+
+    @property
+    def verified_tokens(self) -> tuple[int, ...]:
+        """Numbers of tokens of the finest grid of verifications."""
+        return tuple(sorted({*TOKENS, *EVERY_ROW})) if self.every_row and not self.capture_sizes else self.tokens
 
     @property
     def coarse_tokens(self) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ KV_STEP = 16  # tokens between two KV lengths of the prices
 # Numbers of tokens measured: every small one, because matrix kernels work on blocks and the ninth token may cost more than
 # the first eight; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
 TOKENS = (*range(1, 11), 12, 16, 17, 24, 32, 33, 48, 65, 129)
+EVERY_ROW = tuple(range(1, 34))
+"""Numbers of tokens measured in addition where kernels may change with any of them, as those of quantized products do."""
 
 
 class ModelShape(Document):
@@ -41,7 +43,8 @@ class ModelShape(Document):
     """Decoder layers and head, which every step reads once."""
     vision_parameters: int
     kv_bytes_per_token: int
-    bytes_per_parameter: int
+    bytes_per_parameter: int | float
+    """Mean over the text parameters; of quantized weights with their scales, and not an integer."""
     crossing_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the KV bytes per token in blocks that cross, whose KV length includes pruned tokens (``Trace.draft_kv_length``)."""
 

@@ -173,7 +173,7 @@ def new_eagle3(sizes: Mapping[str, Any], target: Target, *, source: str) -> Eagl
     """Make a head with random weights for a target, over the target's whole vocabulary and with a copy of its output head.
 
     Raises:
-        UserError: unknown or invalid sizes, or layers that the target does not have.
+        UserError: unknown or invalid sizes, layers that the target does not have, or a quantized output head.
     """
     try:
         given = Eagle3Sizes.model_validate_json(json.dumps(sizes))
@@ -184,6 +184,12 @@ def new_eagle3(sizes: Mapping[str, Any], target: Target, *, source: str) -> Eagl
     if not all(0 <= number <= num_layers for number in layers):
         raise UserError(
             f"{source}: layers of the target are 0 to {num_layers}; got {list(layers)}; fix layers in draft"
+        )
+    if not target.text.has_plain_head:
+        kind = target.text.quantization or f"of type {type(target.text.head).__name__}"
+        raise UserError(
+            f"{source}: an eagle3 head begins with a copy of the target's output head, which here is quantized with {kind}; "
+            "train on the target without quantization"
         )
     layer = LlamaConfig(
         hidden_size=text.hidden_size,

@@ -16,6 +16,7 @@ from torch import Tensor
 from autotune.drafters.cached_draft import CachedDraft, FeatureSource
 from autotune.drafters.draft import check_vocabulary, kept_tokens
 from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
+from autotune.modeling.quantization import num_parameters
 from autotune.modeling.self_check import check_tree_decoding
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.tree_model import TreeModel
@@ -49,7 +50,7 @@ class IndependentDraft(CachedDraft, TreeModel):
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return num_parameters(self.model)
 
     def attach(self, target: Target) -> None:
         check_vocabulary(target, self.vocab_size, self.tokenizer)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from autotune.console import Console
 from autotune.contention import ContentionMonitor, wait_until_quiet
@@ -207,7 +206,7 @@ def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str 
         except Exception as error:  # whatever transformers raises for models it does not support
             first_line = next(iter(str(error).strip().splitlines()), "no message")
             return f"on {prompt.name} generate raised {type(error).__name__}: {first_line}", None
-        is_exact = runner.decoder.target.dtype == torch.float32 and prompt.settings.temperature == 0
+        is_exact = runner.decoder.target.text.is_exact and prompt.settings.temperature == 0
         if is_exact and tokens != ARMS[HF](runner).decode(inputs, prompt.settings)[0]:
             return f"on {prompt.name} its output is not that of generate alone", None
         if prompt.pixels and vision_parts(assistant) and vision.num_forwards == 0:

@@ -11,6 +11,7 @@ from autotune.device import check_room
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, sha256_of
+from autotune.modeling.quantization import check_can_run, quantization_of
 
 BUNDLED_TARGET = "digits/target"
 BUNDLED_DRAFT = "digits/independent"
@@ -89,7 +90,7 @@ def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) 
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
 
     Raises:
-        UserError: transformers cannot load it, or it does not fit on the device.
+        UserError: transformers cannot load it, it does not fit on the device, or it is quantized and cannot run there.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
@@ -102,8 +103,9 @@ def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) 
     with _load_errors(name):
         config = _config(source)
         factory = AutoModelForImageTextToText if _is_vlm(config) else AutoModelForCausalLM
+        is_quantized = quantization_of(config) is not None
         if random_weights:
-            if getattr(config, "quantization_config", None) is not None:
+            if is_quantized:
                 raise UserError(
                     f"{name}: weights of a quantized model cannot be made at random; give its checkpoint, or a config without "
                     "quantization_config"
@@ -113,9 +115,12 @@ def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) 
         else:
             weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
             check_room(device, {"weights": weights}, what=name, advice=advice)
-            model = factory.from_pretrained(source)
+            if is_quantized:
+                check_can_run(config, name=name, device=device)
+            # Some quantized models cannot be moved, so that they are loaded where they run.
+            model = factory.from_pretrained(source, **({"device_map": {"": device}} if is_quantized else {}))
     choose_attention(device)
-    return model.to(device).eval().requires_grad_(False)
+    return (model if is_quantized else model.to(device)).eval().requires_grad_(False)
 
 
 @contextmanager

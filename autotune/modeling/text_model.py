@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import UserError
+from autotune.modeling.quantization import quantization_of
 
 # tests/runtime/test_families.py shows that these decode the same tokens as ``generate``.
 _KNOWN_TEXT_ONLY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -40,6 +41,7 @@ class TextModel:
     logit_scale: float
     logit_cap: float | None
     device: torch.device  # device of the embedding, where inputs go
+    quantization: str | None = None  # method and variant (``quantization_of``)
 
     @property
     def layer_windows(self) -> list[int | None]:
@@ -53,6 +55,19 @@ class TextModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.module.dtype  # type: ignore[no-any-return]
+
+    @property
+    def precision(self) -> str:
+        """Data type of the states, and how the weights are quantized: ``bfloat16`` or ``bfloat16, gptq 4-bit``."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.quantization is None else f"{dtype}, {self.quantization}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether forward passes of other sizes choose the same tokens. Quantized products round more than those of float32,
+        and may run another kernel for another number of rows.
+        """
+        return self.precision == "float32"
 
     @property
     def is_tested(self) -> bool:
@@ -77,16 +92,21 @@ class TextModel:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(2 * len(self.layers) * heads * head_size * self.dtype.itemsize)
 
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the rows of the output head can be copied."""
+        return type(self.head) is nn.Linear and not hasattr(self.head.weight, "__tensor_flatten__")
+
     def with_vocabulary(self, token_ids: Tensor) -> TextModel:
         """The model with an output head for some tokens of its vocabulary [n], which is a copy of the head's rows.
 
         Raises:
             UserError: the head is not a plain linear layer.
         """
-        if type(self.head) is not nn.Linear:
+        if not self.has_plain_head:
+            kind = type(self.head).__name__ if self.quantization is None else f"quantized with {self.quantization}"
             raise UserError(
-                f"only a plain linear output head can be cut to a smaller vocabulary; this one is {type(self.head).__name__}; "
-                "leave vocabulary out"
+                f"only a plain linear output head can be cut to a smaller vocabulary; this one is {kind}; leave vocabulary out"
             )
         weight, bias = self.head.weight, self.head.bias
         head = nn.Linear(
@@ -148,6 +168,7 @@ def text_model_of(model: Any) -> TextModel:
         logit_scale=_logit_scale(config) if is_text_only else 1.0,
         logit_cap=getattr(config, "final_logit_softcapping", None) if is_text_only else None,  # Gemma
         device=device_of(module.get_input_embeddings()),
+        quantization=quantization_of(model.config),
     )
 
 

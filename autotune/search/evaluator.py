@@ -111,7 +111,9 @@ def memory_mib(costs: DraftCosts, precision: str, num_tokens: int) -> float | No
     """MiB of a draft's own weights and of its KV cache for ``num_tokens``; None where the cost table has no sizes."""
     if costs.num_parameters is None or costs.kv_bytes_per_token is None:
         return None
-    width = {"float32": 4, "float64": 8}.get(precision, 2)
+    width: float = {"float32": 4, "float64": 8}.get(precision.partition(",")[0], 2)
+    if costs.shape is not None:
+        width = costs.shape.bytes_per_parameter
     return (costs.num_parameters * width + costs.kv_bytes_per_token * num_tokens) / 2**20
 
 

@@ -17,6 +17,7 @@ from autotune.documents.provenance import ModelReference, version_of
 from autotune.documents.subnet import Operator, Subnet
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.specvlm import SpecVlmConfig
 from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
@@ -24,6 +25,7 @@ from autotune.execution import EAGER, capture_sizes_for
 from autotune.files import content_key
 from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.loading import load_model, load_processor, reference
+from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
@@ -58,6 +60,13 @@ def _run_task(
     model_pool = ModelPool(*arguments[:-1])
     torch.set_num_threads(num_threads)
     task(model_pool, rank, *task_arguments)
+
+
+def _weight_bytes(draft: LoadedDraft) -> int:
+    """Bytes of a draft's own weights."""
+    if isinstance(draft, RetrievalDraft):
+        return 0
+    return weight_bytes(draft.network if isinstance(draft, FeatureDraft) else draft.model)
 
 
 class ModelPool:
@@ -118,18 +127,16 @@ class ModelPool:
         jobs = jobs or cores
         if self.target.device.type != "cpu":
             return 0, cores
-        num_parameters = self.target.model.num_parameters()
-        num_parameters += sum(draft.num_parameters for draft in self._full_drafts.values())
+        own_bytes = weight_bytes(self.target.model) + sum(map(_weight_bytes, self._full_drafts.values()))
         free = free_memory(self.target.device)
         if free is not None:
-            worker_bytes = num_parameters * self.target.dtype.itemsize + PROCESS_BYTES
-            jobs = min(jobs, 1 + int(MEMORY_SHARE * free / worker_bytes))
+            jobs = min(jobs, 1 + int(MEMORY_SHARE * free / (own_bytes + PROCESS_BYTES)))
         num_workers = min(jobs - 1, MAX_WORKERS)
         return num_workers, max(1, cores // (1 + num_workers))
 
     @property
     def precision(self) -> str:
-        return str(self.target.dtype).removeprefix("torch.")
+        return self.target.text.precision
 
     def kind(self, draft: str) -> str:
         """The kind of a draft: ``star``, ``independent``, ..."""
@@ -233,5 +240,7 @@ class ModelPool:
         models = [model.sha256 or model.id for model in (self.target_reference, *self.references.values())]
         sizes: list[object] = [list(self.capture_sizes)] if self.capture_sizes else []
         sizes += [self.mode] if self.mode != EAGER else []
+        quantization = self.target.text.quantization
+        sizes += [] if quantization is None else [quantization, *quantization_versions(quantization)]
         versions = [version_of("torch"), version_of("transformers")]
         return content_key([*models, self.device.key, *versions, *sizes])

@@ -12,6 +12,7 @@ from torch import nn
 
 from autotune.device import check_room, free_memory, gib
 from autotune.errors import UserError
+from autotune.modeling.quantization import weight_bytes
 from autotune.modeling.target import Target
 
 # Float32 arrays of [loss tokens, vocabulary] that exist at the same time in the backward pass, as measured: the target's
@@ -92,7 +93,7 @@ def estimate_memory(
         return teacher_batch_bytes(shape, hidden_size, num_layers_kept, num_bytes)
 
     held_out = num_held_out * max(map(batch_bytes, shapes))
-    target_bytes = target.model.get_memory_footprint()
+    target_bytes = weight_bytes(target.model)
     draft_bytes = BYTES_PER_WEIGHT * sum(parameter.numel() for parameter in network.parameters())
 
     def needs(shape: BatchShape) -> MemoryEstimate:

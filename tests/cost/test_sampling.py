@@ -133,6 +133,21 @@ def test_jumps_are_found() -> None:
     assert worst_error(surface, stepping) < 0.02
 
 
+def test_any_number_of_tokens_may_be_a_step_of_a_quantized_kernel() -> None:
+    """Steps beside the blocks of 8 tokens, which the grid of other targets does not look for."""
+
+    def odd(n: int, m: int) -> float:
+        return straight(n, m) + 4 * (n > 13) + 4 * (n > 21)
+
+    every, some = (measured(Bench(odd), every_row=is_quantized) for is_quantized in (True, False))
+    tokens = tokens_of(every.surface(every.verify))
+    assert {13, 14, 21, 22} <= set(tokens)
+    prices = every.surface(every.verify).latency_ms(np.arange(1.0, 34.0), np.array([32.0]), model="linear")[:, 0]
+    assert np.abs(prices / [odd(n, 32) for n in range(1, 34)] - 1).max() < 0.02
+    assert not {13, 14, 21, 22} & set(tokens_of(some.surface(some.verify)))
+    assert tokens_of(every.surface(every.draft_levels[0])) == list(COARSE_TOKENS)
+
+
 def test_surface_that_is_not_linear_in_kv_length_gets_the_middle_length() -> None:
     def bent(n: int, m: int) -> float:
         return straight(n, m) * (1.5 if m >= 64 else 1.0)

@@ -1,0 +1,144 @@
+"""Quantized models: what they are called, whether this machine can run them, and how large they really are.
+
+Transformers loads every method through ``quantization_config``. Nothing here depends on the method, except the names of the
+packages to install.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from autotune.documents.provenance import version_of
+from autotune.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PACKAGES = {
+    "aqlm": ("aqlm",),
+    "auto-round": ("auto-round",),
+    "awq": ("gptqmodel",),
+    "bitsandbytes": ("bitsandbytes",),
+    "compressed-tensors": ("compressed-tensors",),
+    "eetq": ("eetq",),
+    "fbgemm_fp8": ("fbgemm-gpu",),
+    "fp8": ("accelerate",),
+    "gptq": ("gptqmodel", "optimum"),
+    "hqq": ("hqq",),
+    "quanto": ("optimum-quanto",),
+    "torchao": ("torchao",),
+}
+"""Packages that transformers needs for a method, as pip names them."""
+_DETAILS = ("bits", "weight_bits", "format", "quant_algo", "weights")
+"""Keys of a method's settings of which the first one that is set tells its variants apart."""
+
+
+def quantization_of(config: Any) -> str | None:
+    """Method and variant by which a model with this config is quantized, ``torchao Int8WeightOnly`` or ``gptq 4-bit``; None
+    for other models.
+    """
+    content = _settings(config)
+    if content is None:
+        return None
+    method = str(getattr(content["quant_method"], "value", content["quant_method"]))
+    return " ".join([method, *_variant(content)])
+
+
+def quantization_versions(quantization: str | None) -> list[str]:
+    """Versions of the packages whose kernels a quantized model runs; empty for other models."""
+    packages = () if quantization is None else PACKAGES.get(quantization.split()[0], ())
+    return [f"{package} {version_of(package)}" for package in packages]
+
+
+def _settings(config: Any) -> Mapping[str, Any] | None:
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    content = dict(found) if isinstance(found, Mapping) else found.to_dict()
+    if content.get("load_in_4bit") or content.get("load_in_8bit"):  # early checkpoints do not name the method
+        content.setdefault("quant_method", "bitsandbytes")
+    content.setdefault("quant_method", "unknown")
+    return content
+
+
+def _variant(content: Mapping[str, Any]) -> list[str]:
+    """What tells the variants of a method apart; empty where the method has one only."""
+    if content.get("load_in_4bit"):
+        return ["4-bit", str(content.get("bnb_4bit_quant_type", "fp4"))]
+    if content.get("load_in_8bit"):
+        return ["8-bit"]
+    kinds = content.get("quant_type")  # torchao: a config by module, by default one for all
+    if isinstance(kinds, Mapping):
+        default = kinds.get("default", kinds)
+        sizes = default.get("_data", {}) if isinstance(default, Mapping) else {}
+        group = sizes.get("group_size")
+        kind = str(default.get("_type", "")).removesuffix("Config") if isinstance(default, Mapping) else str(default)
+        weight = sizes.get("weight_dtype", {})
+        dtype = str(weight.get("_data", "")).removeprefix("torch.") if isinstance(weight, Mapping) else ""
+        return [part for part in (kind, dtype, f"group {group}" if group else "") if part]
+    found = next((content[key] for key in _DETAILS if content.get(key)), None)
+    if found is None:
+        return []
+    return [f"{found}-bit" if isinstance(found, int) else str(found)]
+
+
+def check_can_run(config: Any, *, name: str, device: str) -> None:
+    """Check that the installed packages can run a quantized model on a device.
+
+    Args:
+        name: the model in error messages.
+
+    Raises:
+        UserError: transformers does not know the method, a package is missing, or the method needs another device.
+    """
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantization = str(quantization_of(config))
+    packages = " ".join(PACKAGES.get(quantization.split()[0], ()))
+    try:
+        quantizer = AutoHfQuantizer.from_config(deepcopy(config.quantization_config), pre_quantized=True)
+        quantizer.validate_environment(device_map={"": device}, weights_only=True)
+    except (ImportError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        is_missing = isinstance(error, ImportError) and packages
+        step = (
+            f"pip install {packages}" if is_missing else "give the checkpoint without quantization, or another device"
+        )
+        raise UserError(
+            f"{name}: quantized with {quantization}, which cannot run on {device} with the installed packages ({reason}); {step}"
+        ) from None
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes that the parameters and buffers of a module take, each once, scales and packed weights included."""
+    tensors = {id(tensor): tensor for tensor in chain(module.parameters(), module.buffers())}
+    return sum(map(_bytes_of, tensors.values()))
+
+
+def _bytes_of(tensor: Any) -> int:
+    """Bytes of a tensor; of a subclass, as torchao's, those of the plain tensors that it is made of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_bytes_of(getattr(tensor, name)) for name in names)
+    return int(tensor.numel() * tensor.element_size())
+
+
+def unquantized(model: Any) -> Any:
+    """The model that a quantized one was made from, without memory for its weights: layers of quantized models hide their
+    shapes in packed tensors.
+    """
+    import torch
+
+    config = deepcopy(model.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        return type(model)(config)
+
+
+def num_parameters(model: Any) -> int:
+    """Parameters of a model, those of packed weights included."""
+    whole = model if quantization_of(model.config) is None else unquantized(model)
+    return sum(parameter.numel() for parameter in whole.parameters())

@@ -1,0 +1,163 @@
+"""Quantized models: names, refusals, real sizes, and decoding with every kind of draft. The int8 and int4 kernels are torchao's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.cost.profiler import shape_of
+from autotune.drafters.draft import Draft
+from autotune.drafters.eagle3 import new_eagle3
+from autotune.drafters.independent import IndependentDraft
+from autotune.errors import UserError
+from autotune.evaluation.divergence import first_divergence
+from autotune.modeling.loading import load_model, load_processor
+from autotune.modeling.quantization import (
+    num_parameters,
+    quantization_of,
+    quantization_versions,
+    unquantized,
+    weight_bytes,
+)
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.greedy_batch import can_batch
+from autotune.search.model_pool import ModelPool
+from tests.drafters.test_feature_draft import agreeing_draft
+from tests.tiny_models import Inputs, Pair
+
+TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10}
+KINDS = ("int8", "int4")
+
+
+@pytest.fixture(scope="module")
+def quantized(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the tiny target with weights in int8 and in int4."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import AutoModelForImageTextToText, TorchAoConfig
+
+    folders = {}
+    int4 = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)
+    for name, kind in {"int8": torchao.Int8WeightOnlyConfig(), "int4": int4}.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        config = TorchAoConfig(kind)
+        model = AutoModelForImageTextToText.from_pretrained(pair.target_folder, quantization_config=config)
+        model.save_pretrained(folders[name])
+        load_processor(str(pair.target_folder)).save_pretrained(folders[name])
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq 4-bit"),
+        ({"quant_method": "awq", "bits": 4}, "awq 4-bit"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes 4-bit nf4"),
+        ({"load_in_8bit": True}, "bitsandbytes 8-bit"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors pack-quantized"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {"group_size": None}}}}, "torchao Int8WeightOnly"),
+    ],
+)  # fmt: skip
+def test_a_quantization_is_named_by_method_and_variant(settings: dict[str, Any], label: str) -> None:
+    assert quantization_of(SimpleNamespace(quantization_config=settings)) == label
+    assert quantization_of(SimpleNamespace(quantization_config=SimpleNamespace(to_dict=lambda: settings))) == label
+    assert [version.split()[0] for version in quantization_versions(label)][:1] != []
+    assert quantization_of(SimpleNamespace()) is None and quantization_versions(None) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "aqlm"}, "quantized with aqlm, which cannot run on cpu with the installed packages .*; pip install aqlm$"),
+        ({"quant_method": "awq", "bits": 4}, "; pip install gptqmodel$"),
+        ({"quant_method": "nonsense"}, "Unknown quantization type.*; give the checkpoint without quantization, or another device$"),
+    ],
+)  # fmt: skip
+def test_a_quantization_that_cannot_run_here_is_refused(
+    pair: Pair, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    """With the packages to install. Not installed for these tests: aqlm and gptqmodel."""
+    folder = tmp_path / "target"
+    shutil.copytree(pair.target_folder, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    with pytest.raises(UserError, match=message) as caught:
+        load_model(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sizes_of_a_quantized_model_are_those_of_its_memory(
+    pair: Pair, quantized: dict[str, Path], kind: str
+) -> None:
+    plain, target = Target(pair.target), Target(load_model(str(quantized[kind])))
+    assert num_parameters(target.model) == num_parameters(plain.model) == plain.model.num_parameters()
+    shape, whole = shape_of(target), shape_of(plain)
+    assert whole.bytes_per_parameter == 4 and 1 < shape.bytes_per_parameter < 4
+    changes = {"bytes_per_parameter": shape.bytes_per_parameter}
+    assert shape == whole.model_copy(update=changes), "only the weights are smaller"
+    linears = [module for module in target.text.layers[0].modules() if type(module) is torch.nn.Linear]
+    rows = sum(linear.weight.shape[0] for linear in linears)
+    numbers = sum(linear.weight.numel() for linear in linears)
+    assert weight_bytes(torch.nn.ModuleList(linears)) in range(numbers + 4 * rows, numbers + 13 * rows)
+    assert weight_bytes(target.model) < 0.7 * weight_bytes(plain.model)
+    assert all(parameter.is_meta for parameter in unquantized(target.model).parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_a_quantized_target_decodes_its_own_tokens_with_every_draft(
+    pair: Pair, quantized: dict[str, Path], prompts: dict[str, Inputs], kind: str
+) -> None:
+    """Apart from near ties, whose margin lies within the measured noise, these are the tokens of its own ``generate``."""
+    target = Target(load_model(str(quantized[kind])))
+    drafts: list[Draft] = [IndependentDraft(pair.draft), agreeing_draft("star", target, injection_layer=4)]
+    drafts.append(IndependentDraft(target.model))
+    num_identical = 0
+    for inputs in prompts.values():
+        expected = target.model.generate(**inputs, max_new_tokens=24, do_sample=False)
+        length = inputs["input_ids"].shape[1]
+        for draft in drafts:
+            found = Decoder(target, draft, tree=TREE).generate(**inputs, max_new_tokens=24).sequences
+            num_identical += torch.equal(found, expected)
+            own, other = found[0, length:].tolist(), expected[0, length:].tolist()
+            divergence = first_divergence(target, inputs, own, other)
+            assert divergence is None or divergence.is_near_tie, divergence
+    assert num_identical > 0
+
+
+def test_a_quantized_target_is_neither_exact_nor_batched(quantized: dict[str, Path], pair: Pair) -> None:
+    plain, target = Target(pair.target), Target(load_model(str(quantized["int8"])))
+    assert (plain.text.precision, plain.text.is_exact) == ("float32", True)
+    assert (target.text.precision, target.text.is_exact) == ("float32, torchao Int8WeightOnly", False)
+    request: Any = SimpleNamespace(sampler=SimpleNamespace(is_greedy=True), call=SimpleNamespace(stops=[]))
+    assert can_batch(plain, request) and not can_batch(target, request)
+
+
+def test_documents_of_a_quantized_target_have_keys_of_their_own(quantized: dict[str, Path], pair: Pair) -> None:
+    pools = [ModelPool(str(folder), ["retrieval"], "cpu") for folder in (pair.target_folder, *quantized.values())]
+    assert len({pool.key for pool in pools}) == 3
+    assert [pool.precision for pool in pools] == [
+        "float32",
+        "float32, torchao Int8WeightOnly",
+        "float32, torchao IntxWeightOnly int4",
+    ]
+
+
+def test_a_quantized_head_is_neither_cut_nor_copied(quantized: dict[str, Path]) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    target = Target(load_model(str(quantized["int8"])))
+    target.model.lm_head.weight = torch.nn.Parameter(target.model.lm_head.weight.clone(), requires_grad=False)
+    torchao.quantize_(target.model, torchao.Int8WeightOnlyConfig(), lambda module, name: name == "lm_head")
+    with pytest.raises(UserError, match="this one is quantized with torchao Int8WeightOnly; leave vocabulary out"):
+        target.text.with_vocabulary(torch.arange(8))
+    sizes = {"num_heads": 2, "head_size": 8, "mlp_size": 16, "layers": [1, 2, 3]}
+    with pytest.raises(UserError, match=r"recipe: an eagle3 head begins with a copy of .* quantized with torchao"):
+        new_eagle3(sizes, target, source="recipe")
