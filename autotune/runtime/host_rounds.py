@@ -107,22 +107,29 @@ class HostRound:
         offsets[:count] = tree.depth[:count]
         logits = self.target.forward(Step(nodes, offsets, tree_mask))[:count]
         if sampler.needs_prefix:
-            path, token = self._accept_with_prefix(logits, request, tree)
-        else:
-            tokens = sampler.tokens(logits, self.target.length + offsets[:count] + 1)
-            if isinstance(verification := point.verification, WetapVerification):
-                logprobs = sampler.logprobs(logits, tree.parent[1:count], nodes[1:count])
-                num_accepted = accept_by_ratio(tree, logprobs, np.log(verification.threshold), self._path)
-            else:
-                num_accepted = accept_path(tree, tokens, self._path)
+            path, token = self._accept_row_by_row(logits, request, tree, request.sequence())
+        elif isinstance(verification := point.verification, WetapVerification):
+            logprobs = sampler.logprobs(logits, tree.parent[1:count], nodes[1:count])
+            num_accepted = accept_by_ratio(tree, logprobs, np.log(verification.threshold), self._path)
             path = self._path[:num_accepted].copy()
-            token = int(tokens[path[-1] if num_accepted else ROOT])
+            last = int(path[-1]) if num_accepted else ROOT
+            token = sampler.token(logits[last], self.target.length + num_accepted + 1)
+        elif logits.device.type == "cpu":
+            path, token = self._accept_row_by_row(logits, request, tree)
+        else:  # one transfer
+            tokens = sampler.tokens(logits, self.target.length + offsets[:count] + 1)
+            path = self._path[: accept_path(tree, tokens, self._path)].copy()
+            token = int(tokens[path[-1] if len(path) else ROOT])
         request.stats.verify_ms += host_ms() - started
         return path, token
 
-    def _accept_with_prefix(self, logits: Tensor, request: Request, tree: Tree) -> tuple[Ints, int]:
-        """Lossless acceptance under logits processors that read the prefix: they run on the visited nodes only."""
-        prefix, node = request.sequence(), ROOT
+    def _accept_row_by_row(
+        self, logits: Tensor, request: Request, tree: Tree, prefix: Tensor | None = None
+    ) -> tuple[Ints, int]:
+        """Lossless acceptance that computes tokens for the visited nodes only, because a token costs time in proportion to the
+        vocabulary, and logits processors that read the prefix need the prefix [1, tokens] of the node.
+        """
+        node = ROOT
         path: list[int] = []
         while True:
             token = request.sampler.token(logits[node], self.target.length + len(path) + 1, prefix)
@@ -131,4 +138,5 @@ class HostRound:
                 return np.array(path, np.int64), token
             path.append(child)
             node = child
-            prefix = torch.cat([prefix, torch.tensor([[token]], device=prefix.device)], dim=1)
+            if prefix is not None:
+                prefix = torch.cat([prefix, torch.tensor([[token]], device=prefix.device)], dim=1)

@@ -24,9 +24,15 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
+from autotune.modeling.step import Step
+from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.generate_args import Request
+from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
+from autotune.trees.tree import MAX_STEP, ROOT, Ints
+from autotune.trees.verification import accept_path
 from tests.obvious import chi_square_p_value
 from tests.runtime.conftest import NEW_TOKENS, SAMPLED, TREES, Greedy, new_tokens
 from tests.tiny_models import NUM_VISUAL_TOKENS, VOCABULARY_SIZE, Inputs, Pair, copy_common_weights, new_llama, sharpen
@@ -85,6 +91,35 @@ def test_a_draft_changes_no_token(
         assert torch.equal(decoder.generate(**prompts[prompt], max_new_tokens=NEW_TOKENS).sequences, greedy(prompt))
         out = decoder.generate(**prompts[prompt], max_new_tokens=NEW_TOKENS, **SAMPLED[setting])
         assert torch.equal(out.sequences, sampled_plainly(prompt, setting)), (prompt, keep, setting)
+
+
+@pytest.mark.parametrize("setting", [{}, SAMPLED[0]], ids=["greedy", "sampled"])
+def test_tokens_of_visited_nodes_are_those_of_all_rows_at_once(
+    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
+) -> None:
+    """Acceptance on a CPU, against the tokens of the whole verification, from which a path is accepted."""
+    forward, verify, latest, accepted = Target.forward, HostRound.verify, [], []
+
+    def kept_forward(target: Target, step: Step) -> Tensor:
+        latest.append(forward(target, step))
+        return latest[-1]
+
+    def compared_verify(rounds: HostRound, request: Request, point: LoadedPoint) -> tuple[Ints, int]:
+        path, token = verify(rounds, request, point)
+        tree, found = point.grower.tree, np.zeros(MAX_STEP, np.int64)
+        count = int(tree.size[0])
+        tokens = request.sampler.tokens(latest[-1][:count], rounds.target.length + tree.depth[:count] + 1)
+        expected = found[: accept_path(tree, tokens, found)]
+        assert path.tolist() == expected.tolist() and token == tokens[expected[-1] if len(expected) else ROOT]
+        accepted.append(len(path))
+        return path, token
+
+    monkeypatch.setattr(Target, "forward", kept_forward)
+    monkeypatch.setattr(HostRound, "verify", compared_verify)
+    Decoder(pair.target, pair.draft, tree=TREES["sage"]).generate(
+        **prompts["image"], max_new_tokens=NEW_TOKENS, **setting
+    )
+    assert len(set(accepted)) > 2
 
 
 def test_seeds_and_temperatures_give_different_texts(
