@@ -97,7 +97,7 @@ class DraftTask(Task):
             batches = self._batches("train", batch_size, FIRST_SEED + data.seed, stage)
             num_batches = None if data.num_examples is None else max(1, data.num_examples // batch_size)
             examples: Examples = BundledExamples(batches, self.target, num_batches=num_batches, share=self.share)
-            content["tasks"] = self.recipe.tasks
+            content["tasks"] = stage.tasks or self.recipe.tasks
             if self.recipe.workload == "code":
                 content["rows"] = [self.recipe.workload, stage.sequence_length, installed_versions()]
         else:
@@ -115,7 +115,7 @@ class DraftTask(Task):
         return BundledExamples(self._batches("held-out", batch_size, FIRST_SEED, stage), self.target)
 
     def _batches(self, split: Split, batch_size: int, seed: int, stage: Stage) -> Batches | CodeBatches:
-        tasks = self.recipe.tasks
+        tasks = (stage.tasks if split == "train" else None) or self.recipe.tasks
         if self.recipe.workload == "digits":
             return Batches(self.processor, tasks, split=split, batch_size=batch_size, seed=seed)
         code_split: CodeSplit = "train" if split == "train" else "tune"

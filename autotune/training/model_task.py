@@ -82,7 +82,11 @@ class ModelTask(Task):
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
         is_grounding = stage.objective == "grounding"
-        tasks = {name: share for name, share in self.recipe.tasks.items() if not (is_grounding and name == "continue")}
+        tasks = {
+            name: share
+            for name, share in (stage.tasks or self.recipe.tasks).items()
+            if not (is_grounding and name == "continue")
+        }
         seed = 10 * self.recipe.seed + number
         self._batches = Batches(self.processor, tasks, split="train", batch_size=stage.batch_size, seed=seed)
         parameters = self.module.named_parameters()

@@ -57,6 +57,8 @@ class Stage(Document):
     """
     final_rate: float = Field(default=0.05, ge=0, le=1)
     """Learning rate at the end of the stage, as a share of the highest one."""
+    tasks: dict[str, float] | None = None
+    """Relative frequency of each task in this stage. None: the recipe's."""
     sequence_length: int = Field(default=512, ge=16)
     """Text: tokens of a row."""
     num_layers: int | None = Field(default=None, ge=1)
@@ -167,8 +169,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     """The rules that a recipe breaks, with the value and the next step."""
     reads_features, num_layers = recipe.model in FEATURE_DRAFTS, recipe.text.get("num_hidden_layers")
     known = WORKLOAD_TASKS[recipe.workload]
-    if unknown := ", ".join(sorted(set(recipe.tasks) - set(known))):
-        yield f"tasks must be among {', '.join(known)}; got {unknown}; remove or rename them"
+    for tasks in (recipe.tasks, *(stage.tasks or {} for stage in recipe.stages)):
+        if unknown := ", ".join(sorted(set(tasks) - set(known))):
+            yield f"tasks must be among {', '.join(known)}; got {unknown}; remove or rename them"
     if recipe.trained_stages >= len(recipe.stages):
         yield f"trained_stages must leave a stage to train; got {recipe.trained_stages} of {len(recipe.stages)}; add a stage"
     if recipe.model != "target" and recipe.teacher is None:
@@ -189,7 +192,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield "objective distillation needs a teacher; add 'teacher: ../target' to the recipe"
     if recipe.data.file is not None and not reads_features:
         yield f"data.file is for {', '.join(FEATURE_DRAFTS)}; got it for {recipe.model}; remove it"
-    if recipe.data.file is not None and "tasks" in recipe.model_fields_set:
+    has_tasks = "tasks" in recipe.model_fields_set or any(stage.tasks is not None for stage in recipe.stages)
+    if recipe.data.file is not None and has_tasks:
         yield f"tasks apply to the bundled workload only; got data.file {recipe.data.file!r} as well; remove one of them"
     if recipe.teacher_layers is not None and len(recipe.teacher_layers) != num_layers:
         yield f"teacher_layers must name one layer for each of the {num_layers} text layers; fix the list"

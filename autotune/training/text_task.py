@@ -86,9 +86,11 @@ class TextTask(Task):
                 projection.weight.div_(copies)
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
-        seed, tasks = 10 * self.recipe.seed + number, self.recipe.tasks
+        seed, tasks = 10 * self.recipe.seed + number, stage.tasks or self.recipe.tasks
         self._batches = CodeBatches(self.tokenizer, tasks, "train", stage.batch_size, stage.sequence_length, seed)
-        held_out = CodeBatches(self.tokenizer, tasks, "tune", stage.batch_size, stage.sequence_length, HELD_OUT_SEED)
+        held_out = CodeBatches(
+            self.tokenizer, self.recipe.tasks, "tune", stage.batch_size, stage.sequence_length, HELD_OUT_SEED
+        )
         self._held_out, self._held_out_bytes = held_out[0], held_out.num_bytes(0)
         self._text = with_layers(self.model.model, self.running_layers(stage))
         return list(self._text.parameters())

@@ -146,6 +146,19 @@ def test_a_shallow_stage_trains_only_its_layers(tmp_path: Path) -> None:
     assert trained == names
 
 
+def test_a_stage_may_have_tasks_of_its_own(tmp_path: Path) -> None:
+    """Training reads these, and evaluation the recipe's, so that stages can be compared."""
+    recipe_path = write_recipe(
+        tmp_path, {**SHALLOW, "sequence_length": 511, "tasks": {"fill": 1.0}}, tasks={"explain": 1.0}
+    )
+    recipe = load_recipe(recipe_path)
+    task = TextTask(recipe, recipe_path)
+    task.begin(recipe.stages[0], 0)
+    trained, held_out = (task.tokenizer.decode(rows.input_ids.flatten()) for rows in (task._batches[0], task._held_out))
+    assert "Write the records" in trained and "Explain the traceback" not in trained
+    assert "Explain the traceback" in held_out and "Write the records" not in held_out
+
+
 def test_muon_trains_the_matrices_of_layers(tmp_path: Path) -> None:
     recipe_path = write_recipe(tmp_path, DEEP)
     recipe = load_recipe(recipe_path)
@@ -243,6 +256,11 @@ def test_drafts_of_a_text_target(tmp_path: Path, kind: str, values: dict[str, An
         ([SHALLOW, DEEP], {"trained_stages": 1}, "trained_stages needs the model of these stages in .*; set it to 0"),
         ([{**SHALLOW, "objective": "distillation"}], {}, "distillation needs a teacher; add 'teacher: ../target'"),
         ([SHALLOW], {"trained_stages": 1}, "trained_stages must leave a stage to train; got 1 of 1; add a stage"),
+        (
+            [{**SHALLOW, "tasks": {"read": 1.0}}],
+            {},
+            "tasks must be among complete, .*; got read; remove or rename them",
+        ),
         ([SHALLOW], {"tasks": {"read": 1.0}}, "tasks must be among complete, .*; got read; remove or rename them"),
         (
             [SHALLOW],
