@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from autotune.drafters.dream import DreamConfig, DreamNetwork
+from autotune.drafters.dream import SELF_CROSS_SELF, DreamConfig, DreamNetwork
 from autotune.errors import UserError
 
 HEAD_SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -33,6 +33,10 @@ class StarConfig(DreamConfig):
             raise ValueError(
                 "num_heads must be a multiple of 4, because subnets keep quarters of them; give 4, 8 or 12"
             )
+        if not set(self.blocks) <= set(SELF_CROSS_SELF):
+            raise ValueError(
+                f"blocks of a supernet are among {', '.join(SELF_CROSS_SELF)}; got {', '.join(self.blocks)}; leave the others out"
+            )
         return self
 
     @property
@@ -52,14 +56,21 @@ class StarNetwork(DreamNetwork):
         # Running mean of eq. 1 over the training steps in which a head was not masked; subnets keep the highest.
         self.head_importance = torch.nn.Buffer(torch.zeros(len(config.blocks), config.num_heads))
 
+    def own_shares(self, shares: Sequence[float]) -> tuple[float, ...]:
+        """The shares of heads of this network's blocks, of those of the paper's three."""
+        return tuple(shares[SELF_CROSS_SELF.index(name)] for name in self.config.blocks)
+
     def kept_heads(self, shares: Sequence[float]) -> list[Tensor]:
         """Indices of the most important heads of each block, ascending.
+
+        Args:
+            shares: of the paper's three blocks, also if the network has fewer.
 
         Raises:
             UserError: a share that is not a whole number of heads.
         """
         kept = []
-        for share, importance in zip(shares, self.head_importance, strict=True):
+        for share, importance in zip(self.own_shares(shares), self.head_importance, strict=True):
             number = share * len(importance)
             if number != round(number) or not 1 <= number <= len(importance):
                 raise UserError(

@@ -23,6 +23,7 @@ from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.training.batches import Batches
 from autotune.training.code_batches import CodeBatches
+from autotune.training.divergence import make_divergence
 from autotune.training.examples import BundledExamples, JsonlExamples, Line, Report, read_lines, split_file
 from autotune.training.losses import drafting_loss, sample_subnet
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
@@ -77,6 +78,7 @@ class DraftTask(Task):
         make = new_eagle3 if recipe.model == "eagle3" else functools.partial(new_network, recipe.model)
         self.module = make(recipe.draft, self.target, source=str(recipe_path)).to(accelerator.device)
         self._head_masks: list[Tensor] | None = None
+        self._compare = make_divergence(compiled=recipe.compile)
         self._training_lines: list[Line] | None = None
         if split is not None:
             training, held_out = split
@@ -180,11 +182,12 @@ class DraftTask(Task):
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
         if isinstance(self.module, Eagle3Network):
-            return unrolled_loss(self.module, self._teacher_batches[step])
+            return unrolled_loss(self.module, self._teacher_batches[step], compare=self._compare)
         seed = (self.recipe.seed * 1000 + self._stage_number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
         subnet, self._head_masks = self._subnet(stage, generator)
-        return drafting_loss(self.module, self._teacher_batches[step], stage, subnet, self._head_masks, generator)
+        batch = self._teacher_batches[step]
+        return drafting_loss(self.module, batch, stage, subnet, self._head_masks, generator, self._compare)
 
     def _subnet(self, stage: Stage, generator: torch.Generator) -> tuple[Subnet, list[Tensor] | None]:
         """The subnet of a step, and its head masks if the draft is a supernet."""

@@ -23,6 +23,7 @@ from autotune.drafters.network import BlocksNetwork, PromptRows
 from autotune.drafters.specvlm import SpecVlmNetwork
 from autotune.drafters.star import HEAD_SHARES, VISUAL_KEEPS, StarNetwork
 from autotune.modeling.graph_runner import KVSlots
+from autotune.training.divergence import Divergence, divergence
 from autotune.training.recipe import Stage
 from autotune.training.teacher import TeacherBatch
 
@@ -236,6 +237,7 @@ def token_losses(
     stage: Stage,
     head_masks: list[Tensor] | None,
     is_own: Tensor,
+    compare: Divergence = divergence,
 ) -> TokenLosses:
     """Read the rows of a batch twice, and compare the draft with the target: the weighted sum of the KL divergence from the
     target's distribution and of the SmoothL1 loss of the last features.
@@ -243,18 +245,16 @@ def token_losses(
     logit_weight, feature_weight = stage.loss_weights(network.config.kind)
     target_states = batch.hidden[network.config.num_target_layers][batch.loss_mask]
     teacher_logprobs = batch.head(target_states).float().log_softmax(-1)
-    best = teacher_logprobs.argmax(-1)
     early: list[Tensor] = []
     readings = TwoReadings(network, rows, head_masks)
     states = readings.with_target_features(early)
     own_states = readings.with_own_features(states, is_own)
     losses, agrees = [], []
     for draft_states in (states[rows.loss_mask], own_states[readings.is_again]):
-        logits = batch.head(draft_states).float().log_softmax(-1)
-        divergence = functional.kl_div(logits, teacher_logprobs, reduction="none", log_target=True).sum(-1)
+        logit_loss, agreement = compare(batch.head(draft_states), teacher_logprobs)
         distance = functional.smooth_l1_loss(draft_states.float(), target_states.float(), reduction="none").mean(-1)
-        losses.append(logit_weight * divergence + feature_weight * distance)
-        agrees.append((logits.argmax(-1) == best).float())
+        losses.append(logit_weight * logit_loss + feature_weight * distance)
+        agrees.append(agreement)
     return TokenLosses(
         torch.stack(losses),
         torch.stack(agrees),
@@ -328,6 +328,7 @@ def drafting_loss(
     subnet: Subnet,
     head_masks: list[Tensor] | None,
     generator: torch.Generator,
+    compare: Divergence = divergence,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of one teacher batch for one subnet, and figures to display.
 
@@ -338,7 +339,7 @@ def drafting_loss(
     layer = subnet.injection_layer or network.config.num_target_layers
     noise = generator if network.training else None
     rows = rows_of(network, batch, visual_keep=subnet.visual_keep, injection_layer=layer, generator=noise)
-    found = token_losses(network, batch, rows, stage, head_masks, own_feature_mask(rows, generator))
+    found = token_losses(network, batch, rows, stage, head_masks, own_feature_mask(rows, generator), compare)
     loss = found.losses.mean()
     figures = {"agreement": found.agrees[0].mean().item(), "own_agreement": found.agrees[1][found.is_own].mean().item()}
     rule = stage.distillation

@@ -147,7 +147,9 @@ class Recipe(Document, kind="recipe"):
     begins with the next one.
     """
     compile: bool = False
-    """Compile the layers and the loss of a text model with ``torch.compile``, which needs a C++ compiler on the CPU."""
+    """Compile the comparison of draft and target, and the layers and the loss of a text model and of its teacher, with
+    ``torch.compile``, which needs a C++ compiler on the CPU.
+    """
     data: Data = Data()
     seed: int = 0
     stages: list[Stage] = Field(min_length=1)

@@ -17,6 +17,7 @@ from autotune.modeling.loading import load_model, load_processor
 from autotune.training.batches import IGNORED, Batch
 from autotune.training.build import build_text_model, train_code_tokenizer
 from autotune.training.code_batches import CodeBatches
+from autotune.training.divergence import make_divergence
 from autotune.training.model_task import copy_teacher_weights
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.task import Task
@@ -56,11 +57,12 @@ class TextTask(Task):
                     f"{recipe_path}: num_layers of a stage must divide the {self.num_layers} layers of the model; got "
                     f"{stage.num_layers} in stage {number + 1}; give a divisor"
                 )
-        self._token_loss = token_loss
+        self._token_loss, self._compare = token_loss, make_divergence(compiled=recipe.compile)
         if recipe.compile:
             self._token_loss = torch.compile(token_loss, dynamic=False)
-            for layer in self.model.model.layers:
-                layer.compile(dynamic=False)
+            for model in (self.model, self.teacher):
+                for layer in () if model is None else model.model.layers:
+                    layer.compile(dynamic=False)
 
     @property
     def num_layers(self) -> int:
@@ -126,10 +128,9 @@ class TextTask(Task):
             states = self.teacher.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
             teacher_logprobs = self.teacher.lm_head(states[is_labelled]).float().log_softmax(-1)
         states = self._text(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        logprobs = self.model.lm_head(states[is_labelled]).float().log_softmax(-1)
-        loss = functional.kl_div(logprobs, teacher_logprobs, reduction="batchmean", log_target=True)
-        agreement = (logprobs.argmax(-1) == teacher_logprobs.argmax(-1)).float().mean().item()
-        return loss, {"loss": loss.item(), "agreement": agreement}
+        token_losses, agrees = self._compare(self.model.lm_head(states[is_labelled]), teacher_logprobs)
+        loss = token_losses.mean()
+        return loss, {"loss": loss.item(), "agreement": agrees.mean().item()}
 
     def _loss(self, batch: Batch) -> Tensor:
         hidden = self._text(input_ids=batch.input_ids, use_cache=False).last_hidden_state

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from autotune.drafters.blocks import AttentionContext
 from autotune.drafters.eagle3 import Eagle3Network
 from autotune.modeling.graph_runner import KVSlots
+from autotune.training.divergence import Divergence, divergence
 from autotune.training.teacher import TeacherBatch
 
 NUM_STEPS = 6
@@ -57,7 +57,7 @@ def unrolled_states(network: Eagle3Network, stream: Tensor, features: Tensor, nu
 
 
 def unrolled_loss(
-    network: Eagle3Network, batch: TeacherBatch, *, num_steps: int = NUM_STEPS
+    network: Eagle3Network, batch: TeacherBatch, *, num_steps: int = NUM_STEPS, compare: Divergence = divergence
 ) -> tuple[Tensor, dict[str, float]]:
     """The KL divergence from the target's distribution, averaged over the steps with falling weights, and figures to display.
 
@@ -71,11 +71,10 @@ def unrolled_loss(
     row = is_loss.nonzero()[:, 1]
     losses, agreements = [], []
     for step, states in enumerate(unrolled_states(network, stream, features, num_steps)):
-        logprobs = network.logits(states[is_loss], batch.head).float().log_softmax(-1)
         is_drafted = row >= step
-        divergence = functional.kl_div(logprobs, teacher_logprobs, reduction="none", log_target=True).sum(-1)
-        losses.append(divergence[is_drafted].mean())
-        agreements.append((logprobs.argmax(-1) == teacher_logprobs.argmax(-1))[is_drafted].float().mean().item())
+        token_losses, agrees = compare(network.logits(states[is_loss], batch.head), teacher_logprobs)
+        losses.append(token_losses[is_drafted].mean())
+        agreements.append(agrees[is_drafted].mean().item())
     weights = torch.tensor([STEP_WEIGHT**step for step in range(num_steps)], device=stream.device)
     loss = (torch.stack(losses) * weights).sum() / weights.sum()
     later = agreements[1:] or agreements

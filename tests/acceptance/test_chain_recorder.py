@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,20 @@ SHARES = [None, *list(itertools.product((1.0, 0.5), repeat=3))[1:]]  # of each b
 KEEPS = (1.0, 0.5)
 
 
-@pytest.fixture(scope="module")
-def model_pool(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> ModelPool:
+def pool_of_supernet(pair: Pair, folder: Path, **sizes: Any) -> ModelPool:
     """A pool with a supernet whose heads differ in importance."""
-    folder = tmp_path_factory.mktemp("star")
     with torch.inference_mode():
-        network: Any = agreeing_draft("star", Target(pair.target), injection_layer=4).network
+        network: Any = agreeing_draft("star", Target(pair.target), injection_layer=4, **sizes).network
         network.head_importance.copy_(
             torch.rand(network.head_importance.shape, generator=torch.Generator().manual_seed(0))
         )
         save_draft(network, folder)
     return ModelPool(str(pair.target_folder), [str(folder)], "cpu")
+
+
+@pytest.fixture(scope="module")
+def model_pool(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> ModelPool:
+    return pool_of_supernet(pair, tmp_path_factory.mktemp("star"))
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +98,20 @@ def test_chains_of_all_subnets_equal_those_recorded_one_by_one(
             seen.add(str(lengths))
             accepted += sum(map(sum, lengths))
     assert not is_whole or (len(seen) > 3 and accepted > 100), "equal or useless subnets would prove nothing"
+
+
+def test_chains_of_a_supernet_without_a_crossing_block(pair: Pair, workload: Workload, tmp_path: Path) -> None:
+    pool = pool_of_supernet(pair, tmp_path / "draft", blocks=["initial", "final"])
+    recorder = pool.recorder(tmp_path / "records")
+    (name,) = pool.references
+    draft: Any = pool.draft(name)
+    subnets = [Subnet(heads=shares, injection_layer=4) for shares in (None, (0.5, 1.0, 1.0), (1.0, 1.0, 0.5))]
+    together = chain_traces(recorder, draft, pool.references[name], workload, subnets, BOUNDS)
+    lengths = [figures(found, 6) for found in together]
+    assert lengths == [figures(record_trace(pool, recorder, (name, one), workload, BOUNDS), 6) for one in subnets]
+    assert sum(map(sum, lengths[0][0])) > 0, "a useless draft would prove nothing"
+    first = {tuple(found.forest.child_logprob[:5, 0].round(3).tolist()) for found in together}
+    assert len(first) == len(subnets), "equal subnets would prove nothing"
 
 
 def test_probabilities_equal_those_recorded_one_by_one(

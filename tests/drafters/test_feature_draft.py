@@ -60,11 +60,11 @@ def new_draft(
     return draft
 
 
-def agreeing_draft(kind: str, target: Target, *, injection_layer: int) -> FeatureDraft:
+def agreeing_draft(kind: str, target: Target, *, injection_layer: int, **sizes: Any) -> FeatureDraft:
     """A draft that is sometimes right: its blocks add little to the embedding, so it repeats the token before, and the
     targets of these tests repeat themselves.
     """
-    draft = new_draft(kind, target, injection_layer=injection_layer)
+    draft = new_draft(kind, target, injection_layer=injection_layer, **sizes)
     for block in draft.network.blocks:
         block.to_stream.weight *= 0.3
     if isinstance(draft.network, SpecVlmNetwork):
@@ -341,6 +341,29 @@ def test_every_subnet_sliced_equals_the_masked_supernet(pair: Pair) -> None:
         assert (masked - whole).abs().max() > 0.05 or shares == (1.0, 1.0, 1.0), "the heads left out must matter"
         assert [block.num_heads for block in small.blocks] == [round(4 * share) for share in shares]
     assert [kept.tolist() for kept in network.kept_heads((0.5, 0.5, 0.5))] == [[0, 3], [2, 3], [0, 1]]
+
+
+@torch.inference_mode()
+def test_a_supernet_of_fewer_blocks_takes_the_shares_of_its_own(pair: Pair) -> None:
+    """A supernet without the crossing block: the second of the three shares says nothing."""
+    target = Target(pair.target)
+    network = new_draft("star", target, blocks=["initial", "final"]).network
+    assert isinstance(network, StarNetwork)
+    network.head_importance.copy_(torch.tensor([[3.0, 1, 2, 4], [4, 3, 2, 1]]))
+    embeddings, features = torch.randn(2, 2, 9, 32, generator=torch.Generator().manual_seed(0))
+    factors = network.factors(torch.arange(9))[None]
+    for shares in [(0.5, 1.0, 0.25), (1.0, 0.25, 0.75)]:
+        masked = network(embeddings, features, factors, head_masks=network.head_masks(shares))
+        small = network.sliced(shares)
+        torch.testing.assert_close(small(embeddings, features, factors), masked, atol=1e-5, rtol=0)
+        assert [block.num_heads for block in small.blocks] == [round(4 * share) for share in shares[::2]]
+
+
+def test_a_block_that_a_supernet_does_not_have_is_refused(pair: Pair) -> None:
+    with pytest.raises(
+        UserError, match="blocks of a supernet are among initial, crossing, final; got initial, second_"
+    ):
+        new_draft("star", Target(pair.target), blocks=["initial", "second_crossing"])
 
 
 def test_slicing_is_real(pair: Pair) -> None:

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.checkpoint import load_draft, new_network
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -171,6 +171,17 @@ def test_muon_trains_the_matrices_of_layers(tmp_path: Path) -> None:
     assert by_adamw == set(names.values()) - by_muon
 
 
+def test_muon_trains_the_matrices_of_a_drafts_blocks(target: Target) -> None:
+    """The norms of the features are a matrix in shape only."""
+    network = new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
+    stage = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.0, optimizer="muon")
+    adamw, muon = make_optimizers(network, list(network.parameters()), stage)
+    matrices = {one for block in network.blocks for one in block.parameters() if one.dim() == 2}
+    assert {one for group in muon.param_groups for one in group["params"]} == matrices
+    others = {one for group in adamw.param_groups for one in group["params"]}
+    assert others == set(network.parameters()) - matrices and network.feature_norms in others
+
+
 # -------------------------------------------------------------------------------------------------------------- training
 
 
@@ -229,6 +240,11 @@ def test_a_later_run_continues_from_the_stored_model(tmp_path: Path) -> None:
             {"objective": "drafting"},
         ),
         ("star", {"text": {}, "draft": {"num_heads": 4, "head_size": 8, "mlp_size": 32}}, {"objective": "drafting"}),
+        (
+            "star",
+            {"text": {}, "draft": {"num_heads": 4, "head_size": 8, "mlp_size": 32, "blocks": ["initial", "final"]}},
+            {"objective": "drafting", "subnets": "random"},
+        ),
     ],
 )
 def test_drafts_of_a_text_target(tmp_path: Path, kind: str, values: dict[str, Any], stage: dict[str, Any]) -> None:
