@@ -23,9 +23,11 @@ from autotune.acceptance.forest_grower import ModelForestGrower, largest_forest
 from autotune.acceptance.retrieval_forest import RetrievalForestGrower
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
-from autotune.documents.subnet import Subnet, VisualRanking
+from autotune.documents.subnet import Subnet, VisualInput, VisualRanking
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
+from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
 from autotune.modeling.prompt import Prompt
@@ -115,16 +117,28 @@ class Recorder:
         *,
         visual_keep: float,
         visual_ranking: VisualRanking = "text_after_image",
+        visual_input: VisualInput = "features",
         bounds: ForestBounds,
         report: Report | None = None,
     ) -> Trace:
         """The proposals of the draft, which sees the first ``visual_keep`` of the visual tokens by ``visual_ranking``, along the
         target's answers.
+
+        Raises:
+            UserError: placeholders read as text, for a draft that is not an independent model with all visual tokens.
         """
+        if visual_input == "placeholders" and (visual_keep < 1.0 or not isinstance(draft, IndependentDraft)):
+            raise UserError(
+                f"{draft_reference.id}: placeholders are read as text by independent drafts with all visual tokens; this is a "
+                f"{draft.kind} draft with {visual_keep:g} of them; leave --visual-input out"
+            )
         draft.visual_keep = visual_keep
+        if isinstance(draft, IndependentDraft):
+            draft.reads_placeholders = visual_input == "placeholders"
         subnet = draft.subnet.model_copy(update={"visual_ranking": visual_ranking})
         parts = []
         draft_key = [draft_reference.sha256 or draft_reference.id, subnet.model_dump(), bounds.model_dump()]
+        draft_key += [] if visual_input == "features" else [visual_input]  # keys of earlier versions stay valid
         folder = self.folder / "forests" / content_key(draft_key)
         for done, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True), start=1):
             # Version 0.1.0 recorded the forests of sampled answers without coupling, under the name without this ending.
@@ -150,7 +164,10 @@ class Recorder:
             parts.append(part)
             if report is not None:
                 report(done, len(workload.prompts))
-        return join(self.header(draft_reference, subnet, draft.aux_layers, workload, bounds), parts)
+        if isinstance(draft, IndependentDraft):
+            draft.reads_placeholders = False
+        header = self.header(draft_reference, subnet, draft.aux_layers, workload, bounds)
+        return join(header.model_copy(update={"visual_input": visual_input}), parts)
 
     def _with_retrieved(self, forest: Forest, inputs: dict[str, Any]) -> Forest:
         """The forest with what the prompt and the answer hold of every token's continuation."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.documents.subnet import Subnet
+from autotune.documents.subnet import Subnet, VisualInput
 from autotune.errors import UserError
 from autotune.files import Document, rename_keys, write_bytes
 from autotune.trees.base import ForestBounds as ForestBounds
@@ -45,6 +45,8 @@ class TraceHeader(
     subnet: Subnet = Field(default_factory=Subnet)
     aux_layers: tuple[int, ...] = ()
     """Layers of the target whose outputs the draft reads."""
+    visual_input: VisualInput = "features"
+    """Replay of ``placeholders`` predicts a serving engine, not this project's runtime."""
     workload: str
     workload_sha256: str
     bounds: ForestBounds
@@ -55,6 +57,12 @@ class TraceHeader(
     def rereads_accepted(self) -> bool:
         """Whether the draft reads accepted nodes a second time, with the target's features."""
         return bool(self.aux_layers)
+
+    @property
+    def name(self) -> str:
+        """Name in file names: that of the subnet, and the visual input where it is not that of the runtime."""
+        ending = "" if self.visual_input == "features" else f"-{self.visual_input}"
+        return f"{self.subnet.name}{ending}"
 
     @property
     def visual_keep(self) -> float:

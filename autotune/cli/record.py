@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from autotune.cli import options
-from autotune.documents.subnet import VISUAL_RANKINGS
+from autotune.documents.subnet import VISUAL_INPUTS, VISUAL_RANKINGS
 from autotune.search.settings import SearchSettings
 
 SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "vocabulary")
@@ -32,6 +32,13 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
     default=("text_after_image",),
     show_default=True,
     help="How these tokens are chosen. Repeatable.",
+)
+@click.option(
+    "--visual-input",
+    type=click.Choice(VISUAL_INPUTS),
+    default="features",
+    show_default=True,
+    help="How an independent draft reads images: placeholders are read as text, as some serving engines do.",
 )
 @options.num_prompts(64)
 @options.output("traces", "Folder to write.")
@@ -65,7 +72,7 @@ def command(
         for keep in choices["visual_keep"]
         for ranking in (choices["visual_ranking"] if keep < 1.0 else ("text_after_image",))
     ]
-    traces = record_traces(model_pool, variants, prompts, output, console)
+    traces = record_traces(model_pool, variants, prompts, output, console, visual_input=choices["visual_input"])
     print_agreement(traces, console)
     if as_json:
         agreements = [trace.agreement().pivot(index="rank", columns="task", values="share") for trace in traces]

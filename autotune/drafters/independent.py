@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autotune.drafters.cached_draft import CachedDraft, FeatureSource
 from autotune.drafters.draft import check_vocabulary, kept_tokens
+from autotune.errors import UserError
 from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
 from autotune.modeling.quantization import num_parameters
 from autotune.modeling.self_check import check_tree_decoding
@@ -44,6 +45,7 @@ class IndependentDraft(CachedDraft, TreeModel):
         self.tokenizer = tokenizer
         self.visual_keep = visual_keep
         self.sees_images = True  # whether the model type is the target's
+        self.reads_placeholders = False  # records what a serving engine shows a draft; see ``subnet.VisualInput``
         self._placeholders = placeholders_of(model.config)
         self._num_common = self.target_vocab_size = self.vocab_size  # vocabulary shared with the target
         check_tree_decoding(self)
@@ -61,7 +63,19 @@ class IndependentDraft(CachedDraft, TreeModel):
         self.sees_images = ours.model_type == theirs.model_type and placeholders_of(ours) == self._placeholders
 
     def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt] = ()) -> Sequence[Prompt]:
-        """The rows of a batch, encoded by the draft's own vision tower or without visual tokens."""
+        """The rows of a batch, encoded by the draft's own vision tower or without visual tokens.
+
+        Raises:
+            UserError: placeholders are to be read as text, and the draft's vocabulary does not hold them.
+        """
+        if self.reads_placeholders:
+            rows = [row.to(self.device) for row in rows_of(inputs)]
+            if (largest := max(int(row.max()) for row in rows)) >= self.vocab_size:
+                raise UserError(
+                    f"the draft's vocabulary has {self.vocab_size} tokens, so it cannot read the placeholder {largest} as text; "
+                    "record it without --visual-input placeholders"
+                )
+            return [Prompt(row, torch.zeros_like(row, dtype=torch.bool)) for row in rows]
         if self.sees_images:
             return self.encode(inputs).prompts
         return [self._text_of(row.to(self.device)) for row in rows_of(inputs)]

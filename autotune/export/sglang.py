@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, RootModel, field_validator, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, Pair
+from autotune.export.engine import SAMPLING, Engine, Pair, unequal_vocabularies
 from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
 from autotune.trees.eagle2 import Eagle2Policy
@@ -29,6 +29,12 @@ class SglangSettings(Document):
     speculative_num_steps: int | None = Field(default=None, ge=1)
     speculative_eagle_topk: int | None = Field(default=None, ge=1)
     speculative_num_draft_tokens: int | None = Field(default=None, ge=2)
+    speculative_adaptive: Literal[True] | None = None
+    """Choose the steps of a chain by the batch size; see ``AdaptiveSteps``."""
+    speculative_adaptive_config: str | None = None
+    attention_backend: str | None = None
+    page_size: int | None = Field(default=None, ge=1)
+    speculative_use_rejection_sampling: Literal[True] | None = None
 
     @model_validator(mode="after")
     def _rules(self) -> SglangSettings:
@@ -37,6 +43,14 @@ class SglangSettings(Document):
             self.speculative_eagle_topk,
             self.speculative_num_draft_tokens,
         )
+        if self.speculative_adaptive and (self.speculative_algorithm != "EAGLE3" or topk != 1):
+            raise ValueError("speculative_adaptive takes EAGLE3 with eagle_topk 1")
+        if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
+            raise ValueError("speculative_adaptive_config requires speculative_adaptive")
+        if self.speculative_use_rejection_sampling and self.speculative_algorithm != "EAGLE3":
+            raise ValueError("speculative_use_rejection_sampling takes EAGLE3")
+        if topk is not None and topk > 1:
+            self._require_trees()
         if steps is None or topk is None or tokens is None:
             if sizes != (None, None, None):
                 raise ValueError(
@@ -50,6 +64,27 @@ class SglangSettings(Document):
                 f"{steps} steps of top-k {topk} draft at most {grown} tokens plus the root; got {tokens} in all"
             )
         return self
+
+    def _require_trees(self) -> None:
+        """Check the options that exclude trees; backend and page size may be SGLang's own choice, which is not known here."""
+        backend = self.attention_backend
+        if backend == "trtllm_mha":
+            raise ValueError("attention_backend trtllm_mha takes eagle_topk 1 only")
+        if (self.page_size or 1) > 1 and backend not in TREE_BACKENDS_WITH_PAGES:
+            raise ValueError(
+                f"eagle_topk above 1 with page_size {self.page_size} takes attention_backend {', '.join(TREE_BACKENDS_WITH_PAGES)}"
+            )
+        if self.speculative_use_rejection_sampling:
+            raise ValueError("speculative_use_rejection_sampling takes eagle_topk 1 only")
+
+
+class AdaptiveSlot(Document):
+    candidate_steps: list[int] = Field(min_length=1)
+    """Numbers of draft levels between which SGLang chooses by acceptance; a single one is fixed. 0 drafts nothing."""
+
+
+class AdaptiveSteps(Document):
+    """The file of ``speculative_adaptive_config``: steps by the smallest batch size that uses them."""
 
 
 class Sglang(Engine):

@@ -11,8 +11,9 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, Pair
+from autotune.export.engine import MAX_BATCH, SAMPLING, Engine, Pair, unequal_vocabularies
 from autotune.export.engine_replay import EngineTree
+from autotune.export.model_files import find_model, has_short_vision_names, write_long_vision_names, write_text_part
 from autotune.files import Document
 
 
@@ -26,10 +27,14 @@ class VllmSettings(Document):
     num_speculative_tokens: int = Field(ge=1)
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     """(first batch size, last batch size, k): inclusive ranges in ascending order from 1; k = 0 drafts nothing."""
-    draft_tensor_parallel_size: int | None = Field(default=None, ge=1)
+    draft_tensor_parallel_size: Literal[1] | None = None
+    """vLLM takes 1 or the target's size, and the exported command leaves that at 1."""
     quantization: str | None = None
     rejection_sample_method: Literal["standard", "synthetic", "block"] = "standard"
+    """``block`` needs the V2 model runner."""
     synthetic_acceptance_rates: list[float] | None = None
+    """For each of the num_speculative_tokens positions."""
+    synthetic_acceptance_length: float | None = None
 
     @model_validator(mode="after")
     def _rules(self) -> VllmSettings:
@@ -43,9 +48,22 @@ class VllmSettings(Document):
                     f"batch sizes {start} to {end} have {draft_tokens}"
                 )
             last = end
-        if (self.synthetic_acceptance_rates is not None) != (self.rejection_sample_method == "synthetic"):
+        rates, length, longest = (
+            self.synthetic_acceptance_rates,
+            self.synthetic_acceptance_length,
+            self.num_speculative_tokens,
+        )
+        if (self.rejection_sample_method == "synthetic") != ((rates is None) != (length is None)):
             raise ValueError(
-                "synthetic_acceptance_rates require rejection_sample_method synthetic and vice versa; set both, or neither"
+                "rejection_sample_method synthetic takes synthetic_acceptance_rates or synthetic_acceptance_length, and no other "
+                "method takes them; set the method and one of the two, or none"
+            )
+        if rates is not None and not (
+            len(rates) == longest and 0 <= min(rates) and max(rates) <= 1 and rates == sorted(rates, reverse=True)
+        ):
+            raise ValueError(
+                f"synthetic_acceptance_rates are num_speculative_tokens, {longest}, numbers from 0 to 1 that do not increase; "
+                f"got {rates}"
             )
         return self
 
@@ -53,22 +71,49 @@ class VllmSettings(Document):
 class Vllm(Engine):
     """See ``Engine``."""
 
+    name = "vllm"
+    version = "0.32.0"
     methods: ClassVar = {"independent": "draft_model", "eagle3": "eagle3"}
     settings_type = VllmSettings
     settings_file = "speculative-config.json"
-    has_schedule = True
+    vision = "placeholders"
     lossless = (
         "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, "
         f"synthetic does not); {SAMPLING}"
     )
     notes = (
         "accepted lengths assume drafts that propose their most probable token (vLLM's default, draft_sample_method greedy)",
-        "some versions of vLLM do not accept draft_model with a multimodal target; with data parallelism vLLM ignores the schedule "
-        "by batch size",
+        "vLLM shows a draft_model token ids and positions only: it reads image placeholders as text, so a draft that is a "
+        "vision-language model is exported as its text part",
+        "with data parallelism vLLM ignores the schedule by batch size; by batch size the V1 runner captures piecewise graphs only, "
+        "and the V2 runner drafts num_speculative_tokens with a draft_model and masks the rest, so shorter lengths save less than "
+        "predicted; 0 draft tokens cost time too (vllm#49548): measure with and without the schedule",
     )
+
+    def refusal(self, pair: Pair) -> str | None:
+        if pair.draft_kind == "independent" and pair.draft_files is not None and pair.draft_files.has_mrope:
+            return "its runner does not draft with M-RoPE positions (NotImplementedError); choose a draft without"
+        return unequal_vocabularies(pair)
+
+    def supports_schedule(self, pair: Pair) -> bool:
+        return True
+
+    def loadable(self, pair: Pair, folder: Path) -> Pair:
+        """See ``Engine``: the text part of a draft, and a vision tower with the names that vLLM knows."""
+        target, draft = pair.target, pair.draft
+        if pair.target_files is not None and has_short_vision_names(pair.target_files):
+            target = str(folder / "target")
+            write_long_vision_names(pair.target_files, Path(target))
+        if pair.draft_kind == "independent" and pair.draft_files is not None and pair.draft_files.sees_images:
+            draft = str(folder / "draft")
+            write_text_part(pair.draft_files, Path(draft), pair.draft)
+        return Pair(target, draft, pair.draft_kind, find_model(target), find_model(draft))
 
     def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
         ranges = [(batch.start, batch.end, batch.draft_tokens) for batch in schedule]
+        if ranges and ranges[-1][1] < MAX_BATCH:  # vLLM carries the last length on to larger batches
+            end = ranges[-1][1]
+            ranges = [*ranges, (end + 1, MAX_BATCH, 0)]
         return VllmSettings.model_validate(
             {
                 "method": self.methods[pair.draft_kind],

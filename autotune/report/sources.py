@@ -153,7 +153,11 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
     workload_sha256 = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
     if workload_sha256 is None and headers:
         workload_sha256 = [*headers.values()][-1].workload_sha256
-    traces = [load_trace(path) for path, header in headers.items() if header.workload_sha256 == workload_sha256]
+    traces = [
+        load_trace(path)
+        for path, header in headers.items()
+        if header.workload_sha256 == workload_sha256 and header.visual_input == "features"
+    ]
     ledger = Ledger(storage) if storage is not None else None
     if ledger is None and (folder / LEDGER).exists():
         ledger = Ledger(folder / LEDGER)

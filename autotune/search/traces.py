@@ -12,6 +12,7 @@ from autotune.acceptance.recorder import Recorder, Report
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
+from autotune.documents.subnet import VisualInput
 from autotune.search.model_pool import ModelPool
 from autotune.workloads.workload import Workload
 
@@ -27,6 +28,7 @@ def record_traces(
     folder: Path,
     console: Console,
     *,
+    visual_input: VisualInput = "features",
     bounds: ForestBounds | None = None,
     jobs: int | None = None,
     deadline: float | None = None,
@@ -39,8 +41,10 @@ def record_traces(
     """
     bounds = bounds or ForestBounds()
     num_processes = 1 + model_pool.worker_limits(jobs)[0]
-    work = _RecordingWork(model_pool, variants, workload, folder, bounds, num_processes, deadline)
-    arguments = list(variants), workload, folder, bounds, num_processes, deadline
+    arguments = list(variants), workload, folder, bounds, num_processes, deadline, visual_input
+    work = _RecordingWork(
+        model_pool, variants, workload, folder, bounds, num_processes, deadline, visual_input=visual_input
+    )
     with model_pool.worker_pool(jobs, _record_in_worker, *arguments) as workers:
         with console.stage("target's answers") as update:
 
@@ -60,8 +64,9 @@ def record_traces(
         console.say(f"{num_prompts} of {len(workload.prompts)} prompts were recorded in their share of the budget")
     traces = []
     for draft, subnet in variants:
-        trace = record_trace(model_pool, work.recorder, (draft, subnet), workload.cut(num_prompts), bounds)
-        save_trace(folder / "traces" / draft.replace("/", "-") / f"{trace.header.subnet.name}.trace.json", trace)
+        part = workload.cut(num_prompts)
+        trace = record_trace(model_pool, work.recorder, (draft, subnet), part, bounds, visual_input=visual_input)
+        save_trace(folder / "traces" / draft.replace("/", "-") / f"{trace.header.name}.trace.json", trace)
         traces.append(trace)
     return traces
 
@@ -82,6 +87,8 @@ class _RecordingWork:
         num_processes: int,
         deadline: float | None,
         rank: int = 0,
+        *,
+        visual_input: VisualInput = "features",
     ) -> None:
         self.model_pool = model_pool
         self.variants = variants
@@ -89,6 +96,7 @@ class _RecordingWork:
         self.bounds = bounds
         self.num_processes = num_processes
         self.deadline = math.inf if deadline is None else deadline
+        self.visual_input = visual_input
         self.rank = rank
         self.recorder = model_pool.recorder(folder)
         self.recorder.layers = tuple(
@@ -106,7 +114,7 @@ class _RecordingWork:
 
         def trace(part: Workload) -> None:
             for variant in self.variants:
-                record_trace(self.model_pool, self.recorder, variant, part, self.bounds)
+                record_trace(self.model_pool, self.recorder, variant, part, self.bounds, visual_input=self.visual_input)
 
         return self._all(self.workload.cut(num_prompts), PROMPTS_AT_ONCE, self.deadline, trace, report)
 
@@ -143,6 +151,8 @@ def record_trace(
     workload: Workload,
     bounds: ForestBounds,
     report: Report | None = None,
+    *,
+    visual_input: VisualInput = "features",
 ) -> Trace:
     """The trace of one variant."""
     model, reference = model_pool.draft(*variant), model_pool.references[variant[0]]
@@ -152,6 +162,7 @@ def record_trace(
         workload,
         visual_keep=variant[1].visual_keep,
         visual_ranking=variant[1].visual_ranking,
+        visual_input=visual_input,
         bounds=bounds,
         report=report,
     )
@@ -166,9 +177,12 @@ def _record_in_worker(
     bounds: ForestBounds,
     num_processes: int,
     deadline: float | None,
+    visual_input: VisualInput,
 ) -> None:
     """Record the prompts of this worker."""
-    work = _RecordingWork(model_pool, variants, workload, folder, bounds, num_processes, deadline, rank)
+    work = _RecordingWork(
+        model_pool, variants, workload, folder, bounds, num_processes, deadline, rank, visual_input=visual_input
+    )
     work.trace_all(work.answer_all())
 
 

@@ -1,0 +1,183 @@
+"""Files of models on this machine: what an engine reads of their configs, and checkpoints in the form that it loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.files import read_json, write_bytes
+from autotune.modeling.loading import bundled_models
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "*.safetensors", "tokenizer.json"
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Files of a checkpoint beside its config and weights."""
+NOT_COPIED = (CONFIG, "model.safetensors.index.json", "processor_config.json", "preprocessor_config.json")
+VISION_PREFIX, VISION_MODEL_PREFIX = "vision_tower.", "vision_tower.vision_model."
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""Prefixes of a text model's weights inside a vision-language model, with the prefix that it has alone."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's folder, with its config."""
+
+    folder: Path
+    config: dict[str, Any]
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The config of the text model: a part of a vision-language model's config."""
+        found = self.config.get("text_config")
+        return found if isinstance(found, dict) else self.config
+
+    @property
+    def sees_images(self) -> bool:
+        return "vision_config" in self.config
+
+    @property
+    def vocab_size(self) -> int | None:
+        size = self.text_config.get("vocab_size", self.config.get("vocab_size"))
+        return size if isinstance(size, int) else None
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether positions have several axes (time, height, width)."""
+        settings = (self.text_config.get("rope_parameters") or {}, self.text_config.get("rope_scaling") or {})
+        return any(isinstance(found, dict) and "mrope_section" in found for found in settings)
+
+    @property
+    def has_sliding_window(self) -> bool:
+        text = self.text_config
+        layers = text.get("layer_types")
+        if isinstance(layers, list):
+            return "sliding_attention" in layers
+        return text.get("sliding_window") is not None and text.get("use_sliding_window", True) is not False
+
+    @property
+    def has_latent_attention(self) -> bool:
+        """Whether keys and values are compressed (multi-head latent attention)."""
+        return self.text_config.get("kv_lora_rank") is not None
+
+    @property
+    def has_weights(self) -> bool:
+        return any(self.folder.glob(WEIGHTS))
+
+    def token_ids(self) -> dict[str, int] | None:
+        """The tokenizer's map from tokens to ids; None without a ``tokenizer.json``."""
+        path = self.folder / TOKENIZER
+        if not path.exists():
+            return None
+        from tokenizers import Tokenizer
+
+        return dict(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True))
+
+
+def find_model(name: str) -> ModelFiles | None:
+    """The files of a bundled model, of a folder, or of an id in the Hugging Face cache; None where there are none. Nothing is
+    downloaded.
+    """
+    folder = bundled_models().get(name, Path(name))
+    if not (folder / CONFIG).exists():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(name, CONFIG)
+        except HFValidationError:
+            return None
+        if not isinstance(found, str):
+            return None
+        folder = Path(found).parent
+    config = read_json(folder / CONFIG)
+    return ModelFiles(folder, config) if isinstance(config, dict) else None
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def write_text_part(source: ModelFiles, folder: Path, name: str) -> None:
+    """Write the text model of a vision-language model as a model of its own.
+
+    Raises:
+        UserError: the weights are not here, or transformers has no text model of this type.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = source.text_config
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(text.get("model_type")))
+    if architecture is None or not source.has_weights:
+        reason = (
+            "its weights are not on this machine"
+            if architecture
+            else f"transformers has no text model of type {text.get('model_type')!r}"
+        )
+        raise UserError(
+            f"{name}: the text part of this draft cannot be written, because {reason}; choose another --draft"
+        )
+    shared = {
+        key: source.config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in source.config
+    }
+    _write_checkpoint(source, folder, {**shared, **text, "architectures": [architecture]}, _text_name)
+
+
+def has_short_vision_names(model: ModelFiles) -> bool:
+    """Whether the weights of a vision tower have the names of transformers 5.20 and later, ``vision_tower.encoder...``."""
+    names = [name for name in _weight_names(model) if name.startswith(VISION_PREFIX)]
+    return bool(names) and not any(name.startswith(VISION_MODEL_PREFIX) for name in names)
+
+
+def write_long_vision_names(source: ModelFiles, folder: Path) -> None:
+    """Write a copy of a model with the names of a vision tower before transformers 5.20, ``vision_tower.vision_model...``."""
+
+    def rename(name: str) -> str:
+        return name.replace(VISION_PREFIX, VISION_MODEL_PREFIX, 1) if name.startswith(VISION_PREFIX) else name
+
+    _write_checkpoint(source, folder, source.config, rename, with_processor=True)
+
+
+def _text_name(name: str) -> str | None:
+    """The name of a weight in the text model alone; None for weights of other parts."""
+    for prefix, replacement in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name if name.startswith("lm_head.") else None
+
+
+def _weight_names(model: ModelFiles) -> Iterator[str]:
+    from safetensors import safe_open
+
+    for path in sorted(model.folder.glob(WEIGHTS)):
+        with safe_open(path, "np") as file:
+            yield from file.keys()
+
+
+def _write_checkpoint(
+    source: ModelFiles,
+    folder: Path,
+    config: dict[str, Any],
+    rename: Callable[[str], str | None],
+    *,
+    with_processor: bool = False,
+) -> None:
+    """Write a checkpoint with other names of its weights, file by file; a weight whose name becomes None is left out."""
+    from safetensors.torch import load_file, save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, str] = {}  # file by weight
+    for path in sorted(source.folder.glob(WEIGHTS)):
+        tensors = {new: tensor for name, tensor in load_file(path).items() if (new := rename(name)) is not None}
+        if tensors:
+            write_bytes(folder / path.name, save(tensors, metadata={"format": "pt"}))
+            parts |= dict.fromkeys(tensors, path.name)
+    if len(set(parts.values())) > 1:
+        index = {"metadata": {}, "weight_map": parts}
+        write_bytes(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+    left_out = NOT_COPIED[:2] if with_processor else NOT_COPIED
+    for path in (path for pattern in COPIED for path in source.folder.glob(pattern) if path.name not in left_out):
+        shutil.copyfile(path, folder / path.name)
+    write_bytes(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
