@@ -28,6 +28,11 @@ EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
     help="Operating point of the profile, for a server of such requests only.  [default: the last, for all requests]",
 )
 @click.option("--draft", default=None, help="Another draft that the search recorded, instead of the point's draft.")
+@click.option(
+    "--engine-version",
+    default=None,
+    help="Version of the engine whose rules hold; 1.2.1 for an older tensorrt-llm.  [default: the one that was checked]",
+)
 @options.output(None, "Folder to write.  [default: exports/ENGINE]")
 @options.as_json
 def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import Field
 
 from autotune.console import Console
-from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import Predicted
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
@@ -34,22 +33,28 @@ class Variant(Document):
     """One configuration that the engine can run."""
 
     name: str
-    """``chain`` or ``tree``."""
-    tree: TreePolicy
+    """``chain``, ``tree``, or what llama.cpp calls the types of speculation."""
+    label: str
+    tree: TreePolicy | None
+    """None for speculation that is not a tree policy of this project."""
     predicted: Predicted
     slowdown: float
     """Predicted time per token relative to the profile's point, minus 1: the cost of the engine's restrictions."""
     by_batch: list[BatchPrediction] = Field(default_factory=list)
     file: str
+    companions: list[str] = Field(default_factory=list)
+    """Files that the settings name."""
     settings: dict[str, Any]
     command: str
 
 
-class Export(Document, kind="export", made_by="autotune export"):
+class Export(Document, kind="export", version=2, made_by="autotune export"):
     """The exported variants, fastest first, and their limitations."""
 
     provenance: Provenance
     engine: str
+    engine_version: str
+    """The version whose rules the settings were checked against."""
     profile: str
     study: str
     target: ModelReference
@@ -63,6 +68,8 @@ class Export(Document, kind="export", made_by="autotune export"):
     tuned: Predicted
     """The profile's point on the same prompts."""
     variants: list[Variant]
+    preparation: list[str] = Field(default_factory=list)
+    """Commands that make what the variants' commands need."""
     lossless: str
     notes: list[str]
 
@@ -71,15 +78,16 @@ def print_export(export: Export, folder: Path, console: Console) -> None:
     """Print the variants with their predictions, the notes and the files."""
     predictions = [("the profile's point", export.tuned, "-")]
     for variant in export.variants:
-        label = Configuration(tree=variant.tree.model_dump(), draft=export.draft.id).label
-        predictions.append((label, variant.predicted, f"{100 * variant.slowdown:+.0f} %"))
+        predictions.append((variant.label, variant.predicted, f"{100 * variant.slowdown:+.0f} %"))
     rows = [
         [label, f"{p.speedup:.2f}x", "-" if p.tokens_per_round is None else f"{p.tokens_per_round:.2f}", slowdown]
         for label, p, slowdown in predictions
     ]
     mark = " (estimated)" if export.tuned.estimated else ""
     console.table(
-        f"Export to {export.engine}, predicted{mark}", ["configuration", "speedup", "M", "time per token"], rows
+        f"Export to {export.engine} {export.engine_version}, predicted{mark}",
+        ["configuration", "speedup", "M", "time per token"],
+        rows,
     )
     for variant in export.variants:
         batches = [
@@ -94,4 +102,5 @@ def print_export(export: Export, folder: Path, console: Console) -> None:
             console.table("By batch size (estimated)", ["requests", "draft tokens", "speedup, at least"], batches)
     for note in (f"lossless: {export.lossless}", *export.notes):
         console.say(f"- {note}")
-    console.say(f"written to {folder}: {', '.join([*(variant.file for variant in export.variants), EXPORT])}")
+    files = [name for variant in export.variants for name in (variant.file, *variant.companions)]
+    console.say(f"written to {folder}: {', '.join([*files, EXPORT])}")

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from autotune.documents.decoding_profile import Predicted
 from autotune.errors import UserError
 from autotune.export.document import BatchPrediction
 from autotune.export.engine_replay import EngineReplay, EngineTree
-from autotune.export.model_files import ModelFiles
+from autotune.export.model_files import Conversion, ModelFiles
 from autotune.files import Document, describe, read_text, read_yaml, write_bytes
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 
-S = TypeVar("S", bound=Document)
+S = TypeVar("S", bound=BaseModel)
 
 SAMPLING = (
     "at temperature 0 these are the target's own tokens, except for near ties in reduced precision; above 0 the sampled tokens "
@@ -28,13 +29,10 @@ SAMPLING = (
 )
 """How a lossless engine's tokens compare with this project's; part of each engine's ``lossless``."""
 
-
-MAX_BATCH = 1024
-"""No engine's default for the most requests of a batch is larger; the last entry of a schedule reaches it."""
-
-Vision = Literal["features", "placeholders", "none", "unknown"]
-"""What an engine shows an independent draft of an image: its features, the ids of the placeholders alone, nothing (the engine
-is exported for text), or something that has not been checked.
+Vision = Literal["features", "placeholders", "text"]
+"""What an engine shows a draft of a prompt with an image, as far as it is known: what this project's runtime shows it, or the
+ids of the placeholders, read as text. ``text``: it shows something else, or nobody has checked; the draft is exported for
+prompts without images.
 """
 
 
@@ -50,45 +48,57 @@ class Pair:
     draft_files: ModelFiles | None = None
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """The fastest configuration of one kind that an engine can run."""
+
+    name: str
+    """Part of the names of its files: ``chain``, ``tree``."""
+    label: str
+    tree: EngineTree | None
+    """None for speculation that is not a tree policy of this project."""
+    predicted: Predicted
+    settings: Document
+    by_batch: Sequence[BatchPrediction] = ()
+
+
 class Engine(ABC):
     """Translates trees into one engine's settings: a ``Document`` with the engine's own field names that refuses what the
     engine would refuse.
     """
 
     name: ClassVar[str]
-    version: ClassVar[str]
+    version: str
     """The version whose rules these settings were checked against."""
     methods: ClassVar[Mapping[str, str]]
     """The engine's speculation method for each draft kind that it serves."""
     settings_type: type[Document]
     settings_file: ClassVar[str] = "{variant}.json"
-    """Name of the settings file; the variant is ``chain`` or ``tree``."""
-    vision: ClassVar[Vision]
-    has_fixed_shapes: ClassVar[bool] = True
-    """Whether every round drafts and verifies the configured number of tokens, whatever the draft proposes."""
+    """Name of the settings file; the variant is the name of a candidate."""
+    vision: ClassVar[Mapping[str, Vision]]
+    """What the engine shows a draft of an image, by draft kind."""
     lossless: ClassVar[str]
     """Which settings keep the output lossless."""
-    notes: ClassVar[Sequence[str]]
+    notes: Sequence[str]
     """Limitations of the engine that the user should know."""
-    floor_note: ClassVar[str] = "the engine has no such setting"
-    """Why a chain's ``p_min`` and ``n_min`` are not exported."""
+    floor_note: ClassVar[str | None] = "the engine has no such setting"
+    """Why a chain's ``p_min`` and ``n_min`` are not exported; None if they are."""
 
     def of_version(self, version: str | None) -> Engine:
-        """The engine whose rules are those of a version; None: of the version that was checked.
+        """The engine with the rules of a version; None: of the version that was checked.
 
         Raises:
             UserError: a version that was not checked.
         """
-        if version in (None, self.version):
-            return self
-        raise UserError(
-            f"--engine-version {version}: settings of {self.name} were checked against {self.version}; leave the option out, and "
-            "read the notes"
-        )
+        return of_version((self,), version)
 
     def refusal(self, pair: Pair) -> str | None:
-        """Why the engine would refuse the pair, by the configs of the two models, as far as they are on this machine; or None."""
+        """Why the engine would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
         return None
+
+    def caveats(self, pair: Pair) -> Sequence[str]:
+        """Limitations of the engine with this pair."""
+        return ()
 
     def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
         """Whether the engine can run this tree; every engine runs chains."""
@@ -98,20 +108,30 @@ class Engine(ABC):
         """Whether the chain length may depend on the batch size."""
         return False
 
-    def chains(self, replay: EngineReplay) -> Iterator[ChainPolicy]:
-        """The chains that the engine can run."""
-        return replay.chains()
+    def search(self, pair: Pair, replay: EngineReplay) -> list[Candidate]:
+        """The fastest configuration of every kind that the engine can run, in any order."""
+        trees = (tree for tree in replay.trees() if self.supports_tree(pair, tree))
+        fastest = {"chain": replay.fastest(replay.chains()), "tree": replay.fastest(trees)}
+        found = []
+        for name, priced in fastest.items():
+            if priced is None:
+                continue
+            is_scheduled = isinstance(priced.tree, ChainPolicy) and self.supports_schedule(pair)
+            schedule = replay.schedule(priced.tree) if is_scheduled and isinstance(priced.tree, ChainPolicy) else []
+            settings = self.settings(pair, priced.tree, schedule)
+            found.append(Candidate(name, priced.tree.label, priced.tree, priced.predicted, settings, schedule))
+        return found
 
-    def loadable(self, pair: Pair, folder: Path) -> Pair:
-        """The pair with models that the engine can load; converted ones are written to ``folder``.
+    def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
+        """The pair with models that the engine can load, and the checkpoints in ``folder`` that have to be written for it.
 
         Raises:
             UserError: a model cannot be converted.
         """
-        return pair
+        return pair, ()
 
-    def companions(self, schedule: Sequence[BatchPrediction]) -> Mapping[str, Document]:
-        """Further files of a variant by name."""
+    def companions(self, candidate: Candidate) -> Mapping[str, BaseModel]:
+        """Files that the settings of a candidate name, beside its own."""
         return {}
 
     def preparation(self, pair: Pair, folder: Path) -> Sequence[str]:
@@ -127,19 +147,40 @@ class Engine(ABC):
         """The command that starts the engine with these settings, which are in ``path``."""
 
 
-def unequal_vocabularies(pair: Pair) -> str | None:
-    """A line that says how the vocabularies of an independent draft and its target differ in size; None if they do not, or
-    are not known.
+def of_version(engines: Sequence[Engine], version: str | None) -> Engine:
+    """The engine of a version; None: the first one.
+
+    Raises:
+        UserError: a version that was not checked.
     """
-    if pair.target_files is None or pair.draft_files is None or pair.draft_kind != "independent":
-        return None
-    ours, theirs = pair.target_files.vocab_size, pair.draft_files.vocab_size
-    if ours == theirs or ours is None or theirs is None:
-        return None
-    return f"the draft's vocabulary has {theirs} tokens and the target's has {ours}; choose a draft with the target's vocabulary"
+    for engine in engines:
+        if version in (None, engine.version):
+            return engine
+    known = " or ".join(engine.version for engine in engines)
+    raise UserError(
+        f"--engine-version {version}: settings for {engines[0].name} were checked against {known}; give one of them, or leave the "
+        "option out and compare the notes with your version"
+    )
 
 
-def write_settings(path: Path, settings: Document) -> None:
+def unequal_vocabularies(pair: Pair, *, with_tokens: bool = False) -> str | None:
+    """How the vocabularies of an independent draft and its target differ: in size, or with ``with_tokens`` in the ids of their
+    tokens. None if they do not, or are not known.
+    """
+    ours, theirs = pair.target_files, pair.draft_files
+    if ours is None or theirs is None or pair.draft_kind != "independent":
+        return None
+    if None not in (ours.vocab_size, theirs.vocab_size) and ours.vocab_size != theirs.vocab_size:
+        return (
+            f"the draft's vocabulary has {theirs.vocab_size} tokens and the target's has {ours.vocab_size}; choose a draft with "
+            "the target's vocabulary"
+        )
+    if with_tokens and None not in (ids := (ours.token_ids(), theirs.token_ids())) and ids[0] != ids[1]:
+        return "the tokenizers give tokens other ids; choose a draft with the target's tokenizer"
+    return None
+
+
+def write_settings(path: Path, settings: BaseModel) -> None:
     """Write settings as JSON or YAML, by the suffix, without the fields that are None."""
     content = settings.model_dump(exclude_none=True)
     text = yaml.safe_dump(content, sort_keys=False) if path.suffix == ".yaml" else json.dumps(content, indent=1) + "\n"

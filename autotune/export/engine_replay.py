@@ -7,7 +7,6 @@ round needs. Replay here charges for those shapes, so a tree that ends early cos
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.replay import Replay, plain_decode_ms, replay
+from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
 from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.decoding_profile import Predicted
@@ -28,7 +27,6 @@ from autotune.trees.tree import Floats
 
 EngineTree = ChainPolicy | Eagle2Policy
 MAX_BUDGET = 128
-MAX_N_MIN = 2
 
 
 @dataclass(frozen=True)
@@ -48,34 +46,26 @@ class PricedTree:
 class EngineReplay:
     """Replays trees along one trace with the shapes that an engine prepares."""
 
-    def __init__(
-        self, trace: Trace, table: CostTable, *, prompts: NDArray[np.bool_] | None = None, has_fixed_shapes: bool = True
-    ) -> None:
-        """``prompts`` [prompts] selects the prompts that count; None: all. Without fixed shapes a round costs what it drafts and
-        verifies, as in this project's runtime.
+    def __init__(self, trace: Trace, table: CostTable, *, prompts: NDArray[np.bool_] | None = None) -> None:
+        """``prompts`` [prompts] selects the prompts that count; None: all.
 
         Raises:
             UserError: the answers are too short to decode.
         """
-        (self._prices,) = Evaluator([trace], table).prices.values()
+        (self.prices,) = Evaluator([trace], table).prices.values()
+        if trace.header.visual_input == "placeholders":  # the draft encodes no image
+            prefill = self.prices.draft_prefill.model_copy(update={"image_ms": 0.0})
+            self.prices = dataclasses.replace(self.prices, draft_prefill=prefill)
         self.trace = trace
         self.is_estimated = table.estimated
-        self.max_tokens = self._prices.verify_ms.shape[0] - 1
+        self.max_tokens = self.prices.verify_ms.shape[0] - 1
         """Tokens of the largest forward pass that the table prices."""
-        self._prompts = np.ones(trace.num_prompts, bool) if prompts is None else prompts
-        self._has_fixed_shapes = has_fixed_shapes
+        self.prompts = np.ones(trace.num_prompts, bool) if prompts is None else prompts
 
     def chains(self) -> Iterator[ChainPolicy]:
         """Every length that the trace holds and the table prices."""
         max_depth = min(self.trace.header.bounds.depth, self.max_tokens - 1)
         return (ChainPolicy(depth=depth) for depth in range(1, max_depth + 1))
-
-    def chains_with_floors(self) -> Iterator[ChainPolicy]:
-        """Every length, with every floor of the draft's confidence in steps of 0.1, and drafts of at least 0, 1 or 2 tokens."""
-        for chain in self.chains():
-            for tenths, n_min in itertools.product(range(10), range(min(MAX_N_MIN, chain.depth) + 1)):
-                if tenths > 0 or n_min == 0:  # without a floor no draft is short
-                    yield ChainPolicy(depth=chain.depth, p_min=tenths / 10, n_min=n_min)
 
     def trees(self) -> Iterator[Eagle2Policy]:
         """EAGLE-2 trees that the trace holds in full. Every budget up to 16 nodes is tried, larger ones in growing steps;
@@ -97,10 +87,7 @@ class EngineReplay:
 
     def price(self, tree: EngineTree, batch: int = 1) -> PricedTree:
         """Replay a tree with ``batch`` requests in lockstep (see ``schedule``)."""
-        if not self._has_fixed_shapes:
-            result = replay(self.trace, tree, self._prices)
-            return self._priced(tree, result, result.decode_ms, self._prices)
-        prices = _fixed_shape_prices(self._prices, tree, batch)
+        prices = _fixed_shape_prices(self.prices, tree, batch)
         result = replay(self.trace, tree, prices)
         # An engine drafts the levels that our trees skip too; they are priced at the middle of each answer.
         middle = (self.trace.draft_kv_length(prices.crossing_share) + result.tokens // 2) // prices.kv_step
@@ -108,11 +95,8 @@ class EngineReplay:
             prices.draft_level_ms[-1, np.minimum(middle, prices.draft_level_ms.shape[1] - 1)] + prices.overhead_level_ms
         )
         skipped_ms = level_ms * (result.rounds * tree.max_depth - result.draft_forwards)
-        return self._priced(tree, result, result.decode_ms + skipped_ms, prices)
-
-    def _priced(self, tree: EngineTree, result: Replay, decode_ms: Floats, prices: DensePrices) -> PricedTree:
-        per_prompt = (decode_ms, plain_decode_ms(self.trace, prices), result.tokens, result.rounds)
-        ms, plain_ms, tokens, rounds = (float(values[self._prompts].sum()) for values in per_prompt)
+        per_prompt = (result.decode_ms + skipped_ms, plain_decode_ms(self.trace, prices), result.tokens, result.rounds)
+        ms, plain_ms, tokens, rounds = (float(values[self.prompts].sum()) for values in per_prompt)
         predicted = Predicted(
             speedup=plain_ms / ms,
             ms_per_token=ms / tokens,

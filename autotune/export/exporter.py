@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.acceptance.trace import Trace
 from autotune.console import Console
@@ -12,8 +13,9 @@ from autotune.documents.decoding_profile import DecodingProfile, Predicted
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, Variant, print_export
-from autotune.export.engine import Engine, Pair, read_settings, write_settings
-from autotune.export.engine_replay import EngineReplay, PricedTree
+from autotune.export.engine import Candidate, Engine, Pair, Vision, read_settings, write_settings
+from autotune.export.engine_replay import EngineReplay
+from autotune.export.model_files import find_model
 from autotune.export.search_documents import SearchDocuments, find_search_documents
 from autotune.export.sglang import Sglang
 from autotune.export.tensorrt_llm import TensorRtLlm
@@ -40,6 +42,7 @@ def export_profile(
     study: Path | None = None,
     point: int | None = None,
     draft: str | None = None,
+    engine_version: str | None = None,
     output: Path | None = None,
 ) -> Export:
     """Write an engine's settings for a profile, and a document with their predictions beside them.
@@ -48,10 +51,11 @@ def export_profile(
     exports another recorded draft in place of the point's.
 
     Raises:
-        UserError: the profile or its study cannot be read, there is no such point or draft, the engine does not serve the
-            draft, or nothing is predicted to be faster than plain decoding.
+        UserError: the profile or its study cannot be read, there is no such point, draft or version, the engine does not serve
+            the draft, the draft was not recorded as the engine shows it images, or nothing is predicted to be faster than plain
+            decoding.
     """
-    engine, profile = ENGINES[engine_name], DecodingProfile.load(source)
+    engine, profile = ENGINES[engine_name].of_version(engine_version), DecodingProfile.load(source)
     folder = output or Path("exports") / engine_name
     require_writable(folder / EXPORT)
     last = len(profile.points) - 1
@@ -67,34 +71,36 @@ def export_profile(
     found = find_search_documents(profile, source, study)
     documents = next((candidate for candidate in found if candidate.reproduces(selected)), found[0])
     kind = _served_kind(documents, profile, engine_name, name)
-    trace = documents.full_draft_trace(name)
-    if trace is None:
-        raise UserError(
-            f"{engine_name} runs the full draft with every visual token; {documents.folder} has no such trace of {name}; "
-            f"record it: autotune record --target {profile.target.id} --draft {name} --visual-keep 1 --workload "
-            f"{profile.workload.name} --prompts {profile.workload.num_tune_prompts} -o {documents.folder}"
-        )
-    prompts = None if point is None else points_of_bands(profile, trace).has_rounds(number)
-    if prompts is not None and not prompts.any():
+    trace = _engine_trace(engine, documents, profile, name, kind)
+    prompts = np.ones(trace.num_prompts, bool) if point is None else points_of_bands(profile, trace).has_rounds(number)
+    if not prompts.any():
         raise UserError(
             f"--point {number}: no tuning prompt meets its condition, {selected.when.label}; leave --point out"
         )
+    if engine.vision[kind] == "text":
+        prompts &= trace.num_visual_tokens == 0
+        if not prompts.any():
+            raise UserError(
+                f"{engine_name}: a draft of kind {kind} is exported for prompts without images, because what the engine shows it of an "
+                "image is not what autotune records, and every tuning prompt has one; export to another engine, or search with text"
+            )
     tuned = documents.predict(selected, trace, prompts)
-    folders = bundled_models()  # engines do not know bundled names
-    pair = Pair(str(folders.get(profile.target.id, profile.target.id)), str(folders.get(name, name)), kind)
-    replay = EngineReplay(trace, documents.table, prompts=prompts)
-    trees = (tree for tree in replay.trees() if engine.supports_tree(pair, tree))
-    fastest = {"chain": replay.fastest(replay.chains()), "tree": replay.fastest(trees)}
-    ranked = sorted(((priced, name) for name, priced in fastest.items() if priced), key=lambda item: item[0].rank)
-    if (best := ranked[0][0].predicted.speedup) <= 1.0:
+    pair = _pair(profile.target.id, name, kind)
+    if (reason := engine.refusal(pair)) is not None:
+        raise UserError(f"{engine_name} {engine.version} refuses {name} as a draft of {profile.target.id}: {reason}")
+    pair, conversions = engine.loadable(pair, folder)
+    candidates = engine.search(pair, EngineReplay(trace, documents.table, prompts=prompts))
+    candidates.sort(key=lambda candidate: candidate.predicted.ms_per_token)
+    if (best := candidates[0].predicted.speedup) <= 1.0:
         raise UserError(
             f"{engine_name}: its best configuration with {name} is predicted at {best:.2f}x of plain decoding; serve the target "
             "alone, or choose another draft with --draft"
         )
-    variants = [_variant(engine, pair, replay, priced, name, tuned, folder) for priced, name in ranked]
+    variants = [_variant(engine, pair, candidate, tuned, folder) for candidate in candidates]
     result = Export(
         provenance=stamp(),
         engine=engine_name,
+        engine_version=engine.version,
         profile=str(source),
         study=str(documents.folder),
         target=profile.target,
@@ -105,16 +111,54 @@ def export_profile(
         hardware=documents.table.device,
         tuned=tuned,
         variants=variants,
+        preparation=list(engine.preparation(pair, folder)),
         lossless=engine.lossless,
-        notes=[*_caveats(documents, profile, number, trace, prompts, variants, engine.floor_note), *engine.notes],
+        notes=[
+            *_caveats(documents, profile, number, trace, prompts, variants, engine.floor_note),
+            *_left_out(engine.vision[kind], trace),
+            *(conversion.note for conversion in conversions),
+            *engine.caveats(pair),
+            *engine.notes,
+        ],
     )
-    for variant in variants:
+    for conversion in conversions:
+        conversion.write(conversion.folder)
+    for candidate, variant in zip(candidates, variants, strict=True):
         path = folder / variant.file
-        write_settings(path, engine.settings_type.model_validate(variant.settings))
+        write_settings(path, candidate.settings)
         read_settings(engine.settings_type, path)
+        for file, content in engine.companions(candidate).items():
+            write_settings(folder / file, content)
     result.save(folder / EXPORT)
     print_export(result, folder, console)
     return result
+
+
+def _pair(target: str, draft: str, kind: str) -> Pair:
+    """The models as an engine is given them, which does not know the names of bundled models."""
+    folders = bundled_models()
+    return Pair(
+        str(folders.get(target, target)), str(folders.get(draft, draft)), kind, find_model(target), find_model(draft)
+    )
+
+
+def _engine_trace(engine: Engine, documents: SearchDocuments, profile: DecodingProfile, draft: str, kind: str) -> Trace:
+    """The trace of the draft as the engine runs it and shows it images.
+
+    Raises:
+        UserError: it was not recorded.
+    """
+    vision = engine.vision[kind]
+    if (trace := documents.engine_trace(draft, vision)) is not None:
+        return trace
+    shown, option = "with every visual token", ""
+    if vision == "placeholders":
+        shown, option = "and shows it image placeholders as text", " --visual-input placeholders"
+    raise UserError(
+        f"{engine.name} runs the full draft {shown}; {documents.folder} has no such trace of {draft}; record it: autotune record "
+        f"--target {profile.target.id} --draft {draft} --visual-keep 1{option} --workload {profile.workload.name} --prompts "
+        f"{profile.workload.num_tune_prompts} -o {documents.folder}"
+    )
 
 
 def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: str, draft: str) -> str:
@@ -136,23 +180,30 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: s
     return kinds[draft]
 
 
-def _variant(
-    engine: Engine, pair: Pair, replay: EngineReplay, priced: PricedTree, name: str, tuned: Predicted, folder: Path
-) -> Variant:
-    tree = priced.tree
-    schedule = replay.schedule(tree) if engine.has_schedule and isinstance(tree, ChainPolicy) else []
-    settings = engine.settings(pair, tree, schedule)
-    path = folder / engine.settings_file.format(variant=name)
+def _variant(engine: Engine, pair: Pair, candidate: Candidate, tuned: Predicted, folder: Path) -> Variant:
+    path = folder / engine.settings_file.format(variant=candidate.name)
     return Variant(
-        name=name,
-        tree=tree,
-        predicted=priced.predicted,
-        slowdown=priced.predicted.ms_per_token / tuned.ms_per_token - 1,
-        by_batch=schedule,
+        name=candidate.name,
+        label=candidate.label,
+        tree=candidate.tree,
+        predicted=candidate.predicted,
+        slowdown=candidate.predicted.ms_per_token / tuned.ms_per_token - 1,
+        by_batch=list(candidate.by_batch),
         file=path.name,
-        settings=settings.model_dump(exclude_none=True),
-        command=engine.command(pair, settings, path),
+        companions=list(engine.companions(candidate)),
+        settings=candidate.settings.model_dump(exclude_none=True),
+        command=engine.command(pair, candidate.settings, path),
     )
+
+
+def _left_out(vision: Vision, trace: Trace) -> list[str]:
+    """The note on prompts with images that are not replayed."""
+    num_images = int((trace.num_visual_tokens > 0).sum())
+    if vision != "text" or num_images == 0:
+        return []
+    return [
+        f"{num_images} of {trace.num_prompts} tuning prompts have an image and are left out, from the speed of the profile's point too"
+    ]
 
 
 def _caveats(
@@ -160,16 +211,15 @@ def _caveats(
     profile: DecodingProfile,
     number: int,
     trace: Trace,
-    prompts: np.ndarray | None,
+    prompts: NDArray[np.bool_],
     variants: list[Variant],
-    floor_note: str,
+    floor_note: str | None,
 ) -> list[str]:
     """Notes on the limits of the predictions, and on what engines leave out of the profile."""
     point, table = profile.points[number], documents.table
     steps = "step times estimated from a datasheet" if table.estimated else "step times measured"
     notes = [
-        f"predictions replay {trace.num_prompts if prompts is None else int(prompts.sum())} tuning prompts of "
-        f"{profile.workload.name} with {steps} in autotune's own runtime on {table.device.model}; an engine's steps take other "
+        f"predictions replay {int(prompts.sum())} tuning prompts of {profile.workload.name} with {steps} in autotune's own runtime on {table.device.model}; an engine's steps take other "
         "times, and nothing was measured in it"
     ]
     if documents.reproduces(point) is False and point.predicted is not None:
@@ -179,15 +229,28 @@ def _caveats(
         )
     if len(profile.points) > 1:
         combined = documents.combined_speedup(profile, trace)
-        requests = "all tuning prompts" if prompts is None else "the tuning prompts that it decodes"
+        requests = "all tuning prompts" if prompts.all() else "the tuning prompts that it decodes"
         notes.append(
             f"the profile has {len(profile.points)} points and an engine runs one: this is point {number}, for "
             f"{point.when.label}, replayed on {requests}"
-            + ("" if combined is None else f"; all points together are predicted at {combined:.2f}x")
+            + (
+                ""
+                if combined is None
+                else f"; all points together are predicted at {combined:.2f}x on all tuning prompts"
+            )
         )
-    if point.draft is not None and (keep := point.draft.subnet.visual_keep) < 1.0 and trace.num_visual_tokens.any():
-        notes.append(f"the profile's point keeps {keep:g} of the visual tokens; engines show the draft all of them")
-    if isinstance(point.tree, ChainPolicy) and point.tree.has_floor:
+    if (
+        point.draft is not None
+        and (keep := point.draft.subnet.visual_keep) < 1.0
+        and trace.num_visual_tokens[prompts].any()
+    ):
+        notes.append(f"the profile's point keeps {keep:g} of the visual tokens; engines do not prune them")
+    if (temperature := profile.workload.temperature) is not None and temperature > 0.0:
+        notes.append(
+            f"the tuning prompts were sampled at temperature {temperature:g} with drafts coupled to the target's noise; engines do not "
+            "couple, and accept fewer tokens than predicted"
+        )
+    if isinstance(point.tree, ChainPolicy) and point.tree.has_floor and floor_note is not None:
         notes.append(f"the profile's {point.tree.label} has a floor; {floor_note}, so chains are exported without one")
     if not point.lossless:
         notes.append("the profile's point is lossy; engines verify losslessly and are compared with its lossless speed")

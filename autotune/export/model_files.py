@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from autotune.errors import UserError
 from autotune.files import read_json, write_bytes
 from autotune.modeling.loading import bundled_models
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "*.safetensors", "tokenizer.json"
+CONFIG, INDEX, WEIGHTS, TOKENIZER = "config.json", "model.safetensors.index.json", "*.safetensors", "tokenizer.json"
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of a checkpoint beside its config and weights."""
-NOT_COPIED = (CONFIG, "model.safetensors.index.json", "processor_config.json", "preprocessor_config.json")
+NOT_OF_TEXT = (CONFIG, INDEX, "processor_config.json", "preprocessor_config.json")
+"""Files that a text model does not have, or that are written anew."""
+SHARED_KEYS = ("dtype", "torch_dtype")
+"""Keys of a vision-language model's config that hold for its text model too."""
+TOWERS_RENAMED = ("clip_vision_model", "siglip_vision_model")
 VISION_PREFIX, VISION_MODEL_PREFIX = "vision_tower.", "vision_tower.vision_model."
 TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """Prefixes of a text model's weights inside a vision-language model, with the prefix that it has alone."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A checkpoint to be written in a form that an engine loads."""
+
+    folder: Path
+    note: str
+    """What is changed."""
+    write: Callable[[Path], None]
 
 
 @dataclass(frozen=True)
@@ -100,8 +114,8 @@ def find_model(name: str) -> ModelFiles | None:
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def write_text_part(source: ModelFiles, folder: Path, name: str) -> None:
-    """Write the text model of a vision-language model as a model of its own.
+def text_part(source: ModelFiles, folder: Path, name: str) -> Conversion:
+    """The text model of a vision-language model as a model of its own.
 
     Raises:
         UserError: the weights are not here, or transformers has no text model of this type.
@@ -110,34 +124,45 @@ def write_text_part(source: ModelFiles, folder: Path, name: str) -> None:
 
     text = source.text_config
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(text.get("model_type")))
-    if architecture is None or not source.has_weights:
-        reason = (
-            "its weights are not on this machine"
-            if architecture
-            else f"transformers has no text model of type {text.get('model_type')!r}"
-        )
+    reason = None
+    if architecture is None:
+        reason = f"transformers has no text model of type {text.get('model_type')!r}"
+    elif not source.has_weights:
+        reason = "its weights are not on this machine"
+    if reason is not None:
         raise UserError(
-            f"{name}: the text part of this draft cannot be written, because {reason}; choose another --draft"
+            f"{name}: the engine takes the text part of this draft, which cannot be written: {reason}; choose another --draft"
         )
-    shared = {
-        key: source.config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in source.config
-    }
-    _write_checkpoint(source, folder, {**shared, **text, "architectures": [architecture]}, _text_name)
+    shared = {key: source.config[key] for key in SHARED_KEYS if key in source.config}
+    is_tied = not any((_text_name(weight) or "").startswith("lm_head.") for weight in _weight_names(source))
+    config = {**shared, **text, "architectures": [architecture], "tie_word_embeddings": is_tied}
+    return Conversion(
+        folder,
+        f"{folder} holds the text part of {name}",
+        lambda path: _write_checkpoint(source, path, config, _text_name),
+    )
 
 
 def has_short_vision_names(model: ModelFiles) -> bool:
-    """Whether the weights of a vision tower have the names of transformers 5.20 and later, ``vision_tower.encoder...``."""
+    """Whether the weights of a CLIP or SigLIP tower have the names of transformers 5.20 and later, ``vision_tower.encoder...``."""
+    vision = model.config.get("vision_config")
+    if not isinstance(vision, dict) or vision.get("model_type") not in TOWERS_RENAMED:
+        return False
     names = [name for name in _weight_names(model) if name.startswith(VISION_PREFIX)]
     return bool(names) and not any(name.startswith(VISION_MODEL_PREFIX) for name in names)
 
 
-def write_long_vision_names(source: ModelFiles, folder: Path) -> None:
-    """Write a copy of a model with the names of a vision tower before transformers 5.20, ``vision_tower.vision_model...``."""
+def with_long_vision_names(source: ModelFiles, folder: Path) -> Conversion:
+    """A copy of a model with the names of a vision tower before transformers 5.20, ``vision_tower.vision_model...``."""
 
     def rename(name: str) -> str:
         return name.replace(VISION_PREFIX, VISION_MODEL_PREFIX, 1) if name.startswith(VISION_PREFIX) else name
 
-    _write_checkpoint(source, folder, source.config, rename, with_processor=True)
+    return Conversion(
+        folder,
+        f"{folder} holds the target with weights named {VISION_MODEL_PREFIX}*, as before transformers 5.20",
+        lambda path: _write_checkpoint(source, path, source.config, rename, left_out=(CONFIG, INDEX)),
+    )
 
 
 def _text_name(name: str) -> str | None:
@@ -149,11 +174,16 @@ def _text_name(name: str) -> str | None:
 
 
 def _weight_names(model: ModelFiles) -> Iterator[str]:
-    from safetensors import safe_open
-
     for path in sorted(model.folder.glob(WEIGHTS)):
-        with safe_open(path, "np") as file:
-            yield from file.keys()
+        with path.open("rb") as file:
+            yield from _read_header(file)
+
+
+def _read_header(file: BinaryIO) -> dict[str, Any]:
+    """The tensors of a safetensors file by name, with their ``data_offsets`` after the header; the file is read up to there."""
+    length = int.from_bytes(file.read(8), "little")
+    header: dict[str, Any] = json.loads(file.read(length))
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
 
 def _write_checkpoint(
@@ -161,23 +191,35 @@ def _write_checkpoint(
     folder: Path,
     config: dict[str, Any],
     rename: Callable[[str], str | None],
-    *,
-    with_processor: bool = False,
+    left_out: Sequence[str] = NOT_OF_TEXT,
 ) -> None:
-    """Write a checkpoint with other names of its weights, file by file; a weight whose name becomes None is left out."""
-    from safetensors.torch import load_file, save
-
+    """Write a checkpoint with other names of its weights, file by file; a weight whose name becomes None is left out. The bytes
+    of the weights are copied, whatever their type.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[str, str] = {}  # file by weight
     for path in sorted(source.folder.glob(WEIGHTS)):
-        tensors = {new: tensor for name, tensor in load_file(path).items() if (new := rename(name)) is not None}
-        if tensors:
-            write_bytes(folder / path.name, save(tensors, metadata={"format": "pt"}))
-            parts |= dict.fromkeys(tensors, path.name)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        data: list[bytes] = []
+        size = 0
+        with path.open("rb") as file:
+            tensors = _read_header(file)
+            begin = file.tell()
+            for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+                if (new := rename(name)) is None:
+                    continue
+                first, end = tensor["data_offsets"]
+                file.seek(begin + first)
+                data.append(file.read(end - first))
+                header[new] = {**tensor, "data_offsets": [size, size + end - first]}
+                size += end - first
+                parts[new] = path.name
+        if data:
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)  # weights are aligned
+            write_bytes(folder / path.name, b"".join([len(text).to_bytes(8, "little"), text, *data]))
     if len(set(parts.values())) > 1:
-        index = {"metadata": {}, "weight_map": parts}
-        write_bytes(folder / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
-    left_out = NOT_COPIED[:2] if with_processor else NOT_COPIED
+        write_bytes(folder / INDEX, json.dumps({"metadata": {}, "weight_map": parts}, indent=1).encode())
     for path in (path for pattern in COPIED for path in source.folder.glob(pattern) if path.name not in left_out):
         shutil.copyfile(path, folder / path.name)
     write_bytes(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())

@@ -15,6 +15,7 @@ from autotune.documents.configuration import Configuration, configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint, Predicted
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
+from autotune.export.engine import Vision
 from autotune.files import WORKSPACE
 from autotune.modeling.loading import RETRIEVAL
 from autotune.search.evaluator import Evaluator
@@ -41,13 +42,20 @@ class SearchDocuments:
         """Kind of every recorded draft by its id, as far as traces tell."""
         return {header.draft.id: draft_kind(header) for header in self.headers.values()}
 
-    def full_draft_trace(self, draft: str) -> Trace | None:
-        """The trace of a draft as engines run it: with every head and, where prompts have any, every visual token."""
+    def engine_trace(self, draft: str, vision: Vision) -> Trace | None:
+        """The trace of a draft as an engine runs it, with every head; None if it was not recorded.
+
+        A trace of prompts without images serves every engine, and one in which the draft sees some of the visual tokens serves
+        an engine that is exported for prompts without images.
+        """
         for path, header in sorted(self.headers.items(), key=lambda item: -item[1].visual_keep):
-            if header.draft.id == draft and header.subnet.head_shares == (1.0, 1.0, 1.0):
-                (trace,) = self._evaluator(path).traces.values()
-                if header.visual_keep == 1.0 or not trace.num_visual_tokens.any():
-                    return trace
+            if header.draft.id != draft or header.subnet.head_shares != (1.0, 1.0, 1.0):
+                continue
+            (trace,) = self._evaluator(path).traces.values()
+            is_shown = header.visual_input == vision and header.visual_keep == 1.0
+            is_text = vision == "text" and header.visual_input == "features"
+            if is_shown or is_text or not trace.num_visual_tokens.any():
+                return trace
         return None
 
     def predict(self, point: OperatingPoint, trace: Trace, prompts: NDArray[np.bool_] | None = None) -> Predicted:
@@ -118,7 +126,11 @@ class SearchDocuments:
             return None
         draft = ModelReference(id=point.draft.id, sha256=point.draft.sha256)
         for path, header in self.headers.items():
-            if header.draft.is_same(draft) and header.subnet == point.draft.subnet:
+            if (
+                header.draft.is_same(draft)
+                and header.subnet == point.draft.subnet
+                and header.visual_input == "features"
+            ):
                 evaluator = self._evaluator(path)
                 return evaluator, evaluator.replay(configuration), configuration
         return None

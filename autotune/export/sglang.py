@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, RootModel, field_validator, model_validator
+from pydantic import BaseModel, Field, RootModel, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, Pair, unequal_vocabularies
+from autotune.export.engine import SAMPLING, Candidate, Engine, Pair, unequal_vocabularies
 from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
 from autotune.trees.eagle2 import Eagle2Policy
+
+ADAPTIVE_FILE = "adaptive.json"
+TREE_BACKENDS_WITH_PAGES = ("flashinfer", "fa3", "triton")
+"""Attention backends that run trees with pages of more than one token."""
 
 
 class SglangSettings(Document):
@@ -30,8 +34,9 @@ class SglangSettings(Document):
     speculative_eagle_topk: int | None = Field(default=None, ge=1)
     speculative_num_draft_tokens: int | None = Field(default=None, ge=2)
     speculative_adaptive: Literal[True] | None = None
-    """Choose the steps of a chain by the batch size; see ``AdaptiveSteps``."""
+    """Choose the steps of a chain by the batch size."""
     speculative_adaptive_config: str | None = None
+    """Path of an ``AdaptiveSteps``, which has to hold ``speculative_num_steps``."""
     attention_backend: str | None = None
     page_size: int | None = Field(default=None, ge=1)
     speculative_use_rejection_sampling: Literal[True] | None = None
@@ -79,30 +84,78 @@ class SglangSettings(Document):
 
 
 class AdaptiveSlot(Document):
+    """The steps for one range of batch sizes."""
+
     candidate_steps: list[int] = Field(min_length=1)
-    """Numbers of draft levels between which SGLang chooses by acceptance; a single one is fixed. 0 drafts nothing."""
+    """Numbers of draft levels among which SGLang chooses by the accepted lengths; 0 drafts nothing."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> AdaptiveSlot:
+        if min(self.candidate_steps) < 0:
+            raise ValueError(f"candidate_steps are at least 0; got {self.candidate_steps}")
+        return self
 
 
-class AdaptiveSteps(Document):
-    """The file of ``speculative_adaptive_config``: steps by the smallest batch size that uses them."""
+class AdaptiveSteps(RootModel[dict[str, AdaptiveSlot]]):
+    """The file of ``speculative_adaptive_config``: steps by the smallest batch size that uses them, after SGLang has rounded the
+    batch up to one of its CUDA graphs. SGLang ignores keys that are not numbers; here they are refused.
+    """
+
+    @model_validator(mode="after")
+    def _rules(self) -> AdaptiveSteps:
+        if not self.root or not all(key.isdecimal() and int(key) > 0 for key in self.root):
+            raise ValueError(f"the keys are batch sizes of at least 1; got {list(self.root)}")
+        return self
 
 
 class Sglang(Engine):
     """See ``Engine``."""
 
+    name = "sglang"
+    version = "0.5.23"
     methods: ClassVar = {"independent": "STANDALONE", "eagle3": "EAGLE3"}
     settings_type = SglangSettings
+    vision: ClassVar = {"independent": "text", "eagle3": "features"}
     lossless = (
-        "speculative_accept_threshold_single and speculative_accept_threshold_acc at their default, 1.0, preserve the target's "
-        f"distribution at any temperature (lower values are lossy); {SAMPLING}"
+        "on CUDA, speculative_accept_threshold_single and speculative_accept_threshold_acc at their default, 1.0, preserve the "
+        f"target's distribution at any temperature (lower values are lossy); {SAMPLING}; on CPUs, on XPUs, and on ROCm without "
+        "speculative_use_rejection_sampling SGLang commits the most probable token whatever the temperature: greedy requests only"
     )
     notes = (
-        "newer SGLang schedulers accept eagle_topk 1 only: use the chain there",
-        "some versions of SGLang do not show the image to a STANDALONE draft; a draft that sees only text is accepted less often",
+        "trees (eagle_topk above 1) are refused with attention_backend trtllm_mha, with speculative_use_rejection_sampling, and with "
+        f"a page_size above 1 unless attention_backend is {', '.join(TREE_BACKENDS_WITH_PAGES)}: use the chain there",
     )
+
+    def refusal(self, pair: Pair) -> str | None:
+        return unequal_vocabularies(pair, with_tokens=True)
+
+    def caveats(self, pair: Pair) -> Sequence[str]:
+        if pair.draft_kind != "independent":
+            return (
+                f"{ADAPTIVE_FILE} chooses the steps of the chain by batch size; SGLang switches it off, and runs num_steps, with "
+                "attention data parallelism, two-batch overlap or PD multiplexing",
+            )
+        return (
+            "a STANDALONE draft reads the prompt without its first token, one position early, as EAGLE heads do (read in the source); "
+            "accepted lengths may be a little shorter than predicted",
+            "what a STANDALONE draft sees of an image has not been checked: predictions are for prompts without images",
+        )
 
     def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
         return tree.budget <= tree.max_grown
+
+    def supports_schedule(self, pair: Pair) -> bool:
+        """The worker of STANDALONE has no adaptive steps."""
+        return pair.draft_kind != "independent"
+
+    def companions(self, candidate: Candidate) -> Mapping[str, BaseModel]:
+        if not candidate.by_batch:
+            return {}
+        slots = {str(batch.start): AdaptiveSlot(candidate_steps=[batch.draft_tokens]) for batch in candidate.by_batch}
+        last = candidate.by_batch[-1]
+        if last.draft_tokens > 0:  # nothing is predicted for larger batches
+            slots[str(last.end + 1)] = AdaptiveSlot(candidate_steps=[0])
+        return {ADAPTIVE_FILE: AdaptiveSteps(slots)}
 
     def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> SglangSettings:
         return SglangSettings.model_validate(
@@ -112,10 +165,17 @@ class Sglang(Engine):
                 "speculative_num_steps": tree.max_depth,
                 "speculative_eagle_topk": tree.max_width,
                 "speculative_num_draft_tokens": tree.max_nodes + 1,
+                "speculative_adaptive": True if schedule else None,
+                "speculative_adaptive_config": ADAPTIVE_FILE if schedule else None,
             }
         )
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
-        arguments = settings.model_dump(exclude_none=True)
-        flags = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", pair.target, *flags])
+        words = ["python", "-m", "sglang.launch_server", "--model-path", pair.target]
+        for name, value in settings.model_dump(exclude_none=True).items():
+            words.append(f"--{name.replace('_', '-')}")
+            if value == ADAPTIVE_FILE:
+                words.append(str(path.parent / ADAPTIVE_FILE))
+            elif value is not True:
+                words.append(str(value))
+        return shlex.join(words)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import SAMPLING, Engine, Pair
+from autotune.export.engine import SAMPLING, Engine, Pair, of_version
 from autotune.export.engine_replay import EngineTree
 from autotune.files import Document
 from autotune.trees.eagle2 import Eagle2Policy
@@ -30,7 +30,12 @@ class TensorRtLlmDecoding(Document):
     use_dynamic_tree: bool | None = None
     dynamic_tree_max_topK: int | None = Field(default=None, ge=1)
     draft_len_schedule: dict[int, int] | None = Field(default=None, min_length=1)
-    """Draft length by the largest batch size that uses it; above the last batch size nothing is drafted."""
+    """Draft length by the largest batch size that uses it; above the last batch size nothing is drafted. In 1.2.1 by the smallest
+    batch size that uses it, from 1.
+    """
+
+    requires_batch_1: ClassVar[bool] = False
+    """Whether the schedule has to begin with the key 1."""
 
     @model_validator(mode="after")
     def _rules(self) -> TensorRtLlmDecoding:
@@ -55,6 +60,8 @@ class TensorRtLlmDecoding(Document):
                 raise ValueError(
                     f"draft_len_schedule maps batch sizes of at least 1 to lengths up to {longest}; got {schedule}"
                 )
+            if self.requires_batch_1 and 1 not in schedule:
+                raise ValueError(f"draft_len_schedule begins with batch size 1; got {schedule}")
             if schedule[min(schedule)] != longest:
                 raise ValueError(
                     f"draft_len_schedule gives the smallest batches max_draft_len, {longest}; got {schedule}"
@@ -68,28 +75,70 @@ class TensorRtLlmSettings(Document):
     speculative_config: TensorRtLlmDecoding
 
 
-class TensorRtLlm(Engine):
-    """See ``Engine``."""
+class TensorRtLlmDecoding121(TensorRtLlmDecoding):
+    """The schedule of TensorRT-LLM 1.2.1."""
 
+    requires_batch_1 = True
+
+
+class TensorRtLlmSettings121(TensorRtLlmSettings):
+    """See ``TensorRtLlmSettings``."""
+
+    speculative_config: TensorRtLlmDecoding121
+
+
+class TensorRtLlm(Engine):
+    """See ``Engine``. The rules are those of the main branch after ``version``."""
+
+    name = "tensorrt-llm"
+    version = "1.3.0rc27"
     methods: ClassVar = {"independent": "Draft_Target", "eagle3": DYNAMIC_TREES}
-    settings_type = TensorRtLlmSettings
+    settings_type: type[TensorRtLlmSettings] = TensorRtLlmSettings
     settings_file = "{variant}.yaml"
-    has_schedule = True
+    vision: ClassVar = {"independent": "text", "eagle3": "features"}
     lossless = (
         "a draft token is accepted if it equals the token that the target samples, which preserves the target's distribution at "
         f"any temperature; {SAMPLING}; relaxed and typical acceptance are lossy: leave them off"
     )
-    notes = (
-        "the keys of draft_len_schedule are the largest batch sizes of each length, and above the last key nothing is drafted; "
-        "earlier versions read the keys as smallest batch sizes: remove the schedule there",
+    notes: Sequence[str] = (
+        "the keys of draft_len_schedule are the largest batch sizes of each length, and above the last key nothing is drafted; 1.2.1 "
+        "reads them as smallest batch sizes: export for it with --engine-version 1.2.1",
     )
 
+    def of_version(self, version: str | None) -> Engine:
+        return of_version((self, TensorRtLlm121()), version)
+
+    def caveats(self, pair: Pair) -> Sequence[str]:
+        if pair.draft_kind == "independent":
+            return (
+                "what a Draft_Target model sees of an image has not been checked: predictions are for prompts without images",
+            )
+        if (target := pair.target_files) is None:
+            return ("dynamic trees do not run with sliding windows or latent attention: use the chain there",)
+        if target.has_sliding_window or target.has_latent_attention:
+            return (
+                "the target has sliding windows or latent attention, with which dynamic trees do not run: chains only",
+            )
+        return ()
+
     def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
-        return self.methods[pair.draft_kind] == DYNAMIC_TREES and tree.depth <= tree.budget <= tree.k * tree.depth
+        target = pair.target_files
+        is_supported = target is None or not (target.has_sliding_window or target.has_latent_attention)
+        return (
+            is_supported
+            and self.methods[pair.draft_kind] == DYNAMIC_TREES
+            and tree.depth <= tree.budget <= tree.k * tree.depth
+        )
+
+    def supports_schedule(self, pair: Pair) -> bool:
+        return True
+
+    def lengths(self, schedule: Sequence[BatchPrediction]) -> dict[int, int]:
+        """The schedule by the keys of this version."""
+        return {batch.end: batch.draft_tokens for batch in schedule if batch.draft_tokens > 0}
 
     def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> TensorRtLlmSettings:
         topk = tree.k if isinstance(tree, Eagle2Policy) else None
-        lengths = {batch.end: batch.draft_tokens for batch in schedule if batch.draft_tokens > 0}
         decoding = {
             "decoding_type": self.methods[pair.draft_kind],
             "speculative_model": pair.draft,
@@ -97,9 +146,32 @@ class TensorRtLlm(Engine):
             "max_total_draft_tokens": tree.max_nodes,
             "use_dynamic_tree": True if topk else None,
             "dynamic_tree_max_topK": topk,
-            "draft_len_schedule": lengths or None,
+            "draft_len_schedule": self.lengths(schedule) or None,
         }
-        return TensorRtLlmSettings.model_validate({"speculative_config": decoding})
+        return self.settings_type.model_validate({"speculative_config": decoding})
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
         return shlex.join(["trtllm-serve", pair.target, "--config", str(path)])
+
+
+class TensorRtLlm121(TensorRtLlm):
+    """See ``Engine``: chains, with the schedule of 1.2.1."""
+
+    version = "1.2.1"
+    settings_type = TensorRtLlmSettings121
+    notes = (
+        "the keys of draft_len_schedule are the smallest batch sizes of each length; later versions read them as the largest",
+        "dynamic trees were checked in later versions only, so chains are exported",
+    )
+
+    def supports_tree(self, pair: Pair, tree: Eagle2Policy) -> bool:
+        return False
+
+    def caveats(self, pair: Pair) -> Sequence[str]:
+        return super().caveats(pair) if pair.draft_kind == "independent" else ()
+
+    def lengths(self, schedule: Sequence[BatchPrediction]) -> dict[int, int]:
+        lengths = {batch.start: batch.draft_tokens for batch in schedule}
+        if schedule and schedule[-1].draft_tokens > 0:  # nothing is predicted for larger batches
+            lengths[schedule[-1].end + 1] = 0
+        return lengths

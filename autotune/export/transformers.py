@@ -29,7 +29,10 @@ class TransformersSettings(Document):
 class Transformers(Engine):
     """See ``Engine``."""
 
+    name = "transformers"
+    version = "5.23.0"
     methods: ClassVar = {"independent": "assistant_model"}
+    vision: ClassVar = {"independent": "placeholders"}
     settings_type = TransformersSettings
     settings_file = "generation_config.json"
     floor_note = "assistant_confidence_threshold also verifies the first token below it and adapts to acceptance"
@@ -37,6 +40,8 @@ class Transformers(Engine):
     notes = (
         "generate has more overhead per round than predicted: autotune bench PROFILE --against ar,hf,hf-assisted measures the "
         "speedup that remains",
+        "generate gives an assistant no image: a vision-language model reads the placeholders as text, and predictions replay a trace "
+        "recorded so",
         "with sampling, assisted generation samples its drafts too, so fewer of them are accepted than predicted",
     )
 

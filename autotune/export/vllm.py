@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
@@ -11,10 +12,13 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import MAX_BATCH, SAMPLING, Engine, Pair, unequal_vocabularies
+from autotune.export.engine import SAMPLING, Engine, Pair, unequal_vocabularies
 from autotune.export.engine_replay import EngineTree
-from autotune.export.model_files import find_model, has_short_vision_names, write_long_vision_names, write_text_part
+from autotune.export.model_files import Conversion, has_short_vision_names, text_part, with_long_vision_names
 from autotune.files import Document
+
+MAX_BATCH = 1024
+"""vLLM's largest default of ``max_num_seqs``."""
 
 
 class VllmSettings(Document):
@@ -53,13 +57,18 @@ class VllmSettings(Document):
             self.synthetic_acceptance_length,
             self.num_speculative_tokens,
         )
-        if (self.rejection_sample_method == "synthetic") != ((rates is None) != (length is None)):
+        num_given = (rates is not None) + (length is not None)
+        if num_given != (self.rejection_sample_method == "synthetic"):
             raise ValueError(
                 "rejection_sample_method synthetic takes synthetic_acceptance_rates or synthetic_acceptance_length, and no other "
                 "method takes them; set the method and one of the two, or none"
             )
+        if length is not None and not 1 <= length <= longest + 1:
+            raise ValueError(
+                f"synthetic_acceptance_length is from 1 to num_speculative_tokens + 1, {longest + 1}; got {length}"
+            )
         if rates is not None and not (
-            len(rates) == longest and 0 <= min(rates) and max(rates) <= 1 and rates == sorted(rates, reverse=True)
+            len(rates) == longest and min(rates) >= 0 and max(rates) <= 1 and rates == sorted(rates, reverse=True)
         ):
             raise ValueError(
                 f"synthetic_acceptance_rates are num_speculative_tokens, {longest}, numbers from 0 to 1 that do not increase; "
@@ -76,44 +85,56 @@ class Vllm(Engine):
     methods: ClassVar = {"independent": "draft_model", "eagle3": "eagle3"}
     settings_type = VllmSettings
     settings_file = "speculative-config.json"
-    vision = "placeholders"
+    vision: ClassVar = {"independent": "placeholders", "eagle3": "features"}
     lossless = (
         "rejection_sample_method standard, as exported, preserves the target's distribution at any temperature (block does too, "
         f"synthetic does not); {SAMPLING}"
     )
     notes = (
         "accepted lengths assume drafts that propose their most probable token (vLLM's default, draft_sample_method greedy)",
-        "vLLM shows a draft_model token ids and positions only: it reads image placeholders as text, so a draft that is a "
-        "vision-language model is exported as its text part",
-        "with data parallelism vLLM ignores the schedule by batch size; by batch size the V1 runner captures piecewise graphs only, "
+        "with data parallelism vLLM ignores the schedule by batch size; with a schedule the V1 runner captures piecewise graphs only, "
         "and the V2 runner drafts num_speculative_tokens with a draft_model and masks the rest, so shorter lengths save less than "
         "predicted; 0 draft tokens cost time too (vllm#49548): measure with and without the schedule",
     )
 
     def refusal(self, pair: Pair) -> str | None:
         if pair.draft_kind == "independent" and pair.draft_files is not None and pair.draft_files.has_mrope:
-            return "its runner does not draft with M-RoPE positions (NotImplementedError); choose a draft without"
+            return "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
         return unequal_vocabularies(pair)
+
+    def caveats(self, pair: Pair) -> Sequence[str]:
+        if pair.draft_kind != "independent":
+            return ()
+        notes = [
+            "vLLM shows a draft_model no image: it reads the placeholders as text, and predictions replay a trace recorded so; a draft "
+            "that is a vision-language model is exported as its text part"
+        ]
+        if pair.target_files is not None and pair.target_files.has_mrope:
+            notes.append(
+                "the target has M-RoPE positions, and vLLM gives the draft their first axis, on which an image's tokens share a position; "
+                "the trace counts every token, so predictions for prompts with images are off"
+            )
+        return notes
 
     def supports_schedule(self, pair: Pair) -> bool:
         return True
 
-    def loadable(self, pair: Pair, folder: Path) -> Pair:
-        """See ``Engine``: the text part of a draft, and a vision tower with the names that vLLM knows."""
-        target, draft = pair.target, pair.draft
+    def loadable(self, pair: Pair, folder: Path) -> tuple[Pair, Sequence[Conversion]]:
+        """See ``Engine``: the text part of a draft, and a vision tower whose weights have the names that vLLM knows."""
+        target, draft, conversions = pair.target, pair.draft, []
         if pair.target_files is not None and has_short_vision_names(pair.target_files):
+            conversions.append(with_long_vision_names(pair.target_files, folder / "target"))
             target = str(folder / "target")
-            write_long_vision_names(pair.target_files, Path(target))
         if pair.draft_kind == "independent" and pair.draft_files is not None and pair.draft_files.sees_images:
+            conversions.append(text_part(pair.draft_files, folder / "draft", pair.draft))
             draft = str(folder / "draft")
-            write_text_part(pair.draft_files, Path(draft), pair.draft)
-        return Pair(target, draft, pair.draft_kind, find_model(target), find_model(draft))
+        return dataclasses.replace(pair, target=target, draft=draft), conversions
 
     def settings(self, pair: Pair, tree: EngineTree, schedule: Sequence[BatchPrediction] = ()) -> VllmSettings:
         ranges = [(batch.start, batch.end, batch.draft_tokens) for batch in schedule]
         if ranges and ranges[-1][1] < MAX_BATCH:  # vLLM carries the last length on to larger batches
-            end = ranges[-1][1]
-            ranges = [*ranges, (end + 1, MAX_BATCH, 0)]
+            start, end, draft_tokens = ranges[-1]
+            ranges[-1:] = [(start, MAX_BATCH, 0)] if draft_tokens == 0 else [ranges[-1], (end + 1, MAX_BATCH, 0)]
         return VllmSettings.model_validate(
             {
                 "method": self.methods[pair.draft_kind],

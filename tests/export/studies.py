@@ -21,11 +21,15 @@ WHOLE = ForestBounds(depth=4, num_proposals=4, beam=4, beam_depth=4)
 """Random forests hold every child, so every beam of 4 is covered."""
 
 
-def trace_of(draft: ModelReference = DRAFT, *, seed: int = 0, num_tokens: int = 40, **fields: Any) -> Trace:
-    """A random trace of a draft; ``fields`` update its header."""
+def trace_of(
+    draft: ModelReference = DRAFT, *, seed: int = 0, num_tokens: int = 40, images: bool = False, **fields: Any
+) -> Trace:
+    """A random trace of a draft, half of its prompts with ``images``; ``fields`` update its header."""
     trace = random_trace(seed, num_tokens=num_tokens)
     return dataclasses.replace(
-        trace, header=trace.header.model_copy(update={"draft": draft, "bounds": WHOLE, **fields})
+        trace,
+        header=trace.header.model_copy(update={"draft": draft, "bounds": WHOLE, **fields}),
+        num_visual_tokens=trace.num_visual_tokens * images,
     )
 
 
@@ -64,7 +68,7 @@ def write_study(folder: Path, table: CostTable, *traces: Trace) -> Path:
     table.save(folder / "abacus.cost.json")
     for trace in traces:
         name = trace.header.draft.id.replace("/", "-")
-        save_trace(folder / "traces" / name / f"{trace.header.subnet.name}.trace.json", trace)
+        save_trace(folder / "traces" / name / f"{trace.header.name}.trace.json", trace)
     return folder
 
 

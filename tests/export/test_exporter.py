@@ -16,16 +16,20 @@ from click.testing import CliRunner, Result
 
 from autotune.cli.export import EXPORT_ENGINES
 from autotune.cli.main import main
+from autotune.cost.request_costs import PrefillCost
 from autotune.documents.condition import Condition, Range
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.documents.provenance import ModelReference
 from autotune.export.document import EXPORT, Export
 from autotune.export.engine import read_settings
+from autotune.export.engine_replay import EngineReplay
 from autotune.export.exporter import ENGINES
 from autotune.export.sglang import SglangSettings
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, RETRIEVAL, bundled_models
 from autotune.search.evaluator import Evaluator
+from autotune.trees.chain import ChainPolicy
+from autotune.trees.eagle2 import Eagle2Policy
 from tests.export.studies import PRUNED, point_of, profile_of, trace_of, write_pair, write_study
 from tests.sample_documents import DRAFT, TARGET, cost_table, surface
 
@@ -122,7 +126,9 @@ def test_vllm_command_contains_the_settings_file(pair: Path) -> None:
     assert json.loads(words[-1]) == json.loads((pair.parent / "out" / "vllm" / "speculative-config.json").read_text())
     ranges = variant.by_batch
     schedule = variant.settings["num_speculative_tokens_per_batch_size"]
-    assert [[one.start, one.end, one.draft_tokens] for one in ranges] == schedule
+    assert [[one.start, one.end, one.draft_tokens] for one in ranges[:-1]] == schedule[:-1]
+    last = ranges[-1]
+    assert last.draft_tokens == 0 and schedule[-1] == [last.start, 1024, 0], "vLLM carries the last length on"
     assert all(one.estimated == (one.end > 1) for one in ranges) and ranges[-1].end > 8
 
 
@@ -135,7 +141,7 @@ def test_without_json_the_commands_are_printed(pair: Path) -> None:
     result = export(pair, "sglang")
     document = json.loads((pair.parent / "out" / "sglang" / EXPORT).read_text())
     assert result.stdout.splitlines() == [variant["command"] for variant in document["variants"]]
-    for word in ("lossless: ", "eagle_topk 1 only", "written to", "time per token", "An abacus"):
+    for word in ("lossless: ", "attention_backend trtllm_mha", "written to", "time per token", "An abacus"):
         assert word in result.stderr, result.stderr
 
 
@@ -145,9 +151,20 @@ def test_bundled_models_are_exported_as_folders(tmp_path: Path) -> None:
     write_study(tmp_path / ".autotune" / "pair", table, trace)
     profile = profile_of(point_of(trace, table), trace=trace).model_copy(update={"target": target})
     profile.save(tmp_path / "profile.json")
-    (variant,) = exported(tmp_path / "profile.json", "vllm").variants
-    assert str(bundled_models()[BUNDLED_TARGET]) in variant.command
-    assert variant.settings["model"] == str(bundled_models()[BUNDLED_DRAFT])
+    (variant,) = exported(tmp_path / "profile.json", "transformers").variants
+    assert (
+        str(bundled_models()[BUNDLED_TARGET]) in variant.command
+        and str(bundled_models()[BUNDLED_DRAFT]) in variant.command
+    )
+    found = exported(tmp_path / "profile.json", "vllm")
+    (variant,) = found.variants
+    folder = tmp_path / "out" / "vllm"
+    assert shlex.split(variant.command)[2] == str(folder / "target") and variant.settings["model"] == str(
+        folder / "draft"
+    )
+    for part, change in (("target", "weights named vision_tower.vision_model.*"), ("draft", "the text part of ")):
+        assert (folder / part / "model.safetensors").exists()
+        assert any(note.startswith(f"{folder / part} holds ") and change in note for note in found.notes)
 
 
 # --------------------------------------------------------------------------------------------------- drafts and subnets
@@ -183,32 +200,95 @@ def test_without_the_points_trace_the_profiles_prediction_is_used(tmp_path: Path
 
 def test_engines_run_the_full_draft(tmp_path: Path) -> None:
     """An engine's configuration is replayed along the trace of the full draft, whatever the profile's share of visual tokens."""
-    half, full = trace_of(subnet=PRUNED, seed=1), trace_of(seed=2)
+    half = trace_of(subnet=PRUNED, seed=1, images=True)
+    full = trace_of(seed=2, images=True, visual_input="placeholders")
     table = table_of(DRAFT)
     write_study(tmp_path / ".autotune" / "pair", table, half, full)
     profile_of(point_of(half, table), trace=half).save(tmp_path / "profile.json")
     found = exported(tmp_path / "profile.json", "vllm")
     (variant,) = found.variants
+    assert variant.tree is not None
     configuration = configuration_of(point_of(full, table, tree=variant.tree.model_dump()))
     assert configuration is not None
     assert variant.predicted.speedup == pytest.approx(Evaluator([full], table).evaluate(configuration).speedup)
-    assert any("keeps 0.5 of the visual tokens; engines show the draft all of them" in note for note in found.notes)
+    assert any("keeps 0.5 of the visual tokens; engines do not prune them" in note for note in found.notes)
 
 
 def test_pruned_draft_is_refused_unless_prompts_have_no_images(tmp_path: Path) -> None:
     assert_refused(
-        write_pair(tmp_path / "images", subnet=PRUNED),
+        write_pair(tmp_path / "images", subnet=PRUNED, images=True, kind="eagle3", aux_layers=(1, 2, 3)),
         "vllm",
         messages=(
             "vllm runs the full draft with every visual token; ",
             "autotune record --target tests/target --draft tests/draft --visual-keep 1 --workload by hand --prompts 4 -o ",
         ),
     )
-    trace = dataclasses.replace(trace_of(subnet=PRUNED), num_visual_tokens=np.zeros(4, np.int64))
+    trace = trace_of(subnet=PRUNED)
     table = cost_table()
     write_study(tmp_path / ".autotune" / "pair", table, trace)
     profile_of(point_of(trace, table), trace=trace).save(tmp_path / "profile.json")
-    assert not any("visual" in note for note in exported(tmp_path / "profile.json", "transformers").notes)
+    for engine in ("transformers", "vllm", "sglang"):
+        assert not any("keeps 0.5" in note for note in exported(tmp_path / "profile.json", engine).notes), engine
+
+
+# --------------------------------------------------------------------------------------------------------------- images
+
+
+def test_engines_that_show_placeholders_need_a_trace_recorded_so(tmp_path: Path) -> None:
+    """vLLM and transformers show an independent draft the ids of the placeholders alone, so the trace of the search, in which
+    it sees the image, does not predict them.
+    """
+    profile = write_pair(tmp_path, images=True)
+    for engine in ("vllm", "transformers"):
+        messages = (
+            f"{engine} runs the full draft and shows it image placeholders as text; ",
+            "record it: autotune record --target tests/target --draft tests/draft --visual-keep 1 --visual-input placeholders ",
+        )
+        assert_refused(profile, engine, messages=messages)
+    seen, read = trace_of(images=True), trace_of(images=True, seed=5, visual_input="placeholders")
+    write_study(tmp_path / ".autotune" / "pair", cost_table(), read)
+    for engine in ("vllm", "transformers"):
+        found = exported(profile, engine)
+        (variant,) = found.variants
+        assert isinstance(variant.tree, ChainPolicy)
+        for trace, is_replayed in ((read, True), (seen, False)):
+            predicted = EngineReplay(trace, cost_table()).price(variant.tree).predicted
+            assert (predicted == variant.predicted) == is_replayed, engine
+        assert found.tuned == DecodingProfile.load(profile).point.predicted, "the runtime shows the image"
+
+
+def test_images_are_not_encoded_for_a_draft_that_reads_placeholders() -> None:
+    prefill = PrefillCost(intercept_ms=0.1, per_token_ms=0.001, image_ms=5.0, samples=[])
+    costs = cost_table().drafts[0].model_copy(update={"prefill": prefill})
+    table = cost_table(drafts=[costs])
+    ms = [
+        EngineReplay(trace_of(images=True, visual_input=shown), table)
+        .price(ChainPolicy(depth=2))
+        .predicted.ms_per_token
+        for shown in ("features", "placeholders")
+    ]
+    num_tokens = trace_of(images=True).num_tokens
+    assert ms[0] - ms[1] == pytest.approx(2 * 5.0 / num_tokens), "two of the four prompts have an image"
+
+
+def test_engines_of_which_it_is_not_known_serve_prompts_without_images(tmp_path: Path) -> None:
+    """SGLang's STANDALONE and TensorRT-LLM's Draft_Target: predictions are those of the prompts without images."""
+    profile = write_pair(tmp_path, images=True)
+    is_text = np.array([True, False, True, False])
+    for engine in ("sglang", "tensorrt-llm"):
+        found = exported(profile, engine)
+        for variant in found.variants:
+            assert isinstance(variant.tree, ChainPolicy | Eagle2Policy)
+            priced = EngineReplay(trace_of(images=True), cost_table(), prompts=is_text).price(variant.tree)
+            assert variant.predicted == priced.predicted, engine
+        assert any(note.startswith("2 of 4 tuning prompts have an image and are left out") for note in found.notes)
+        assert any("predictions are for prompts without images" in note for note in found.notes), engine
+    trace = trace_of()
+    trace = dataclasses.replace(trace, num_visual_tokens=trace.num_visual_tokens + 9)
+    write_study(tmp_path / "images" / ".autotune" / "pair", cost_table(), trace)
+    profile_of(point_of(trace, cost_table()), trace=trace).save(tmp_path / "images" / "profile.json")
+    message = "sglang: a draft of kind independent is exported for prompts without images"
+    assert_refused(tmp_path / "images" / "profile.json", "sglang", messages=(message, "every tuning prompt has one"))
 
 
 def test_a_floor_is_not_exported_and_a_note_says_so(tmp_path: Path) -> None:
@@ -223,7 +303,8 @@ def test_a_floor_is_not_exported_and_a_note_says_so(tmp_path: Path) -> None:
         found = exported(tmp_path / "profile.json", engine)
         (note,) = (note for note in found.notes if "floor" in note)
         assert "chain(depth=3, p_min=0.30) has a floor" in note and reason in note
-        assert not any(variant.tree.changed.keys() & {"p_min", "n_min"} for variant in found.variants)
+        for variant in found.variants:
+            assert variant.tree is not None and not variant.tree.changed.keys() & {"p_min", "n_min"}
 
 
 # --------------------------------------------------------------------------------------------------------------- points

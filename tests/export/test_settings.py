@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import pytest
 import yaml
 
 from autotune.cli.export import EXPORT_ENGINES
+from autotune.documents.decoding_profile import Predicted
 from autotune.errors import UserError
 from autotune.evaluation.hf_generate import hf_generate
 from autotune.export.document import BatchPrediction
-from autotune.export.engine import Pair, read_settings, write_settings
+from autotune.export.engine import Candidate, Pair, read_settings, write_settings
 from autotune.export.engine_replay import EngineTree
 from autotune.export.exporter import ENGINES
-from autotune.export.sglang import SglangSettings
-from autotune.export.tensorrt_llm import TensorRtLlmSettings
+from autotune.export.sglang import AdaptiveSteps, SglangSettings
+from autotune.export.tensorrt_llm import TensorRtLlmSettings, TensorRtLlmSettings121
 from autotune.export.transformers import TransformersSettings
 from autotune.export.vllm import VllmSettings
 from autotune.files import Document
@@ -51,7 +53,9 @@ def test_settings_are_read_back_as_written(tmp_path: Path) -> None:
                     if not engine.supports_tree(pair, tree):
                         continue
                     trees.add((name, kind))
-                settings = engine.settings(pair, tree, SCHEDULE if engine.has_schedule and tree is CHAIN else [])
+                settings = engine.settings(
+                    pair, tree, SCHEDULE if engine.supports_schedule(pair) and tree is CHAIN else []
+                )
                 path = tmp_path / engine.settings_file.format(variant="chain")
                 write_settings(path, settings)
                 assert read_settings(engine.settings_type, path) == settings, (name, kind, tree)
@@ -64,6 +68,7 @@ def test_settings_are_read_back_as_written(tmp_path: Path) -> None:
 
 VLLM = {"method": "draft_model", "model": "d", "num_speculative_tokens": 5}
 SGLANG = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "d"}
+EAGLE3 = {"speculative_algorithm": "EAGLE3"}
 SIZES = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 TENSORRT = {"decoding_type": "Eagle3", "speculative_model": "d", "max_draft_len": 4}
 DYNAMIC = {**TENSORRT, "use_dynamic_tree": True, "dynamic_tree_max_topK": 3}
@@ -71,6 +76,13 @@ DYNAMIC = {**TENSORRT, "use_dynamic_tree": True, "dynamic_tree_max_topK": 3}
 
 def vllm(**fields: Any) -> tuple[type[Document], dict[str, Any]]:
     return VllmSettings, {**VLLM, **fields}
+
+
+def synthetic(rates: list[float] | None = None, length: float | None = None) -> tuple[type[Document], dict[str, Any]]:
+    given = {"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": length}
+    return vllm(
+        rejection_sample_method="synthetic", **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def by_batch(*ranges: list[int]) -> tuple[type[Document], dict[str, Any]]:
@@ -85,6 +97,10 @@ def tensorrt(**fields: Any) -> tuple[type[Document], dict[str, Any]]:
     return TensorRtLlmSettings, {"speculative_config": fields}
 
 
+def tensorrt_121(**fields: Any) -> tuple[type[Document], dict[str, Any]]:
+    return TensorRtLlmSettings121, {"speculative_config": fields}
+
+
 def assisted(**fields: Any) -> tuple[type[Document], dict[str, Any]]:
     return TransformersSettings, {"num_assistant_tokens": 5, **fields}
 
@@ -97,12 +113,19 @@ VALID = {
         quantization="fp8",
         rejection_sample_method="block",
     ),
-    "vllm, synthetic": vllm(rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.5]),
+    "vllm, synthetic": vllm(rejection_sample_method="synthetic", synthetic_acceptance_rates=[1.0, 0.5, 0.5, 0.0, 0.0]),
+    "vllm, synthetic length": vllm(rejection_sample_method="synthetic", synthetic_acceptance_length=6.0),
     "sglang, its own sizes": sglang(),
     "sglang, chain": sglang(5, 1, 6),
     "sglang, largest tree": sglang(3, 4, 4 + 2 * 16 + 1),
+    "sglang, tree with pages": sglang(3, 4, 8, attention_backend="fa3", page_size=64),
+    "sglang, adaptive": sglang(
+        5, 1, 6, **EAGLE3, speculative_adaptive=True, speculative_adaptive_config="a.json", page_size=64
+    ),
+    "sglang, rejection sampling": sglang(5, 1, 6, **EAGLE3, speculative_use_rejection_sampling=True),
     "tensorrt": tensorrt(**TENSORRT),
     "tensorrt, chain": tensorrt(**TENSORRT, max_total_draft_tokens=4, draft_len_schedule={"4": 4, "8": 2, "32": 0}),
+    "tensorrt 1.2.1": tensorrt_121(**TENSORRT, draft_len_schedule={"1": 4, "8": 2, "32": 0}),
     "tensorrt, smallest tree": tensorrt(**DYNAMIC, max_total_draft_tokens=4),
     "tensorrt, largest tree": tensorrt(**DYNAMIC, max_total_draft_tokens=12),
     "transformers": assisted(assistant_confidence_threshold=0.4, num_assistant_tokens_schedule="heuristic"),
@@ -118,8 +141,37 @@ INVALID = {
     "vllm, backwards": (by_batch([1, 8, 5], [16, 9, 2]), "16 to 9 comes after 8"),
     "vllm, not from 1": (by_batch([2, 8, 5]), "ascend from 1 without overlap; 2 to 8 comes after 0"),
     "vllm, pair": (by_batch([1, 8]), "required and missing"),
-    "vllm, lossy": (vllm(synthetic_acceptance_rates=[0.5]), "require rejection_sample_method synthetic"),
-    "vllm, synthetic": (vllm(rejection_sample_method="synthetic"), "synthetic_acceptance_rates require"),
+    "vllm, lossy": (vllm(synthetic_acceptance_rates=[0.5]), "rejection_sample_method synthetic takes .*, and no other method takes them"),
+    "vllm, synthetic": (vllm(rejection_sample_method="synthetic"), "rejection_sample_method synthetic takes synthetic_acceptance_rates or"),
+    "vllm, few rates": (synthetic(rates=[0.5]), "are num_speculative_tokens, 5, numbers from 0 to 1 .*got .0.5."),
+    "vllm, rising rates": (synthetic(rates=[0.1, 0.2, 0.1, 0, 0]), "that do not increase"),
+    "vllm, large rates": (synthetic(rates=[1.5, 0.2, 0.1, 0, 0]), "from 0 to 1"),
+    "vllm, negative rates": (synthetic(rates=[0.5, 0.2, 0.1, 0, -0.1]), "from 0 to 1"),
+    "vllm, long": (synthetic(length=6.5), r"synthetic_acceptance_length is from 1 to .*6; got 6\.5"),
+    "vllm, short": (synthetic(length=0.5), r"synthetic_acceptance_length is from 1 to .*6; got 0\.5"),
+    "vllm, rates and length": (synthetic(rates=[0, 0, 0, 0, 0], length=1.0), "or synthetic_acceptance_length"),
+    "vllm, standard and both": (
+        vllm(synthetic_acceptance_rates=[0, 0, 0, 0, 0], synthetic_acceptance_length=1.0),
+        "no other method takes them",
+    ),
+    "vllm, parallel draft": (vllm(draft_tensor_parallel_size=2), "draft_tensor_parallel_size: input should be 1; got 2"),
+    "sglang, adaptive tree": (sglang(3, 4, 8, **EAGLE3, speculative_adaptive=True), "takes EAGLE3 with eagle_topk 1"),
+    "sglang, adaptive model": (sglang(5, 1, 6, speculative_adaptive=True), "takes EAGLE3 with eagle_topk 1"),
+    "sglang, config alone": (sglang(5, 1, 6, **EAGLE3, speculative_adaptive_config="a"), "requires speculative_adaptive"),
+    "sglang, backend": (sglang(3, 4, 8, attention_backend="trtllm_mha"), "trtllm_mha takes eagle_topk 1 only"),
+    "sglang, pages": (sglang(3, 4, 8, page_size=64), "with page_size 64 takes attention_backend flashinfer, fa3, triton"),
+    "sglang, sampled tree": (
+        sglang(3, 4, 8, **EAGLE3, speculative_use_rejection_sampling=True),
+        "rejection_sampling takes eagle_topk 1 only",
+    ),
+    "sglang, sampled model": (
+        sglang(5, 1, 6, speculative_use_rejection_sampling=True),
+        "speculative_use_rejection_sampling takes EAGLE3",
+    ),
+    "tensorrt 1.2.1, no batch 1": (
+        tensorrt_121(**TENSORRT, draft_len_schedule={"4": 4, "8": 2}),
+        "draft_len_schedule begins with batch size 1",
+    ),
     "sglang, unknown key": (sglang(5, 1, 6, speculative_topk=1), "unknown key 'speculative_topk'"),
     "sglang, two sizes": (sglang(5, 1), "set all three, or none"),
     "sglang, chain": (sglang(5, 1, 5), "a chain of 5 steps has 6 draft tokens with its root; got 5"),
@@ -145,7 +197,7 @@ INVALID = {
 
 def written(folder: Path, settings_type: type[Document], content: dict[str, Any]) -> Path:
     """A settings file as a person might have edited it."""
-    if settings_type is not TensorRtLlmSettings:
+    if not issubclass(settings_type, TensorRtLlmSettings):
         path = folder / "settings.json"
         path.write_text(json.dumps(content))
         return path
@@ -238,8 +290,72 @@ def test_schedules_of_both_engines_agree() -> None:
         ENGINES[name].settings(Pair("t", "d", "independent"), CHAIN, SCHEDULE).model_dump()
         for name in ("vllm", "tensorrt-llm")
     )
-    assert ranges["num_speculative_tokens_per_batch_size"] == [(1, 2, 5), (3, 7, 3), (8, 64, 0)]
+    assert ranges["num_speculative_tokens_per_batch_size"] == [(1, 2, 5), (3, 7, 3), (8, 1024, 0)]
     assert config["speculative_config"]["draft_len_schedule"] == {2: 5, 7: 3}
+
+
+def test_tensorrt_llm_1_2_1_gets_the_smallest_batch_of_each_length() -> None:
+    """What lies beyond the predictions decodes plainly there too."""
+    pair = Pair("t", "d", "independent")
+    for end, expected in ((3, {1: 5, 3: 3, 8: 0}), (2, {1: 5, 3: 3, 8: 0})):
+        settings = ENGINES["tensorrt-llm"].of_version("1.2.1").settings(pair, CHAIN, SCHEDULE[:end])
+        assert isinstance(settings, TensorRtLlmSettings121)
+        assert settings.speculative_config.draft_len_schedule == expected
+
+
+def test_unknown_versions_are_refused() -> None:
+    for engine, known in (("vllm", "0.32.0"), ("tensorrt-llm", "1.3.0rc27 or 1.2.1")):
+        assert ENGINES[engine].of_version(None).version in known
+        message = (
+            f"--engine-version 0.1: settings for {engine} were checked against {known}; give one of them, or leave"
+        )
+        with pytest.raises(UserError, match=re.escape(message)):
+            ENGINES[engine].of_version("0.1")
+
+
+def test_sglang_chooses_steps_by_batch_size_for_eagle3_heads() -> None:
+    """Keys are the smallest batch sizes; beyond the predictions nothing is drafted. The file holds num_steps."""
+    engine = ENGINES["sglang"]
+    assert not engine.supports_schedule(Pair("t", "d", "independent"))
+    pair = Pair("t", "d", "eagle3")
+    for schedule, expected in (
+        (SCHEDULE, {"1": 5, "3": 3, "8": 0}),
+        (SCHEDULE[:2], {"1": 5, "3": 3, "8": 0}),
+        (SCHEDULE[:1], {"1": 5, "3": 0}),
+    ):
+        settings = engine.settings(pair, CHAIN, schedule)
+        assert isinstance(settings, SglangSettings) and settings.speculative_adaptive
+        predicted = Predicted(speedup=2.0, ms_per_token=1.0, tokens_per_round=2.0)
+        candidate = Candidate("chain", "", CHAIN, predicted, settings, schedule)
+        ((file, steps),) = engine.companions(candidate).items()
+        found = steps.model_dump()
+        assert {key: slot["candidate_steps"] for key, slot in found.items()} == {k: [v] for k, v in expected.items()}
+        assert file == settings.speculative_adaptive_config
+        assert [settings.speculative_num_steps] in [slot["candidate_steps"] for slot in found.values()]
+        words = shlex.split(engine.command(pair, settings, Path("out/chain.json")))
+        assert words[words.index("--speculative-adaptive") + 1 :] == [
+            "--speculative-adaptive-config",
+            "out/adaptive.json",
+        ]
+
+
+def test_adaptive_files_that_sglang_would_refuse_are_refused(tmp_path: Path) -> None:
+    steps = {"candidate_steps": [0, 1, 3]}
+    path = tmp_path / "adaptive.json"
+    for content, message in (
+        ({"1": steps, "8": steps}, None),
+        ({}, "the keys are batch sizes of at least 1"),
+        ({"large": steps}, "the keys are batch sizes of at least 1"),
+        ({"1": {"candidate_steps": []}}, "at least 1 item"),
+        ({"1": {"candidate_steps": [-1]}}, "candidate_steps are at least 0"),
+        ({"1": {"steps": [1]}}, "unknown key '1.steps'"),
+    ):
+        path.write_text(json.dumps(content))
+        if message is None:
+            assert read_settings(AdaptiveSteps, path).model_dump() == content
+            continue
+        with pytest.raises(UserError, match=re.escape(message)):
+            read_settings(AdaptiveSteps, path)
 
 
 def test_assisted_generation_drafts_the_exported_number_of_tokens(text_pair: ModelPair, tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""Checkpoints in the form that an engine loads, and what an engine reads of a model's config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.export.engine import Pair, unequal_vocabularies
+from autotune.export.exporter import ENGINES
+from autotune.export.model_files import (
+    CONFIG,
+    INDEX,
+    Conversion,
+    ModelFiles,
+    find_model,
+    has_short_vision_names,
+    text_part,
+    with_long_vision_names,
+)
+from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
+from autotune.trees.eagle2 import Eagle2Policy
+
+
+def bundled(name: str) -> ModelFiles:
+    found = find_model(name)
+    assert found is not None
+    return found
+
+
+def written(conversion: Conversion) -> Path:
+    conversion.write(conversion.folder)
+    return conversion.folder
+
+
+def model(**config: Any) -> ModelFiles:
+    """A model of which only the config is here."""
+    return ModelFiles(Path("nowhere"), config)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def split(source: ModelFiles, folder: Path) -> ModelFiles:
+    """The checkpoint in two files, as large models are stored."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source.folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, half in halves.items():
+        save_file({name: tensors[name].bfloat16() for name in half}, folder / file, metadata={"format": "pt"})
+    return ModelFiles(folder, source.config)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_text_part_equals_the_model_without_images(tmp_path: Path, is_split: bool) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+    source = bundled(BUNDLED_DRAFT)
+    if is_split:
+        source = split(source, tmp_path / "split")
+    folder = written(text_part(source, tmp_path / "text", BUNDLED_DRAFT))
+    assert (folder / INDEX).exists() == is_split and not (folder / "processor_config.json").exists()
+    options = {"dtype": torch.float32, "local_files_only": True}
+    if is_split:
+        (source.folder / INDEX).write_bytes((folder / INDEX).read_bytes())  # only the files' names count
+    whole = AutoModelForImageTextToText.from_pretrained(source.folder, **options)
+    text, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    tokens = torch.arange(5, 25)[None]
+    with torch.inference_mode():
+        assert torch.equal(text(tokens).logits, whole(input_ids=tokens).logits)
+    assert len(AutoTokenizer.from_pretrained(folder)) == len(AutoTokenizer.from_pretrained(source.folder))
+
+
+def test_long_vision_names_are_those_before_transformers_5_20(tmp_path: Path) -> None:
+    """The weights are the same, and transformers still loads them."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForImageTextToText
+
+    source = bundled(BUNDLED_TARGET)
+    assert has_short_vision_names(source)
+    folder = written(with_long_vision_names(source, tmp_path / "target"))
+    assert not has_short_vision_names(ModelFiles(folder, source.config))
+    before, after = load_file(source.folder / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert before.keys() == {name.replace("vision_tower.vision_model.", "vision_tower.") for name in after}
+    assert any(name.startswith("vision_tower.vision_model.encoder.layers.0.") for name in after)
+    for name, weight in after.items():
+        assert torch.equal(before[name.replace("vision_tower.vision_model.", "vision_tower.")], weight), name
+    options = {"dtype": torch.float32, "local_files_only": True}
+    ours, theirs = (AutoModelForImageTextToText.from_pretrained(path, **options) for path in (source.folder, folder))
+    assert all(torch.equal(weight, theirs.state_dict()[name]) for name, weight in ours.state_dict().items())
+    assert (folder / "processor_config.json").exists()
+
+
+def test_only_clip_and_siglip_towers_are_renamed(tmp_path: Path) -> None:
+    """Other towers never had the longer names."""
+    source = bundled(BUNDLED_TARGET)
+    vision = {**source.config["vision_config"], "model_type": "pixtral"}
+    assert not has_short_vision_names(ModelFiles(source.folder, {**source.config, "vision_config": vision}))
+
+
+def test_text_part_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    cases = (
+        (model(vision_config={}, text_config={"model_type": "llama"}), "its weights are not on this machine"),
+        (model(vision_config={}, text_config={"model_type": "odd"}), "transformers has no text model of type 'odd'"),
+    )
+    for source, reason in cases:
+        with pytest.raises(UserError, match=f"d: the engine takes the text part of this draft, .*: {reason}"):
+            text_part(source, tmp_path, "d")
+
+
+# -------------------------------------------------------------------------------------------------------------- configs
+
+
+def test_what_configs_say() -> None:
+    mrope = {"rope_type": "default", "mrope_section": [16, 24, 24]}
+    assert model(text_config={"rope_parameters": mrope}).has_mrope and model(rope_scaling=mrope).has_mrope
+    assert not model(rope_parameters={"rope_type": "default"}).has_mrope
+    assert model(layer_types=["full_attention", "sliding_attention"], sliding_window=9).has_sliding_window
+    assert not model(layer_types=["full_attention"], sliding_window=9).has_sliding_window
+    assert model(sliding_window=9).has_sliding_window
+    assert not model(sliding_window=9, use_sliding_window=False).has_sliding_window
+    assert model(kv_lora_rank=512).has_latent_attention and not model().has_latent_attention
+    assert model(text_config={"vocab_size": 7}).vocab_size == 7 and model().vocab_size is None
+
+
+def test_models_that_are_not_here_are_not_known(tmp_path: Path) -> None:
+    assert find_model("nobody/never-downloaded") is None and find_model(str(tmp_path / "no:folder")) is None
+
+
+def write_tokenizer(folder: Path, vocabulary: dict[str, int], *, vocab_size: int = 2) -> ModelFiles:
+    folder.mkdir()
+    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / CONFIG).write_text(json.dumps({"vocab_size": vocab_size}))
+    return bundled(str(folder))
+
+
+def test_vocabularies_that_engines_refuse(tmp_path: Path) -> None:
+    """vLLM compares sizes, SGLang the ids of tokens too."""
+    target = write_tokenizer(tmp_path / "target", {"a": 0, "b": 1})
+    drafts = {
+        "equal": write_tokenizer(tmp_path / "equal", {"a": 0, "b": 1}),
+        "other ids": write_tokenizer(tmp_path / "ids", {"a": 1, "b": 0}),
+        "larger": write_tokenizer(tmp_path / "larger", {"a": 0, "b": 1}, vocab_size=3),
+    }
+    found = {
+        (name, engine): ENGINES[engine].refusal(Pair("t", "d", "independent", target, draft))
+        for name, draft in drafts.items()
+        for engine in ("vllm", "sglang")
+    }
+    size = "the draft's vocabulary has 3 tokens and the target's has 2; choose a draft with the target's vocabulary"
+    ids = "the tokenizers give tokens other ids; choose a draft with the target's tokenizer"
+    assert found == {
+        ("equal", "vllm"): None,
+        ("equal", "sglang"): None,
+        ("other ids", "vllm"): None,
+        ("other ids", "sglang"): ids,
+        ("larger", "vllm"): size,
+        ("larger", "sglang"): size,
+    }
+    assert unequal_vocabularies(Pair("t", "d", "eagle3", target, drafts["larger"])) is None, (
+        "EAGLE-3 heads have their own"
+    )
+    assert unequal_vocabularies(Pair("t", "d", "independent", None, drafts["larger"])) is None
+
+
+def test_mrope_drafts_are_refused_by_vllm_and_mrope_targets_noted() -> None:
+    mrope = model(rope_parameters={"mrope_section": [1, 1, 2]})
+    refused = ENGINES["vllm"].refusal(Pair("t", "d", "independent", model(), mrope))
+    assert refused == "the draft has M-RoPE positions, which vLLM's draft_model does not run; choose a draft without"
+    assert ENGINES["vllm"].refusal(Pair("t", "d", "eagle3", model(), mrope)) is None
+    notes = [ENGINES["vllm"].caveats(Pair("t", "d", "independent", target, model())) for target in (model(), mrope)]
+    assert len(notes[1]) == len(notes[0]) + 1 and "first axis" in notes[1][-1]
+
+
+def test_dynamic_trees_of_tensorrt_llm_exclude_windows_and_latent_attention() -> None:
+    tree, engine = Eagle2Policy(depth=3, k=2, budget=6), ENGINES["tensorrt-llm"]
+    for config, is_supported in (({}, True), ({"sliding_window": 9}, False), ({"kv_lora_rank": 9}, False)):
+        pair = Pair("t", "d", "eagle3", model(**config))
+        assert engine.supports_tree(pair, tree) == is_supported
+        assert bool(engine.caveats(pair)) != is_supported
+    assert engine.supports_tree(Pair("t", "d", "eagle3"), tree), "not known: the note says when it holds"
+    assert not engine.of_version("1.2.1").supports_tree(Pair("t", "d", "eagle3"), tree)
