@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -125,21 +126,15 @@ class Recorder:
         target's answers.
 
         Raises:
-            UserError: placeholders read as text, for a draft that is not an independent model with all visual tokens.
+            UserError: see ``check_visual_input``.
         """
-        if visual_input == "placeholders" and (visual_keep < 1.0 or not isinstance(draft, IndependentDraft)):
-            raise UserError(
-                f"{draft_reference.id}: placeholders are read as text by independent drafts with all visual tokens; this is a "
-                f"{draft.kind} draft with {visual_keep:g} of them; leave --visual-input out"
-            )
+        check_visual_input(draft, draft_reference.id, visual_keep, visual_input)
         draft.visual_keep = visual_keep
-        if isinstance(draft, IndependentDraft):
-            draft.reads_placeholders = visual_input == "placeholders"
         subnet = draft.subnet.model_copy(update={"visual_ranking": visual_ranking})
-        parts = []
         draft_key = [draft_reference.sha256 or draft_reference.id, subnet.model_dump(), bounds.model_dump()]
         draft_key += [] if visual_input == "features" else [visual_input]  # keys of earlier versions stay valid
         folder = self.folder / "forests" / content_key(draft_key)
+        parts = []
         for done, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True), start=1):
             # Version 0.1.0 recorded the forests of sampled answers without coupling, under the name without this ending.
             ending = "" if prompt.settings.temperature == 0.0 else "-coupled"
@@ -149,23 +144,22 @@ class Recorder:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
                 reading = self.reading(prompt, inputs, answer, draft.aux_layers) if draft.aux_layers else None
-                part = record_forest(
-                    self.target,
-                    draft,
-                    inputs,
-                    answer,
-                    bounds,
-                    reading,
-                    visual_ranking=visual_ranking,
-                    sampler=self.sampler(prompt),
-                )
+                with _showing(draft, visual_input):
+                    part = record_forest(
+                        self.target,
+                        draft,
+                        inputs,
+                        answer,
+                        bounds,
+                        reading,
+                        visual_ranking=visual_ranking,
+                        sampler=self.sampler(prompt),
+                    )
                 part = part._replace(forest=self._with_retrieved(part.forest, inputs))
                 _write_part(path, part)
             parts.append(part)
             if report is not None:
                 report(done, len(workload.prompts))
-        if isinstance(draft, IndependentDraft):
-            draft.reads_placeholders = False
         header = self.header(draft_reference, subnet, draft.aux_layers, workload, bounds)
         return join(header.model_copy(update={"visual_input": visual_input}), parts)
 
@@ -215,6 +209,32 @@ class Recorder:
                 return reading
             self._readings[key] = reading
         return self._readings[key]
+
+
+def check_visual_input(draft: LoadedDraft, name: str, visual_keep: float, visual_input: VisualInput) -> None:
+    """Check that a draft can read a prompt so.
+
+    Raises:
+        UserError: placeholders read as text, for a draft that is not an independent model with all visual tokens.
+    """
+    if visual_input == "placeholders" and (visual_keep < 1.0 or not isinstance(draft, IndependentDraft)):
+        raise UserError(
+            f"{name}: placeholders are read as text by independent drafts with all visual tokens; this draft is of kind "
+            f"{draft.kind} with {visual_keep:g} of them; leave --visual-input out, or choose a draft with --draft"
+        )
+
+
+@contextmanager
+def _showing(draft: LoadedDraft, visual_input: VisualInput) -> Iterator[None]:
+    """Show an independent draft the placeholders of images as text for a while."""
+    if visual_input == "features" or not isinstance(draft, IndependentDraft):
+        yield
+        return
+    draft.reads_placeholders = True
+    try:
+        yield
+    finally:
+        draft.reads_placeholders = False
 
 
 _FOREST = tuple(field.name for field in fields(Forest))  # parts without retrieved tokens are recorded again

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autotune.acceptance.answers import ANSWERS_AT_ONCE
-from autotune.acceptance.recorder import Recorder, Report
+from autotune.acceptance.recorder import Recorder, Report, check_visual_input
 from autotune.acceptance.trace import ForestBounds, Trace, save_trace
 from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
@@ -98,6 +98,8 @@ class _RecordingWork:
         self.deadline = math.inf if deadline is None else deadline
         self.visual_input = visual_input
         self.rank = rank
+        for variant in variants:
+            check_visual_input(model_pool.draft(*variant), variant[0], variant[1].visual_keep, visual_input)
         self.recorder = model_pool.recorder(folder)
         self.recorder.layers = tuple(
             sorted({layer for variant in variants for layer in model_pool.draft(*variant).aux_layers})

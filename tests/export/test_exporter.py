@@ -81,6 +81,7 @@ def test_every_engine_writes_files_and_predictions(pair: Path) -> None:
     for engine in EXPORT_ENGINES:
         found = exported(pair, engine)
         assert found.tuned.speedup == pytest.approx(point.predicted.speedup), engine
+        assert (found.engine, found.engine_version) == (engine, ENGINES[engine].version)
         assert (found.target, found.draft, found.kind, found.point) == (TARGET, DRAFT, "independent", 0), engine
         assert [variant.name for variant in found.variants if engine != "sglang"] in (["chain"], []), engine
         speedups = [variant.predicted.speedup for variant in found.variants]
@@ -113,6 +114,13 @@ def test_eagle3_heads(tmp_path: Path) -> None:
     assert by_name["tree"]["use_dynamic_tree"] and by_name["tree"]["decoding_type"] == "Eagle3"
     assert by_name["chain"]["draft_len_schedule"][str(min(map(int, by_name["chain"]["draft_len_schedule"])))]
     assert exported(profile, "vllm").variants[0].settings["method"] == "eagle3"
+    chain = next(variant for variant in exported(profile, "sglang").variants if variant.name == "chain")
+    steps = json.loads((tmp_path / "out" / "sglang" / "adaptive.json").read_text())
+    assert chain.companions == ["adaptive.json"] and chain.by_batch
+    for batch in chain.by_batch:
+        assert steps[str(batch.start)] == {"candidate_steps": [batch.draft_tokens]}
+    (older,) = exported(profile, "tensorrt-llm", "--engine-version", "1.2.1").variants
+    assert older.name == "chain" and older.settings["speculative_config"]["draft_len_schedule"]["1"]
     assert_refused(
         profile, "transformers", messages=("transformers cannot serve tests/draft, a draft of kind eagle3; ",)
     )
@@ -449,6 +457,7 @@ def test_wrong_options_are_refused(pair: Path) -> None:
             ("--draft", "tests/gone"),
             ("--draft tests/gone: ", "has traces of tests/draft; export a recorded one"),
         ),
+        ("vllm", ("--engine-version", "0.1"), ("--engine-version 0.1: ", "checked against 0.32.0; give one of them")),
         ("tgi", (), ("'tgi' is not one of 'vllm', 'sglang'",)),
     ]
     for engine, options, messages in cases:
@@ -474,6 +483,35 @@ def test_a_recorded_retrieval_draft_is_no_model_to_serve(tmp_path: Path) -> None
     profile_of(point_of(trace_of(), table_of(DRAFT)), trace=trace).save(tmp_path / "profile.json")
     message = "vllm cannot serve retrieval, a draft of kind retrieval"
     assert_refused(tmp_path / "profile.json", "vllm", "--draft", RETRIEVAL, messages=(message,))
+
+
+def test_pair_that_the_engine_refuses(tmp_path: Path) -> None:
+    """By the models' configs, where they are on this machine."""
+    references = []
+    for name, size in (("target", 8), ("draft", 9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": size}))
+        references.append(ModelReference(id=str(tmp_path / name), sha256="3" * 64))
+    target, draft = references
+    trace, table = trace_of(draft, target=target), table_of(draft, target=target)
+    write_study(tmp_path / ".autotune" / "pair", table, trace)
+    profile = profile_of(point_of(trace, table), trace=trace).model_copy(update={"target": target})
+    profile.save(tmp_path / "profile.json")
+    reason = "the draft's vocabulary has 9 tokens and the target's has 8; choose a draft with the target's vocabulary"
+    message = f"vllm 0.32.0 refuses {draft.id} as a draft of {target.id}: {reason}"
+    assert_refused(tmp_path / "profile.json", "vllm", messages=(message,))
+    assert not (tmp_path / "out").exists()
+
+
+def test_sampled_prompts_are_noted(tmp_path: Path) -> None:
+    profile = write_pair(tmp_path)
+    document = DecodingProfile.load(profile)
+    assert not any("couple" in note for note in exported(profile, "vllm").notes)
+    sampled = document.workload.model_copy(update={"temperature": 0.7})
+    document.model_copy(update={"workload": sampled}).save(profile)
+    assert any(
+        "sampled at temperature 0.7" in note and "do not couple" in note for note in exported(profile, "vllm").notes
+    )
 
 
 def test_plain_decoding_is_not_exported_without_a_draft(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from autotune.export.engine import Candidate, Pair, read_settings, write_setting
 from autotune.export.engine_replay import EngineTree
 from autotune.export.exporter import ENGINES
 from autotune.export.sglang import AdaptiveSteps, SglangSettings
-from autotune.export.tensorrt_llm import TensorRtLlmSettings, TensorRtLlmSettings121
+from autotune.export.tensorrt_llm import TensorRtLlmDecoding, TensorRtLlmSettings, TensorRtLlmSettings121
 from autotune.export.transformers import TransformersSettings
 from autotune.export.vllm import VllmSettings
 from autotune.files import Document
@@ -40,6 +40,22 @@ TREES: list[EngineTree] = [CHAIN, Eagle2Policy(depth=3, k=2, budget=6)]
 
 def test_command_line_lists_every_engine() -> None:
     assert tuple(ENGINES) == EXPORT_ENGINES
+
+
+def test_documentation_lists_every_field_with_its_version() -> None:
+    """And no other field."""
+    table = (Path(__file__).parents[2] / "docs" / "export.md").read_text().partition("## Fields")[2]
+    rows = re.findall(r"^\|(.*?)\| `(\w+)` \|", table, flags=re.M)
+    listed: dict[str, list[str]] = {}
+    for title, field in rows:
+        listed.setdefault(title.strip() or list(listed)[-1], []).append(field)
+    assert len(listed) == len(ENGINES)
+    for (title, fields), engine in zip(listed.items(), ENGINES.values(), strict=True):
+        assert title.endswith(engine.version), title
+        settings_type = engine.settings_type
+        if issubclass(settings_type, TensorRtLlmSettings):
+            settings_type = TensorRtLlmDecoding
+        assert fields == list(settings_type.model_fields), title
 
 
 def test_settings_are_read_back_as_written(tmp_path: Path) -> None:
