@@ -23,7 +23,7 @@ from autotune.runtime.generate_args import Call, Request
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_CHILDREN, Floats
-from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Tree, add_child, new_tree, plant
+from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Ints, Tree, add_child, new_tree, plant
 
 WARM_UPS = 3
 WARM_UP_MS = 500.0  # no warm-up begins after it, except the first
@@ -83,8 +83,10 @@ class StepBench:
         return request.stats.verify_ms
 
     def draft_first_ms(self, tokens: int, kv_length: int) -> float:
-        """The draft's first forward, which reads ``tokens`` committed tokens, costs as much as a level of that size."""
-        return self.draft_level_ms(tokens, kv_length)
+        """The draft's first forward, which reads ``tokens`` committed tokens and proposes after the last of them."""
+        self.draft.prepare_step(kv_length, num_pending=tokens)
+        _plant_star(self.tree, 0)
+        return self._propose_ms(np.array([ROOT]))
 
     @property
     def device_tokens(self) -> tuple[int, ...]:
@@ -122,13 +124,14 @@ class StepBench:
         return max(whole - first, MIN_SHARE * whole) / DEVICE_LEVELS
 
     def draft_level_ms(self, tokens: int, kv_length: int) -> float:
-        draft, tree = self.draft, self.tree
-        draft.prepare_step(kv_length)
-        _plant_star(tree, tokens)
-        frontier = np.arange(1, tokens + 1)
-        started = now_ms(draft.device)
-        draft.propose(tree, frontier, 10)
-        return now_ms(draft.device) - started
+        self.draft.prepare_step(kv_length)
+        _plant_star(self.tree, tokens)
+        return self._propose_ms(np.arange(1, tokens + 1))
+
+    def _propose_ms(self, frontier: Ints) -> float:
+        started = now_ms(self.draft.device)
+        self.draft.propose(self.tree, frontier, 10)
+        return now_ms(self.draft.device) - started
 
 
 def choose_threads(

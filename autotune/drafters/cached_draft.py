@@ -47,7 +47,7 @@ class CachedDraft(CachedModel):
 
     @abstractmethod
     def forward(self, step: Step, source: FeatureSource) -> Tensor:
-        """Logits [n, vocabulary] of n tokens after the prefix and the uncommitted tokens."""
+        """Logits [n - ``first_logits``, vocabulary] of n tokens after the prefix and the uncommitted tokens."""
 
     @abstractmethod
     def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
@@ -141,8 +141,8 @@ class CachedDraft(CachedModel):
         count = len(self._pending)
         size = round_up(count, self.capture_sizes)
         step = Step.causal(np.array(self._pending + [0] * (size - count), np.int64), self.mask_value)
-        step = step._replace(offsets=np.minimum(step.offsets, count - 1))
-        logits = self.forward(step, self._pending_hidden())[count - 1 : count]
+        step = step._replace(offsets=np.minimum(step.offsets, count - 1), first_logits=count - 1)
+        logits = self.forward(step, self._pending_hidden())[:1]
         self._commit_pending(count)
         self._pending = []
         self.begin_round()

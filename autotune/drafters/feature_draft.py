@@ -262,6 +262,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         positions = step.offsets + whole_prefix
         if self.graph_runner is not None:
             states, logits = self._run_with_crossing(step, positions, features)
+            logits = logits[step.first_logits :]
         else:
             mask: Any = None
             crossing_mask: Any = None
@@ -275,7 +276,8 @@ class FeatureDraft(CachedDraft, CachedModel):
             crossing = Crossing(crossing_mask, whole_prefix + first) if self._is_crossing else None
             ids = to_device(step.tokens, self.device)
             context = AttentionContext(mask, self.cache.blocks, prefix + first)
-            states, logits = self._states(ids, features, _rows(self._factors, positions), context, crossing)
+            states = self._states(ids, features, _rows(self._factors, positions), context, crossing)
+            logits = self.logits(states[step.first_logits :])
         self._own[1 + first : 1 + first + count] = states
         return logits
 
@@ -319,11 +321,11 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     def _states(
         self, ids: Tensor, features: Tensor, factors: Tensor, context: AttentionContext, crossing: Crossing | None
-    ) -> tuple[Tensor, Tensor]:
-        """States and logits of n tokens."""
+    ) -> Tensor:
+        """The network's states of n tokens, [n, state size]."""
         stream = self.network.fuse(self._embed(ids), features)
         (states,) = self.network(stream[None], features[None], factors[None], context, crossing=crossing)
-        return states, self.logits(states)
+        return states  # type: ignore[no-any-return]
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., vocabulary] of the network's states; over the tokens of a cut vocabulary alone, if it has one."""
@@ -336,7 +338,8 @@ class FeatureDraft(CachedDraft, CachedModel):
             crossing_mask = inputs[CROSSING_MASK]
             crossing = Crossing(crossing_mask, KVSlots(crossing_slots[0], crossing_mask.shape[-1]))
         context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, mask.shape[-1]))
-        return self._states(ids, inputs["features"], self._factors[positions], context, crossing)
+        states = self._states(ids, inputs["features"], self._factors[positions], context, crossing)
+        return states, self.logits(states)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         if len(self._pending_features) == 1:

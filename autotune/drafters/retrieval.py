@@ -174,8 +174,8 @@ class RetrievalDraft:
         self._index.truncate(self._request_start)
         self._answer_start = self._index.length
 
-    def prepare_step(self, kv_length: int) -> None:
-        """Index a text of ``kv_length`` tokens that repeats itself, so that a timed lookup finds matches."""
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:
+        """Index a text of ``kv_length`` tokens that repeats itself, so that a timed lookup finds matches. No token is pending."""
         if self.length != kv_length:
             self.reserve(kv_length)
             self._index.append(np.arange(-kv_length, 0, dtype=np.int32) % min(TIMED_PERIOD, self.vocab_size))

@@ -27,6 +27,8 @@ class Step(NamedTuple):
     """Additive mask over the uncommitted tokens and the n tokens, [n, uncommitted + n]. It leaves out the prefix, which
     is visible as far as a layer's attention window reaches.
     """
+    first_logits: int = 0
+    """The token from which on logits are needed: an output head costs time in proportion to tokens and vocabulary."""
 
     @property
     def num_uncommitted(self) -> int:

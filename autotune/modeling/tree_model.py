@@ -111,7 +111,9 @@ class TreeModel(CachedModel):
         return self.text.logits(hidden[-1:])[0]
 
     def forward(self, step: Step) -> Tensor:
-        """Logits [n, vocabulary] of n tokens after the prefix and the uncommitted tokens. Nothing is committed."""
+        """Logits [n - ``first_logits``, vocabulary] of n tokens after the prefix and the uncommitted tokens. Nothing is
+        committed.
+        """
         with self._attention():
             return self._forward(step)
 
@@ -128,7 +130,8 @@ class TreeModel(CachedModel):
         prefix = self.cache.length + self._num_pruned
         positions = prefix + np.minimum(step.offsets, self.text.max_context - 1 - prefix) + self._rope_delta[:, None]
         if self.graph_runner is not None:
-            return self._keep_hidden(self._run_captured(step, positions, column_offsets, self.output_layers))
+            outputs = self._run_captured(step, positions, column_offsets, self.output_layers)
+            return self._keep_hidden(outputs)[step.first_logits :]
         # A single token directly after the prefix needs no mask.
         mask = None
         if num_columns > 1:
@@ -142,7 +145,7 @@ class TreeModel(CachedModel):
             )
         finally:
             self.cache.num_uncommitted = 0
-        return self.text.logits(hidden)
+        return self.text.logits(hidden[step.first_logits :])
 
     def forward_on_device(self, step: DeviceStep) -> Tensor:
         """``forward`` inside a larger captured function."""
