@@ -22,7 +22,8 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.digits import TASKS, make_example
-from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import free_prices
 
 # Tree policies, confidences and shares of visual tokens alternate over the prompts.

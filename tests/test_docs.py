@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from autotune.cli.main import main
 from autotune.training.recipe import Recipe
 from autotune.workloads.digits import TASKS, make_example
-from autotune.workloads.workload import Prompt
+from autotune.workloads.prompt import Prompt
 from tests.imports import MODULES
 from tests.tiny_models import Pair
 

@@ -18,7 +18,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request
 from autotune.runtime.greedy_batch import GreedyBatch, can_batch
 from autotune.runtime.token_sampler import TokenSampler
-from autotune.workloads.workload import WorkloadPrompt
+from autotune.workloads.prompt import WorkloadPrompt
 
 ANSWERS_AT_ONCE = 16  # limit on the prompts that are decoded together,
 MAX_BATCH_BYTES = 1 << 30  # and on the size of their KV caches

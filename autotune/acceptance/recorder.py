@@ -36,7 +36,9 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_STEP
-from autotune.workloads.workload import Workload, WorkloadPrompt
+from autotune.workloads.conversations import Conversations
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload
 
 ROOTS_AT_ONCE = 24  # limit on the positions whose forests grow together,
 NODES_AT_ONCE = 800  # and on their nodes: every node's mask has a column for each of the others
@@ -99,6 +101,14 @@ class Recorder:
                 write_bytes(self._answer_path(prompt), json.dumps(asdict(answer)).encode())
                 add(prompt, answer)
         return [answers[prompt.sha256] for prompt in workload.prompts]
+
+    def follow(self, workload: Workload) -> Workload:
+        """The workload with the target's answers that its later turns follow, which are recorded as all answers are."""
+
+        def decode(prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
+            return [answer.tokens for answer in self.answers(replace(workload, prompts=tuple(prompts)))]
+
+        return Conversations(self.processor, decode).follow_workload(workload)
 
     def sampler(self, prompt: WorkloadPrompt) -> TokenSampler | None:
         """See ``AnswerRecorder.sampler``."""

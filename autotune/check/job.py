@@ -39,7 +39,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
     names = settings.workloads or (default_workload(profile.target.id),)
-    workloads = [_evaluated(name, profile, settings.num_prompts) for name in names]
+    workloads = [_evaluated(name, profile, settings) for name in names]
     evidence = [
         evidence_for(profile, workload, is_required=settings.needs_evidence, source=settings.profile)
         for workload in workloads
@@ -81,9 +81,9 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
     return result
 
 
-def _evaluated(name: str, profile: DecodingProfile, num_prompts: int | None) -> Workload:
+def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> Workload:
     """The held-out prompts of a workload; those of the profile's own as its search decoded them."""
-    workload = load_workload(name, "evaluate", num_prompts=num_prompts)
+    workload = load_workload(name, "evaluate", num_prompts=settings.num_prompts, format=settings.workload_format)
     return workload.as_searched(profile.workload) if workload.name == profile.workload.name else workload
 
 

@@ -156,6 +156,7 @@ class LocalRun:
 def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: Callable[[int, int], None]) -> LocalRun:
     """Decode prompt by prompt in random order, side by side with plain decoding; then again, to see if counts repeat."""
     runner = ArmRunner(decoder, decoder.processor)
+    workload = runner.conversations.follow_workload(workload)
     tuned = runner.plain if decoder.draft is None else DecoderArm(TUNED, decoder)
     num_steps = 2 * len(workload.prompts)
     runs = runner.compare([runner.plain, tuned], workload, seed=seed, report=lambda done, _: report(done, num_steps))

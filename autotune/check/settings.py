@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from autotune.errors import UserError
 from autotune.files import require_writable
 from autotune.settings import setting
+from autotune.workloads.formats import Format
 
 
 class CheckSettings(BaseModel):
@@ -20,8 +21,11 @@ class CheckSettings(BaseModel):
     profile: Path
     workloads: tuple[str, ...] = setting(
         (),
-        "Prompts: 'digits', 'code', or a JSONL file. Repeatable; default: those of the target's pair.",
+        "Prompts: 'digits', 'code', or a file, which may be hf://datasets/...: our JSONL, or that of a public benchmark. Repeatable; default: those of the target's pair.",
         option="workload",
+    )
+    workload_format: Format | None = setting(
+        None, "Format of the files of all workloads; default: found out from their first rows.", option="format"
     )
     num_prompts: int = setting(16, "Number of prompts of each workload.", option="prompts", ge=1)
     min_speedup: float | None = setting(

@@ -8,11 +8,13 @@ import click
 
 from autotune.cli import options
 from autotune.search.settings import SearchSettings
+from autotune.workloads.formats import Format
 
 
 @click.command(cls=options.Verb, short_help="Compare a profile with plain decoding and other configurations.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.workload
+@options.workload_format
 @click.option(
     "--against",
     default=None,
@@ -43,6 +45,15 @@ from autotune.search.settings import SearchSettings
     help="Also measure every drafting arm without coupled sampling, which drafts with the target's noise.",
 )
 @options.num_prompts(32)
+@click.option(
+    "--whole",
+    "is_whole",
+    is_flag=True,
+    help="Decode the prompts of both splits: for a workload that the profile was not tuned on.",
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=None, show_default="of each prompt", help="Longest answer."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
 @options.device
 @options.settings_options(SearchSettings, "wait_until_quiet_s")
@@ -51,12 +62,15 @@ from autotune.search.settings import SearchSettings
 def command(
     profile: Path,
     workload: str | None,
+    workload_format: Format | None,
     against: str | None,
     draft: str | None,
     lossy_sweep: bool,
     temperature: float | None,
     uncoupled: bool,
     num_prompts: int,
+    is_whole: bool,
+    max_new_tokens: int | None,
     seed: int,
     device: str,
     wait_until_quiet_s: float | None,
@@ -68,7 +82,7 @@ def command(
 
     arms = None if against is None else [name.strip() for name in against.split(",") if name.strip()]
     require_arms(arms or ())
-    chosen = workload_for(profile, workload)
+    chosen = workload_for(profile, workload, workload_format)
 
     from autotune.console import Console
     from autotune.evaluation.bench import run_bench
@@ -87,6 +101,9 @@ def command(
         lossy_sweep=lossy_sweep,
         temperature=temperature,
         uncoupled=uncoupled,
+        workload_format=workload_format,
+        is_whole=is_whole,
+        max_new_tokens=max_new_tokens,
         wait_until_quiet_s=wait_until_quiet_s,
     )
     if table is not None:

@@ -28,7 +28,7 @@ def command(as_json: bool, **values: Any) -> None:
     settings.require_consistent()
     require_profile(settings.profile)
     for workload in settings.workloads:
-        require_workload(workload)
+        require_workload(workload, settings.workload_format)
 
     from autotune.check.job import run_check
     from autotune.check.output import add_to_step_summary, github_annotations

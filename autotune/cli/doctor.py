@@ -7,6 +7,7 @@ import sys
 import click
 
 from autotune.cli import options
+from autotune.workloads.formats import Format
 
 
 @click.command(cls=options.Verb, short_help="Tell what to expect on this machine before a search.")
@@ -16,6 +17,7 @@ from autotune.cli import options
     help="Target to examine: a bundled name, a path or a Hugging Face id; default: the machine alone.",
 )
 @options.workload
+@options.workload_format
 @options.device
 @options.random_weights
 @click.option(
@@ -28,7 +30,13 @@ from autotune.cli import options
 )
 @options.as_json
 def command(
-    target: str | None, workload: str | None, device: str, random_weights: bool, num_tokens: int, as_json: bool
+    target: str | None,
+    workload: str | None,
+    workload_format: Format | None,
+    device: str,
+    random_weights: bool,
+    num_tokens: int,
+    as_json: bool,
 ) -> None:
     """Tell what to expect on this machine before a search, in a minute: its devices and their datasheets, the bandwidth that a
     copy reaches, and other processes. With a target also: the attention kernels that torch picks for its shapes, whether
@@ -42,14 +50,16 @@ def command(
     if target is not None:
         resolve(target)
     workload = workload or default_workload(target or "")
-    require_workload(workload)
+    require_workload(workload, workload_format)
 
     from autotune.console import Console
     from autotune.doctor.examination import examine
     from autotune.doctor.output import print_diagnosis
 
     console = Console()
-    found = examine(device, target, workload, num_tokens, console, random_weights=random_weights)
+    found = examine(
+        device, target, workload, num_tokens, console, random_weights=random_weights, workload_format=workload_format
+    )
     if as_json:
         click.echo(found.dump())
     else:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from autotune.files import require_writable
 from autotune.settings import extra_of, option_name
+from autotune.workloads.formats import FORMATS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 # Names of earlier versions, accepted for one version.
@@ -118,7 +119,15 @@ workload = click.option(
     "--workload",
     default=None,
     show_default="that of the target's pair",
-    help="'digits', 'code', or a JSONL file of prompts.",
+    help="'digits', 'code', or a file of prompts, which may be hf://datasets/...: our JSONL, or that of a public benchmark.",
+)
+workload_format = click.option(
+    "--format",
+    "workload_format",
+    type=click.Choice(FORMATS),
+    default=None,
+    show_default="found out from the first row",
+    help="Format of the workload's file.",
 )
 device = click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
 random_weights = click.option(

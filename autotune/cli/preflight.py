@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autotune.errors import UserError, nearest
 from autotune.files import read_json
+
+if TYPE_CHECKING:
+    from autotune.workloads.formats import Format
 
 # The arms of autotune bench; a test compares them with those of evaluation/bench.py.
 ARMS = (
@@ -28,7 +32,7 @@ def require_profile(path: Path) -> None:
     DecodingProfile.load(path)
 
 
-def workload_for(profile: Path, name: str | None) -> str:
+def workload_for(profile: Path, name: str | None, format: Format | None = None) -> str:
     """The workload that the user named, or that of the pair of a profile's target.
 
     Raises:
@@ -40,20 +44,22 @@ def workload_for(profile: Path, name: str | None) -> str:
         from autotune.modeling.loading import default_workload
 
         return default_workload(DecodingProfile.load(profile).target.id)
-    require_workload(name)
+    require_workload(name, format)
     return name
 
 
-def require_workload(name: str) -> None:
+def require_workload(name: str, format: Format | None = None) -> None:
     """Check that a workload's file can be parsed. Its images are read later.
 
     Raises:
-        UserError: no such file, or a line that is not a prompt.
+        UserError: no such file, a row that is not a prompt, or one of another format.
     """
-    from autotune.workloads.workload import BUNDLED, Prompt, read_jsonl
+    from autotune.workloads.formats import read_prompts
+    from autotune.workloads.hub import local_file
+    from autotune.workloads.workload import BUNDLED
 
     if name not in BUNDLED:
-        read_jsonl(Path(name), Prompt)
+        read_prompts(local_file(name), format)
 
 
 def require_arms(names: Sequence[str]) -> None:

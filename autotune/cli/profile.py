@@ -9,6 +9,7 @@ import click
 
 from autotune.cli import options
 from autotune.search.settings import SearchSettings
+from autotune.workloads.formats import Format
 
 
 @click.command(cls=options.Verb, short_help="Measure a cost table: latencies of target and drafts on a device.")
@@ -18,6 +19,7 @@ from autotune.search.settings import SearchSettings
 )
 @options.settings_options(SearchSettings, "injection_layer")
 @options.workload
+@options.workload_format
 @options.device
 @options.random_weights
 @click.option(
@@ -31,6 +33,7 @@ def command(
     target: str,
     drafts: tuple[str, ...],
     workload: str | None,
+    workload_format: Format | None,
     device: str,
     random_weights: bool,
     output: Path,
@@ -44,7 +47,7 @@ def command(
 
     require_writable(output)
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
-    require_workload(workload)
+    require_workload(workload, workload_format)
 
     from autotune.console import Console
     from autotune.contention import wait_until_quiet
@@ -55,7 +58,7 @@ def command(
     from autotune.workloads.workload import load_workload
 
     console = Console()
-    prompts = load_workload(workload, "tune")
+    prompts = load_workload(workload, "tune", format=workload_format).first_turns()
     execution = choices["capture_sizes"], choices["mode"]
     model_pool = ModelPool(target, drafts, choose_device(device), *execution, random_weights=random_weights)
     if random_weights:

@@ -10,12 +10,13 @@ import click
 from autotune.cli import options
 from autotune.documents.subnet import VISUAL_INPUTS, VISUAL_RANKINGS
 from autotune.search.settings import SearchSettings
+from autotune.workloads.formats import Format
 
 SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "vocabulary")
 
 
 @click.command(cls=options.Verb, short_help="Record traces: a draft's proposals along the target's answers.")
-@options.settings_options(SearchSettings, "target", "drafts", *SUBNET_OPTIONS, "workload")
+@options.settings_options(SearchSettings, "target", "drafts", *SUBNET_OPTIONS, "workload", "workload_format")
 @options.device
 @click.option(
     "--visual-keep",
@@ -44,7 +45,14 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
 @options.output("traces", "Folder to write.")
 @options.as_json
 def command(
-    target: str, drafts: tuple[str, ...], workload: str, device: str, output: Path, as_json: bool, **choices: Any
+    target: str,
+    drafts: tuple[str, ...],
+    workload: str,
+    workload_format: Format | None,
+    device: str,
+    output: Path,
+    as_json: bool,
+    **choices: Any,
 ) -> None:
     """Record traces: the draft's proposals along the target's answers."""
     from autotune.cli.preflight import require_workload
@@ -53,7 +61,7 @@ def command(
 
     require_writable(output / "keep-1.trace.json")
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
-    require_workload(workload)
+    require_workload(workload, workload_format)
 
     from autotune.console import Console
     from autotune.device import choose_device
@@ -63,8 +71,9 @@ def command(
     from autotune.workloads.workload import load_workload
 
     console = Console()
-    prompts = load_workload(workload, "tune", num_prompts=choices["num_prompts"])
+    prompts = load_workload(workload, "tune", num_prompts=choices["num_prompts"], format=workload_format)
     model_pool = ModelPool(target, drafts, choose_device(device))
+    prompts = model_pool.recorder(output).follow(prompts)
     whole = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
     variants = [
         (draft, whole.model_copy(update={"visual_keep": keep, "visual_ranking": ranking}))

@@ -10,9 +10,10 @@ import click
 
 from autotune.cli import options
 from autotune.errors import UserError
+from autotune.workloads.formats import Format
 
 if TYPE_CHECKING:
-    from autotune.workloads.workload import WorkloadPrompt
+    from autotune.workloads.prompt import WorkloadPrompt
 
 
 @click.command(cls=options.Verb, short_help="Decode with a profile.")
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 @click.option("--prompt", default=None, help="Text of the prompt.  [default: a bundled prompt]")
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Image file. Repeatable.")
 @click.option("--workload", default=None, help="Decode the evaluation prompts of a workload instead of one prompt.")
+@options.workload_format
 @click.option("--task", default=None, help="Task of the request, for profiles with an operating point for it.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Longest answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy decoding.")
@@ -32,6 +34,7 @@ def command(
     prompt: str | None,
     images: tuple[Path, ...],
     workload: str | None,
+    workload_format: Format | None,
     device: str,
     as_json: bool,
     **settings: Any,
@@ -43,8 +46,8 @@ def command(
         raise UserError("give either --workload, or --prompt with --image; got both; drop one")
     if images and prompt is None:
         raise UserError("an image needs a question; add --prompt TEXT")
-    chosen = workload_for(profile, workload)
-    prompts = _prompts(prompt, images, chosen, settings, whole=workload is not None)
+    chosen = workload_for(profile, workload, workload_format)
+    prompts = _prompts(prompt, images, chosen, workload_format, settings, whole=workload is not None)
 
     from autotune.evaluation.answers import answer_prompts
 
@@ -58,7 +61,13 @@ def command(
 
 
 def _prompts(
-    text: str | None, images: tuple[Path, ...], workload: str, settings: dict[str, Any], *, whole: bool
+    text: str | None,
+    images: tuple[Path, ...],
+    workload: str,
+    workload_format: Format | None,
+    settings: dict[str, Any],
+    *,
+    whole: bool,
 ) -> list[WorkloadPrompt]:
     """The prompts to decode, with the settings of the command line in place of their own: the text, the whole workload, or its
     first prompt.
@@ -69,7 +78,8 @@ def _prompts(
     from pydantic import ValidationError
 
     from autotune.files import describe
-    from autotune.workloads.workload import Prompt, WorkloadPrompt, load_image, load_workload
+    from autotune.workloads.prompt import Prompt, WorkloadPrompt, load_image
+    from autotune.workloads.workload import load_workload
 
     settings = {name: value for name, value in settings.items() if value is not None}
     try:
@@ -78,7 +88,9 @@ def _prompts(
             return [WorkloadPrompt("prompt", Prompt(prompt=text, **settings), pixels)]
         Prompt(prompt="", **settings)  # refuses values out of range before the workload is read
         prompts = []
-        for prompt in load_workload(workload, "evaluate", num_prompts=None if whole else 1).prompts:
+        for prompt in load_workload(
+            workload, "evaluate", num_prompts=None if whole else 1, format=workload_format
+        ).prompts:
             limit = {"max_new_tokens": min(prompt.settings.max_new_tokens, settings["max_new_tokens"])}
             prompts.append(replace(prompt, settings=Prompt(**{**prompt.settings.model_dump(), **settings, **limit})))
         return prompts

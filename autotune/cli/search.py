@@ -26,7 +26,7 @@ def command(as_json: bool, **values: Any) -> None:
 
     settings = make_settings(SearchSettings, values)
     check_settings(settings)
-    require_workload(settings.workload)
+    require_workload(settings.workload, settings.workload_format)
 
     from autotune.console import Console
     from autotune.search.pipeline import search

@@ -20,7 +20,8 @@ from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.trees.tree import MAX_STEP
-from autotune.workloads.workload import Workload, WorkloadPrompt
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload
 
 PREFILL_REPEATS = 3
 PREFILL_THREAD_REPEATS = 8

@@ -12,13 +12,21 @@ from autotune.doctor.target import examine_target
 from autotune.documents.provenance import stamp
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
+from autotune.workloads.formats import Format
 from autotune.workloads.workload import load_workload
 
 NUM_PROMPTS = 4
 
 
 def examine(
-    device: str, target: str | None, workload: str, num_tokens: int, console: Console, *, random_weights: bool = False
+    device: str,
+    target: str | None,
+    workload: str,
+    num_tokens: int,
+    console: Console,
+    *,
+    random_weights: bool = False,
+    workload_format: Format | None = None,
 ) -> Diagnosis:
     """Examine the machine and, if one is named, a target.
 
@@ -26,6 +34,7 @@ def examine(
         device: ``auto``, ``cpu`` or ``cuda:N``.
         workload: whose first prompts are answered; those with images are left out for a text model.
         num_tokens: of each answer.
+        workload_format: of the workload's file; None finds it out.
         random_weights: make the target's weights at random.
 
     Raises:
@@ -42,7 +51,8 @@ def examine(
             loaded = Target(load_model(target, device=chosen, random_weights=random_weights))
             processor = load_processor(target, or_bundled=random_weights)
             limit = NUM_PROMPTS if hasattr(processor, "image_processor") else None
-            prompts = load_workload(workload, "tune", num_prompts=limit).readable_by(processor).prompts
+            loaded_prompts = load_workload(workload, "tune", num_prompts=limit, format=workload_format)
+            prompts = loaded_prompts.first_turns().readable_by(processor).prompts
             inputs = [prompt.inputs(processor, loaded.device) for prompt in prompts[:NUM_PROMPTS]]
             found = examine_target(loaded, reference(target), inputs, num_tokens=num_tokens)
     contention = monitor.contention

@@ -11,7 +11,8 @@ from transformers import TextStreamer
 from autotune.console import Console
 from autotune.evaluation.perplexity import perplexity
 from autotune.runtime.load import load
-from autotune.workloads.workload import WorkloadPrompt
+from autotune.workloads.conversations import Conversations
+from autotune.workloads.prompt import WorkloadPrompt
 
 
 class _AnswerStreamer(TextStreamer):
@@ -25,17 +26,25 @@ class _AnswerStreamer(TextStreamer):
         super().on_finalized_text(text, stream_end)
 
 
+def _not_in_order(prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
+    if prompts:
+        raise ValueError(f"{prompts[0].name}: the turns of a conversation are decoded in their order")
+    return []
+
+
 def answer_prompts(
     profile: Path, prompts: Sequence[WorkloadPrompt], *, device: str, prints: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Decode prompts one after the other; yields the text of each answer, its statistics and a summary line.
+    """Decode prompts one after the other; yields the text of each answer, its statistics and a summary line. The turns of a
+    conversation are given in their order, and follow the answers of the profile.
 
     With ``prints``, each answer is printed to stdout while it is decoded, word by word.
     """
     decoder = load(profile, device=device, console=Console())
     assert decoder.profile is not None
     points = decoder.profile.points
-    for prompt in prompts:
+    conversations = Conversations(decoder.processor, decode=_not_in_order)
+    for prompt in map(conversations.follow, prompts):
         inputs = prompt.inputs(decoder.processor, decoder.target.device)
         tokenizer = getattr(decoder.processor, "tokenizer", decoder.processor)
         streamer = _AnswerStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if prints else None
@@ -45,6 +54,7 @@ def answer_prompts(
         used = [n for n, rounds in enumerate(stats.rounds_by_point) if rounds] or [stats.point]
         is_lossless = all(points[n].lossless for n in used)
         tokens = output.sequences[0, stats.prompt_tokens :]
+        conversations.add(prompt, tokens.tolist())
         speed = 1e3 * (stats.new_tokens - 1) / stats.decode_ms if stats.decode_ms else 0.0
         summary = f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s"
         if stats.tokens_per_round and any(points[n].draft is not None for n in used):

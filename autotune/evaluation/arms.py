@@ -13,7 +13,8 @@ from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.fallback import Fallback
-from autotune.workloads.workload import WARM_UP_TOKENS, Prompt
+from autotune.workloads.prompt import Prompt
+from autotune.workloads.workload import WARM_UP_TOKENS
 
 WARM_UP_S = 1.0
 HF_ASSISTED, PROMPT_LOOKUP = "hf-assisted", "prompt_lookup"

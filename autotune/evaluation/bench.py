@@ -30,7 +30,9 @@ from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
 from autotune.trees.acceptance_counts import AcceptanceCounts
 from autotune.trees.verification import LosslessVerification, WetapVerification
-from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
+from autotune.workloads.formats import Format
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload, load_workload
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -63,6 +65,9 @@ def run_bench(
     temperature: float | None = None,
     uncoupled: bool = False,
     wait_until_quiet_s: float | None = None,
+    workload_format: Format | None = None,
+    is_whole: bool = False,
+    max_new_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Measure the arms and print tables; returns the figures as JSON.
 
@@ -73,6 +78,9 @@ def run_bench(
         temperature: of all prompts; None: that of each.
         uncoupled: also measure every arm that drafts without coupled sampling.
         wait_until_quiet_s: the longest time to wait until the machine is quiet, in seconds; None: do not wait.
+        workload_format: of the workload's file; None finds it out.
+        is_whole: decode the prompts of both splits.
+        max_new_tokens: limit of all answers; None: that of each prompt.
 
     Raises:
         UserError: an arm does not exist, or the profile or workload cannot be read.
@@ -82,7 +90,9 @@ def run_bench(
             raise UserError(f"--against {name}: no such arm; {nearest(name, ARMS)}")
     if lossy_sweep:
         against = [*(against or ()), *LOSSY_SWEEP]
-    prompts = load_workload(workload, "evaluate", num_prompts=num_prompts)
+    prompts = load_workload(
+        workload, "evaluate", num_prompts=num_prompts, format=workload_format, is_whole=is_whole
+    ).cut(num_prompts, max_new_tokens)
     if temperature is not None:
         prompts = prompts.sampled(temperature)
     decoder = load(profile, device=device, context_tokens=0)  # warm-ups capture

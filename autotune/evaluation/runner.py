@@ -30,7 +30,9 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import RequestHistory
-from autotune.workloads.workload import Workload, WorkloadPrompt
+from autotune.workloads.conversations import Conversations
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload
 
 Report = Callable[[int, int], None]
 # A run is measured again if its prefill took this many times the median over the arms...
@@ -78,6 +80,7 @@ class ArmRunner:
         )
         self.plain = DecoderArm(AR, plain)
         """Plain decoding."""
+        self.conversations = Conversations(processor, self._plain_answers)
         self._decoders: dict[str, Decoder] = {}
         self._warm: set[tuple[Any, ...]] = set()
 
@@ -213,7 +216,8 @@ class ArmRunner:
         return runs
 
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
-        """Run one arm on one prompt, after a warm-up on the first prompt of a shape."""
+        """Run one arm on one prompt, after a warm-up on the first prompt of a shape. Later turns follow plain decoding's answers."""
+        prompt = self.conversations.follow(prompt)
         inputs = prompt.inputs(self.processor, self.decoder.target.device)
         length = -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS)
         shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), length)
@@ -223,6 +227,8 @@ class ArmRunner:
             _restore(arm, histories)
             self._warm.add(shape)
         tokens, stats = arm.decode(inputs, prompt.settings)
+        if arm is self.plain:
+            self.conversations.add(prompt, tokens)
         values = {name: getattr(stats, name) for name in Run.model_fields if hasattr(stats, name)}
         values |= {"acceptance_counts": stats.acceptance_counts.to_json(), "verified_nodes": sum(stats.verified_nodes)}
         return Run(
@@ -234,6 +240,10 @@ class ArmRunner:
             **(self._quality(prompt, inputs, tokens)._asdict() if self.with_perplexity else {}),
             **values,
         )
+
+    def _plain_answers(self, prompts: Sequence[WorkloadPrompt]) -> list[list[int]]:
+        device = self.decoder.target.device
+        return [self.plain.decode(prompt.inputs(self.processor, device), prompt.settings)[0] for prompt in prompts]
 
     def _quality(self, prompt: WorkloadPrompt, inputs: dict[str, Any], tokens: list[int]) -> Quality:
         settings, target = prompt.settings, self.decoder.target

@@ -15,7 +15,7 @@ from autotune.report.prompts import TokenTexts
 from autotune.report.sources import Sources
 from autotune.report.tree_drawing import draw_tree
 from autotune.trees.tree import ROOT
-from autotune.workloads.workload import WorkloadPrompt
+from autotune.workloads.prompt import WorkloadPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image

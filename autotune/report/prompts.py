@@ -8,7 +8,8 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.modeling.loading import resolve
 from autotune.report.sources import Sources
-from autotune.workloads.workload import WorkloadPrompt, load_workload
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import load_workload
 
 
 def find_prompts(sources: Sources, workload: str | None) -> dict[str, WorkloadPrompt]:

@@ -17,7 +17,8 @@ from autotune.search.point_selection import (
     choose_points,
     context_boundaries,
 )
-from autotune.workloads.workload import Workload, WorkloadPrompt
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload
 
 
 def propose_points(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
@@ -84,8 +85,9 @@ class _SearchRun:
         self.started = started
         self.constraints = Constraints(settings.max_round_ms, settings.max_draft_mib)
         self.stage_seconds: dict[str, float] = {}
-        self.tune = load_workload(settings.workload, "tune", num_prompts=settings.num_tune_prompts)
-        self.evaluate = load_workload(settings.workload, "evaluate", num_prompts=settings.num_evaluate_prompts)
+        load = partial(load_workload, settings.workload, format=settings.workload_format)
+        self.tune = load("tune", num_prompts=settings.num_tune_prompts)
+        self.evaluate = load("evaluate", num_prompts=settings.num_evaluate_prompts)
         if settings.temperature is not None:
             self.tune, self.evaluate = (part.sampled(settings.temperature) for part in (self.tune, self.evaluate))
         has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
@@ -153,6 +155,9 @@ class _SearchRun:
         self.console.say(self.plan.describe(size))
         self.clock.give("screening", self.plan.screening_share)
         self.tune, self.evaluate = self.plan.apply(self.tune, self.evaluate)
+        self.tune = pool.recorder(self.folder).follow(
+            self.tune
+        )  # held-out turns follow their answers where they are run
 
     def cost_table(self) -> CostTable:
         """The device's cost table, and the study document."""

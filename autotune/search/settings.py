@@ -23,6 +23,7 @@ from autotune.modeling.loading import BUNDLED_TARGET, default_drafts, default_wo
 from autotune.search.space import space_path
 from autotune.settings import option_name, setting
 from autotune.study.storage import storage_url
+from autotune.workloads.formats import Format
 
 
 class SearchSettings(Document):
@@ -49,7 +50,13 @@ class SearchSettings(Document):
     vocabulary: float | None = setting(
         None, "Share of the vocabulary that the draft proposes, in place of the space's shares.", gt=0, le=1
     )
-    workload: str = setting("", "Prompts: 'digits', 'code', or a JSONL file; default: those of the target's pair.")
+    workload: str = setting(
+        "",
+        "Prompts: 'digits', 'code', or a file, which may be hf://datasets/...: our JSONL, or that of a public benchmark; default: those of the target's pair.",
+    )
+    workload_format: Format | None = setting(
+        None, "Format of the workload's file; default: found out from its first row.", option="format"
+    )
     temperature: float | None = setting(
         None,
         "Temperature of all prompts, each with its index as seed; 0 is greedy; default: that of each prompt.",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from autotune.workloads.digits import DIGIT_SIZE, PASSAGE_TOKENS, DigitsExample, Split, make_example
-from autotune.workloads.workload import chat_text
+from autotune.workloads.prompt import chat_text
 
 IGNORED = -100  # label of positions without a loss
 POOL_BATCHES = 4  # batches are cut from a pool sorted by length, which reduces padding

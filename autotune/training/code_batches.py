@@ -13,7 +13,7 @@ from autotune.training.batches import IGNORED, Batch
 from autotune.training.recipe import FILES
 from autotune.workloads.code.corpus import CodeSplit
 from autotune.workloads.code.examples import make_example, random_window
-from autotune.workloads.workload import chat_text
+from autotune.workloads.prompt import chat_text
 
 CHARS_PER_TOKEN = 6  # more than any text has on average, so that a window always fills its row
 MAX_INDEX = 2**31

@@ -22,7 +22,9 @@ from autotune.training.batches import IGNORED, POOL_BATCHES, Batches
 from autotune.training.code_batches import CodeBatches
 from autotune.training.memory import BatchShape
 from autotune.training.teacher import Example
-from autotune.workloads.workload import AnsweredPrompt, Prompt, Workload, load_prompt, read_jsonl
+from autotune.workloads.formats import read_jsonl
+from autotune.workloads.prompt import AnsweredPrompt, Prompt, load_prompt
+from autotune.workloads.workload import Workload
 
 HELD_OUT_SHARE = 20  # one example in 20 is held out
 # Per-token inputs that processors make, with their values for the answer's tokens.

@@ -27,7 +27,8 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.greedy_batch import GreedyBatch
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
-from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS
 

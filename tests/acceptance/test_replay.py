@@ -35,7 +35,8 @@ from autotune.trees.limits import MAX_DEPTH, MAX_LEVEL_STEP, MAX_RETRIEVED
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.wetap import WetapPolicy
-from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload, load_workload
 from tests.acceptance.configurations import Sizes, random_price, random_tree_policy
 from tests.sample_documents import (
     DRAFT,

@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.evaluation.arms import Arm
 from autotune.runtime.stats import DecodingStats
-from autotune.workloads.workload import Prompt
+from autotune.workloads.prompt import Prompt
 
 
 class StubArm(Arm):

@@ -14,7 +14,7 @@ from autotune.documents.condition import Condition
 from autotune.evaluation.answers import answer_prompts
 from autotune.modeling.loading import reference
 from autotune.trees.verification import WetapVerification
-from autotune.workloads.workload import Prompt, WorkloadPrompt
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from tests.sample_documents import decoding_profile, write_workload
 from tests.tiny_models import Pair
 

@@ -17,7 +17,8 @@ from autotune.evaluation.runner import PROMPT_LOOKUP_CHAIN, ArmRunner
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
 from autotune.trees.fallback import RequestHistory
-from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from autotune.workloads.workload import Workload
 from tests.runtime.test_control import COSTLY, useless_draft
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Pair

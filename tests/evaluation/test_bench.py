@@ -39,7 +39,8 @@ from autotune.evaluation.summary import summarize
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from autotune.workloads.workload import Workload, load_workload
 from tests.evaluation.sample_runs import run
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import Pair

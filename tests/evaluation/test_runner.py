@@ -15,7 +15,8 @@ from autotune.documents.decoding_profile import AR
 from autotune.evaluation.runner import SHAPE_TOKENS, ArmRunner
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.stats import DecodingStats
-from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from autotune.workloads.workload import Workload
 from tests.evaluation.stub_arm import StubArm
 
 

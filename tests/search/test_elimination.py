@@ -16,7 +16,8 @@ from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
 from autotune.search import elimination
 from autotune.search.elimination import MAX_PASSES, PROMPTS_PER_ROUND, eliminate, is_significantly_slower
-from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from autotune.workloads.workload import Workload
 from tests.evaluation.sample_runs import run
 from tests.evaluation.stub_arm import StubArm
 

@@ -34,7 +34,8 @@ from autotune.search.traces import record_traces
 from autotune.search.tree_search import search_trees
 from autotune.search.tuning_prompts import TuningPrompts
 from autotune.study.ledger import Ledger
-from autotune.workloads.workload import Workload, WorkloadPrompt, load_workload
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload, load_workload
 from tests.evaluation.sample_runs import run
 from tests.sample_documents import cost_table, write_image, write_workload
 from tests.tiny_models import Pair

@@ -10,7 +10,8 @@ import pytest
 from autotune.documents.configuration import Configuration
 from autotune.search.evaluator import Evaluator
 from autotune.search.tuning_prompts import TuningPrompts, confirms
-from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from autotune.workloads.workload import Workload
 from tests.sample_documents import cost_table, random_trace
 
 CHAIN = Configuration(tree={"policy": "chain", "depth": 3})

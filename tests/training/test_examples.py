@@ -21,7 +21,8 @@ from autotune.training.examples import JsonlExamples, Line, read_lines, split_fi
 from autotune.training.recipe import FEATURE_DRAFTS, load_recipe
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
-from autotune.workloads.workload import load_prompt, load_workload
+from autotune.workloads.prompt import load_prompt
+from autotune.workloads.workload import load_workload
 from tests.families import FAMILIES, Family, load, load_processor, random_picture, save
 from tests.tiny_models import Pair
 from tests.training.test_training import write_examples, write_recipe

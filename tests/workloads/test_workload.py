@@ -14,7 +14,8 @@ from PIL import Image
 from autotune.documents.decoding_profile import WorkloadReference
 from autotune.errors import UserError
 from autotune.workloads.digits import FIRST_HELD_OUT_SCAN, TASKS, _scan_bank, _scans
-from autotune.workloads.workload import FIRST_EVALUATE_EXAMPLE, Prompt, Workload, chat_text, load_image, load_workload
+from autotune.workloads.prompt import Prompt, chat_text, load_image
+from autotune.workloads.workload import FIRST_EVALUATE_EXAMPLE, Workload, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS
 

@@ -1,0 +1,301 @@
+"""Readers of workload files: our own JSONL, and the formats of public benchmarks.
+
+| format | rows |
+|---|---|
+| ``autotune`` | ``{"prompt": text, "images": [paths], ...}``, see ``workloads.workload`` |
+| ``mt-bench`` | ``{"question_id": 81, "category": "writing", "turns": [text, text]}`` |
+| ``spec-bench`` | as ``mt-bench``; the categories of MT-Bench are one task, as Spec-Bench reports them |
+| ``mmspec`` | ``{"id": text, "image": path, "turns": [text], "topic": "general vqa"}`` |
+| ``speed-bench`` | ``{"question_id": text, "category": text, "turns": [text], ...}``, JSONL or Parquet; ``messages`` once prepared |
+| ``vllm`` | ``{"prompt": text, "image_files": [paths], "output_tokens": n}``, or ``content`` with parts of text and images |
+| ``sharegpt`` | ``[{"conversations": [{"from": "human", "value": text}, ...]}]``, JSON or JSONL |
+
+The reference answers of a benchmark are not used: later turns follow the target's own answers. Questions of a benchmark are
+taken from its tasks in turn, so that the first ones are of all tasks, and alternate between the splits within each task.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autotune.errors import UserError
+from autotune.files import describe, read_text
+from autotune.workloads.prompt import Message, Part, Prompt
+
+Format = Literal["autotune", "mt-bench", "spec-bench", "mmspec", "speed-bench", "vllm", "sharegpt"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+OWN: Format = "autotune"
+BENCHMARK_TOKENS = 1024
+"""Limit of an answer, as in the scripts of MT-Bench and Spec-Bench."""
+VLLM_TOKENS = 256
+"""vLLM's default for rows without ``output_tokens``."""
+MT_BENCH = "mt_bench"
+MT_BENCH_CATEGORIES = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+_SPEED_BENCH_KEYS = {"sub_category", "source", "src_id", "difficulty", "multiturn", "messages"}
+
+P = TypeVar("P", bound=Prompt)
+Text = Annotated[str, Field(min_length=1)]
+Turns = Annotated[list[Text], Field(min_length=1)]
+
+
+class Rows(NamedTuple):
+    """The prompts of a file with the numbers of their rows, from 1 on, and the file's format."""
+
+    format: Format
+    prompts: list[tuple[int, Prompt]]
+
+
+def read_prompts(path: Path, format: Format | None = None) -> Rows:
+    """Read a workload. Images are not loaded; those of a conversation are its first message's.
+
+    Args:
+        format: None finds it out from the first row.
+
+    Raises:
+        UserError: missing or empty file, an invalid row, a row of another format, or a placeholder of SPEED-Bench.
+    """
+    rows = None if format == OWN else _rows(path)
+    found = detect(rows) if rows else OWN
+    chosen = format or found
+    if rows is None or chosen == OWN:
+        return Rows(OWN, list(read_jsonl(path, Prompt)))
+    prompts = []
+    for number, content in rows:
+        try:
+            row = _READERS[chosen].model_validate(content)
+            prompt = row.prompt(chosen)
+        except ValidationError as error:
+            reason = describe(error, _READERS[chosen])
+            if found != chosen and number == rows[0][0]:
+                raise UserError(
+                    f"{path}:{number}: no row of {chosen} ({reason}); the file looks like {found}"
+                ) from None
+            raise UserError(f"{path}:{number}: {reason}") from None
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+        if prompt is not None:
+            prompts.append((number, prompt))
+    if not prompts:
+        raise UserError(f"{path}: the file has no question; give a file of {chosen} with at least one")
+    return Rows(chosen, by_tasks_in_turn(prompts))
+
+
+def read_jsonl(path: Path, kind_of: type[P]) -> list[tuple[int, P]]:
+    """Parse the non-empty lines of a file, with their line numbers. Images are not loaded.
+
+    Raises:
+        UserError: missing or empty file, or an invalid line.
+    """
+    records = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            json.loads(line)
+            records.append((number, kind_of.model_validate_json(line)))
+        except ValidationError as error:
+            raise UserError(f"{path}:{number}: {describe(error, kind_of)}") from None
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: every line must be a JSON object ({error}); fix that line") from None
+    if not records:
+        raise UserError(
+            f'{path}: the file is empty; add a line such as {{"prompt": "What is this?", "images": ["photo.png"]}}'
+        )
+    return records
+
+
+def detect(rows: Sequence[tuple[int, Any]]) -> Format:
+    """The format of a file with these rows, by the keys of the first one; Spec-Bench has categories that MT-Bench has not."""
+    first = rows[0][1]
+    keys = set(first) if isinstance(first, Mapping) else set()
+    if "conversations" in keys:
+        return "sharegpt"
+    if keys & {"image_files", "content", "output_tokens"}:
+        return "vllm"
+    if {"turns", "image", "topic"} <= keys:
+        return "mmspec"
+    if "question_id" in keys and keys & _SPEED_BENCH_KEYS:
+        return "speed-bench"
+    if {"question_id", "turns"} <= keys:
+        categories = {str(row.get("category")) for _, row in rows if isinstance(row, Mapping)}
+        return "mt-bench" if categories <= MT_BENCH_CATEGORIES else "spec-bench"
+    return OWN
+
+
+def by_tasks_in_turn(rows: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prompt]]:
+    """The questions of a benchmark in the order in which they are used, each once, with their splits."""
+    unique = {row[1].model_dump_json(): row for row in reversed(rows)}
+    by_task: dict[str, list[tuple[int, Prompt]]] = defaultdict(list)
+    for number, prompt in sorted(unique.values(), key=lambda row: row[0]):
+        questions = by_task[prompt.task]
+        split = "evaluate" if len(questions) % 2 else "tune"
+        questions.append((number, prompt.model_copy(update={"split": split})))
+    return [row for of_turn in itertools.zip_longest(*by_task.values()) for row in of_turn if row is not None]
+
+
+def _rows(path: Path) -> list[tuple[int, Any]] | None:
+    """The rows of a Parquet, JSON or JSONL file with their numbers, from 1 on; None if it is none of these.
+
+    Raises:
+        UserError: missing file, a Parquet file that cannot be read, or Parquet without pyarrow.
+    """
+    if path.suffix == ".parquet":
+        return list(enumerate(_parquet_rows(path), start=1))
+    text = read_text(path)
+    try:
+        if text.lstrip().startswith("["):
+            return list(enumerate(json.loads(text), start=1))
+        return [(number, json.loads(line)) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    except ValueError:
+        return None  # our own reader names the line
+
+
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"{path}: Parquet files need pyarrow; pip install pyarrow, or give a JSONL file") from None
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; check the path") from None
+    except (OSError, ValueError) as error:  # pyarrow's own errors are of both
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}: not a readable Parquet file ({reason}); download it again") from None
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------- public formats
+
+
+class _Row(BaseModel):
+    """A row of a public format. Keys that are not read are ignored, because benchmarks add them freely."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    def prompt(self, format: Format) -> Prompt | None:
+        """The row as a prompt; None for a row that asks nothing.
+
+        Raises:
+            ValueError: the row cannot be used; one line without the row's number.
+        """
+        raise NotImplementedError
+
+
+class _Question(_Row):
+    category: str
+    turns: Turns
+
+    def prompt(self, format: Format) -> Prompt:
+        is_mt_bench = format == "spec-bench" and self.category in MT_BENCH_CATEGORIES
+        return _conversation(self.turns, task=MT_BENCH if is_mt_bench else self.category)
+
+
+class _Mmspec(_Row):
+    image: str
+    turns: Turns
+    topic: str
+
+    def prompt(self, format: Format) -> Prompt:
+        """``image`` is relative to the folder ``images`` beside the file."""
+        return _conversation(self.turns, task=self.topic, images=[f"images/{self.image}"])
+
+
+class _UserMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["user"]
+    content: Text
+
+
+class _SpeedBench(_Row):
+    category: str
+    turns: Turns | None = None
+    messages: Annotated[list[_UserMessage], Field(min_length=1)] | None = None
+
+    def prompt(self, format: Format) -> Prompt:
+        turns = self.turns or [message.content for message in self.messages or ()]
+        if not turns:
+            raise ValueError("key 'turns' is required and missing; add it, or messages")
+        if any(SPEED_BENCH_PLACEHOLDER in turn for turn in turns):
+            raise ValueError(
+                "turns: the row has a placeholder in place of its text, which SPEED-Bench may not distribute; prepare the data "
+                "with NVIDIA's specdec_bench, and give the prepared file"
+            )
+        return _conversation(turns, task=self.category)
+
+
+class _ImagePart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["image"]
+    image: Text
+
+
+class _TextPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class _Vllm(_Row):
+    text: Text | None = Field(default=None, alias="prompt")
+    image_files: list[str] = Field(default_factory=list)
+    content: list[Annotated[_ImagePart | _TextPart, Field(discriminator="type")]] | None = None
+    output_tokens: int = Field(default=VLLM_TOKENS, ge=1)
+
+    def prompt(self, format: Format) -> Prompt:
+        if (self.text is None) == (self.content is None):
+            raise ValueError("a row has either 'prompt' or 'content'; give one of them")
+        if self.content is None:
+            return Prompt(prompt=self.text or "", images=self.image_files, max_new_tokens=self.output_tokens)
+        images = [part.image for part in self.content if isinstance(part, _ImagePart)]
+        parts = [
+            Part(type="image") if isinstance(part, _ImagePart) else Part(type="text", text=part.text)
+            for part in self.content
+        ]
+        message = Message(role="user", content=parts)
+        return Prompt(messages=[message], images=images, max_new_tokens=self.output_tokens)
+
+
+class _ShareGptMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    speaker: str = Field(alias="from")
+    value: str
+
+
+class _ShareGpt(_Row):
+    conversations: list[_ShareGptMessage]
+
+    def prompt(self, format: Format) -> Prompt | None:
+        """The turns of ``human`` up to an empty one. Conversations without any exist in the published file, and are left out."""
+        turns = [message.value for message in self.conversations if message.speaker in ("human", "user")]
+        turns = list(itertools.takewhile(str.strip, turns))
+        return _conversation(turns, task="sharegpt") if turns else None
+
+
+_READERS: dict[Format, type[_Row]] = {
+    "mt-bench": _Question,
+    "spec-bench": _Question,
+    "mmspec": _Mmspec,
+    "speed-bench": _SpeedBench,
+    "vllm": _Vllm,
+    "sharegpt": _ShareGpt,
+}
+
+
+def _conversation(turns: list[str], *, task: str, images: Sequence[str] = ()) -> Prompt:
+    asked: dict[str, Any] = {"prompt": turns[0]} if len(turns) == 1 else {"turns": turns}
+    return Prompt(**asked, images=list(images), task=task, max_new_tokens=BENCHMARK_TOKENS)

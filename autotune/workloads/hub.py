@@ -1,0 +1,46 @@
+"""Files of datasets on the Hugging Face Hub, named ``hf://datasets/OWNER/NAME[@REVISION]/PATH``, beside local files."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from autotune.errors import UserError
+
+SCHEME = "hf://"
+_ADDRESS = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/(?P<file>.+)")
+
+
+def local_file(address: str | Path) -> Path:
+    """The path of a file; one on the Hub is downloaded into the Hugging Face cache, unless it is there.
+
+    Raises:
+        UserError: not the address of a file, or the file cannot be downloaded.
+    """
+    if not str(address).startswith(SCHEME):
+        return Path(address)
+    match = _ADDRESS.fullmatch(str(address))
+    if match is None:
+        raise UserError(
+            f"{address}: a file on the Hub is hf://datasets/OWNER/NAME/PATH; complete the address, such as "
+            "hf://datasets/owner/benchmark/question.jsonl"
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+
+    try:
+        path = hf_hub_download(match["repo"], match["file"], repo_type="dataset", revision=match["revision"])
+    except (OSError, EntryNotFoundError, HFValidationError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        raise UserError(
+            f"{address}: cannot be downloaded ({reason}); check the address and the network, or give a local copy of the file"
+        ) from None
+    return Path(path)
+
+
+def beside(address: str | Path, name: str) -> str | Path:
+    """The address of a file that is named relative to another one."""
+    if str(address).startswith(SCHEME):
+        return posixpath.join(posixpath.dirname(str(address)), name)
+    return Path(address).parent / name

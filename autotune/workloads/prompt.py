@@ -1,0 +1,258 @@
+"""Prompts: their settings as a line of a workload has them, and with their images loaded as inputs of a processor."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from autotune.errors import UserError
+from autotune.files import Document
+from autotune.workloads.hub import beside, local_file
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ADDED_SETTINGS = ("messages", "top_k", "turns")  # hashed only where they are set, so that older hashes stay valid
+
+
+class Part(Document):
+    """A part of a message: text, or a marker for the prompt's next image."""
+
+    type: Literal["text", "image"]
+    text: str = ""
+
+
+class Message(Document):
+    """One turn of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[Part]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [Part(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+
+class Prompt(Document):
+    """One prompt with its generation settings.
+
+    ``prompt`` is the user's only message; ``messages`` is a chat; ``turns`` are the user's messages of a conversation, in which
+    the target's own answers come between them. ``images`` are paths, of the first message; the bundled workload draws its images.
+    """
+
+    prompt: str = ""
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    turns: list[str] | None = Field(default=None, min_length=1)
+    images: list[str] = Field(default_factory=list)
+    task: str = "prompt"
+    split: Literal["tune", "evaluate", "train"] | None = None
+    max_new_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    """0 keeps every token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_of_three(self) -> Prompt:
+        others = sum(given is not None for given in (self.messages, self.turns))
+        has_prompt = bool(self.prompt) if others else "prompt" in self.model_fields_set
+        if has_prompt + others != 1:
+            raise ValueError("a line has turns, or either prompt or messages; give one of them")
+        if self.messages is not None:
+            if self.messages[-1].role == "assistant":
+                raise ValueError("messages must end with the user's turn; drop the assistant's last message")
+            num_image_parts = sum(part.type == "image" for message in self.messages for part in message.parts)
+            if num_image_parts not in (0, len(self.images)):
+                raise ValueError(
+                    f"messages have {num_image_parts} image parts for {len(self.images)} images; give one part for each image"
+                )
+        return self
+
+    @property
+    def text(self) -> str:
+        """The last message, for display."""
+        if self.turns is not None:
+            return self.turns[-1]
+        return self.prompt if self.messages is None else self.messages[-1].text
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Keyword arguments of ``Decoder.generate``."""
+        return self.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
+
+
+class AnsweredPrompt(Prompt):
+    """A prompt with a reference answer. In training files the target generates a missing one."""
+
+    answer: str | None = None
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> AnsweredPrompt:
+        if self.turns is not None:
+            raise ValueError("a training line has one answer, so that it has no turns; give messages")
+        return self
+
+    @property
+    def unanswered(self) -> Prompt:
+        return Prompt(**self.model_dump(exclude={"answer"}, exclude_unset=True))
+
+
+@dataclass(frozen=True)
+class WorkloadPrompt:
+    """A prompt with its images loaded.
+
+    A conversation has a prompt for each of its turns. That of turn n has the turns up to n, and can be decoded once the target's
+    answers to the n - 1 turns before it are known (``workloads.conversations``). These follow from the target and the settings, so
+    that they are no part of the prompt's hash.
+    """
+
+    name: str
+    settings: Prompt
+    pixels: tuple[Image, ...]
+    answers: tuple[str, ...] = ()
+    """The target's answers to the earlier turns."""
+
+    @property
+    def earlier(self) -> WorkloadPrompt | None:
+        """The prompt of the turn before; None for a first turn."""
+        turns = self.settings.turns
+        if turns is None or len(turns) == 1:
+            return None
+        only = {"prompt": turns[0], "turns": None} if len(turns) == 2 else {"turns": turns[:-1]}
+        return replace(self, settings=self.settings.model_copy(update=only), answers=self.answers[:-1])
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the answers to all earlier turns are known."""
+        return len(self.answers) == len(self.settings.turns or (self.settings.prompt,)) - 1
+
+    @property
+    def conversation(self) -> list[WorkloadPrompt]:
+        """The prompts of the turns up to this one, from the first."""
+        return [self] if self.earlier is None else [*self.earlier.conversation, self]
+
+    @property
+    def content(self) -> str | list[Message]:
+        """The user's only message, or the chat with the target's answers to earlier turns."""
+        turns, answers = self.settings.turns, self.answers
+        if turns is None:
+            return self.settings.messages or self.settings.prompt
+        assert self.is_answered, f"{self.name}: the answers to its earlier turns are not known yet"
+        chat = [Message(role="user", content=turns[0])]
+        for answer, turn in zip(answers, turns[1:], strict=True):
+            chat += [Message(role="assistant", content=answer), Message(role="user", content=turn)]
+        return chat
+
+    def inputs(self, processor: Any, device: Any = "cpu") -> dict[str, Any]:
+        """The inputs that the Hugging Face processor makes of the prompt, on a device.
+
+        Raises:
+            UserError: an image for a text model, messages without a chat template, or text that does not match the images.
+        """
+        content = self.content
+        if not isinstance(content, str) and not getattr(processor, "chat_template", None):
+            raise UserError(
+                f"{self.name}: the target's processor has no chat template; give prompt instead of messages or turns"
+            )
+        text = chat_text(processor, content, num_images=len(self.pixels))
+        reads_images = hasattr(processor, "image_processor")
+        if self.pixels and not reads_images:
+            raise UserError(
+                f"{self.name}: the prompt has an image, but the target reads text only; drop the image or use a vision-language model"
+            )
+        images = {"images": list(self.pixels) or None} if reads_images else {}
+        try:
+            return dict(processor(text=text, return_tensors="pt", **images).to(device))
+        except ValueError as error:  # image tokens typed into the text, for example
+            message = f"{self.name}: the processor refuses the prompt ({error}); fix its text or images"
+            raise UserError(message) from None
+
+    def cut(self, max_new_tokens: int) -> WorkloadPrompt:
+        """The prompt with a lower limit of the answers' lengths."""
+        if self.settings.max_new_tokens <= max_new_tokens:
+            return self
+        settings = self.settings.model_copy(update={"max_new_tokens": max_new_tokens})
+        return replace(self, settings=settings, answers=())  # earlier answers may be shorter too
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hash of everything that determines the answer."""
+        unset = {name for name in ADDED_SETTINGS if getattr(self.settings, name) == Prompt.model_fields[name].default}
+        settings = self.settings.model_dump(exclude={"images", "split", *unset})
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        for image in self.pixels:
+            digest.update(repr((image.mode, image.size)).encode())
+            digest.update(image.tobytes())
+        return digest.hexdigest()
+
+
+def load_prompt(address: str | Path, number: int, settings: Prompt) -> WorkloadPrompt:
+    """A row of a file with its images loaded; of a conversation the last turn.
+
+    Raises:
+        UserError: an image that cannot be read.
+    """
+    pixels = tuple(load_image(beside(address, image)) for image in settings.images)
+    return WorkloadPrompt(f"{Path(address).name}:{number}", settings, pixels)
+
+
+def load_turns(address: str | Path, number: int, settings: Prompt) -> list[WorkloadPrompt]:
+    """The prompts of all turns of a row; see ``load_prompt``."""
+    prompts = load_prompt(address, number, settings).conversation
+    if len(prompts) == 1:
+        return prompts
+    return [replace(prompt, name=f"{prompt.name}/turn-{turn}") for turn, prompt in enumerate(prompts, start=1)]
+
+
+def load_image(address: str | Path) -> Image:
+    """The image in a file as RGB.
+
+    Raises:
+        UserError: missing file, or not an image that PIL can read.
+    """
+    from PIL import Image as PILImage
+
+    path = local_file(address)
+    try:
+        with PILImage.open(path) as image:
+            return image.convert("RGB")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such image; check the path") from None
+    except (OSError, PILImage.DecompressionBombError) as error:
+        raise UserError(f"{path}: not a readable image ({error}); give a PNG or JPEG file") from None
+
+
+def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: int) -> str:
+    """The text of a prompt after the processor's chat template, with the generation prompt.
+
+    Without a template the text is used unchanged. Image markers are placed where the messages say, or at the beginning of
+    the first user message.
+    """
+    if not getattr(processor, "chat_template", None):
+        assert isinstance(content, str)
+        return f"{getattr(processor, 'image_token', '')}\n" * num_images + content
+    chat = [Message(role="user", content=content)] if isinstance(content, str) else content
+    if not hasattr(processor, "image_processor"):
+        messages = [{"role": message.role, "content": message.text} for message in chat]
+        return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    has_image_parts = any(part.type == "image" for message in chat for part in message.parts)
+    first_images: list[dict[str, str]] = [] if has_image_parts else [{"type": "image"}] * num_images
+    rendered = []
+    for message in chat:
+        parts = [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.parts]
+        if message.role == "user":
+            parts, first_images = [*first_images, *parts], []
+        rendered.append({"role": message.role, "content": parts})
+    return str(processor.apply_chat_template(rendered, add_generation_prompt=True, tokenize=False))
