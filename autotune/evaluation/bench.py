@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from autotune.console import Console
 from autotune.contention import ContentionMonitor, wait_until_quiet
 from autotune.device import fingerprint
-from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
+from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import COMPARED_DEFAULTS, NAMED
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
+from autotune.evaluation.bench_tables import (
+    LOSSY_SWEEP,
+    benchmark_results,
+    gain_by_length,
+    geomeans,
+    is_lossy_arm,
+    points_used,
+    pool_counts,
+    print_acceptance,
+    print_arms,
+    print_benchmark,
+    print_lengths,
+    print_lossy_sweep,
+    print_tasks,
+    print_time_shares,
+    speedups_by_task,
+)
 from autotune.evaluation.runner import DISTURBED, STALLED, ArmRunner
-from autotune.evaluation.runs import Run, length_bands, runs_dataframe, time_shares
-from autotune.evaluation.summary import Summary, speedup, summarize
+from autotune.evaluation.runs import time_shares
+from autotune.evaluation.summary import summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
-from autotune.trees.acceptance_counts import AcceptanceCounts
-from autotune.trees.verification import LosslessVerification, WetapVerification
-from autotune.workloads.formats import Format
+from autotune.workloads.formats import OWN, Format
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload
 
 if TYPE_CHECKING:
-    from pandas import DataFrame, Series
+    pass
 
 ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
     AR: lambda runner: runner.plain,
@@ -47,8 +58,6 @@ ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
 """Arms that a profile can be compared with."""
 COMPARED = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS)
 """The arms that a profile is compared with unasked: all of them keep the target's own output."""
-LOSSY_SWEEP = ("wetap", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1")
-"""WETAP with lossless verification, and with its own at falling thresholds."""
 
 
 def run_bench(
@@ -134,6 +143,9 @@ def run_bench(
     shares = {name: found for name, arm_runs in runs.items() if (found := time_shares(arm_runs))}
     print_arms(summaries, console)
     print_tasks(by_task, console)
+    results = benchmark_results(runs, prompts.prompts)
+    if prompts.format != OWN:
+        print_benchmark(prompts.format, results, console)
     if lossy_sweep:
         print_lossy_sweep(summaries, console)
     print_lengths(by_length, console)
@@ -154,6 +166,7 @@ def run_bench(
         "notes": chosen.notes,
         "speedup_by_task": by_task.astype(object).where(by_task.notna(), None).to_dict("index"),
         "speedup_geomean": geomeans(by_task).to_dict(),
+        "benchmark_results": json.loads(results.to_json(orient="records")),
         "by_length": json.loads(by_length.to_json(orient="records")),
         "time_shares": shares,
         "acceptance_counts": {name: found.to_json() for name, found in counts.items() if not found.is_empty},
@@ -228,169 +241,3 @@ def assistant_of(runner: ArmRunner) -> Any | None:
     """The draft as an ``assistant_model`` of Hugging Face's generate; None if the draft is not a whole model."""
     draft = runner.decoder.draft
     return draft.model if isinstance(draft, IndependentDraft) else None
-
-
-# --------------------------------------------------------------------------------------------------------------- tables
-
-
-def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:
-    """How many prompts each operating point has decoded; a prompt that is switched counts for each of its points."""
-    counts = Counter(itertools.chain.from_iterable(run.points for run in runs))
-    return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
-
-
-def speedups_by_task(runs: dict[str, list[Run]]) -> DataFrame:
-    """Pooled speedup over ``ar``: a row for each arm, a column for each task; NaN for a task in which nothing was decoded."""
-    frame = runs_dataframe(runs)[["arm", "number", "task", "decode_ms", "new_tokens"]]
-    frame["steps"] = frame.new_tokens - 1
-    plain = frame[frame.arm == AR].set_index("number")[["decode_ms", "steps"]]
-    pairs = frame.join(plain, on="number", rsuffix="_ar")
-    pairs = pairs[(pairs.steps > 0) & (pairs.steps_ar > 0)]
-    sums = pairs.groupby(["arm", "task"]).sum()
-    speedups = (sums.decode_ms_ar / sums.steps_ar) / (sums.decode_ms / sums.steps)
-    return speedups.unstack("task").reindex(index=list(runs), columns=frame.task.unique())
-
-
-def geomeans(by_task: DataFrame) -> Series[float]:
-    """Geometric mean over tasks, by arm: every task has the same weight, however many tokens it has."""
-    return np.exp(np.log(by_task).mean(axis=1))
-
-
-ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
-    "speedup": lambda s: f"{s.speedup:.2f}x",
-    "interval": lambda s: f"{s.ci95[0]:.2f}-{s.ci95[1]:.2f}",
-    "per prompt": lambda s: f"{s.median_speedup:.2f}x",
-    "M": lambda s: f"{s.tokens_per_round:.2f}" if s.tokens_per_round else "-",
-    "tokens/s": lambda s: f"{s.tokens_per_second:.0f}",
-    "prefill ms": lambda s: f"{s.prefill_ms:.1f}",
-    "vision ms": lambda s: f"{s.vision_ms:.1f}",
-    "draft prefill ms": lambda s: f"{s.draft_prefill_ms:.1f}",
-    "outside models": lambda s: "-" if s.outside_share is None else f"{100 * s.outside_share:.1f} %",
-    "us a round": lambda s: "-" if s.outside_us_per_round is None else f"{s.outside_us_per_round:.0f}",
-    "same output": lambda s: f"{s.identical_outputs}/{s.num_prompts}",
-    "perplexity": lambda s: "-" if s.perplexity is None else f"{s.perplexity:.3f}",
-    "agreement": lambda s: "-" if s.agreement is None else f"{100 * s.agreement:.1f} %",
-}
-QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
-
-
-def print_arms(summaries: Sequence[Summary], console: Console) -> None:
-    """Print a row for each arm; that of the profile is emphasised."""
-    first = summaries[0]
-    columns = [name for name in ARM_COLUMNS if name not in QUALITY or first.perplexity is not None]
-    console.table(
-        f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval",
-        ["arm", *columns],
-        [[s.name, *(ARM_COLUMNS[name](s) for name in columns)] for s in summaries],
-        emphasised=_tuned([s.name for s in summaries]),
-    )
-
-
-def print_lossy_sweep(summaries: Sequence[Summary], console: Console) -> None:
-    """Print WETAP's tokens per round, and what they cost in quality, by the threshold of its acceptance (eq. 9)."""
-    columns = ("M", *QUALITY, "same output", "speedup")
-    by_name = {summary.name: summary for summary in summaries}
-    rows = []
-    for name in (AR, *LOSSY_SWEEP):
-        verification = NAMED[name].verification if name in NAMED else LosslessVerification()
-        rule = "plain decoding" if name == AR else "lossless"
-        if isinstance(verification, WetapVerification):
-            rule = f"LOSSY, threshold {verification.threshold:g}"
-        rows.append([rule, *(ARM_COLUMNS[column](by_name[name]) for column in columns)])
-    console.table("WETAP by acceptance", ["acceptance", *columns], rows)
-
-
-def is_lossy_arm(name: str) -> bool:
-    """Whether the arm's output is not the target's own."""
-    return name in NAMED and not NAMED[name].verification.is_lossless
-
-
-def print_tasks(by_task: DataFrame, console: Console) -> None:
-    """Print a row for each arm with a column for each task, and the geometric mean over tasks."""
-    table = by_task.assign(geomean=geomeans(by_task)).map(lambda value: "-" if np.isnan(value) else f"{value:.2f}x")
-    console.table(
-        "Speedup over ar by task",
-        ["arm", *table.columns],
-        [[str(name), *row] for name, row in zip(table.index, table.to_numpy(), strict=True)],
-        emphasised=_tuned(list(table.index)),
-    )
-
-
-def gain_by_length(runs: dict[str, list[Run]]) -> DataFrame:
-    """Speedup over ``ar`` and tokens per round by the length of the answer of ``ar`` (SAGE, figure 3).
-
-    Columns: arm, length, prompts, speedup, tokens_per_round; NaN where an arm has no rounds.
-    """
-    import pandas as pd
-
-    plain = runs[AR]
-    bands = np.asarray(length_bands([run.new_tokens for run in plain]).astype(str))
-    rows = []
-    for name, arm_runs in runs.items():
-        for band in dict.fromkeys(sorted(bands, key=lambda band: int(band.split("-")[0]))):
-            numbers = [
-                n for n in np.flatnonzero(bands == band) if plain[n].new_tokens > 1 and arm_runs[n].new_tokens > 1
-            ]
-            chosen = [arm_runs[n] for n in numbers]
-            num_rounds, num_tokens = sum(run.rounds for run in chosen), sum(run.new_tokens - 1 for run in chosen)
-            ratio = speedup(chosen, [plain[n] for n in numbers]) if chosen else float("nan")
-            rows.append((name, band, len(chosen), ratio, num_tokens / num_rounds if num_rounds else float("nan")))
-    frame = pd.DataFrame(rows, columns=["arm", "length", "prompts", "speedup", "tokens_per_round"])
-    return frame[frame.prompts > 0].reset_index(drop=True)
-
-
-def print_lengths(by_length: DataFrame, console: Console) -> None:
-    """Print speedup and M of each arm by the length of the answer, if the answers are of several lengths."""
-    lengths = list(by_length.length.unique())
-    if len(lengths) < 2:
-        return
-    figures = zip(by_length.speedup.to_numpy(float), by_length.tokens_per_round.to_numpy(float), strict=True)
-    texts = [f"{gain:.2f}x" + ("" if np.isnan(tokens) else f", M {tokens:.2f}") for gain, tokens in figures]
-    cells = dict(zip(zip(by_length.arm, by_length.length, strict=True), texts, strict=True))
-    names = list(by_length.arm.unique())
-    console.table(
-        "Speedup over ar and M by the number of tokens of ar's answer",
-        ["arm", *lengths],
-        [[name, *(cells.get((name, length), "-") for length in lengths)] for name in names],
-        emphasised=_tuned(names),
-    )
-
-
-def print_time_shares(shares: dict[str, dict[str, float]], console: Console) -> None:
-    """Print the share of each part of an arm's time, prefill included."""
-    if not shares:
-        return
-    console.table(
-        "Shares of the total time",
-        ["arm", *next(iter(shares.values()))],
-        [[name, *(f"{100 * share:.1f} %" for share in parts.values())] for name, parts in shares.items()],
-        emphasised=_tuned(list(shares)),
-    )
-
-
-def pool_counts(runs: Sequence[Run]) -> AcceptanceCounts:
-    """Acceptance counts, summed over runs."""
-    counts = AcceptanceCounts()
-    for run in runs:
-        counts.add(AcceptanceCounts.from_json(run.acceptance_counts))
-    return counts
-
-
-def print_acceptance(name: str, acceptance: AcceptanceCounts, console: Console) -> None:
-    """Print accepted shares of offered tokens by depth and by rank, near an image and in running text."""
-    rows = []
-    for region, tables in acceptance.to_json().items():
-        for table, counts in tables.items():
-            if counts:
-                shares = [f"{100 * accepted / offered:.0f} %" if offered else "-" for offered, accepted in counts]
-                rows.append([f"{region.replace('_', ' ')}, {table.replace('_', ' ')}", *shares])
-    width = max((len(row) for row in rows), default=1)
-    console.table(
-        f"Draft of {name}: accepted of offered, from depth 1 and from the most probable on",
-        ["", *(str(number) for number in range(1, width))],
-        [[*row, *[""] * (width - len(row))] for row in rows],
-    )
-
-
-def _tuned(names: list[str]) -> int | None:
-    return names.index(TUNED) if TUNED in names else None

@@ -184,6 +184,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "truncated profile": (["run", "truncated.json", "--prompt", "x"], "not a complete JSON document"),
     "unknown key": (["run", "typo.json", "--prompt", "x"], "unknown key 'points.0.verificatoin'; did you mean 'verification'"),
     "newer schema": (["run", "newer.json", "--prompt", "x"], "'autotune.decoding-profile/4' is newer .* update autotune"),
+    "format of another benchmark": (
+        ["bench", "profile.json", "--workload", "workload.jsonl", "--format", "sharegpt"],
+        r"workload\.jsonl:1: no row of sharegpt \(key 'conversations' is required and missing; add it\); the file looks like autotune",
+    ),
+    "unknown format": (["run", "profile.json", "--format", "mtbench"], "'mtbench' is not one of 'autotune', 'mt-bench'"),
+    "file on the Hub": ([*SEARCH, "--workload", "hf://datasets/o/n/x.jsonl"], r"x\.jsonl: cannot be downloaded"),
     "no budget": ([*SEARCH, "--budget", "0"], "--budget: input should be greater than 0; got 0.0"),
     "negative budget": ([*SEARCH, "--budget", "-3m"], "--budget: input should be greater than 0; got -180.0"),
     "no trials": ([*SEARCH, "--trials", "0"], "--trials: input should be greater than or equal to 1; got 0"),

@@ -20,18 +20,18 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.evaluation import arms
 from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, HuggingFaceArm
-from autotune.evaluation.bench import (
+from autotune.evaluation.bench import assistant_of, choose_arms, run_bench
+from autotune.evaluation.bench_tables import (
     LOSSY_SWEEP,
-    assistant_of,
-    choose_arms,
+    benchmark_results,
     gain_by_length,
     geomeans,
     points_used,
     print_arms,
+    print_benchmark,
     print_lengths,
     print_tasks,
     print_time_shares,
-    run_bench,
     speedups_by_task,
 )
 from autotune.evaluation.runner import ArmRunner
@@ -293,6 +293,58 @@ def test_speedups_by_task_by_hand() -> None:
     assert found.loc[AR, ["read", "add"]].tolist() == [1.0, 1.0]
     assert found.loc[TUNED, ["read", "add"]].tolist() == [4.0, 2.0] and found["say"].isna().all()
     assert geomeans(found)[TUNED] == pytest.approx(8**0.5)
+
+
+def test_benchmark_results_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two turns of one question, and a question of another task. Tokens per second are averaged over questions, prefill included."""
+    first = WorkloadPrompt("q:1/turn-1", Prompt(prompt="a", task="chat"), ())
+    second = WorkloadPrompt("q:1/turn-2", Prompt(turns=["a", "b"], task="chat"), ())
+    prompts = [first, second, WorkloadPrompt("q:2", Prompt(prompt="c", task="qa"), ())]
+    tasks = [prompt.settings.task for prompt in prompts]
+    runs = {
+        name: [
+            run(ms, tokens=11, rounds=rounds, task=task, target_prefill_ms=100.0)
+            for ms, task in zip(times, tasks, strict=True)
+        ]
+        for name, rounds, times in ((AR, 0, [900.0, 900.0, 1000.0]), (TUNED, 4, [400.0, 400.0, 900.0]))
+    }
+    found = benchmark_results(runs, prompts).set_index(["arm", "task"])
+    assert found.questions.tolist() == [1, 1, 1, 1, 2, 2]
+    assert found.mean_accepted_tokens[TUNED].tolist() == [2.5, 2.5, 2.5] and found.mean_accepted_tokens[AR].isna().all()
+    speeds = {AR: (22 / 2.0, 11 / 1.1), TUNED: (22 / 1.0, 11 / 1.0)}
+    expected = [
+        speeds[TUNED][0] / speeds[AR][0],
+        speeds[TUNED][1] / speeds[AR][1],
+        sum(speeds[TUNED]) / sum(speeds[AR]),
+    ]
+    assert found.speedup[TUNED].tolist() == pytest.approx(expected) and (found.speedup[AR] == 1).all()
+    print_benchmark("mt-bench", found.reset_index(), Console())
+    printed = capsys.readouterr().err
+    assert (
+        "mt-bench: speedup over ar, prefill included, and mean accepted tokens" in printed and "2.00x, 2.50" in printed
+    )
+
+
+def test_a_public_benchmark_is_reported_in_its_own_terms(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two-turn questions: all arms follow the target's answers."""
+    rows = [
+        {"question_id": number, "category": category, "turns": ["Count to ten.", f"And to {number}?"]}
+        for number, category in enumerate(("writing", "math", "writing", "math"), start=81)
+    ]
+    write_workload(world, rows, name="question.jsonl")
+    monkeypatch.chdir(world)
+    result = run_bench(
+        Path("tree.json"), "question.jsonl", [HF], 6, 0, "cpu", Console(), max_new_tokens=10, is_whole=True
+    )
+    assert all(arm["identical_outputs"] == arm["num_prompts"] == 6 for arm in result["arms"]), (
+        "hf decodes the same chats"
+    )
+    results = DataFrame(result["benchmark_results"]).set_index(["arm", "task"])
+    assert results.questions.loc[TUNED].to_dict() == {"writing": 2, "math": 1, "overall": 3}
+    assert (results.mean_accepted_tokens.loc[TUNED] > 1).all() and (results.mean_accepted_tokens.loc[AR] == 1).all()
+    assert "mt-bench: speedup over ar, prefill included" in capsys.readouterr().err
 
 
 def test_gain_by_answer_length_by_hand() -> None:

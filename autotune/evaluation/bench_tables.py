@@ -1,0 +1,241 @@
+"""Tables of ``autotune bench``: what the runs of several arms add up to, and how it is printed."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autotune.console import Console
+from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
+from autotune.documents.published_defaults import NAMED
+from autotune.evaluation.runs import Run, length_bands, runs_dataframe
+from autotune.evaluation.summary import Summary, speedup
+from autotune.trees.acceptance_counts import AcceptanceCounts
+from autotune.trees.verification import LosslessVerification, WetapVerification
+from autotune.workloads.prompt import WorkloadPrompt
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+LOSSY_SWEEP = ("wetap", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1")
+"""WETAP with lossless verification, and with its own at falling thresholds."""
+
+
+def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:
+    """How many prompts each operating point has decoded; a prompt that is switched counts for each of its points."""
+    counts = Counter(itertools.chain.from_iterable(run.points for run in runs))
+    return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
+
+
+def speedups_by_task(runs: dict[str, list[Run]]) -> DataFrame:
+    """Pooled speedup over ``ar``: a row for each arm, a column for each task; NaN for a task in which nothing was decoded."""
+    frame = runs_dataframe(runs)[["arm", "number", "task", "decode_ms", "new_tokens"]]
+    frame["steps"] = frame.new_tokens - 1
+    plain = frame[frame.arm == AR].set_index("number")[["decode_ms", "steps"]]
+    pairs = frame.join(plain, on="number", rsuffix="_ar")
+    pairs = pairs[(pairs.steps > 0) & (pairs.steps_ar > 0)]
+    sums = pairs.groupby(["arm", "task"]).sum()
+    speedups = (sums.decode_ms_ar / sums.steps_ar) / (sums.decode_ms / sums.steps)
+    return speedups.unstack("task").reindex(index=list(runs), columns=frame.task.unique())
+
+
+def geomeans(by_task: DataFrame) -> Series[float]:
+    """Geometric mean over tasks, by arm: every task has the same weight, however many tokens it has."""
+    return np.exp(np.log(by_task).mean(axis=1))
+
+
+ARM_COLUMNS: dict[str, Callable[[Summary], str]] = {
+    "speedup": lambda s: f"{s.speedup:.2f}x",
+    "interval": lambda s: f"{s.ci95[0]:.2f}-{s.ci95[1]:.2f}",
+    "per prompt": lambda s: f"{s.median_speedup:.2f}x",
+    "M": lambda s: f"{s.tokens_per_round:.2f}" if s.tokens_per_round else "-",
+    "tokens/s": lambda s: f"{s.tokens_per_second:.0f}",
+    "prefill ms": lambda s: f"{s.prefill_ms:.1f}",
+    "vision ms": lambda s: f"{s.vision_ms:.1f}",
+    "draft prefill ms": lambda s: f"{s.draft_prefill_ms:.1f}",
+    "outside models": lambda s: "-" if s.outside_share is None else f"{100 * s.outside_share:.1f} %",
+    "us a round": lambda s: "-" if s.outside_us_per_round is None else f"{s.outside_us_per_round:.0f}",
+    "same output": lambda s: f"{s.identical_outputs}/{s.num_prompts}",
+    "perplexity": lambda s: "-" if s.perplexity is None else f"{s.perplexity:.3f}",
+    "agreement": lambda s: "-" if s.agreement is None else f"{100 * s.agreement:.1f} %",
+}
+QUALITY = ("perplexity", "agreement")  # columns of comparisons with lossy arms
+
+
+def print_arms(summaries: Sequence[Summary], console: Console) -> None:
+    """Print a row for each arm; that of the profile is emphasised."""
+    first = summaries[0]
+    columns = [name for name in ARM_COLUMNS if name not in QUALITY or first.perplexity is not None]
+    console.table(
+        f"Decoding {first.num_prompts} prompts, {first.num_tokens} tokens; speedup over ar with its 95 % interval",
+        ["arm", *columns],
+        [[s.name, *(ARM_COLUMNS[name](s) for name in columns)] for s in summaries],
+        emphasised=_tuned([s.name for s in summaries]),
+    )
+
+
+def print_lossy_sweep(summaries: Sequence[Summary], console: Console) -> None:
+    """Print WETAP's tokens per round, and what they cost in quality, by the threshold of its acceptance (eq. 9)."""
+    columns = ("M", *QUALITY, "same output", "speedup")
+    by_name = {summary.name: summary for summary in summaries}
+    rows = []
+    for name in (AR, *LOSSY_SWEEP):
+        verification = NAMED[name].verification if name in NAMED else LosslessVerification()
+        rule = "plain decoding" if name == AR else "lossless"
+        if isinstance(verification, WetapVerification):
+            rule = f"LOSSY, threshold {verification.threshold:g}"
+        rows.append([rule, *(ARM_COLUMNS[column](by_name[name]) for column in columns)])
+    console.table("WETAP by acceptance", ["acceptance", *columns], rows)
+
+
+def is_lossy_arm(name: str) -> bool:
+    """Whether the arm's output is not the target's own."""
+    return name in NAMED and not NAMED[name].verification.is_lossless
+
+
+def print_tasks(by_task: DataFrame, console: Console) -> None:
+    """Print a row for each arm with a column for each task, and the geometric mean over tasks."""
+    table = by_task.assign(geomean=geomeans(by_task)).map(lambda value: "-" if np.isnan(value) else f"{value:.2f}x")
+    console.table(
+        "Speedup over ar by task",
+        ["arm", *table.columns],
+        [[str(name), *row] for name, row in zip(table.index, table.to_numpy(), strict=True)],
+        emphasised=_tuned(list(table.index)),
+    )
+
+
+OVERALL = "overall"
+
+
+def benchmark_results(runs: dict[str, list[Run]], prompts: Sequence[WorkloadPrompt]) -> DataFrame:
+    """Mean accepted tokens and speedup over ``ar`` by task and overall, as Spec-Bench and MMSpec report them.
+
+    Mean accepted tokens are the tokens per round of all rounds, that of the target included; NaN for an arm without rounds. The
+    speedup is the ratio of mean tokens per second over questions. The turns of a question are added up, and its time is wall time:
+    the prefills count, unlike in the other tables.
+
+    Args:
+        prompts: those of the runs, in their order.
+
+    Returns:
+        Columns: arm, task, questions, mean_accepted_tokens, speedup.
+    """
+    import pandas as pd
+
+    question = list(itertools.accumulate(prompt.earlier is None for prompt in prompts))
+    rows = [
+        (name, one.task, number, one.new_tokens, one.rounds, (one.target_prefill_ms + one.decode_ms) / 1e3)
+        for name, arm_runs in runs.items()
+        for number, one in zip(question, arm_runs, strict=False)
+    ]
+    turns = pd.DataFrame(rows, columns=["arm", "task", "question", "tokens", "rounds", "seconds"])
+    turns["decoded"] = turns.tokens - 1  # a prefill emits the first token
+    records = []
+    for task in (*dict.fromkeys(turns.task), OVERALL):
+        of_task = turns if task == OVERALL else turns[turns.task == task]
+        questions = of_task.groupby(["arm", "question"])[["tokens", "seconds"]].sum()
+        speeds = (questions.tokens / questions.seconds).groupby("arm").mean()
+        sums = of_task.groupby("arm")[["decoded", "rounds"]].sum()
+        for name in runs:
+            accepted = sums.decoded[name] / sums.rounds[name] if sums.rounds[name] else float("nan")
+            records.append((name, task, len(questions.loc[name]), accepted, speeds[name] / speeds[AR]))
+    return pd.DataFrame(records, columns=["arm", "task", "questions", "mean_accepted_tokens", "speedup"])
+
+
+def print_benchmark(name: str, results: DataFrame, console: Console) -> None:
+    """Print a row for each arm of a benchmark, with a column for each task."""
+    tasks = list(dict.fromkeys(results.task))
+    figures = zip(results.speedup.to_numpy(float), results.mean_accepted_tokens.to_numpy(float), strict=True)
+    texts = [f"{gain:.2f}x" + ("" if np.isnan(tokens) else f", {tokens:.2f}") for gain, tokens in figures]
+    cells = dict(zip(zip(results.arm, results.task, strict=True), texts, strict=True))
+    arms = list(dict.fromkeys(results.arm))
+    console.table(
+        f"{name}: speedup over ar, prefill included, and mean accepted tokens",
+        ["arm", *tasks],
+        [[arm, *(cells[arm, task] for task in tasks)] for arm in arms],
+        emphasised=_tuned(arms),
+    )
+
+
+def gain_by_length(runs: dict[str, list[Run]]) -> DataFrame:
+    """Speedup over ``ar`` and tokens per round by the length of the answer of ``ar`` (SAGE, figure 3).
+
+    Columns: arm, length, prompts, speedup, tokens_per_round; NaN where an arm has no rounds.
+    """
+    import pandas as pd
+
+    plain = runs[AR]
+    bands = np.asarray(length_bands([run.new_tokens for run in plain]).astype(str))
+    rows = []
+    for name, arm_runs in runs.items():
+        for band in dict.fromkeys(sorted(bands, key=lambda band: int(band.split("-")[0]))):
+            numbers = [
+                n for n in np.flatnonzero(bands == band) if plain[n].new_tokens > 1 and arm_runs[n].new_tokens > 1
+            ]
+            chosen = [arm_runs[n] for n in numbers]
+            num_rounds, num_tokens = sum(run.rounds for run in chosen), sum(run.new_tokens - 1 for run in chosen)
+            ratio = speedup(chosen, [plain[n] for n in numbers]) if chosen else float("nan")
+            rows.append((name, band, len(chosen), ratio, num_tokens / num_rounds if num_rounds else float("nan")))
+    frame = pd.DataFrame(rows, columns=["arm", "length", "prompts", "speedup", "tokens_per_round"])
+    return frame[frame.prompts > 0].reset_index(drop=True)
+
+
+def print_lengths(by_length: DataFrame, console: Console) -> None:
+    """Print speedup and M of each arm by the length of the answer, if the answers are of several lengths."""
+    lengths = list(by_length.length.unique())
+    if len(lengths) < 2:
+        return
+    figures = zip(by_length.speedup.to_numpy(float), by_length.tokens_per_round.to_numpy(float), strict=True)
+    texts = [f"{gain:.2f}x" + ("" if np.isnan(tokens) else f", M {tokens:.2f}") for gain, tokens in figures]
+    cells = dict(zip(zip(by_length.arm, by_length.length, strict=True), texts, strict=True))
+    names = list(by_length.arm.unique())
+    console.table(
+        "Speedup over ar and M by the number of tokens of ar's answer",
+        ["arm", *lengths],
+        [[name, *(cells.get((name, length), "-") for length in lengths)] for name in names],
+        emphasised=_tuned(names),
+    )
+
+
+def print_time_shares(shares: dict[str, dict[str, float]], console: Console) -> None:
+    """Print the share of each part of an arm's time, prefill included."""
+    if not shares:
+        return
+    console.table(
+        "Shares of the total time",
+        ["arm", *next(iter(shares.values()))],
+        [[name, *(f"{100 * share:.1f} %" for share in parts.values())] for name, parts in shares.items()],
+        emphasised=_tuned(list(shares)),
+    )
+
+
+def pool_counts(runs: Sequence[Run]) -> AcceptanceCounts:
+    """Acceptance counts, summed over runs."""
+    counts = AcceptanceCounts()
+    for run in runs:
+        counts.add(AcceptanceCounts.from_json(run.acceptance_counts))
+    return counts
+
+
+def print_acceptance(name: str, acceptance: AcceptanceCounts, console: Console) -> None:
+    """Print accepted shares of offered tokens by depth and by rank, near an image and in running text."""
+    rows = []
+    for region, tables in acceptance.to_json().items():
+        for table, counts in tables.items():
+            if counts:
+                shares = [f"{100 * accepted / offered:.0f} %" if offered else "-" for offered, accepted in counts]
+                rows.append([f"{region.replace('_', ' ')}, {table.replace('_', ' ')}", *shares])
+    width = max((len(row) for row in rows), default=1)
+    console.table(
+        f"Draft of {name}: accepted of offered, from depth 1 and from the most probable on",
+        ["", *(str(number) for number in range(1, width))],
+        [[*row, *[""] * (width - len(row))] for row in rows],
+    )
+
+
+def _tuned(names: list[str]) -> int | None:
+    return names.index(TUNED) if TUNED in names else None
