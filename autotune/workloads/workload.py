@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +25,7 @@ from autotune.workloads.digits import MAX_NEW_TOKENS as DIGITS_MAX_NEW_TOKENS
 from autotune.workloads.digits import PASSAGE_TOKENS, TASKS, make_example
 from autotune.workloads.formats import OWN, Format, read_jsonl, read_prompts
 from autotune.workloads.hub import local_file
-from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, load_prompt, load_turns
+from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, load_turns
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import WorkloadReference
@@ -130,29 +129,22 @@ def load_workload(
         )
     path = local_file(name)
     found, rows = read_prompts(path, format)
-    prompts = _prompts(name, rows, split, is_whole=is_whole, has_duplicates=found == OWN)
-    chosen = tuple(itertools.islice(prompts, num_prompts))
+    parts: dict[str, list[tuple[int, Prompt]]] = {"tune": [], "evaluate": [], "train": []}
+    for i, (number, settings) in enumerate(rows):
+        parts[settings.split or ("evaluate" if i % 2 else "tune")].append((number, settings))
+    wanted = [row for row in rows if row[1].split != "train"] if is_whole else parts[split]
+    loaded = (load_turns(name, *row) for row in wanted)
+    if found == OWN:  # every image is read: files of two names may hold one image, and a prompt is in one split only
+        by_row = {number: load_turns(name, number, settings) for number, settings in rows}
+        excluded: set[str] = set()
+        if split == "tune" and not is_whole:
+            excluded = {by_row[number][-1].sha256 for number, _ in parts["evaluate"]}
+        loaded = (by_row[number] for number, _ in wanted if by_row[number][-1].sha256 not in excluded)
+    chosen = tuple(itertools.islice(itertools.chain.from_iterable(loaded), num_prompts))
     if not chosen:
         mark = f', or mark some with "split": "{split}"' if found == OWN else ""
         raise UserError(f"{name}: a workload needs prompts in both splits; none is in {split!r}; add prompts{mark}")
     return Workload(path.name, split, chosen, found)
-
-
-def _prompts(
-    name: str, rows: Sequence[tuple[int, Prompt]], split: WorkloadSplit, *, is_whole: bool, has_duplicates: bool
-) -> Iterator[WorkloadPrompt]:
-    """The prompts of a split. Images are loaded as they are needed: of all rows where a prompt may be in both splits."""
-    parts: dict[str, list[tuple[int, Prompt]]] = {"tune": [], "evaluate": [], "train": []}
-    for i, (number, settings) in enumerate(rows):
-        parts[settings.split or ("evaluate" if i % 2 else "tune")].append((number, settings))
-    evaluated: set[str] = set()
-    if has_duplicates and split == "tune" and not is_whole:
-        evaluated = {load_prompt(name, *row).sha256 for row in parts["evaluate"]}
-    chosen = [row for row in rows if row[1].split != "train"] if is_whole else parts[split]
-    for row in chosen:
-        prompts = load_turns(name, *row)
-        if prompts[-1].sha256 not in evaluated:
-            yield from prompts
 
 
 def code_prompts() -> list[tuple[int, AnsweredPrompt]]:
