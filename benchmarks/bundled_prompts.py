@@ -31,7 +31,7 @@ from autotune.workloads.code.corpus import (
     share_known,
 )
 from autotune.workloads.code.examples import CODE_TASKS, make_example
-from autotune.workloads.workload import AnsweredPrompt
+from autotune.workloads.prompt import AnsweredPrompt
 
 PROMPTS_PER_TASK = 40
 MAX_NEW_TOKENS, PASSAGE_TOKENS = 250, 128

@@ -29,7 +29,8 @@ from autotune.runtime.decoder import Decoder
 from autotune.training.batches import IGNORED
 from autotune.training.code_batches import CodeBatches
 from autotune.workloads.code.corpus import corpus
-from autotune.workloads.workload import Prompt, WorkloadPrompt, code_prompts
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from autotune.workloads.workload import code_prompts
 
 TARGET = "code/target"
 ORDER = 5

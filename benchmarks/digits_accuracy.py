@@ -15,7 +15,7 @@ import torch
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.digits import TASKS, make_example
-from autotune.workloads.workload import Prompt, WorkloadPrompt
+from autotune.workloads.prompt import Prompt, WorkloadPrompt
 
 
 def claims(task: str, text: str) -> list[tuple[object, ...]]:
