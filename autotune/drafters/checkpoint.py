@@ -15,18 +15,25 @@ from autotune.drafters.dream import DreamConfig, DreamNetwork
 from autotune.drafters.eagle3 import is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
-from autotune.drafters.network import BlocksConfig, BlocksNetwork, DraftNetwork, NetworkConfig
+from autotune.drafters.mtp import MtpConfig, load_mtp
+from autotune.drafters.mtp_checkpoint import load_own_mtp
+from autotune.drafters.network import BlocksNetwork, DraftNetwork, NetworkConfig
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.drafters.specvlm import SpecVlmConfig, SpecVlmNetwork
 from autotune.drafters.star import StarConfig, StarNetwork
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
-from autotune.modeling.loading import RETRIEVAL, load_model, load_tokenizer, resolve
+from autotune.modeling.loading import MTP_SUFFIX, RETRIEVAL, load_model, load_tokenizer, resolve
 from autotune.modeling.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FREQUENCIES = "token_frequencies"  # tensor of a draft's weights
-CONFIGS: dict[str, type[BlocksConfig]] = {"dream": DreamConfig, "star": StarConfig, "specvlm": SpecVlmConfig}
+CONFIGS: dict[str, type[NetworkConfig]] = {
+    "dream": DreamConfig,
+    "star": StarConfig,
+    "specvlm": SpecVlmConfig,
+    "mtp": MtpConfig,
+}
 NETWORKS: dict[str, Callable[[Any], BlocksNetwork]] = {
     "dream": DreamNetwork,
     "star": StarNetwork,
@@ -100,7 +107,7 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
     """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, any Hugging Face model, which drafts
-    independently, or ``retrieval``.
+    independently, a model followed by ``:mtp`` for the multi-token prediction head of its checkpoint, or ``retrieval``.
 
     Args:
         subnet: heads, injection layer, vocabulary and operator of the compressor to use. Its share of visual tokens applies later,
@@ -112,8 +119,9 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
             weights.
     """
     subnet = subnet or Subnet()
-    folder = None if name == RETRIEVAL else draft_folder(name)
-    if folder is None:
+    is_own_mtp = name.endswith(MTP_SUFFIX)
+    folder = None if name == RETRIEVAL or is_own_mtp else draft_folder(name)
+    if folder is None and not is_own_mtp:
         if subnet.network != Subnet().network:
             kind = "a retrieval" if name == RETRIEVAL else "an independent"
             raise UserError(
@@ -125,17 +133,10 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
             return retrieval
         model = load_model(name, device=str(target.device), random_weights=random_weights)
         return IndependentDraft(model, tokenizer=load_tokenizer(name))
-    content = read_json(folder / CONFIG)
-    network: DraftNetwork
-    if is_eagle3(content) and random_weights:
-        raise UserError(
-            f"{name}: the sizes of an EAGLE-3 head are read from its weights; leave --random-weights out, or name a draft of another kind"
-        )
-    if is_eagle3(content):
-        text = target.text
-        network = load_eagle3(folder, content, hidden_size=text.config.hidden_size, num_layers=len(text.layers))
+    if folder is None:
+        network: DraftNetwork = load_own_mtp(name, target, random_weights=random_weights)
     else:
-        network = load_network(folder, random_weights=random_weights)
+        network = _load_feature_network(name, folder, target, random_weights=random_weights)
     if subnet.head_shares != (1.0, 1.0, 1.0):
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")
@@ -150,3 +151,18 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     )
     draft.attach(target)
     return draft
+
+
+def _load_feature_network(name: str, folder: Path, target: Target, *, random_weights: bool) -> DraftNetwork:
+    """The network in a draft's folder, of whatever kind its config names."""
+    content = read_json(folder / CONFIG)
+    if is_eagle3(content) and random_weights:
+        raise UserError(
+            f"{name}: the sizes of an EAGLE-3 head are read from its weights; leave --random-weights out, or name a draft of another kind"
+        )
+    if is_eagle3(content):
+        text = target.text
+        return load_eagle3(folder, content, hidden_size=text.config.hidden_size, num_layers=len(text.layers))
+    if content.get("kind") == "mtp":
+        return load_mtp(folder, target, random_weights=random_weights)
+    return load_network(folder, random_weights=random_weights)

@@ -18,6 +18,8 @@ BUNDLED_DRAFT = "digits/independent"
 BUNDLED_DRAFTS = (BUNDLED_DRAFT, "digits/star", "digits/dream", "digits/specvlm")
 RETRIEVAL = "retrieval"
 """Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
+MTP_SUFFIX = ":mtp"
+"""Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
 DEFAULT_PAIR = BUNDLED_TARGET.partition("/")[0]
 OTHER_PAIRS = ("code",)
@@ -77,7 +79,7 @@ def reference(name: str) -> ModelReference:
     """The model's name and the hash of its weights and config; without a hash if the model is not on disk, or there is none."""
     if name == RETRIEVAL:
         return ModelReference(id=name, sha256="")
-    path = Path(resolve(name))
+    path = Path(resolve(name.removesuffix(MTP_SUFFIX)))
     if not path.is_dir():
         return ModelReference(id=name, sha256="")
     return ModelReference(id=name, sha256=sha256_of(*sorted(path.glob("*.safetensors")), path / "config.json"))

@@ -35,7 +35,7 @@ class SearchSettings(Document):
     target: str = setting(BUNDLED_TARGET, "Target: a bundled name, a path or a Hugging Face id.")
     drafts: tuple[str, ...] = setting(
         (),
-        "Draft: a bundled name, a path, a Hugging Face id or retrieval; may be repeated; default: all drafts bundled with the target's pair, and retrieval.",
+        "Draft: a bundled name, a path, a Hugging Face id, one of these followed by :mtp for the multi-token prediction head of its checkpoint, or retrieval; may be repeated; default: all drafts bundled with the target's pair, and retrieval.",
         option="draft",
     )
     heads: float | None = setting(None, "Share of heads kept by the draft, in place of the space's shares.", gt=0, le=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from autotune.acceptance.recorder import Recorder
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network, save_draft
 from autotune.drafters.eagle3 import Eagle3Network, new_eagle3, save_eagle3
+from autotune.drafters.mtp import MtpNetwork, new_mtp, save_mtp
 from autotune.drafters.network import BlocksNetwork
 from autotune.drafters.star import StarNetwork
 from autotune.errors import UserError
@@ -30,7 +30,7 @@ from autotune.training.memory import BatchShape, check_memory, estimate_memory, 
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.task import Task
 from autotune.training.teacher import DistillationRule, Examples, Teacher, TeacherBatches
-from autotune.training.unrolled import unrolled_loss
+from autotune.training.unrolled import UnrolledNetwork, unrolled_loss
 from autotune.workloads.code.corpus import CodeSplit, installed_versions
 from autotune.workloads.digits import Split
 
@@ -44,7 +44,7 @@ EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.
 class DraftTask(Task):
     """Trains a draft for the recipe's teacher."""
 
-    module: BlocksNetwork | Eagle3Network
+    module: BlocksNetwork | UnrolledNetwork
 
     def __init__(
         self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator, *, report: Report | None = None
@@ -75,8 +75,7 @@ class DraftTask(Task):
                     f"{stage.distillation}; name one of them"
                 )
         torch.manual_seed(recipe.seed)
-        make = new_eagle3 if recipe.model == "eagle3" else functools.partial(new_network, recipe.model)
-        self.module = make(recipe.draft, self.target, source=str(recipe_path)).to(accelerator.device)
+        self.module = self._new_module().to(accelerator.device)
         self._head_masks: list[Tensor] | None = None
         self._compare = make_divergence(compiled=recipe.compile)
         self._training_lines: list[Line] | None = None
@@ -85,6 +84,14 @@ class DraftTask(Task):
             recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
             lines = read_lines(path, [*training, *held_out], recorder, accelerator, report)
             self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
+
+    def _new_module(self) -> BlocksNetwork | UnrolledNetwork:
+        recipe, source = self.recipe, str(self.recipe_path)
+        if recipe.model == "mtp":
+            return new_mtp(self.target)
+        if recipe.model == "eagle3":
+            return new_eagle3(recipe.draft, self.target, source=source)
+        return new_network(recipe.model, recipe.draft, self.target, source=source)
 
     def _examples(self, stage: Stage) -> tuple[Examples, Path]:
         """The examples of this process in a stage, and the folder in which their teacher batches are cached."""
@@ -181,8 +188,9 @@ class DraftTask(Task):
         return check_memory(needs, device, folder, num_processes=self.share[1], source=self.recipe_path)
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
-        if isinstance(self.module, Eagle3Network):
-            return unrolled_loss(self.module, self._teacher_batches[step], compare=self._compare)
+        if isinstance(self.module, UnrolledNetwork):
+            batch, num_steps = self._teacher_batches[step], stage.unrolled_steps
+            return unrolled_loss(self.module, batch, num_steps=num_steps, compare=self._compare)
         seed = (self.recipe.seed * 1000 + self._stage_number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
         subnet, self._head_masks = self._subnet(stage, generator)
@@ -206,7 +214,7 @@ class DraftTask(Task):
         self.module.eval()
         metrics = []
         for batch in self._held_out:
-            if isinstance(self.module, Eagle3Network):
+            if isinstance(self.module, UnrolledNetwork):
                 metrics.append(unrolled_loss(self.module, batch)[1])
             else:
                 noise = torch.Generator().manual_seed(0)
@@ -222,6 +230,8 @@ class DraftTask(Task):
     def save(self, folder: Path) -> None:
         if isinstance(self.module, Eagle3Network):
             save_eagle3(self.module, folder)
+        elif isinstance(self.module, MtpNetwork):
+            save_mtp(self.module, folder)
         else:
             self.module.token_frequencies = self._token_frequencies()
             save_draft(self.module, folder)

@@ -18,7 +18,9 @@ from autotune.workloads.code.examples import CODE_TASKS
 from autotune.workloads.digits import TASKS
 
 Objective = Literal["grounding", "answers", "text", "distillation", "drafting"]
-FEATURE_DRAFTS = (*NETWORKS, "eagle3")
+UNROLLED = ("eagle3", "mtp")
+"""Drafts that are trained by unrolling their own drafting (``training/unrolled.py``)."""
+FEATURE_DRAFTS = (*NETWORKS, *UNROLLED)
 FILES = "files"
 """Share of rows that are windows of files alone, among the tasks of the workload ``code``."""
 WORKLOAD_TASKS: dict[str, tuple[str, ...]] = {"digits": TASKS, "code": (*CODE_TASKS, FILES)}
@@ -27,6 +29,7 @@ LOSS_WEIGHTS = {
     "star": (1.0, 0.2),  # STAR, eq. 3
     "specvlm": (0.1, 1.0),  # SpecVLM, eq. 3
     "eagle3": (1.0, 0.0),  # EAGLE-3 has no loss of features
+    "mtp": (1.0, 0.0),
 }
 """Weights of the logits' and of the features' loss in the paper of each draft."""
 
@@ -80,6 +83,8 @@ class Stage(Document):
     """Drafting: weight of the SmoothL1 loss between the draft's states and the target's last features. None: that of the
     draft's paper.
     """
+    unrolled_steps: int = Field(default=6, ge=1)
+    """Drafting of ``eagle3`` and ``mtp``: number of tokens that are drafted at every position, one from the next."""
     gate_examples: int = Field(default=1, ge=1)
     """Drafting of ``specvlm`` with a selecting gate: examples of each batch on which the losses of all operators are
     compared to train the gate.
@@ -119,7 +124,7 @@ class Recipe(Document, kind="recipe"):
 
     name: str
     description: str
-    model: Literal["target", "independent", "star", "dream", "specvlm", "eagle3"]
+    model: Literal["target", "independent", "star", "dream", "specvlm", "eagle3", "mtp"]
     teacher: str | None = None
     """The target of a draft: a folder relative to the recipe, or (for drafts that read features) a Hugging Face id. The
     draft uses its tokenizer and processor.
@@ -182,16 +187,18 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         if (stage.objective == "drafting") != reads_features:
             rule = f"objective drafting is for {', '.join(FEATURE_DRAFTS)}, the others for other models"
             yield f"{rule}; got {stage.objective} for {recipe.model}; change one of them"
-        if recipe.model == "eagle3" and (
+        if recipe.model in UNROLLED and (
             stage.distillation != "none" or stage.subnets != "full" or stage.feature_weight
         ):
-            yield "an eagle3 head has no subnets and imitates no features; remove distillation, subnets and feature_weight"
+            yield f"an {recipe.model} head has no subnets and imitates no features; remove distillation, subnets and feature_weight"
         if stage.objective == "text" and recipe.workload == "digits":
             yield "objective text is for the workload code; got it for digits; change one of them"
         if recipe.workload == "code" and stage.objective in ("grounding", "answers"):
             yield f"objectives of the workload code are text, distillation and drafting; got {stage.objective}; change it"
         if stage.objective == "distillation" and recipe.teacher is None:
             yield "objective distillation needs a teacher; add 'teacher: ../target' to the recipe"
+    if recipe.model == "mtp" and recipe.draft:
+        yield f"an mtp head has the sizes of its target's layers; got draft {recipe.draft}; remove it"
     if recipe.data.file is not None and not reads_features:
         yield f"data.file is for {', '.join(FEATURE_DRAFTS)}; got it for {recipe.model}; remove it"
     has_tasks = "tasks" in recipe.model_fields_set or any(stage.tasks is not None for stage in recipe.stages)

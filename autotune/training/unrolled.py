@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 heads: drafting is unrolled for a few tokens at every position (training-time test, EAGLE-3, arXiv 2503.01840).
+"""Training of EAGLE-3 and multi-token prediction heads: drafting is unrolled for a few tokens at every position (training-time test, EAGLE-3, arXiv 2503.01840).
 
 In step 0 every row reads the target's features of the token before. In step k, row i reads the state that step k - 1 gave
 row i - 1, and attends to what it would have in its cache: keys of step 0 up to row i - k, the last that read the target,
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from autotune.drafters.blocks import AttentionContext
 from autotune.drafters.eagle3 import Eagle3Network
+from autotune.drafters.mtp import MtpNetwork
 from autotune.modeling.graph_runner import KVSlots
 from autotune.training.divergence import Divergence, divergence
 from autotune.training.teacher import TeacherBatch
 
 NUM_STEPS = 6
 STEP_WEIGHT = 0.8  # of the loss of a step, relative to the step before
+UnrolledNetwork = Eagle3Network | MtpNetwork
+"""Networks of one layer that draft further tokens from their own states."""
 
 
 class UnrolledKeys:
@@ -35,29 +38,37 @@ class UnrolledKeys:
         return keys, values
 
 
-def unrolled_mask(num_rows: int, step: int) -> Tensor:
-    """Whether row i of a step attends to column (step j, row) [1, 1, num_rows, (step + 1) * num_rows]; every row sees itself."""
-    rows = torch.arange(num_rows)[:, None]
+def unrolled_mask(num_rows: int, step: int, first: int = 0) -> Tensor:
+    """Whether row i of a step attends to column (step j, row) [1, 1, rows, columns]; every row sees itself. All steps but 0
+    have the rows from ``first`` on.
+    """
     columns = torch.arange(num_rows)
-    of_steps = [columns <= rows - step, *(columns == rows - step + earlier for earlier in range(1, step + 1))]
+    rows = columns[first if step else 0 :, None]
+    of_steps = [columns <= rows - step, *(columns[first:] == rows - step + earlier for earlier in range(1, step + 1))]
     return torch.cat(of_steps, 1)[None, None]
 
 
-def unrolled_states(network: Eagle3Network, stream: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:
-    """States [batch, n, state size] of every step, for embeddings ``stream`` and the target's ``features``, [batch, n, ...] each.
-    In step k, those of the first k rows mean nothing, because there is nothing before them to be drafted from.
+def unrolled_states(
+    network: UnrolledNetwork, stream: Tensor, features: Tensor, num_steps: int, *, first: int = 0
+) -> Iterator[Tensor]:
+    """States [batch, rows, state size] of every step, for embeddings ``stream`` and the target's ``features``, [batch, n, ...]
+    each. Step 0 has all n rows, the others those from ``first`` on. In step k, the first k of these mean nothing, because there
+    is nothing before them to be drafted from.
     """
     rows = torch.arange(stream.shape[1], device=stream.device)
     factors, cache = network.factors(rows)[None], UnrolledKeys()
     for step in range(num_steps):
-        context = AttentionContext(unrolled_mask(len(rows), step).to(stream.device), (cache,))
-        states = network(stream, features, factors, context)
+        context = AttentionContext(unrolled_mask(len(rows), step, first).to(stream.device), (cache,))
+        states = network(network.fuse(stream, features), features, factors, context)
         yield states
+        if step == 0:
+            stream, features, factors = stream[:, first:], features[:, first:], factors[:, first:]
+            states = states[:, first:]
         features = torch.cat([features[:, :1], network.own_features(states)[:, :-1]], 1)
 
 
 def unrolled_loss(
-    network: Eagle3Network, batch: TeacherBatch, *, num_steps: int = NUM_STEPS, compare: Divergence = divergence
+    network: UnrolledNetwork, batch: TeacherBatch, *, num_steps: int = NUM_STEPS, compare: Divergence = divergence
 ) -> tuple[Tensor, dict[str, float]]:
     """The KL divergence from the target's distribution, averaged over the steps with falling weights, and figures to display.
 
@@ -65,14 +76,16 @@ def unrolled_loss(
     ``own_agreement`` the same in the later steps.
     """
     hidden, last = batch.hidden, network.config.num_target_layers
-    features = network.target_features({layer: hidden[layer][:, :-1] for layer in network.config.layers})
+    features = network.target_features({layer: hidden[layer][:, :-1] for layer in network.layers_read(None)})
     stream, is_loss = batch.embeddings[:, 1:], batch.loss_mask[:, 1:]  # sequences without their first token
     teacher_logprobs = batch.head(hidden[last][:, 1:][is_loss]).float().log_softmax(-1)
     row = is_loss.nonzero()[:, 1]
+    first = max(0, int(row.min()) - num_steps)  # drafting is unrolled in the answers only
     losses, agreements = [], []
-    for step, states in enumerate(unrolled_states(network, stream, features, num_steps)):
-        is_drafted = row >= step
-        token_losses, agrees = compare(network.logits(states[is_loss], batch.head), teacher_logprobs)
+    for step, states in enumerate(unrolled_states(network, stream, features, num_steps, first=first)):
+        is_drafted = row >= first + step
+        logits = network.logits(states[is_loss[:, -states.shape[1] :]], batch.head)
+        token_losses, agrees = compare(logits, teacher_logprobs)
         losses.append(token_losses[is_drafted].mean())
         agreements.append(agrees[is_drafted].mean().item())
     weights = torch.tensor([STEP_WEIGHT**step for step in range(num_steps)], device=stream.device)

@@ -18,7 +18,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.training.examples import JsonlExamples, Line, read_lines, split_file
-from autotune.training.recipe import FEATURE_DRAFTS, load_recipe
+from autotune.training.recipe import FEATURE_DRAFTS, UNROLLED, load_recipe
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
 from autotune.workloads.prompt import load_prompt
@@ -307,7 +307,7 @@ def test_contradicting_keys_of_a_recipe(tmp_path: Path) -> None:
     changes = {"model": "independent", "stages": [stage], "data": {"file": "a.jsonl"}}
     path = write_recipe(tmp_path / "recipe.yaml", "x", **changes, drop=("tasks",))
     with pytest.raises(
-        UserError, match=r"data.file is for dream, star, specvlm, eagle3; got it for independent; remove it"
+        UserError, match=r"data.file is for dream, star, specvlm, eagle3, mtp; got it for independent; remove it"
     ):
         load_recipe(path)
 
@@ -337,14 +337,16 @@ def test_every_kind_of_draft_trains_on_a_file(
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "examples.jsonl")
     stage = {"objective": "drafting", "steps": 2, "batch_size": 2, "learning_rate": 1e-3}
-    changes = {"model": model, "stages": [stage], "data": {"file": "examples.jsonl"}}
+    changes: dict[str, Any] = {"model": model, "stages": [stage], "data": {"file": "examples.jsonl"}}
+    if model == "mtp":
+        changes["draft"] = {}  # sizes are the target's
     folder = train(
         write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder), **changes, drop=("tasks",)),
         output=tmp_path / "draft",
     )
     target = Target(pair.target)
     assert load_draft(str(folder), target).kind == model
-    if model != "eagle3":  # a head has a vocabulary of its own
+    if model not in UNROLLED:  # their vocabularies are not cut
         frequencies = load_network(folder).token_frequencies
         assert frequencies is not None and len(frequencies) == target.vocab_size
         num_tokens = float(frequencies.sum())

@@ -1,4 +1,4 @@
-"""Unrolled drafting of EAGLE-3 heads, against drafting token by token."""
+"""Unrolled drafting of EAGLE-3 and multi-token prediction heads, against drafting token by token."""
 
 from __future__ import annotations
 
@@ -11,30 +11,39 @@ from safetensors.torch import load_file
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.eagle3 import Eagle3Network, new_eagle3, save_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.mtp import new_mtp
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.training.recipe import load_recipe
 from autotune.training.teacher import Example, Teacher
-from autotune.training.unrolled import unrolled_loss, unrolled_states
+from autotune.training.unrolled import UnrolledNetwork, unrolled_loss, unrolled_states
 from tests.tiny_models import Inputs
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "mlp_size": 32, "layers": [1, 2, 3]}
 STEPS = 4
 
 
-@pytest.fixture
-def head(target: Target) -> Eagle3Network:
+def new_head(kind: str, target: Target) -> UnrolledNetwork:
     torch.manual_seed(0)
-    head = new_eagle3(SIZES, target, source="test")
+    head: UnrolledNetwork = new_mtp(target) if kind == "mtp" else new_eagle3(SIZES, target, source="test")
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=1.0 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5)
     return head
 
 
+@pytest.fixture
+def head(target: Target) -> Eagle3Network:
+    head = new_head("eagle3", target)
+    assert isinstance(head, Eagle3Network)
+    return head
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 @torch.no_grad()
-def test_every_step_is_what_drafting_token_by_token_would_read(head: Eagle3Network) -> None:
+def test_every_step_is_what_drafting_token_by_token_would_read(target: Target, kind: str) -> None:
     """Row i of step k: the target's features up to row i - k, then k tokens drafted from the head's own states."""
-    num_rows, width = 9, head.config.state_size
+    head = new_head(kind, target)
+    num_rows, width = 9, head.config.width
     stream, features = torch.randn(2, num_rows, width), torch.randn(2, num_rows, width)
     unrolled = list(unrolled_states(head, stream, features, STEPS))
     for step, found in enumerate(unrolled):
@@ -42,21 +51,29 @@ def test_every_step_is_what_drafting_token_by_token_would_read(head: Eagle3Netwo
             read = features[:, : row - step + 1]
             for _ in range(step):
                 count = read.shape[1]
-                states = head(stream[:, :count], read, head.factors(torch.arange(count))[None])
+                states = head(head.fuse(stream[:, :count], read), read, head.factors(torch.arange(count))[None])
                 read = torch.cat([read, states[:, -1:]], 1)
-            expected = head(stream[:, : row + 1], read, head.factors(torch.arange(row + 1))[None])[:, -1]
-            torch.testing.assert_close(found[:, row], expected, atol=1e-5, rtol=1e-4)
+            whole = head(head.fuse(stream[:, : row + 1], read), read, head.factors(torch.arange(row + 1))[None])
+            torch.testing.assert_close(found[:, row], whole[:, -1], atol=1e-5, rtol=1e-4)
+    first = 3
+    for step, found in enumerate(unrolled_states(head, stream, features, STEPS, first=first)):
+        assert found.shape[1] == (num_rows if step == 0 else num_rows - first)
+        expected = unrolled[step][:, first + step :]
+        torch.testing.assert_close(found[:, -expected.shape[1] :], expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_the_loss_ignores_padding_and_reaches_every_weight(
-    target: Target, head: Eagle3Network, prompts: dict[str, Inputs]
+    target: Target, prompts: dict[str, Inputs], kind: str
 ) -> None:
+    head = new_head(kind, target)
+    layers = head.layers_read(None)
     with torch.no_grad():
         encoded = [target.encode(inputs).prompts[0] for inputs in prompts.values()]
     examples = [Example(prompt, len(prompt) - 9) for prompt in encoded]
     teacher = Teacher(target)
-    together = unrolled_loss(head, teacher.read(examples, layers=SIZES["layers"]), num_steps=STEPS)[0]
-    alone = [unrolled_loss(head, teacher.read([one], layers=SIZES["layers"]), num_steps=STEPS)[0] for one in examples]
+    together = unrolled_loss(head, teacher.read(examples, layers=layers), num_steps=STEPS)[0]
+    alone = [unrolled_loss(head, teacher.read([one], layers=layers), num_steps=STEPS)[0] for one in examples]
     torch.testing.assert_close(together, torch.stack(alone).mean(), atol=1e-4, rtol=1e-4)
     together.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
@@ -77,6 +94,16 @@ def test_a_new_head_has_the_targets_output_head(target: Target) -> None:
     head = new_eagle3(SIZES, target, source="test")
     states = torch.randn(3, head.config.state_size)
     torch.testing.assert_close(head.lm_head(states), target.text.logits(states))
+
+
+def test_an_mtp_head_has_no_sizes_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "schema: autotune.recipe/1\nname: a\ndescription: b\nmodel: mtp\nteacher: ../target\ndraft: {mlp_size: 64}\nstages:\n"
+        "  - {objective: drafting, steps: 1, batch_size: 1, learning_rate: 1.0}\n"
+    )
+    with pytest.raises(UserError, match=r"an mtp head has the sizes of its target's layers; got draft .*; remove it"):
+        load_recipe(path)
 
 
 @pytest.mark.parametrize(

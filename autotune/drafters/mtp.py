@@ -1,0 +1,214 @@
+"""``mtp``: multi-token prediction heads, as they are trained with DeepSeek-V3, GLM-4.5 and Qwen3.5, and new ones.
+
+A head normalizes the embedding of a token and the target's last hidden state before it, projects their concatenation, and runs
+one decoder layer of the target's own type; a norm follows, then the target's output head (DeepSeek-V3, arXiv 2412.19437,
+section 2.2). To draft further tokens the head reads its own states in place of the target's. Of a checkpoint with
+several heads the first is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, KeysValues
+from autotune.drafters.network import DraftNetwork, NetworkConfig
+from autotune.errors import UserError
+from autotune.modeling.graph_runner import KVSlots
+from autotune.modeling.target import Target
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class MtpConfig(NetworkConfig):
+    """Sizes of a head's target. The head's own are those of the target's layers."""
+
+    kind: str = "mtp"
+
+
+class MtpNetwork(DraftNetwork):
+    """One head.
+
+    Args:
+        target: the model whose layers and rotary embedding the head has.
+
+    Raises:
+        UserError: a target whose layers have no norm, or whose cache is not of keys and values.
+    """
+
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig, target: Target) -> None:
+        super().__init__()
+        text = target.text
+        self.config = config
+        self.embedding = self.first_feature = self.token_ids = None  # trained on sequences without their first token
+        self.layer_config = _layer_config(text.config)
+        last, hidden = text.layers[-1], config.hidden_size
+        new_norm = next((type(part) for name, part in last.named_children() if "norm" in name), None)
+        if new_norm is None:
+            raise UserError(
+                f"an mtp head has the norms of its target's layers; those of {text.config.model_type} have none; use another draft"
+            )
+        eps = getattr(self.layer_config, "rms_norm_eps", None) or getattr(self.layer_config, "layer_norm_eps", 1e-6)
+        self.enorm, self.hnorm, self.norm = (new_norm(hidden, eps=eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer = type(last)(self.layer_config, 0)
+        # The target's own rotary embedding, which is no part of the head.
+        self._rotary = (getattr(text.module, "rotary_emb", None),)
+
+    def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
+        num_heads, *sizes = self._cache_sizes
+        return [BlockCache(num_heads, max(sizes), capacity, dtype=dtype, device=device)]
+
+    @property
+    def _cache_sizes(self) -> tuple[int, int, int]:
+        """Heads, and sizes of a key and of a value, as the layer gives them to a cache."""
+        found: list[tuple[Tensor, Tensor]] = []
+
+        class Probe:
+            def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+                found.append((key, value))
+                return key, value
+
+        weight = self.eh_proj.weight
+        with torch.no_grad():
+            row, factors = weight.new_zeros(1, 1, len(weight)), self.factors(torch.zeros(1, 1, device=weight.device))
+            self._run_layer(row, factors, None, Probe())
+        key, value = found[0]
+        return key.shape[1], key.shape[-1], value.shape[-1]
+
+    def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """The target's last hidden states, after its final norm."""
+        (states,) = hidden.values()
+        return states
+
+    def own_features(self, states: Tensor) -> Tensor:
+        return states
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """Cosines and sines of the target's rotary embedding, [..., n, 2, rotated size]."""
+        (rotary,) = self._rotary
+        weight = self.eh_proj.weight
+        if rotary is None:
+            return weight.new_zeros(*positions.shape, 2, 0)
+        config, options = self.layer_config, {}
+        if config.nested_rope_parameter_keys(config.rope_parameters):  # one for each type of layer
+            options["layer_type"] = config.layer_types[0]
+        cos, sin = rotary(weight, positions.reshape(1, -1), **options)
+        return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
+
+    def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """The projection of both, normalized: the embedding first, as in published checkpoints."""
+        parts = [self.enorm(embeddings), self.hnorm(features)]
+        if getattr(self.layer_config, "mtp_hidden_states_first", False):
+            parts.reverse()
+        return self.eh_proj(torch.cat(parts, -1))  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        stream: Tensor,
+        features: Tensor,
+        factors: Tensor,
+        context: AttentionContext = WITHIN_BATCH,
+        *,
+        crossing: Crossing | None = None,
+    ) -> Tensor:
+        """The layer's normalized output [batch, n, hidden], input of the target's head and features of the next token."""
+        cache = context.caches[0]
+        keys = None if cache is None else _LayerCache(cache, context.begin)
+        return self.norm(self._run_layer(stream, factors, context.mask, keys))  # type: ignore[no-any-return]
+
+    def _run_layer(self, stream: Tensor, factors: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        cosines_sines = (factors[..., 0, :], factors[..., 1, :]) if factors.shape[-1] else None
+        out = self.layer(stream, attention_mask=mask, position_embeddings=cosines_sines, past_key_values=cache)
+        return out[0] if isinstance(out, tuple) else out
+
+
+class _LayerCache:
+    """The part of transformers' cache that an attention layer calls, over ours. Keys and values may differ in size, as with
+    latent attention; the shorter ones are padded in the cache.
+    """
+
+    def __init__(self, cache: KeysValues, begin: int | KVSlots) -> None:
+        self._cache, self._begin = cache, begin
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add keys and values of n tokens, [batch, heads, n, size] each; returns those that the tokens attend to."""
+        sizes = key.shape[-1], value.shape[-1]
+        both = torch.stack([pad(part, (0, max(sizes) - part.shape[-1])) for part in (key, value)], 2)
+        keys, values = self._cache.write(both, self._begin)
+        return keys[..., : sizes[0]], values[..., : sizes[1]]
+
+
+def _layer_config(config: Any) -> Any:
+    """The target's text config for one layer with full attention, whose attention takes masks as sdpa does."""
+    own = deepcopy(config)
+    own.num_hidden_layers = 1
+    own._attn_implementation = "sdpa"
+    if getattr(own, "layer_types", None) is not None:
+        own.layer_types = ["full_attention"]
+    if getattr(own, "mlp_layer_types", None) is not None:
+        own.mlp_layer_types = own.mlp_layer_types[-1:]
+    if hasattr(own, "first_k_dense_replace"):  # heads have experts, as all but the first layers
+        own.first_k_dense_replace = 0
+    return own
+
+
+def new_mtp(target: Target) -> MtpNetwork:
+    """Make a head for a target whose layer and norm begin as the target's last ones."""
+    config = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
+    network = MtpNetwork(config, target)
+    nn.init.normal_(network.eh_proj.weight, std=network.eh_proj.in_features**-0.5)
+    last = target.text.layers[-1].state_dict()
+    own = network.layer.state_dict()
+    if target.text.quantization is None and {name: t.shape for name, t in last.items()} == {
+        name: t.shape for name, t in own.items()
+    }:
+        network.layer.load_state_dict(last)
+        final = getattr(target.text.module, "norm", None)
+        if type(final) is type(network.norm):
+            network.norm.load_state_dict(final.state_dict())
+    return network
+
+
+def save_mtp(network: MtpNetwork, folder: Path) -> None:
+    """Save a head with weights in bfloat16. They are loaded in the target's precision."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS)
+    network.config.save(folder / CONFIG)
+
+
+def load_mtp(folder: Path, target: Target, *, random_weights: bool = False) -> MtpNetwork:
+    """Load a head that ``save_mtp`` saved.
+
+    Raises:
+        UserError: a head for another target.
+    """
+    network = MtpNetwork(MtpConfig.load(folder / CONFIG), target)
+    if not random_weights:
+        fill(network, load_file(folder / WEIGHTS), source=str(folder / WEIGHTS))
+    return network.eval().requires_grad_(False)
+
+
+def fill(network: MtpNetwork, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Set all weights of a head.
+
+    Raises:
+        UserError: missing or other tensors, or tensors of other shapes.
+    """
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(
+            f"{source}: not the tensors of an mtp head for this target ({' '.join(str(error).split())[:200]}); use a head "
+            "made for this target"
+        ) from None
