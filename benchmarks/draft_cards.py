@@ -339,7 +339,9 @@ def write(draft: Path) -> None:
     rows = [row for row in rows if not row.get("temperature")]
     measured_rows = [row for row in rows if row["sha256"] == sha256 and not row["label"]]
     full = next(row for row in measured_rows if row["subnet"] == {"visual_keep": config.get("visual_keep", 1.0)})
-    kind, data = config.get("kind", "independent"), recipe.get("data", {}).get("num_examples")
+    kind, data = recipe["model"], recipe.get("data", {}).get("num_examples")
+    is_text = recipe.get("workload") == "code"
+    borrowed = {"independent": "", "eagle3": "; embeddings are those of the target"}
     examples = f"{data:,} examples" if data else "every example once"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
     path = draft / "README.md"
@@ -358,8 +360,8 @@ def write(draft: Path) -> None:
         f"| kind | `{kind}` |",
         f"| target | [`{draft.parent.name}/target`](../target) |",
         f"| trained by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
-        f"| data | the training split of the bundled workload `{recipe.get('workload', 'digits')}`, {examples}; the target's distributions along the reference answers |",
-        f"| parameters | {full['parameters']:,}{'' if kind == 'independent' else '; embeddings and output head are those of the target'} |",
+        f"| data | the training split of the bundled workload `{recipe.get('workload', 'digits')}`, {examples}; the target's distributions along {'rows of files and tasks' if is_text else 'the reference answers'} |",
+        f"| parameters | {full['parameters']:,}{borrowed.get(kind, '; embeddings and output head are those of the target')} |",
         "| licence | Apache-2.0 |",
         f"| sha256 of `model.safetensors` | `{sha256}` |",
         "",

@@ -17,6 +17,7 @@ from autotune.cost.roofline import estimate_table
 from autotune.documents.published_defaults import PUBLISHED_DEFAULTS
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.retrieval import RetrievalDraft
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET, load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -163,6 +164,29 @@ def test_rounds_that_retrieval_wins_ask_the_draft_for_nothing(pair, tmp_path, dr
     with_draft = replay(trace, parse_policy(tree | {"draft_free": 1.0}), free_prices())
     assert (with_draft.draft_forwards >= with_draft.rounds).all()
     assert replayed.draft_forwards.sum() < 0.9 * with_draft.draft_forwards.sum(), "no round was free of drafting"
+
+
+@pytest.mark.parametrize("num_prompts", [6, pytest.param(60, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_code_target_decodes_losslessly(num_prompts, temperature):
+    """With retrieval, which needs no training, chained and as a tree; greedily as ``generate`` does."""
+    processor, target = load_processor("code/target"), Target(load_model("code/target"))
+    decoder, plain = Decoder(target, RetrievalDraft()), Decoder(target)
+    workload = load_workload("code", "evaluate", num_prompts=num_prompts).sampled(temperature).cut(num_prompts, 64)
+    accepted = 0
+    for number, prompt in enumerate(workload.prompts):
+        inputs, tree = prompt.inputs(processor), {"policy": "chain", "depth": 4} if number % 2 else {"policy": "sage"}
+        decoder.configure(tree)
+        output = decoder.generate(**inputs, **prompt.settings.generation)
+        assert torch.equal(output.sequences, plain.generate(**inputs, **prompt.settings.generation).sequences)
+        if temperature == 0:
+            with torch.inference_mode():
+                expected = target.model.generate(
+                    **inputs, max_new_tokens=prompt.settings.max_new_tokens, do_sample=False
+                )
+            assert torch.equal(output.sequences, expected), prompt.name
+        accepted += sum(output.stats.accepted_lengths)
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("name", ["digits", "code"])
