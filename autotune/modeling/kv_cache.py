@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from autotune.device import check_room, free_memory
 from autotune.errors import UserError
-from autotune.execution import EAGER
+from autotune.execution import AUTO, EAGER
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, check_mode, padded_length, rounded_capacity
 from autotune.modeling.masks import MaskBuffer, TreeMask, first_visible, padded_masks
@@ -26,7 +27,7 @@ from autotune.trees.limits import Ints
 MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
 
 
-class _SlabLayer(CacheLayerMixin):  # type: ignore[misc]
+class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's view of the slab. It shows attention all tokens up to the last one that its window reaches."""
 
     is_croppable = False
@@ -84,11 +85,11 @@ class SlabCache(Cache):  # type: ignore[misc]
 
     Args:
         windows: attention window of each layer; None sees everything.
-        devices: device of each layer.
+        devices: device of each layer; None for a layer without keys and values (see ``hybrid_cache.py``).
         capacity: in tokens.
     """
 
-    def __init__(self, windows: Sequence[int | None], devices: Sequence[torch.device], capacity: int) -> None:
+    def __init__(self, windows: Sequence[int | None], devices: Sequence[torch.device | None], capacity: int) -> None:
         self.capacity = capacity
         self.length = 0  # committed tokens
         self.num_uncommitted = 0  # tokens of earlier steps of this round that the next forward pass may see
@@ -96,7 +97,24 @@ class SlabCache(Cache):  # type: ignore[misc]
         """Set during a forward pass over fixed buffers (see ``graph_runner.py``)."""
         self._devices = list(devices)
         self._slabs: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        super().__init__(layers=[_SlabLayer(self, index, window) for index, window in enumerate(windows)])
+        super().__init__(layers=[self._new_layer(index, window) for index, window in enumerate(windows)])
+
+    def _new_layer(self, index: int, window: int | None) -> Any:
+        return SlabLayer(self, index, window)
+
+    @contextmanager
+    def forward_pass(self, num_uncommitted: int, *, is_final: bool = False) -> Iterator[None]:
+        """The context of a forward pass after the prefill.
+
+        Args:
+            num_uncommitted: tokens of earlier steps of this round that it sees.
+            is_final: all of its tokens will be committed.
+        """
+        self.num_uncommitted = num_uncommitted
+        try:
+            yield
+        finally:
+            self.num_uncommitted = 0
 
     def allocate(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """One layer's views of the slabs. The layer calls this at its first update.
@@ -105,6 +123,7 @@ class SlabCache(Cache):  # type: ignore[misc]
             UserError: layers with different head counts or sizes.
         """
         device = self._devices[layer]
+        assert device is not None
         if device not in self._slabs:
             num_layers = self._devices.count(device)
             self._slabs[device] = tuple(  # type: ignore[assignment]
@@ -216,6 +235,11 @@ class CachedModel(ABC):
         """Number of devices that the model is spread over."""
         return 1
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep recurrent or convolution states, which follow one path."""
+        return False
+
     @abstractmethod
     def _allocate(self, capacity: int) -> None:
         """Allocate a cache and masks for ``capacity`` tokens."""
@@ -299,6 +323,21 @@ class CachedModel(ABC):
         """How forward passes after the prefill run (``autotune.execution.MODES``)."""
         return EAGER if self.graph_runner is None else self.graph_runner.mode
 
+    def check_mode(self, name: str) -> str:
+        """Return the mode if it is available for this model; of ``auto``, the one that it runs in.
+
+        Raises:
+            UserError: see ``graph_runner.check_mode``; or any mode but eager for a model with states.
+        """
+        if not self.has_states:
+            return check_mode(name, self.device, self.num_devices)
+        if name not in (EAGER, AUTO):
+            raise UserError(
+                f"{self.description} keeps recurrent or convolution states, which only mode eager can take back; got mode "
+                f"{name}; choose eager"
+            )
+        return EAGER
+
     def use_mode(self, name: str) -> None:
         """Set ``mode``. Captures of other modes are kept.
 
@@ -309,7 +348,7 @@ class CachedModel(ABC):
             self.graph_runner = None
             return
         if name not in self._graph_runners:
-            check_mode(name, self.device, self.num_devices)
+            self.check_mode(name)
             runner = self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
             self.readers.add(runner)
         self.graph_runner = self._graph_runners[name]

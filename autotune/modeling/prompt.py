@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.modeling.kv_cache import SlabCache
+from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.text_model import TextModel
 from autotune.modeling.vision_timing import timed_vision
 
@@ -204,7 +204,7 @@ def _text_inputs(model: Any, text: TextModel, inputs: dict[str, Any]) -> dict[st
         raise _TextModelReached
 
     # Without an empty cache, the model takes positions that restart for several packed sequences.
-    cache = SlabCache(text.layer_windows, [text.device] * len(text.layers), 0)
+    cache = new_cache(text, 0)
     hook = text.module.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 # position or compaction shows.
 _PARENTS = (-1, 0, 0, 1, 1, 2, 2, 5, 6, 6)
 _KEPT = (0, 2, 6, 9)
+# For models with states, which follow one path.
+_CHAIN = tuple(range(-1, 9))
+_KEPT_OF_CHAIN = (0, 1, 2, 3)
 _PROMPT_TOKENS = 24
 _LONGEST_PROMPT = 512
 _SLACK = 4.0
@@ -38,8 +42,8 @@ class SelfCheckNotice(UserWarning):
 
 @torch.inference_mode()
 def check_tree_decoding(model: TreeModel) -> None:
-    """Compare two rounds of a tree, the first committed in part, with transformers' own forward passes. Model types that
-    the test suite covers are not checked again.
+    """Compare two rounds of a tree (with states: a chain), the first committed in part, with transformers' own forward
+    passes. Model types that the test suite covers are not checked again.
 
     Raises:
         UserError: the logits differ by more than those of transformers' own forward passes, or the model does not run.
@@ -82,26 +86,27 @@ def compare_tree_decoding(model: TreeModel) -> tuple[float, float]:
     uncached ones, both in standard deviations of the logits.
     """
     windows = [window for window in model.text.windows.values() if window is not None]
+    parents, kept = (_CHAIN, _KEPT_OF_CHAIN) if model.has_states else (_PARENTS, _KEPT)
     num_tokens = min(max([_PROMPT_TOKENS, *(window + 8 for window in windows)]), _LONGEST_PROMPT)
     generator = torch.Generator().manual_seed(0)
-    random_tokens = torch.randint(0, model.vocab_size, (num_tokens + 2 * len(_PARENTS),), generator=generator)
+    random_tokens = torch.randint(0, model.vocab_size, (num_tokens + 2 * len(parents),), generator=generator)
     prompt, trees = random_tokens[:num_tokens].tolist(), random_tokens[num_tokens:].reshape(2, -1).tolist()
 
-    model.reserve(num_tokens + 2 * len(_PARENTS))
+    model.reserve(num_tokens + 2 * len(parents))
     tokens = torch.tensor(prompt, device=model.device)
     logits = [model.prefill_prompt(Prompt(tokens, torch.zeros_like(tokens, dtype=torch.bool)))]
     texts = [prompt]
     committed = prompt
     for tree in trees:
-        paths = [_path(node) for node in range(len(tree))]
+        paths = [_path(parents, node) for node in range(len(tree))]
         tree_mask = np.full((len(tree), len(tree)), model.mask_value, np.float32)
         for node, path in enumerate(paths):
             tree_mask[node, path] = 0.0
         offsets = np.array([len(path) - 1 for path in paths])
         logits.extend(model.forward(Step(np.array(tree), offsets, tree_mask)))
         texts += [committed + [tree[node] for node in path] for path in paths]
-        model.cache.keep(list(_KEPT))
-        committed = committed + [tree[node] for node in _KEPT]
+        model.cache.keep(list(kept))
+        committed = committed + [tree[node] for node in kept]
     model.cache.clear()
 
     expected = torch.stack([_uncached(model, text) for text in texts])
@@ -112,8 +117,8 @@ def compare_tree_decoding(model: TreeModel) -> tuple[float, float]:
     return difference, noise
 
 
-def _path(node: int) -> list[int]:
-    return [node] if node == 0 else [*_path(_PARENTS[node]), node]
+def _path(parents: Sequence[int], node: int) -> list[int]:
+    return [node] if node == 0 else [*_path(parents, parents[node]), node]
 
 
 def _uncached(model: TreeModel, text: list[int]) -> Tensor:

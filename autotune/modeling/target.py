@@ -61,17 +61,17 @@ class Target(TreeModel):
         scores = {}
 
         def rank_by_last_layer(attention: LayerAttention) -> None:
-            if attention.layer == len(self.text.layers) - 1:
+            if attention.layer == self.text.attending_layers[-1]:
                 for ranking in rankings:
                     scores[ranking] = visual_scores(ranking, prompt.tokens, prompt.is_visual, attention)
 
         with observed_attention(self.text, rank_by_last_layer):
             logits = self.prefill_prompt(prompt)
-        assert scores, "the last layer did not use the attention interface"
+        assert scores, "the last layer with attention did not use the attention interface"
         return Prefilled(prompt, logits, scores)
 
     def step(self, token: int) -> Tensor:
         """Decode one token without a tree and commit it; returns the logits after it, [vocabulary]."""
-        logits = self.forward(Step(np.array([token]), np.zeros(1, np.int64), np.zeros((1, 1), np.float32)))
+        logits = self.forward_final(Step(np.array([token]), np.zeros(1, np.int64), np.zeros((1, 1), np.float32)))
         self.cache.advance(1)
         return logits[0]

@@ -5,6 +5,7 @@ needs code of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ KNOWN_TEXT_TYPES = (*_KNOWN_TEXT_ONLY_TYPES, "qwen2_vl_text", "qwen2_5_vl_text",
 _KNOWN_QWEN_VL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _KNOWN_LLAVA_TYPES = ("llava", "llava_next", "llava_onevision")
 KNOWN_VISION_TYPES = (*_KNOWN_LLAVA_TYPES, *_KNOWN_QWEN_VL_TYPES, "idefics3", "smolvlm", "mistral3", "gemma3")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_ATTENDING_TYPES = ("full_attention", "sliding_attention", "hybrid")  # hybrid: full attention beside a state
+STATE_TYPES = ("linear_attention", "conv", "hybrid")
+"""Layers with a recurrent or convolution state, which cannot drop tokens."""
+_CACHELESS_TYPES = ("moe", "mlp")
+_LAYER_TYPES = frozenset((*_ATTENDING_TYPES, *STATE_TYPES, *_CACHELESS_TYPES))
 # Kernels that take an additive mask. Others take sequence lengths only and would ignore a tree mask.
 _ATTENTION = ("sdpa", "eager")
 # Rotary frequencies that depend on the sequence length: all nodes of a tree would get those of its deepest node.
@@ -45,8 +50,23 @@ class TextModel:
 
     @property
     def layer_windows(self) -> list[int | None]:
-        """Attention window of each layer."""
-        return [self.windows[layer_type] for layer_type in self.layer_types]
+        """Attention window of each layer; None too for layers without attention."""
+        return [self.windows.get(layer_type) for layer_type in self.layer_types]
+
+    @property
+    def attending_layers(self) -> tuple[int, ...]:
+        """Layers that cache keys and values, in order."""
+        return tuple(n for n, layer_type in enumerate(self.layer_types) if layer_type in _ATTENDING_TYPES)
+
+    @cached_property
+    def mixers(self) -> dict[int, nn.Module]:
+        """By layer with a recurrent or convolution state, the module that updates it."""
+        return {n: _mixer(self.config, self.layers[n]) for n, name in enumerate(self.layer_types) if name in STATE_TYPES}
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep recurrent or convolution states, so that chains can be verified, but no trees."""
+        return not set(STATE_TYPES).isdisjoint(self.layer_types)
 
     @property
     def vocab_size(self) -> int:
@@ -90,7 +110,7 @@ class TextModel:
         config = self.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * len(self.layers) * heads * head_size * self.dtype.itemsize)
+        return int(2 * len(self.attending_layers) * heads * head_size * self.dtype.itemsize)
 
     @property
     def has_plain_head(self) -> bool:
@@ -160,7 +180,7 @@ def text_model_of(model: Any) -> TextModel:
         layer_types=layer_types,
         windows={
             layer_type: int(config.sliding_window) if layer_type == "sliding_attention" else None
-            for layer_type in sorted(set(layer_types))
+            for layer_type in sorted({_mask_type(name) for name in layer_types if name in _ATTENDING_TYPES})
         },
         max_context=_max_context(config),
         is_text_only=is_text_only,
@@ -181,6 +201,23 @@ def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
+def _mask_type(layer_type: str) -> str:
+    """The layer type whose mask a layer with attention takes."""
+    return "full_attention" if layer_type == "hybrid" else layer_type
+
+
+def _mixer(config: Any, layer: nn.Module) -> nn.Module:
+    """The part of a layer that convolves the tokens: it knows its layer's index, by which it finds its state in the cache."""
+    found = [
+        part
+        for part in layer.modules()
+        if hasattr(part, "layer_idx") and any(isinstance(child, nn.Conv1d) for child in part.children())
+    ]
+    if len(found) != 1:
+        raise _refusal(config, f"{len(found)} modules of a layer with a state have a convolution, not one")
+    return found[0]
+
+
 def _layers(module: nn.Module, number: int) -> tuple[nn.Module, ...] | None:
     lists = [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == number]
     return tuple(lists[0]) if len(lists) == 1 else None
@@ -196,6 +233,8 @@ def _layer_types(config: Any) -> tuple[str, ...]:
     for layer_type in types:
         if layer_type not in _LAYER_TYPES:
             raise _refusal(config, f"it has layers of type {layer_type!r}, whose cache cannot drop rejected tokens")
+    if set(_ATTENDING_TYPES).isdisjoint(types):
+        raise _refusal(config, f"it has no attention, only layers of type {' and '.join(map(repr, sorted(set(types))))}")
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise _refusal(config, "its tokens see later tokens")
     return tuple(types)

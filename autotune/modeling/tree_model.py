@@ -16,11 +16,12 @@ from autotune.modeling.attention import choose_attention
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import uncopied_groups
-from autotune.modeling.kv_cache import CachedModel, SlabCache
+from autotune.modeling.hybrid_cache import new_cache
+from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.prompt import Encoded, Prompt, encode
 from autotune.modeling.step import DeviceStep, Step
-from autotune.modeling.text_model import device_of, text_model_of
+from autotune.modeling.text_model import text_model_of
 from autotune.modeling.transfer import to_device
 from autotune.trees.limits import Ints
 
@@ -51,7 +52,7 @@ class TreeModel(CachedModel):
 
     def _allocate(self, capacity: int) -> None:
         text = self.text
-        self.cache = SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity)
+        self.cache = new_cache(text, capacity)
         self._masks = MaskBuffer(text.windows, capacity, dtype=self.dtype, device=self.device)
         self._column_offsets = np.zeros(capacity, np.int64)  # of the uncommitted tokens
 
@@ -62,6 +63,10 @@ class TreeModel(CachedModel):
     @property
     def num_devices(self) -> int:
         return self.text.num_devices
+
+    @property
+    def has_states(self) -> bool:
+        return self.text.has_states
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -117,11 +122,16 @@ class TreeModel(CachedModel):
         with self._attention():
             return self._forward(step)
 
+    def forward_final(self, step: Step) -> Tensor:
+        """``forward`` of tokens that are all committed next, so that nothing is kept to take them back."""
+        with self._attention():
+            return self._forward(step, is_final=True)
+
     def _attention(self) -> AbstractContextManager[None]:
         """The context of forward passes with a mask."""
         return uncopied_groups(self.text.config) if self.text.has_grouped_queries else nullcontext()
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: Step, *, is_final: bool = False) -> Tensor:
         num_columns = step.tree_mask.shape[1]
         column_offsets = self._column_offsets[:num_columns]
         column_offsets[step.num_uncommitted :] = step.offsets
@@ -136,15 +146,12 @@ class TreeModel(CachedModel):
         mask = None
         if num_columns > 1:
             mask = self._masks.write(step.tree_mask, self.cache.length, step.offsets, column_offsets)
-        self.cache.num_uncommitted = step.num_uncommitted
-        try:
+        with self.cache.forward_pass(step.num_uncommitted, is_final=is_final):
             hidden = self._run(
                 input_ids=to_device(step.tokens, self.device)[None],
                 position_ids=to_device(positions if len(positions) == 1 else positions[:, None], self.device),
                 attention_mask=mask,
             )
-        finally:
-            self.cache.num_uncommitted = 0
         return self.text.logits(hidden[step.first_logits :])
 
     def forward_on_device(self, step: DeviceStep) -> Tensor:

@@ -62,7 +62,7 @@ class LayerAttention:
 def observed_attention(text: TextModel, callback: Callable[[LayerAttention], None]) -> Iterator[None]:
     """Call ``callback`` for every layer of forward passes of the text model inside the context."""
     text_config = text.config
-    numbers = {layer.self_attn: number for number, layer in enumerate(text.layers)}
+    numbers = {text.layers[number].self_attn: number for number in text.attending_layers}
     inner_name = text_config._attn_implementation
     inner = ALL_ATTENTION_FUNCTIONS.get(inner_name)
 
@@ -72,7 +72,7 @@ def observed_attention(text: TextModel, callback: Callable[[LayerAttention], Non
         if module in numbers:
             layer = numbers[module]
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            window = text.windows[text.layer_types[layer]]
+            window = text.layer_windows[layer]
             callback(LayerAttention(layer, query, key, scaling, kwargs.get("softcap"), window))
         if inner is None:  # eager attention is a function in the model's module, not in the table
             return _eager_of(module)(module, query, key, value, mask, **kwargs)
@@ -104,7 +104,7 @@ def visual_scores(
     Args:
         tokens: the prompt, [n].
         is_visual: whether each token is visual, bool [n].
-        attention: of the target's last layer, whose first n tokens are the prompt.
+        attention: of the target's last layer with attention, whose first n tokens are the prompt.
         row: the prompt's row of the batch.
     """
     visual, n = is_visual.nonzero().squeeze(1), len(tokens)

@@ -19,7 +19,6 @@ from autotune.drafters.draft import Draft
 from autotune.errors import UserError
 from autotune.execution import AUTO, capture_sizes_for
 from autotune.modeling.clock import now_ms
-from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
@@ -141,7 +140,7 @@ class Decoder:
         for point in self.points:
             if point.draft is not None:
                 point.draft.attach(self.target)
-        self.mode = check_mode(mode, self.target.device, self.target.num_devices)
+        self.mode = self.target.check_mode(mode)
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.threads, self.prefill_threads = threads, prefill_threads
         self.last_output = DecodingOutput(torch.empty(0, 0, dtype=torch.long), [])

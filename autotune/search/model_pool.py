@@ -23,7 +23,6 @@ from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.files import content_key
-from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
@@ -94,7 +93,7 @@ class ModelPool:
         self._random_weights = random_weights
         self.processor = load_processor(target, or_bundled=random_weights)
         self.target = Target(load_model(target, device=device, random_weights=random_weights))
-        self.mode = check_mode(mode, self.target.device, self.target.num_devices)
+        self.mode = self.target.check_mode(mode)
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.device = fingerprint(device)
         self._subnets: dict[DraftVariant, LoadedDraft] = {}
