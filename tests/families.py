@@ -566,6 +566,10 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 EMBEDDING = 0.7  # standard deviation of embeddings at the first layer's input, and of visual features
 LOGITS = 4.0  # standard deviation of the logits: best tokens have 10 to 90 %
+LAYER_OUTPUTS = (
+    *("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj"),
+    *("output_linear.weight", "w2.weight"),  # of Granite and LFM2
+)  # suffixes of the weights that produce what a layer adds
 PROJECTIONS = (
     "multi_modal_projector.linear_2.weight",
     "multi_modal_projector.mm_input_projection_weight",
@@ -588,7 +592,7 @@ def sharpen(model: PreTrainedModel, image_inputs: Inputs | None) -> None:
             weight.normal_(0.0, 0.3)
     text = model.get_decoder()
     for index, layer in enumerate(text.layers):
-        if hasattr(layer.self_attn, "q_norm"):
+        if hasattr(getattr(layer, "self_attn", None), "q_norm"):
             layer.self_attn.q_norm.weight += 3.0  # attention scores of standard deviation 4, as without this norm
         gain = 1.0 if index < DRAFT_LAYERS else 0.3
         if hasattr(layer, "post_feedforward_layernorm"):  # Gemma normalizes the output of each sublayer
@@ -596,7 +600,7 @@ def sharpen(model: PreTrainedModel, image_inputs: Inputs | None) -> None:
                 norm.weight += 4.0 * gain - 1.0
             continue
         for name, weight in layer.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            if name.endswith(LAYER_OUTPUTS):
                 weight *= gain
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     width = embeddings.weight.shape[1]

@@ -16,9 +16,11 @@ import torch
 from autotune.cost.settings import ProfileSettings
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.modeling.clock import now_ms
+from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
+from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
@@ -187,9 +189,11 @@ def overhead_runs(
     tokens and answers have ``FEW_OVERHEAD_TOKENS``: overhead does not depend on the prompt.
     """
     started = clock()
+    has_states = target.has_states or (isinstance(draft, CachedModel) and draft.has_states)
     decoders = [
         Decoder(target, draft, tree=tree, capture_sizes=settings.capture_sizes, mode=settings.mode, threads=threads)
         for tree in trees
+        if not has_states or parse_policy(tree).is_chain
     ]
     inputs = [prompt.inputs(processor, target.device) for prompt in workload.prompts[:OVERHEAD_PROMPTS]]
     runs: OverheadRuns = []

@@ -41,6 +41,7 @@ from autotune.evaluation.runs import time_shares
 from autotune.evaluation.summary import summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
+from autotune.trees.policy import parse_policy
 from autotune.workloads.formats import OWN, Format
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload
@@ -196,6 +197,11 @@ def choose_arms(names: Sequence[str], runner: ArmRunner, prompts: Workload) -> C
         has_draft = runner.decoder.draft is not None or (runner.draft_of is not None and name in NAMED)
         if not has_draft and (name in NAMED or name == HF_ASSISTED):
             chosen.unavailable[name] = "the profile decodes without a draft"
+            continue
+        if name in NAMED and not parse_policy(NAMED[name].tree).is_chain and runner.has_states:
+            chosen.unavailable[name] = (
+                "recurrent or convolution states follow one path, so that only chains are decoded"
+            )
             continue
         if name == HF_ASSISTED:
             failure, note = try_assisted(runner, prompts)

@@ -26,6 +26,7 @@ from autotune.evaluation.arms import PROMPT_LOOKUP, UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import Quality, quality
 from autotune.evaluation.runs import Run
 from autotune.files import append_line, content_key, read_lines
+from autotune.modeling.kv_cache import CachedModel
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
@@ -83,6 +84,13 @@ class ArmRunner:
         self.conversations = Conversations(processor, self._plain_answers)
         self._decoders: dict[str, Decoder] = {}
         self._warm: set[tuple[Any, ...]] = set()
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the target or the decoder's draft keeps recurrent or convolution states, so that only chains are decoded."""
+        return any(
+            model.has_states for model in (self.decoder.target, self.decoder.draft) if isinstance(model, CachedModel)
+        )
 
     # ------------------------------------------------------------------------------------------------------------ arms
 

@@ -4,6 +4,7 @@ needs code of its own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from autotune.errors import UserError
 from autotune.modeling.quantization import quantization_of
 
-# tests/runtime/test_families.py shows that these decode the same tokens as ``generate``.
-_KNOWN_TEXT_ONLY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-KNOWN_TEXT_TYPES = (*_KNOWN_TEXT_ONLY_TYPES, "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
-_KNOWN_QWEN_VL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+# tests/runtime/test_families.py shows that these decode the same tokens as ``generate``, test_hybrids.py those with states.
+_KNOWN_HYBRID_TYPES = ("qwen3_next", "lfm2", "granitemoehybrid", "falcon_h1")
+_KNOWN_TEXT_ONLY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *_KNOWN_HYBRID_TYPES, "qwen3_5_text")
+_KNOWN_PARTS = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_moe_text")
+KNOWN_TEXT_TYPES = (*_KNOWN_TEXT_ONLY_TYPES, *_KNOWN_PARTS)
+_KNOWN_QWEN_VL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _KNOWN_LLAVA_TYPES = ("llava", "llava_next", "llava_onevision")
 KNOWN_VISION_TYPES = (*_KNOWN_LLAVA_TYPES, *_KNOWN_QWEN_VL_TYPES, "idefics3", "smolvlm", "mistral3", "gemma3")
 _ATTENDING_TYPES = ("full_attention", "sliding_attention", "hybrid")  # hybrid: full attention beside a state
@@ -61,7 +64,9 @@ class TextModel:
     @cached_property
     def mixers(self) -> dict[int, nn.Module]:
         """By layer with a recurrent or convolution state, the module that updates it."""
-        return {n: _mixer(self.config, self.layers[n]) for n, name in enumerate(self.layer_types) if name in STATE_TYPES}
+        return {
+            n: _mixer(self.config, self.layers[n]) for n, name in enumerate(self.layer_types) if name in STATE_TYPES
+        }
 
     @property
     def has_states(self) -> bool:
@@ -234,15 +239,18 @@ def _layer_types(config: Any) -> tuple[str, ...]:
         if layer_type not in _LAYER_TYPES:
             raise _refusal(config, f"it has layers of type {layer_type!r}, whose cache cannot drop rejected tokens")
     if set(_ATTENDING_TYPES).isdisjoint(types):
-        raise _refusal(config, f"it has no attention, only layers of type {' and '.join(map(repr, sorted(set(types))))}")
+        raise _refusal(
+            config, f"it has no attention, only layers of type {' and '.join(map(repr, sorted(set(types))))}"
+        )
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise _refusal(config, "its tokens see later tokens")
     return tuple(types)
 
 
 def _logit_scale(config: Any) -> float:
-    """Factor of the logits: Cohere's config multiplies, Granite's divides."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    """Factor of the logits: the configs of Cohere and Falcon-H1 multiply, Granite's divides."""
+    factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
+    return math.prod(factors) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def _max_context(config: Any) -> int:

@@ -26,7 +26,7 @@ from autotune.runtime.adaptation import Adaptation
 from autotune.runtime.device_rounds import DeviceRounds
 from autotune.runtime.generate_args import Call, Request, check_names, generation_settings, prepare_call, prepared_call
 from autotune.runtime.host_rounds import HostRound
-from autotune.runtime.points import LoadedPoint, reachable_points
+from autotune.runtime.points import LoadedPoint, check_paths, decoding_mode, reachable_points
 from autotune.runtime.preparation import Preparation, Preparer, Report
 from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingOutput, DecodingStats
@@ -89,7 +89,7 @@ class Decoder:
 
     Raises:
         UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or points that
-            cannot be switched within a request or chosen online.
+            cannot be switched within a request or chosen online, or a tree that branches for a model with recurrent states.
     """
 
     @_accepts_old_names
@@ -140,7 +140,8 @@ class Decoder:
         for point in self.points:
             if point.draft is not None:
                 point.draft.attach(self.target)
-        self.mode = self.target.check_mode(mode)
+        check_paths(self.points, self.target)
+        self.mode = decoding_mode(mode, self.points, self.target)
         self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
         self.threads, self.prefill_threads = threads, prefill_threads
         self.last_output = DecodingOutput(torch.empty(0, 0, dtype=torch.long), [])
@@ -151,6 +152,7 @@ class Decoder:
     def configure(self, tree: Any, **options: Any) -> None:
         """Decode all further requests with the same draft and another tree; ``options`` are those of ``LoadedPoint``."""
         self.point = LoadedPoint(self.draft, tree=tree, **options)
+        check_paths([self.point], self.target)
         self.points = (self.point,)
         self._adaptation = None
         self._device_rounds = DeviceRounds(self.target, self.capture_sizes, self.mode)

@@ -14,7 +14,7 @@ from autotune.acceptance.online_choice import OnlineChoice
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.execution import round_up
-from autotune.modeling.clock import host_ms
+from autotune.modeling.clock import host_ms, now_ms
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.generate_args import Request
@@ -57,7 +57,7 @@ class HostRound:
         assert point.draft is not None
         num_levels = self._grow_tree(request, point.draft, point, retrieved, choice)
         path, next_token = self.verify(request, point)
-        self.target.cache.keep([ROOT, *path.tolist()])
+        self.keep(request, [ROOT, *path.tolist()])
         point.draft.commit(point.grower.tree, path, next_token)
         return RoundResult(path, next_token, num_levels)
 
@@ -122,6 +122,17 @@ class HostRound:
             token = int(tokens[path[-1] if len(path) else ROOT])
         request.stats.verify_ms += host_ms() - started
         return path, token
+
+    def keep(self, request: Request, nodes: list[int]) -> None:
+        """Commit the root and accepted nodes to the target's cache. A target with states may read them again, which counts as
+        a part of the verification.
+        """
+        if not self.target.has_states:
+            self.target.cache.keep(nodes)
+            return
+        started = now_ms(self.target.device)
+        self.target.cache.keep(nodes)
+        request.stats.verify_ms += now_ms(self.target.device) - started
 
     def _accept_row_by_row(
         self, logits: Tensor, request: Request, tree: Tree, prefix: Tensor | None = None

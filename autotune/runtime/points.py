@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from autotune.documents.condition import Condition, Range
@@ -10,6 +10,8 @@ from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
+from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import Fallback, RoundPrice
 from autotune.trees.policy import TreeGrower, parse_policy
@@ -97,6 +99,34 @@ def reachable_points(points: Mapping[int, LoadedPoint], contexts: range) -> dict
         if values is None or values.covers(whole):
             break
     return reachable
+
+
+def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:
+    """Check that models with recurrent or convolution states, which follow one path, are not asked for trees.
+
+    Raises:
+        UserError: a tree policy that branches, with such a target or draft.
+    """
+    for point in points:
+        if point.draft is None or point.policy.is_chain:
+            continue
+        for model in (target, point.draft):
+            if isinstance(model, CachedModel) and model.has_states:
+                raise UserError(
+                    f"{model.description} keeps recurrent or convolution states, which follow one path: it decodes chains, not "
+                    f"trees; got {point.policy.label}; choose the policy chain"
+                )
+
+
+def decoding_mode(mode: str, points: Iterable[LoadedPoint], target: Target) -> str:
+    """The mode of all forward passes after the prefill: that of the target, unless a draft keeps states.
+
+    Raises:
+        UserError: a mode that is unknown or not available for these models.
+    """
+    drafts = [point.draft for point in points]
+    models: list[CachedModel] = [draft for draft in drafts if isinstance(draft, CachedModel) and draft.has_states]
+    return (models or [target])[0].check_mode(mode)
 
 
 def as_draft(draft: Any | None) -> Draft | None:

@@ -24,6 +24,7 @@ from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.uncertainty import ratio_interval, speedup_interval
 from autotune.study.document import Finalist, MeasuredDefault
+from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
 
 NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
@@ -33,12 +34,15 @@ MAX_TIE = 1.005  # times the fastest arm's total time
 
 
 def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
-    """The published defaults to compare with, each with a draft of its paper's kind where one is loaded."""
+    """The published defaults to compare with, each with a draft of its paper's kind where one is loaded. A target with
+    recurrent states is compared with chains only.
+    """
     by_kind = {model_pool.kind(draft): draft for draft in reversed(model_pool.references)}
     first = next(iter(model_pool.references))
     return {
         name: default.model_copy(update={"draft": by_kind.get(name, by_kind.get("independent", first))})
         for name, default in COMPARED_DEFAULTS.items()
+        if not model_pool.has_states or parse_policy(default.tree).is_chain
     }
 
 

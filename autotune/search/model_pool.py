@@ -214,6 +214,11 @@ class ModelPool:
             )
         ]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the target keeps recurrent or convolution states, so that it decodes chains only."""
+        return self.target.has_states
+
     def supernet_layers(self, draft: str) -> tuple[int, ...]:
         """The layers of the target that a supernet can read; empty for other drafts."""
         full = self._full_drafts[draft]

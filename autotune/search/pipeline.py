@@ -105,6 +105,10 @@ class _SearchRun:
         )
         if settings.heads is not None or settings.injection_layer is not None:
             self.model_pool.check_has_supernet()
+        if self.model_pool.has_states:
+            self.space = self.space.chains()
+            self.bounds = bounds_of(self.space, max(settings.capture_sizes, default=TOKENS[-1]))
+            console.say("recurrent or convolution states follow one path: only chains are searched, no trees")
         self.variants = self.model_pool.subnets(self.space)
         name = settings.study or f"{settings.target.replace('/', '-')}-{self.model_pool.key}"
         self.folder = settings.folder / name

@@ -199,6 +199,29 @@ class SearchSpace(Document, kind="search-space"):
         fixed = {"visual_keep": Dimension(choices=[1.0]), "operators": ["gate"], "operator_ratios": []}
         return self.model_copy(update=fixed)
 
+    def chains(self) -> SearchSpace:
+        """The part of the space whose trees are chains: ``chain``, and ``priced`` with one child for each node.
+
+        Raises:
+            UserError: there is none.
+        """
+        trees = {}
+        if "chain" in self.trees:
+            trees["chain"] = self.trees["chain"]
+        if "priced" in self.trees:
+            only = {
+                "width": Dimension(choices=[1]),
+                "k": Dimension(choices=[1]),
+                "retrieval": Dimension(choices=[False]),
+            }
+            trees["priced"] = {name: d for name, d in self.trees["priced"].items() if name != "draft_free"} | only
+        if not trees:
+            raise UserError(
+                f"space {self.name}: the target or a draft keeps recurrent or convolution states, which follow one path: it decodes "
+                "chains, not trees; name a space with the policy chain or priced"
+            )
+        return self.model_copy(update={"trees": trees})
+
     def _operator_choices(self, draft: str, known: Sequence[Operator]) -> list[tuple[Operator | None, int | None]]:
         """Operators of a draft's compressor (None: the gate's choice), each with its ratio (None: the training's)."""
         choices: list[tuple[Operator | None, int | None]] = []

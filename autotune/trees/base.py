@@ -111,6 +111,11 @@ class BasePolicy(Document):
         return False
 
     @property
+    def is_chain(self) -> bool:
+        """Whether no node of its trees has two children."""
+        return self.num_proposals == 1 and not self.uses_retrieval
+
+    @property
     def max_depth(self) -> int:
         return self.limits.depth
 

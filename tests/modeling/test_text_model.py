@@ -16,6 +16,7 @@ from autotune.modeling.self_check import SelfCheckNotice
 from autotune.modeling.text_model import KNOWN_TEXT_TYPES, KNOWN_VISION_TYPES, text_model_of
 from autotune.runtime.decoder import Decoder
 from tests.families import FAMILIES, load, load_processor, random_inputs, save
+from tests.hybrids import HYBRIDS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -32,8 +33,8 @@ TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10}
 
 
 def test_every_known_type_is_tested() -> None:
-    """``tests/families.py`` has a model of each type."""
-    models = [family.model(1) for family in FAMILIES.values()]
+    """``tests/families.py`` or ``tests/hybrids.py`` has a model of each type."""
+    models = [family.model(2) for family in {**FAMILIES, **HYBRIDS}.values()]
     assert {model.config.model_type for model in models if model.config is not model.config.get_text_config()} == set(
         KNOWN_VISION_TYPES
     )

@@ -1,0 +1,244 @@
+"""The contract of hybrid families, some layers of which keep a recurrent or convolution state: chains decode as the stock
+transformers model does, on tiny random models of the real classes (``tests/hybrids.py``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from autotune.drafters.checkpoint import new_network
+from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.retrieval import RetrievalDraft
+from autotune.errors import UserError
+from autotune.evaluation.divergence import first_divergence
+from autotune.modeling.hybrid_cache import HybridCache
+from autotune.modeling.step import Step
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.points import LoadedPoint, as_draft
+from tests.families import FAMILIES, encode, load, random_prompts, save
+from tests.hybrids import HYBRIDS
+from tests.obvious import assert_same_logits
+from tests.runtime.test_families import (
+    NEW_TOKENS,
+    NUM_NIGHTLY_PROMPTS,
+    NUM_SPECIAL_TOKENS,
+    Inputs,
+    Member,
+    answer,
+    context,
+    greedy,
+    new_member,
+)
+
+CHAINS: list[dict[str, Any]] = [
+    {"policy": "chain", "depth": 1},
+    {"policy": "chain", "depth": 3},
+    {"policy": "chain", "depth": 7},
+    {"policy": "chain", "depth": 6, "p_min": 0.3},
+    {"policy": "static", "paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
+    {"policy": "priced", "k": 1, "width": 1},
+]
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def member(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Member:
+    return new_member(HYBRIDS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+class TestEveryHybrid:
+    """Every family in ``HYBRIDS`` must pass all of this."""
+
+    def check_prompts(self, member: Member, num_prompts: int, seed: int) -> None:
+        """Random prompts with every sight in turn, decoded with random chains: greedy output equals that of
+        ``model.generate``, sampled output that of plain decoding with the same seed.
+        """
+        rng = np.random.default_rng(seed)
+        plain, num_accepted, num_rounds = Decoder(member.target), 0, 0
+        for number in range(num_prompts):
+            inputs = member.inputs(rng, member.sights[number % len(member.sights)])
+            tree = CHAINS[int(rng.integers(len(CHAINS)))]
+            options = {
+                "visual_keep": float(rng.choice([1.0, 0.5, 0.1])),
+                "capture_sizes": [(), (), (4, 9, 33)][int(rng.integers(3))],  # the padding enters the states too
+            }
+            decoder = Decoder(member.target, member.draft, tree=tree, **options)
+            out = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS)
+            assert torch.equal(out.sequences, greedy(member.target, inputs)), (number, tree, options)
+            sampled = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "seed": int(rng.integers(1000))}
+            with_draft, alone = decoder.generate(**inputs, **sampled), plain.generate(**inputs, **sampled)
+            assert torch.equal(with_draft.sequences, alone.sequences), (number, tree, options, sampled)
+            for stats in (out.stats, with_draft.stats):
+                num_accepted, num_rounds = num_accepted + sum(stats.accepted_lengths), num_rounds + stats.rounds
+        assert num_accepted > 0.5 * num_rounds, "a draft that is seldom right proves little"
+
+    def test_decoding_changes_no_token(self, member: Member) -> None:
+        self.check_prompts(member, max(3, len(member.sights)), seed=0)
+
+    @pytest.mark.nightly
+    def test_decoding_changes_no_token_of_many_prompts(self, member: Member) -> None:
+        self.check_prompts(member, NUM_NIGHTLY_PROMPTS, seed=1)
+
+    @torch.inference_mode()
+    def test_rejected_tokens_leave_no_trace(self, member: Member) -> None:
+        """Logits of a chain in one forward pass, and in two of which the second sees the first, equal those of the stock model
+        over the whole text, whatever was accepted before: nothing but the root, a part, all, or what was never committed.
+        """
+        rng = np.random.default_rng(3)
+        target = Target(member.target)
+        for inputs in (example.inputs for example in member.examples):
+            (prompt,) = target.encode(inputs).prompts
+            target.reserve(len(prompt) + 100)
+            target.prefill_prompt(prompt)
+            committed: list[int] = []
+            for size, in_first, num_kept in ((6, 6, 1), (6, 4, 3), (1, 1, 0), (5, 5, 5), (7, 2, 2), (4, 4, 3)):
+                tokens = rng.integers(NUM_SPECIAL_TOKENS, 340, size)
+                whole = Step.causal(tokens, target.mask_value)
+                parts = [whole._replace(tokens=tokens[:in_first], offsets=whole.offsets[:in_first])]
+                parts[0] = parts[0]._replace(tree_mask=whole.tree_mask[:in_first, :in_first].copy())
+                if in_first < size:
+                    rest = slice(in_first, size)
+                    parts.append(Step(tokens[rest], whole.offsets[rest], whole.tree_mask[rest].copy()))
+                logits = torch.cat([target.forward(part) for part in parts])
+                expected = logits_of_all(member.target, inputs, committed + tokens.tolist())
+                assert_same_logits(logits, expected[-size:])
+                if num_kept > 0:  # the target's forward pass may be repeated without a commit
+                    target.cache.keep(list(range(num_kept)))
+                    committed += tokens[:num_kept].tolist()
+            assert_same_logits(target.step(99), logits_of_all(member.target, inputs, [*committed, 99])[-1])
+
+    def test_drafts_of_other_kinds_keep_the_output(self, member: Member, text_draft: Any) -> None:
+        """Retrieval, a text model of another family, and a network that reads the target's features."""
+        example, target = member.examples[-1], Target(member.target)
+        torch.manual_seed(0)
+        network = new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
+        for draft in (RetrievalDraft(), IndependentDraft(text_draft), FeatureDraft(network.eval())):
+            out = Decoder(target, draft, tree=CHAINS[1]).generate(**example.inputs, max_new_tokens=NEW_TOKENS)
+            assert torch.equal(out.sequences, example.sequences)
+            assert out.stats.draft_forwards > 0
+
+    def test_a_request_that_is_switched_by_context_changes_no_token(self, member: Member) -> None:
+        """From a chain to plain steps, which the draft reads all at once, and on to a longer chain."""
+        example = member.examples[-1]
+        begin, draft = example.inputs["input_ids"].shape[1], as_draft(member.draft)
+        points = [
+            LoadedPoint(draft, tree=CHAINS[1], visual_keep=0.5, when=context(max=begin + 2)),
+            LoadedPoint(None, when=context(max=begin + 5)),
+            LoadedPoint(draft, tree=CHAINS[2], visual_keep=0.5),
+        ]
+        out = Decoder(member.target, points=points).generate(**example.inputs, max_new_tokens=NEW_TOKENS)
+        assert torch.equal(out.sequences, example.sequences)
+
+    def test_rows_of_a_batch_are_decoded_as_if_alone(self, member: Member) -> None:
+        """On whichever side the batch is padded: no state reads padding."""
+        rng = np.random.default_rng(7)
+        sights = [member.sights[number % len(member.sights)] for number in (1, 0)]
+        prompts = random_prompts(member.family, member.processor, rng, sights)
+        singles = [encode(member.processor, [prompt]) for prompt in prompts]
+        expected = [answer(greedy(member.target, single), single) for single in singles]
+        decoder = Decoder(member.target, member.draft, tree=CHAINS[1], visual_keep=0.5)
+        for side in ("left", "right"):
+            batch = encode(member.processor, prompts, padding_side=side)
+            out = decoder.generate(**batch, max_new_tokens=NEW_TOKENS)
+            length = batch["input_ids"].shape[1]
+            for row, tokens in enumerate(expected):
+                assert out.sequences[row, length : length + len(tokens)].tolist() == tokens
+
+    def test_in_bfloat16_every_divergence_is_a_near_tie(self, member: Member) -> None:
+        """Plain decoding updates a state token by token, a verification in one pass, which rounds otherwise."""
+        target, draft = (load(member.folder / name, dtype=torch.bfloat16) for name in ("target", "draft"))
+        for example in member.examples[-1:]:
+            decoder = Decoder(target, draft, tree=CHAINS[1])
+            with_draft = decoder.generate(**example.inputs, max_new_tokens=NEW_TOKENS).sequences
+            alone = Decoder(target).generate(**example.inputs, max_new_tokens=NEW_TOKENS).sequences
+            found = first_divergence(
+                decoder.target, example.inputs, answer(alone, example.inputs), answer(with_draft, example.inputs)
+            )
+            assert found is None or found.is_near_tie, str(found)
+
+    def test_generate_takes_the_decoder_and_the_model_is_left_as_it_was(self, member: Member) -> None:
+        """Its config, its hooks, and its own greedy output."""
+        before, example = member.target.config.to_dict(), member.examples[-1]
+        decoder = Decoder(member.target, member.draft, tree=CHAINS[2])
+        found = member.target.generate(
+            **example.inputs, max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=decoder
+        )
+        assert torch.equal(found, example.sequences)
+        assert decoder.last_stats.draft_forwards > 0
+        assert member.target.config.to_dict() == before
+        assert not any(module._forward_pre_hooks for module in decoder.target.text.mixers.values())
+        assert torch.equal(greedy(member.target, example.inputs), example.sequences)
+
+
+def logits_of_all(model: Any, inputs: Inputs, tokens: list[int]) -> Tensor:
+    """Logits [n, vocabulary] of prompt and tokens in one stock forward without a cache."""
+    more = torch.tensor([tokens])
+    extra = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    if "mm_token_type_ids" in extra:  # one entry for each token; 0 is text
+        extra["mm_token_type_ids"] = torch.cat([extra["mm_token_type_ids"], torch.zeros_like(more)], 1)
+    logits: Tensor = model(input_ids=torch.cat([inputs["input_ids"], more], 1), **extra, use_cache=False).logits[0]
+    return logits
+
+
+@pytest.fixture(scope="module")
+def text_draft(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("text_draft")
+    save(FAMILIES["llama"], folder)
+    return load(folder / "draft")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Member:
+    return new_member(HYBRIDS["qwen3_next"], tmp_path_factory.mktemp("pair"))
+
+
+def test_trees_are_refused_for_a_hybrid_target_and_for_a_hybrid_draft(pair: Member, text_draft: Any) -> None:
+    tree = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10}
+    message = "type qwen3_next keeps recurrent or convolution states, which follow one path: it decodes chains, not trees; got eagle2"
+    for target, draft in ((pair.target, text_draft), (text_draft, pair.draft)):
+        with pytest.raises(UserError, match=message):
+            Decoder(target, draft, tree=tree)
+        decoder = Decoder(target, draft, tree=CHAINS[1])
+        with pytest.raises(UserError, match="choose the policy chain"):
+            decoder.configure({"policy": "priced", "k": 1, "width": 1, "retrieval": True})
+
+
+def test_a_hybrid_draft_keeps_the_output_of_a_target_without_states(pair: Member, tmp_path: Path) -> None:
+    llama = new_member(FAMILIES["llama"], tmp_path)
+    out = Decoder(llama.target, pair.draft, tree=CHAINS[2]).generate(
+        **llama.examples[0].inputs, max_new_tokens=NEW_TOKENS
+    )
+    assert torch.equal(out.sequences, llama.examples[0].sequences)
+
+
+def test_hybrids_run_eagerly(pair: Member, text_draft: Any) -> None:
+    assert Decoder(pair.target, mode="auto").mode == "eager"
+    for target, draft in ((pair.target, text_draft), (text_draft, pair.draft)):
+        with pytest.raises(
+            UserError, match="states, which only mode eager can take back; got mode fixed; choose eager"
+        ):
+            Decoder(target, draft, tree=CHAINS[1], mode="fixed")
+
+
+def test_memory_counts_keys_and_values_of_attention_and_the_states(pair: Member) -> None:
+    target = Target(pair.target)
+    config = target.text.config
+    layers = config.layer_types.count("full_attention")
+    assert target.kv_bytes_per_token == 2 * 4 * layers * config.num_key_value_heads * config.head_dim
+    with torch.inference_mode():
+        target.reserve(64)
+        target.prefill(target.encode(pair.examples[0].inputs).prompts[0])
+    cache = target.cache
+    assert isinstance(cache, HybridCache)
+    heads, conv = config.linear_num_value_heads, 2 * 2 * 8 + 4 * 8
+    states = config.layer_types.count("linear_attention") * 4 * (heads * 8 * 8 + conv * config.linear_conv_kernel_dim)
+    assert cache.memory_bytes == cache.capacity * target.kv_bytes_per_token + states
+    target.cache.release()
+    assert cache.memory_bytes == 0
