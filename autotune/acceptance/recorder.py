@@ -21,6 +21,7 @@ from torch import Tensor
 from autotune.acceptance.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
 from autotune.acceptance.answers import Answer as Answer
 from autotune.acceptance.forest_grower import ModelForestGrower, largest_forest
+from autotune.acceptance.path_forest import PathForestGrower
 from autotune.acceptance.retrieval_forest import RetrievalForestGrower
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
@@ -327,6 +328,17 @@ def record_forest(
         target.hidden = reading.prompt_hidden
     (prompt,) = draft.prompts(inputs, () if reading is None else reading.prompts)
     draft.prefill(prompt, None if scores is None else torch.tensor(scores, device=draft.device), capacity=capacity)
+    draft_length = draft.length
+    if isinstance(draft, IndependentDraft) and draft.has_states:
+        paths = PathForestGrower(
+            draft,
+            tokens,
+            depth=bounds.depth,
+            num_proposals=bounds.num_proposals,
+            first_position=answer.prompt_length,
+            sampler=sampler,
+        )
+        return RecordedPrompt(paths.forest(), answer.prompt_length, draft_length, answer.num_visual_tokens)
     grower = ModelForestGrower(
         draft,
         tokens,
@@ -341,7 +353,7 @@ def record_forest(
         end = min(first + num_together, num_roots)
         nodes_per_root = grower.grow(first, end) / (end - first)
         first, num_together = end, max(1, min(most_at_once, int(NODES_AT_ONCE / max(nodes_per_root, 1))))
-    return RecordedPrompt(grower.forest(), answer.prompt_length, draft.length, answer.num_visual_tokens)
+    return RecordedPrompt(grower.forest(), answer.prompt_length, draft_length, answer.num_visual_tokens)
 
 
 def _record_retrieval(

@@ -124,9 +124,11 @@ def decoding_mode(mode: str, points: Iterable[LoadedPoint], target: Target) -> s
     Raises:
         UserError: a mode that is unknown or not available for these models.
     """
-    drafts = [point.draft for point in points]
-    models: list[CachedModel] = [draft for draft in drafts if isinstance(draft, CachedModel) and draft.has_states]
-    return (models or [target])[0].check_mode(mode)
+    model: CachedModel = target
+    for point in points:
+        if isinstance(point.draft, CachedModel) and point.draft.has_states:
+            model = point.draft
+    return model.check_mode(mode)
 
 
 def as_draft(draft: Any | None) -> Draft | None:

@@ -34,8 +34,8 @@ MAX_TIE = 1.005  # times the fastest arm's total time
 
 
 def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
-    """The published defaults to compare with, each with a draft of its paper's kind where one is loaded. A target with
-    recurrent states is compared with chains only.
+    """The published defaults to compare with, each with a draft of its paper's kind where one is loaded. With
+    recurrent states, these are chains only.
     """
     by_kind = {model_pool.kind(draft): draft for draft in reversed(model_pool.references)}
     first = next(iter(model_pool.references))

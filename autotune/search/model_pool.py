@@ -23,6 +23,7 @@ from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.files import content_key
+from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target
@@ -216,8 +217,9 @@ class ModelPool:
 
     @property
     def has_states(self) -> bool:
-        """Whether the target keeps recurrent or convolution states, so that it decodes chains only."""
-        return self.target.has_states
+        """Whether the target or a draft keeps recurrent or convolution states, so that only chains are decoded."""
+        drafts = self._full_drafts.values()
+        return self.target.has_states or any(isinstance(d, CachedModel) and d.has_states for d in drafts)
 
     def supernet_layers(self, draft: str) -> tuple[int, ...]:
         """The layers of the target that a supernet can read; empty for other drafts."""

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from autotune.acceptance.recorder import Answer, record_forest
+from autotune.acceptance.replay import replay
+from autotune.acceptance.trace import bounds_for, join
 from autotune.drafters.checkpoint import new_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
@@ -23,6 +26,7 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint, as_draft
+from autotune.trees.policy import parse_policy
 from tests.families import FAMILIES, encode, load, random_prompts, save
 from tests.hybrids import HYBRIDS
 from tests.obvious import assert_same_logits
@@ -37,6 +41,7 @@ from tests.runtime.test_families import (
     greedy,
     new_member,
 )
+from tests.sample_documents import free_prices, header
 
 CHAINS: list[dict[str, Any]] = [
     {"policy": "chain", "depth": 1},
@@ -242,3 +247,27 @@ def test_memory_counts_keys_and_values_of_attention_and_the_states(pair: Member)
     assert cache.memory_bytes == cache.capacity * target.kv_bytes_per_token + states
     target.cache.release()
     assert cache.memory_bytes == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_replay_counts_the_rounds_of_a_hybrid_pair(pair: Member, temperature: float) -> None:
+    """Traces of a draft with states hold chains, recorded position by position."""
+    rng, num_accepted = np.random.default_rng(13), 0
+    target, draft = Target(pair.target), IndependentDraft(pair.draft)
+    decoder = Decoder(target, draft)
+    inputs = pair.inputs(rng, None)
+    sampling = {"temperature": temperature, "seed": 3, "max_new_tokens": 2 * NEW_TOKENS}
+    plain = Decoder(target).generate(**inputs, **sampling)
+    sampler = decoder.sampler(**inputs, **sampling) if temperature > 0.0 else None
+    recorded = Answer(answer(plain.sequences, inputs), inputs["input_ids"].shape[1], {})
+    bounds = bounds_for([parse_policy(tree) for tree in CHAINS[:4]])
+    part = record_forest(target, draft, inputs, recorded, bounds, sampler=sampler)
+    trace = join(header(1, bounds=bounds), [part])
+    for tree in CHAINS[:4]:
+        decoder.configure(tree)
+        replayed = replay(trace, parse_policy(tree), free_prices())
+        stats = decoder.generate(**inputs, **sampling).stats
+        assert not replayed.missing[0]
+        assert replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, tree
+        num_accepted += sum(stats.accepted_lengths)
+    assert num_accepted > 6

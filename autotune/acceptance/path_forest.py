@@ -1,0 +1,87 @@
+"""Chains from every position of an answer, by a draft with recurrent or convolution states. A state follows one path, so that
+they are recorded one position at a time, in the forward passes of decoding.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autotune.acceptance.trace import Forest
+from autotune.drafters.independent import IndependentDraft
+from autotune.modeling.step import Step
+from autotune.runtime.token_sampler import TokenSampler
+from autotune.trees.limits import Ints
+
+
+class PathForestGrower:
+    """The forest of one answer. A root whose best child is the answer's next token shares the chain of the next root.
+
+    Args:
+        draft: has evaluated the prompt.
+        tokens: the answer.
+        depth: levels of the chains.
+        num_proposals: children of a node that are recorded; the first one is expanded.
+        first_position: position of the answer's first token in the target's sequence.
+        sampler: couples the draft's proposals to the answer's noise; None for greedy answers.
+    """
+
+    def __init__(
+        self,
+        draft: IndependentDraft,
+        tokens: Ints,
+        *,
+        depth: int,
+        num_proposals: int,
+        first_position: int,
+        sampler: TokenSampler | None,
+    ) -> None:
+        self.draft, self.tokens, self.depth, self.num_proposals = draft, tokens, depth, num_proposals
+        self.first_position, self.sampler = first_position, sampler
+
+    @torch.inference_mode()
+    def forest(self) -> Forest:
+        """All nodes; the first ones are the answer's own tokens, without the last one, which nothing follows."""
+        num_roots = max(0, len(self.tokens) - 1)
+        of_roots: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
+        of_others: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
+        links: list[tuple[int, int]] = []  # nodes and their first children
+        for root in range(num_roots):
+            proposed = self._propose(int(self.tokens[root]), root, 0)
+            self.draft.cache.advance(1)
+            of_roots.append(proposed)
+            best = int(proposed[0][0])
+            if root + 1 < num_roots and best == self.tokens[root + 1]:
+                links.append((root, root + 1))
+                continue
+            node = root
+            for level in range(1, self.depth):
+                child = num_roots + len(of_others)
+                links.append((node, child))
+                of_others.append(self._propose(best, root, level))
+                node, best = child, int(of_others[-1][0][0])
+            self.draft.cache.keep([])
+        nodes = [*of_roots, *of_others]
+        shape = len(nodes), self.num_proposals
+        child_node = np.full(shape, -1)
+        for node, child in links:
+            child_node[node, 0] = child
+        child_token = np.array([tokens for tokens, _ in nodes], np.int64).reshape(shape)
+        child_logprob = np.array([logprobs for _, logprobs in nodes], np.float32).reshape(shape)
+        return Forest(self.tokens, child_token, child_logprob, child_node)
+
+    def _propose(self, token: int, root: int, level: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Evaluate a token of a root's chain after those of the levels before; returns its best children and their
+        log-probabilities.
+        """
+        num_before = max(0, level - 1)  # the root itself is committed
+        step = Step(np.array([token]), np.array([num_before]), np.zeros((1, num_before + 1), np.float32))
+        coupling = None
+        if self.sampler is not None:
+            position = np.array([self.first_position + root + level + 1])  # of the children
+            coupling = functools.partial(self.sampler.proposal_scores, positions=position)
+        tokens, logprobs = self.draft.best(self.draft.forward(step), self.num_proposals, coupling)
+        return tokens[0], logprobs[0]
