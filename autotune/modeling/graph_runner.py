@@ -146,20 +146,25 @@ class GraphRunner:
         return lambda: compiled(inputs)
 
 
-def check_mode(name: str, device: torch.device, num_devices: int = 1) -> str:
+def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_states: bool = False) -> str:
     """Return the mode if it is available on this device; of ``auto``, ``cuda-graph`` for a model on one CUDA device, else
     ``eager``.
 
     Args:
         num_devices: over which the model is spread.
+        has_states: it keeps recurrent or convolution states, which forward passes over static buffers cannot take back.
 
     Raises:
         UserError: an unknown mode, CUDA graphs without CUDA, or any mode but eager for a model on several devices.
     """
     if name == AUTO:
-        return "cuda-graph" if device.type == "cuda" and num_devices == 1 else EAGER
+        return "cuda-graph" if device.type == "cuda" and num_devices == 1 and not has_states else EAGER
     if name not in MODES:
         raise UserError(f"mode must be {', '.join(MODES)}; got {name!r}; choose one of these")
+    if name != EAGER and has_states:
+        raise UserError(
+            f"mode {name} cannot take back the recurrent or convolution states of a hybrid model; choose eager"
+        )
     if name != EAGER and num_devices > 1:
         raise UserError(
             f"mode {name} needs a model on one device; it is spread over {num_devices}; choose eager, or load it on one device"

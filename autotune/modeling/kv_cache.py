@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from autotune.device import check_room, free_memory
 from autotune.errors import UserError
-from autotune.execution import AUTO, EAGER
+from autotune.execution import EAGER
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, check_mode, padded_length, rounded_capacity
 from autotune.modeling.masks import MaskBuffer, TreeMask, first_visible, padded_masks
@@ -324,19 +324,8 @@ class CachedModel(ABC):
         return EAGER if self.graph_runner is None else self.graph_runner.mode
 
     def check_mode(self, name: str) -> str:
-        """Return the mode if it is available for this model; of ``auto``, the one that it runs in.
-
-        Raises:
-            UserError: see ``graph_runner.check_mode``; or any mode but eager for a model with states.
-        """
-        if not self.has_states:
-            return check_mode(name, self.device, self.num_devices)
-        if name not in (EAGER, AUTO):
-            raise UserError(
-                f"{self.description} keeps recurrent or convolution states, which only mode eager can take back; got mode "
-                f"{name}; choose eager"
-            )
-        return EAGER
+        """See ``graph_runner.check_mode``."""
+        return check_mode(name, self.device, self.num_devices, has_states=self.has_states)
 
     def use_mode(self, name: str) -> None:
         """Set ``mode``. Captures of other modes are kept.
