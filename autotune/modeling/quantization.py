@@ -65,7 +65,7 @@ def _settings(config: Any) -> Mapping[str, Any] | None:
 
 
 def _variant(content: Mapping[str, Any]) -> list[str]:
-    """What tells the variants of a method apart; empty where the method has one only."""
+    """Tells the variants of a method apart; empty where the method has one only."""
     if content.get("load_in_4bit"):
         return ["4-bit", str(content.get("bnb_4bit_quant_type", "fp4"))]
     if content.get("load_in_8bit"):

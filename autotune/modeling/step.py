@@ -29,6 +29,8 @@ class Step(NamedTuple):
     """
     first_logits: int = 0
     """The token from which on logits are needed: an output head costs time in proportion to tokens and vocabulary."""
+    is_final: bool = False
+    """Whether all tokens will be committed, so that nothing need be kept to take them back."""
 
     @property
     def num_uncommitted(self) -> int:

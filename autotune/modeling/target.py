@@ -72,6 +72,7 @@ class Target(TreeModel):
 
     def step(self, token: int) -> Tensor:
         """Decode one token without a tree and commit it; returns the logits after it, [vocabulary]."""
-        logits = self.forward_final(Step(np.array([token]), np.zeros(1, np.int64), np.zeros((1, 1), np.float32)))
+        step = Step(np.array([token]), np.zeros(1, np.int64), np.zeros((1, 1), np.float32), is_final=True)
+        logits = self.forward(step)
         self.cache.advance(1)
         return logits[0]

@@ -122,16 +122,11 @@ class TreeModel(CachedModel):
         with self._attention():
             return self._forward(step)
 
-    def forward_final(self, step: Step) -> Tensor:
-        """``forward`` of tokens that are all committed next, so that nothing is kept to take them back."""
-        with self._attention():
-            return self._forward(step, is_final=True)
-
     def _attention(self) -> AbstractContextManager[None]:
         """The context of forward passes with a mask."""
         return uncopied_groups(self.text.config) if self.text.has_grouped_queries else nullcontext()
 
-    def _forward(self, step: Step, *, is_final: bool = False) -> Tensor:
+    def _forward(self, step: Step) -> Tensor:
         num_columns = step.tree_mask.shape[1]
         column_offsets = self._column_offsets[:num_columns]
         column_offsets[step.num_uncommitted :] = step.offsets
@@ -146,7 +141,7 @@ class TreeModel(CachedModel):
         mask = None
         if num_columns > 1:
             mask = self._masks.write(step.tree_mask, self.cache.length, step.offsets, column_offsets)
-        with self.cache.forward_pass(step.num_uncommitted, is_final=is_final):
+        with self.cache.forward_pass(step.num_uncommitted, is_final=step.is_final):
             hidden = self._run(
                 input_ids=to_device(step.tokens, self.device)[None],
                 position_ids=to_device(positions if len(positions) == 1 else positions[:, None], self.device),
