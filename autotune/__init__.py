@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from autotune.errors import UserError
     from autotune.runtime.decoder import Decoder
     from autotune.runtime.load import load
+    from autotune.runtime.metrics import PrometheusMetrics
     from autotune.runtime.stats import DecodingOutput, DecodingStats
 
-__all__ = ["Decoder", "DecodingOutput", "DecodingStats", "UserError", "load"]
+__all__ = ["Decoder", "DecodingOutput", "DecodingStats", "PrometheusMetrics", "UserError", "load"]
 
 _MODULES = {
     "Decoder": "autotune.runtime.decoder",
     "DecodingOutput": "autotune.runtime.stats",
     "DecodingStats": "autotune.runtime.stats",
+    "PrometheusMetrics": "autotune.runtime.metrics",
     "UserError": "autotune.errors",
     "load": "autotune.runtime.load",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import os
 import re
@@ -142,6 +143,23 @@ def test_examples_run(tmp_path: Path, text_pair: Pair, processor: Any) -> None:
     processor.tokenizer.save_pretrained(text_pair.target_folder)
     arguments = str(text_pair.target_folder), str(text_pair.draft_folder), "Count to ten."
     runpy.run_path(str(ROOT / "examples/decode_without_profile.py"))["main"](*arguments)
+
+
+def test_the_server_of_the_examples_answers_and_counts(tmp_path: Path) -> None:
+    """Where FastAPI is installed: whole answers and streams are the same text."""
+    for package in ("fastapi", "httpx", "prometheus_client"):
+        pytest.importorskip(package)
+    from fastapi.testclient import TestClient
+    from PIL import Image
+
+    Image.fromarray(make_example("held-out", "read", 500_000).image).save(tmp_path / "grid.png")
+    image = base64.b64encode((tmp_path / "grid.png").read_bytes()).decode()
+    question = {"prompt": "Read the digits row by row.", "images": [image], "max_new_tokens": 24}
+    client = TestClient(runpy.run_path(str(ROOT / "examples/serve.py"))["create_app"](SHIPPED))
+    whole = client.post("/generate", json=question).json()
+    streamed = client.post("/generate", json={**question, "stream": True})
+    assert whole["text"] == streamed.text and whole["new_tokens"] == 24 > whole["rounds"]
+    assert "autotune_new_tokens_total 48.0" in client.get("/metrics").text
 
 
 @pytest.mark.nightly

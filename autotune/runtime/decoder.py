@@ -26,6 +26,7 @@ from autotune.runtime.adaptation import Adaptation
 from autotune.runtime.device_rounds import DeviceRounds
 from autotune.runtime.generate_args import Call, Request, check_names, generation_settings, prepare_call, prepared_call
 from autotune.runtime.host_rounds import HostRound
+from autotune.runtime.metrics import Observer, log_request
 from autotune.runtime.points import LoadedPoint, check_paths, decoding_mode, reachable_points
 from autotune.runtime.preparation import Preparation, Preparer, Report
 from autotune.runtime.session import Session
@@ -146,6 +147,8 @@ class Decoder:
         self.threads, self.prefill_threads = threads, prefill_threads
         self.last_output = DecodingOutput(torch.empty(0, 0, dtype=torch.long), [])
         """Output of the latest ``generate``, also when it was called through the Hugging Face model."""
+        self.observers: list[Observer] = [log_request]
+        """Called with the statistics of every request, once it is finished, abandoned or has failed."""
         self.host_round = HostRound(self.target, self.capture_sizes, corpus_tokens)
         self._device_rounds = DeviceRounds(self.target, self.capture_sizes, self.mode)
 
@@ -423,3 +426,5 @@ class Decoder:
                 yield session.plain_step() if session.is_plain else session.round()
         finally:
             session.close()
+            for observe in self.observers:
+                observe(request.stats, is_finished=request.is_finished)

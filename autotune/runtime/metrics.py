@@ -1,0 +1,136 @@
+"""Metrics of a decoder in a service: a log line and Prometheus metrics for every request.
+
+``Decoder.observers`` are called once for each row of a request: when it is finished, abandoned or has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from autotune.errors import UserError
+from autotune.runtime.stats import DecodingStats
+
+if TYPE_CHECKING:
+    from autotune.runtime.decoder import Decoder
+
+logger = logging.getLogger("autotune.requests")
+"""Logs a line for every request at the level INFO. Python shows none unless the service sets logging up."""
+FINISHED, STOPPED = "finished", "stopped"
+PHASES: dict[str, Callable[[DecodingStats], float]] = {
+    "vision": lambda stats: stats.vision_ms,
+    "prefill": lambda stats: stats.target_prefill_ms - stats.vision_ms,
+    "draft_prefill": lambda stats: stats.draft_prefill_ms,
+    "draft": lambda stats: stats.draft_ms,
+    "verification": lambda stats: stats.verify_ms,
+    "rest": lambda stats: max(0.0, stats.overhead_ms),
+}
+"""Milliseconds of a request by what they were spent on."""
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+class Observer(Protocol):
+    """Is told about every request of a decoder."""
+
+    def __call__(self, stats: DecodingStats, *, is_finished: bool) -> None: ...
+
+
+def log_request(stats: DecodingStats, *, is_finished: bool) -> None:
+    """Log a request; the record's attribute ``stats`` is ``DecodingStats.to_json()``."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    points = ", ".join(f"{number}: {rounds}" for number, rounds in enumerate(stats.rounds_by_point) if rounds)
+    logger.info(
+        "%s: %d prompt tokens, %d new tokens, %d rounds of which %d plain, %d of %d draft tokens accepted, rounds by point {%s}, "
+        "first token after %.0f ms, decoding %.0f ms",
+        FINISHED if is_finished else STOPPED,
+        stats.prompt_tokens,
+        stats.new_tokens,
+        stats.rounds,
+        stats.plain_steps,
+        sum(stats.accepted_lengths),
+        sum(stats.verified_nodes),
+        points,
+        stats.target_prefill_ms,
+        stats.decode_ms,
+        extra={"stats": stats.to_json()},
+    )
+
+
+class PrometheusMetrics:
+    """Counts the requests of a decoder from now on, as Prometheus metrics whose names begin with ``autotune_``.
+
+    Args:
+        decoder: whose requests are counted.
+        registry: a ``prometheus_client.CollectorRegistry``; None: the process's own. One registry takes one decoder.
+
+    Raises:
+        UserError: prometheus-client is not installed, or the registry has another decoder.
+    """
+
+    def __init__(self, decoder: Decoder, registry: Any = None) -> None:
+        try:
+            from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+        except ImportError:
+            raise UserError('Prometheus metrics need prometheus-client; pip install "autotune[metrics]"') from None
+        registry = REGISTRY if registry is None else registry
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"autotune_{name}", text, labels, registry=registry)
+
+        try:
+            self._requests = counter("requests", "Requests by first operating point and outcome", "point", "outcome")
+            self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+            self._new_tokens = counter("new_tokens", "Emitted tokens")
+            self._rounds = counter("rounds", "Rounds by operating point, plain steps included", "point")
+            self._plain_steps = counter("plain_steps", "Steps without a draft, of plain points and of fallbacks")
+            self._draft_tokens = counter("draft_tokens", "Draft tokens sent to verification")
+            self._accepted_tokens = counter("accepted_tokens", "Draft tokens accepted")
+            self._offered = counter("offered", "Rounds that offered a token at a depth of the accepted path", "depth")
+            self._accepted = counter("accepted", "Rounds that accepted a token at a depth", "depth")
+            self._fallen_back = counter("fallen_back_requests", "Requests of points with a draft that decoded plainly")
+            self._seconds = counter("seconds", "Time of requests by what it was spent on", "phase")
+            self._first_token = Histogram(
+                "autotune_first_token_seconds", "Time to the first token", buckets=_SECONDS, registry=registry
+            )
+            self._token = Histogram(
+                "autotune_token_seconds", "Mean time per later token", buckets=_SECONDS_A_TOKEN, registry=registry
+            )
+            info = Gauge(
+                "autotune_point", "Operating points of the decoder", ("point", "when", "tree"), registry=registry
+            )
+        except ValueError:  # the registry's answer to a name that it knows
+            raise UserError("the registry counts another decoder; give each decoder a registry of its own") from None
+        self._has_draft = [point.draft is not None for point in decoder.points]
+        for number, point in enumerate(decoder.points):
+            tree = "plain" if point.draft is None else point.policy.policy
+            info.labels(number, point.when.label, tree).set(1)
+            self._rounds.labels(number)  # shown as 0 until a request comes
+        decoder.observers.append(self)
+
+    def __call__(self, stats: DecodingStats, *, is_finished: bool) -> None:
+        self._requests.labels(stats.point, FINISHED if is_finished else STOPPED).inc()
+        self._prompt_tokens.inc(stats.prompt_tokens)
+        self._new_tokens.inc(stats.new_tokens)
+        for number, rounds in enumerate(stats.rounds_by_point):
+            self._rounds.labels(number).inc(rounds)
+        self._plain_steps.inc(stats.plain_steps)
+        self._draft_tokens.inc(sum(stats.verified_nodes))
+        self._accepted_tokens.inc(sum(stats.accepted_lengths))
+        by_depth = stats.acceptance_counts.by_depth.sum(0)
+        for depth in np.flatnonzero(by_depth[:, 0]):
+            offered, accepted = by_depth[depth].tolist()
+            self._offered.labels(int(depth)).inc(offered)
+            self._accepted.labels(int(depth)).inc(accepted)
+        if self._has_draft[stats.point] and stats.rounds and stats.plain_steps == stats.rounds:
+            self._fallen_back.inc()
+        for phase, milliseconds in PHASES.items():
+            self._seconds.labels(phase).inc(milliseconds(stats) / 1e3)
+        if stats.new_tokens:
+            self._first_token.observe(stats.target_prefill_ms / 1e3)
+        if stats.new_tokens > 1:
+            self._token.observe(stats.decode_ms / 1e3 / (stats.new_tokens - 1))

@@ -1,0 +1,96 @@
+"""Every request of a decoder is logged and counted: finished, abandoned, with a draft, without, and fallen back."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from autotune.documents.condition import Condition
+from autotune.errors import UserError
+from autotune.runtime.decoder import Decoder
+from autotune.runtime.metrics import PrometheusMetrics
+from autotune.runtime.points import LoadedPoint
+from autotune.runtime.stats import DecodingStats
+from autotune.trees.fallback import RoundPrice
+from tests.tiny_models import Inputs, Pair
+
+CHAIN = {"policy": "chain", "depth": 3}
+NEVER_PAYS = RoundPrice(round_steps=90.0, level_steps=9.0, node_steps=9.0)
+
+
+@pytest.fixture
+def decoder(pair: Pair) -> Decoder:
+    """Plain decoding for the task ``plain``, a fallback that pauses at once for ``dear``, and chains for all others."""
+    chain = LoadedPoint(pair.draft, tree=CHAIN)
+    dear = LoadedPoint(chain.draft, tree=CHAIN, fallback=NEVER_PAYS, when=Condition(workload="dear"))
+    return Decoder(pair.target, points=[LoadedPoint(None, when=Condition(workload="plain")), dear, chain])
+
+
+def decode(decoder: Decoder, inputs: Inputs, **settings: Any) -> DecodingStats:
+    return decoder.generate(**inputs, max_new_tokens=12, temperature=0.0, **settings).stats
+
+
+def test_requests_are_logged(decoder: Decoder, prompts: dict[str, Inputs], caplog: pytest.LogCaptureFixture) -> None:
+    inputs = next(iter(prompts.values()))
+    decode(decoder, inputs)
+    assert not caplog.records, "nothing is logged unless the service asks for it"
+    with caplog.at_level(logging.INFO, logger="autotune.requests"):
+        stats = decode(decoder, inputs)
+        stream = decoder.stream(**inputs, max_new_tokens=12)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+    finished, stopped = caplog.records
+    assert finished.message.startswith(f"finished: {stats.prompt_tokens} prompt tokens, {stats.new_tokens} new tokens")
+    assert f"rounds by point {{2: {stats.rounds}}}" in finished.message
+    assert finished.stats == stats.to_json()  # type: ignore[attr-defined]
+    assert stopped.message.startswith("stopped: ") and "1 new tokens, 0 rounds" in stopped.message
+
+
+def test_prometheus_metrics_add_up_to_the_statistics(decoder: Decoder, prompts: dict[str, Inputs]) -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    PrometheusMetrics(decoder, registry)
+
+    def value(name: str, **labels: Any) -> float:
+        found = registry.get_sample_value(f"autotune_{name}", {key: str(label) for key, label in labels.items()})
+        assert found is not None, (name, labels)
+        return found
+
+    assert value("rounds_total", point=2) == 0 and value("point", point=0, when="workload plain", tree="plain") == 1
+    inputs = next(iter(prompts.values()))
+    chain = decode(decoder, inputs)
+    plain = decode(decoder, inputs, workload="plain")
+    every = [chain, plain, *(decode(decoder, inputs, workload="dear") for _ in range(3))]
+    stream = decoder.stream(**inputs, max_new_tokens=12)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert chain.acceptance_counts.by_depth[:, 1, 0].sum() == chain.rounds > 0
+    assert [value("requests_total", point=n, outcome="finished") for n in range(3)] == [1, 3, 1]
+    assert value("requests_total", point=2, outcome="stopped") == 1
+    assert value("new_tokens_total") == sum(stats.new_tokens for stats in every) + 1
+    assert value("prompt_tokens_total") == 6 * chain.prompt_tokens
+    for number in range(3):
+        assert value("rounds_total", point=number) == sum(stats.rounds_by_point[number] for stats in every)
+    assert value("plain_steps_total") == sum(stats.plain_steps for stats in every) >= plain.rounds
+    assert value("draft_tokens_total") == sum(sum(stats.verified_nodes) for stats in every)
+    assert value("accepted_tokens_total") == sum(sum(stats.accepted_lengths) for stats in every)
+    depths = sum(stats.acceptance_counts.by_depth.sum(0) for stats in every)
+    for depth in range(1, 4):
+        assert [value("offered_total", depth=depth), value("accepted_total", depth=depth)] == depths[depth].tolist()
+    fallen_back = sum(stats.plain_steps == stats.rounds for stats in every[2:])
+    assert value("fallen_back_requests_total") == fallen_back > 0
+    spent = sum(stats.target_prefill_ms + stats.decode_ms for stats in every) / 1e3
+    phases = ("vision", "prefill", "draft_prefill", "draft", "verification", "rest")
+    assert sum(value("seconds_total", phase=phase) for phase in phases) >= spent * 0.999
+    assert value("first_token_seconds_count") == 6 and value("token_seconds_count") == 5
+    with pytest.raises(UserError, match="the registry counts another decoder; give each decoder a registry of its own"):
+        PrometheusMetrics(decoder, registry)
+
+
+def test_without_the_package_metrics_are_refused_in_one_line(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(UserError, match=r'need prometheus-client; pip install "autotune\[metrics\]"'):
+        PrometheusMetrics(decoder)
