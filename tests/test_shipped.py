@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.files import data_root, read_lines, read_yaml, sha256_of
+from autotune.files import data_root, read_json, read_lines, read_yaml, sha256_of
 from autotune.modeling.loading import bundled_models
 from autotune.training.recipe import load_recipe
 
@@ -29,7 +29,28 @@ def test_repository_is_small() -> None:
 
 
 def test_every_kind_of_draft_is_bundled() -> None:
-    assert set(DRAFTS) == {f"digits/{kind}" for kind in ("dream", "independent", "specvlm", "star")}
+    digits = {f"digits/{kind}" for kind in ("dream", "independent", "specvlm", "star")}
+    assert set(DRAFTS) == digits | {"code/star"}
+
+
+@pytest.mark.parametrize("pair", ["digits", "code"])
+def test_targets_are_small_and_run_in_float32(pair: str) -> None:
+    """Stored in bfloat16: two bytes a parameter."""
+    folder = bundled_models()[f"{pair}/target"]
+    assert (folder / "model.safetensors").stat().st_size < 18e6
+    assert read_json(folder / "config.json")["dtype"] == "float32"
+    assert load_recipe(folder / "recipe.yaml").name == f"{pair}/target"
+
+
+def test_the_corpus_of_code_is_permissively_licensed() -> None:
+    """Every part of it has a version, a licence and a split, and the card names all licences."""
+    parts = read_json(data_root() / "drafts" / "code" / "corpus.json")
+    card = (data_root() / "drafts" / "code" / "README.md").read_text()
+    assert {part["split"] for part in parts} == {"train", "tune", "evaluate"}
+    assert all(part["version"] and part["files"] > 0 for part in parts)
+    families = {"PSF-2.0": "PSF", "MIT": "MIT", "Apache-2.0": "Apache", "BSD-3-Clause": "BSD", "BSD-2-Clause": "BSD"}
+    for licence in {name for part in parts for name in part["licence"].split(" OR ")}:
+        assert families[licence] in card, licence
 
 
 @pytest.mark.parametrize("name", DRAFTS)
