@@ -32,7 +32,7 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_bytes
-from autotune.modeling.prompt import Prompt
+from autotune.modeling.prompt import Prompt, rows_of
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
@@ -167,6 +167,9 @@ class Recorder:
                         sampler=self.sampler(prompt),
                     )
                 part = part._replace(forest=self._with_retrieved(part.forest, inputs))
+            if not len(part.prompt_tokens):  # a record of this call, or of an earlier version
+                (row,) = rows_of(prompt.inputs(self.processor))
+                part = part._replace(prompt_tokens=row.cpu().numpy().astype(np.int64))
                 _write_part(path, part)
             parts.append(part)
             if report is not None:
@@ -255,14 +258,18 @@ def _read_part(path: Path) -> RecordedPrompt | None:
     """None where the record is missing or damaged."""
     try:
         arrays = load(path.read_bytes())
-        return RecordedPrompt(Forest(*(arrays[name] for name in _FOREST)), *map(int, arrays["lengths"]))
+        forest = Forest(*(arrays[name] for name in _FOREST))
+        prompt_tokens = arrays.get("prompt_tokens", np.zeros(0, np.int64))
+        length, draft_length, num_visual_tokens = map(int, arrays["lengths"])
+        return RecordedPrompt(forest, length, draft_length, num_visual_tokens, prompt_tokens)
     except (OSError, SafetensorError, KeyError):
         return None
 
 
 def _write_part(path: Path, part: RecordedPrompt) -> None:
     arrays = {name: np.ascontiguousarray(getattr(part.forest, name)) for name in _FOREST}
-    write_bytes(path, save({**arrays, "lengths": np.array(part[1:])}))
+    lengths = np.array([part.prompt_length, part.draft_prompt_length, part.num_visual_tokens])
+    write_bytes(path, save({**arrays, "lengths": lengths, "prompt_tokens": part.prompt_tokens}))
 
 
 # -------------------------------------------------------------------------------------------------------------- forest

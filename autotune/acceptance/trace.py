@@ -111,6 +111,8 @@ class Trace:
     """Tokens in the draft's KV cache, without pruned visual tokens."""
     num_visual_tokens: Ints
     """Image tokens of the prompt, before pruning."""
+    prompt_tokens: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Tokens of all prompts, concatenated; prompt p has ``prompt_length[p]``. Empty where they were not recorded."""
 
     @functools.cached_property
     def packed(self) -> PackedForest:
@@ -143,7 +145,10 @@ class Trace:
                 self.forest.match_length[tokens],
             )
             lengths = (self.prompt_length[p], self.draft_prompt_length[p], self.num_visual_tokens[p])
-            parts.append(RecordedPrompt(forest, *map(int, lengths)))
+            end = int(self.prompt_length[: p + 1].sum())
+            prompt_tokens = self.prompt_tokens[end - int(self.prompt_length[p]) : end]
+            length, draft_length, num_visual_tokens = map(int, lengths)
+            parts.append(RecordedPrompt(forest, length, draft_length, num_visual_tokens, prompt_tokens))
         names, tasks = ([every[p] for p in prompts] for every in (header.prompts, header.tasks))
         return join(header.model_copy(update={"prompts": names, "tasks": tasks}), parts)
 
@@ -236,6 +241,7 @@ class RecordedPrompt(NamedTuple):
     prompt_length: int
     draft_prompt_length: int
     num_visual_tokens: int
+    prompt_tokens: Ints = np.zeros(0, np.int64)
 
 
 def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
@@ -261,19 +267,23 @@ def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
         prompt_length=np.array([part.prompt_length for part in parts], np.int64),
         draft_prompt_length=np.array([part.draft_prompt_length for part in parts], np.int64),
         num_visual_tokens=np.array([part.num_visual_tokens for part in parts], np.int64),
+        prompt_tokens=np.concatenate([part.prompt_tokens for part in parts])
+        if all(len(part.prompt_tokens) == part.prompt_length for part in parts)
+        else np.zeros(0, np.int64),
     )
 
 
 _ARRAYS = ("answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens")
 _FOREST = ("answer", "child_token", "child_logprob", "child_node")
-_RETRIEVED = ("retrieved", "match_length")  # traces of earlier versions have none
+_RETRIEVED = ("retrieved", "match_length")  # traces of earlier versions have none,
+_PROMPT_TOKENS = "prompt_tokens"  # and no tokens of prompts
 
 
 def save_trace(path: Path, trace: Trace) -> None:
     """Write the header to ``path``, as JSON, and the arrays beside it, as safetensors."""
     from safetensors.numpy import save
 
-    arrays: dict[str, Any] = {name: getattr(trace, name) for name in _ARRAYS}
+    arrays: dict[str, Any] = {name: getattr(trace, name) for name in (*_ARRAYS, _PROMPT_TOKENS)}
     arrays |= {name: getattr(trace.forest, name) for name in (*_FOREST, *_RETRIEVED)}
     # Tokens and nodes fit in 32 bits.
     small = {
@@ -298,7 +308,8 @@ def load_trace(path: Path) -> Trace:
         arrays = load(arrays_path.read_bytes())
         wide = {name: array if array.dtype == np.float32 else array.astype(np.int64) for name, array in arrays.items()}
         names = (*_FOREST, *(name for name in _RETRIEVED if name in wide))
-        return Trace(header, Forest(*(wide[name] for name in names)), *(wide[name] for name in _ARRAYS))
+        optional = {name: wide[name] for name in (_PROMPT_TOKENS,) if name in wide}
+        return Trace(header, Forest(*(wide[name] for name in names)), *(wide[name] for name in _ARRAYS), **optional)
     except (OSError, SafetensorError, KeyError) as error:
         raise UserError(
             f"{arrays_path}: the trace's arrays cannot be read ({error}); record it again with autotune record"

@@ -9,7 +9,7 @@ import click
 
 from autotune.cli import options
 
-EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
+EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
 
 
 @click.command(cls=options.Verb, short_help="Write the nearest configuration of a serving engine.")
@@ -48,5 +48,5 @@ def command(profile: Path, engine: str, as_json: bool, **choices: Any) -> None:
     if as_json:
         click.echo(result.dump())
     else:
-        for variant in result.variants:
-            click.echo(variant.command)
+        for line in (*result.preparation, *(variant.command for variant in result.variants)):
+            click.echo(line)

@@ -15,6 +15,7 @@ from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, Variant, print_export
 from autotune.export.engine import Candidate, Engine, Pair, Vision, read_settings, write_settings
 from autotune.export.engine_replay import EngineReplay
+from autotune.export.llama_cpp import LlamaCpp
 from autotune.export.model_files import find_model
 from autotune.export.search_documents import SearchDocuments, find_search_documents
 from autotune.export.sglang import Sglang
@@ -30,6 +31,7 @@ ENGINES: dict[str, Engine] = {
     "vllm": Vllm(),
     "sglang": Sglang(),
     "tensorrt-llm": TensorRtLlm(),
+    "llama.cpp": LlamaCpp(),
     "transformers": Transformers(),
 }
 

@@ -14,7 +14,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.search.evaluator import Evaluator
 from autotune.trees.policy import parse_policy
-from tests.sample_documents import DRAFT, cost_table, decoding_profile, random_trace
+from tests.sample_documents import DRAFT, cost_table, decoding_profile, random_trace, surface
 
 TREE = {"policy": "sage", "k": 4, "d_max": 4}
 WHOLE = ForestBounds(depth=4, num_proposals=4, beam=4, beam_depth=4)
@@ -78,6 +78,13 @@ def write_pair(folder: Path, *, kind: str = "independent", table: CostTable | No
     write_study(folder / ".autotune" / "pair", table, trace)
     profile_of(point_of(trace, table, kind=kind), trace=trace).save(folder / "profile.json")
     return folder / "profile.json"
+
+
+def cheap_table() -> CostTable:
+    """A cost table whose draft costs a tenth of a target step, so that drafting pays in llama.cpp too, which reads tokens twice."""
+    (costs,) = cost_table().drafts
+    level = surface(lambda n, m: 0.05 + 0.01 * n)
+    return cost_table(drafts=[costs.model_copy(update={"draft_first": level, "draft_level": level})])
 
 
 PRUNED = Subnet(visual_keep=0.5)

@@ -1,0 +1,237 @@
+"""Replay of rounds as llama.cpp's server runs them, and the fastest settings of its own space. Loads no torch.
+
+Every round takes the draft of the first type that proposes something: n-grams before the draft model. A draft model proposes a
+chain that ends before a token of less probability than ``p_min``, and a chain of fewer than ``n_min`` tokens is dropped. The
+draft model then reads the verified tokens again, in one forward pass, whoever proposed them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autotune.acceptance.replay import plain_decode_ms
+from autotune.acceptance.trace import Trace
+from autotune.documents.decoding_profile import Predicted
+from autotune.export.engine_replay import EngineReplay
+from autotune.trees.limits import Floats, Ints
+
+NUM_CANDIDATES = 10
+"""llama.cpp's probability of a draft token is a share of this many most probable ones (``LLAMA_DRAFT_TOP_K``)."""
+MAX_N_MIN = 2
+SIZES_N = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+SIZES_M = (2, 4, 8, 12, 16, 24, 32, 48, 64)
+NUM_CHAINED = 8
+"""The fastest settings of a draft model that are tried together with n-grams."""
+
+
+@dataclass(frozen=True)
+class ModelDraft:
+    """``--spec-draft-n-max``, ``-n-min`` and ``-p-min``."""
+
+    n_max: int
+    n_min: int = 0
+    p_min: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"n-max={self.n_max}, n-min={self.n_min}, p-min={self.p_min:g}"
+
+
+@dataclass(frozen=True)
+class NgramDraft:
+    """``ngram-simple``: what followed the latest earlier occurrence of the last ``size_n`` tokens, ``size_m`` tokens of it."""
+
+    size_n: int
+    size_m: int
+
+    @property
+    def label(self) -> str:
+        return f"size-n={self.size_n}, size-m={self.size_m}"
+
+
+class Drafts(NamedTuple):
+    """The drafts of all roots, arrays [roots]. Drafts are not shortened at the end of an answer."""
+
+    length: Ints
+    accepted: Ints
+    forwards: Ints
+    """Forward passes of the draft model."""
+
+
+class Priced(NamedTuple):
+    """Settings of llama.cpp and their replayed figures."""
+
+    model: ModelDraft | None
+    ngram: NgramDraft | None
+    predicted: Predicted
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Fastest first; ties go to shorter drafts."""
+        return self.predicted.ms_per_token, self.model.n_max if self.model else 0
+
+
+class LlamaReplay:
+    """Replays llama.cpp's speculation along the trace of an ``EngineReplay``, on its prompts."""
+
+    def __init__(self, replay: EngineReplay) -> None:
+        trace, prices = replay.trace, replay.prices
+        self.trace, self._replay = trace, replay
+        self._prompt, self._token, node = trace.roots()
+        offset = self._token - trace.answer_start[self._prompt]
+        self._bin = np.minimum(
+            (trace.prompt_length[self._prompt] + offset) // prices.kv_step, len(prices.decode_ms) - 1
+        )
+        draft_length = trace.draft_kv_length(prices.crossing_share)[self._prompt] + offset
+        self._draft_bin = np.minimum(draft_length // prices.kv_step, prices.draft_level_ms.shape[1] - 1)
+        self._num_left = trace.answer_start[self._prompt + 1] - 1 - self._token  # tokens of the answer after the root
+        self._probability, self._match = _chains(trace, node, self._token, self._num_left)
+        self._ngrams: dict[int, Drafts] = {}
+        self.max_draft = replay.max_tokens - 1
+        """Tokens of the longest draft whose verification the table prices."""
+
+    @property
+    def has_ngrams(self) -> bool:
+        """Whether the trace holds the tokens of prompts, in which n-grams are looked up."""
+        return len(self.trace.prompt_tokens) > 0
+
+    def model_drafts(self, draft: ModelDraft) -> Drafts:
+        """The chains of the draft model at every root."""
+        is_sure = self._probability[:, : draft.n_max] >= draft.p_min
+        length = np.cumprod(is_sure, axis=1).sum(1)
+        forwards = np.minimum(length + 1, draft.n_max)
+        length[length < draft.n_min] = 0
+        return Drafts(length, np.minimum(self._match, length), forwards)
+
+    def ngram_drafts(self, draft: NgramDraft) -> Drafts:
+        """The continuations of earlier n-grams at every root; as in llama.cpp a continuation shorter than the n-gram is dropped."""
+        if draft.size_n not in self._ngrams:
+            self._ngrams[draft.size_n] = self._find_ngrams(draft.size_n)
+        found = self._ngrams[draft.size_n]
+        history = self.trace.prompt_length[self._prompt] + self._token - self.trace.answer_start[self._prompt]
+        length = np.minimum(found.length, draft.size_m)
+        length[(length < draft.size_n) | (history <= draft.size_n + draft.size_m + 1)] = 0
+        return Drafts(length, np.minimum(found.accepted, length), found.forwards)
+
+    def price(self, model: ModelDraft | None, ngram: NgramDraft | None) -> Priced:
+        """Replay a draft model, n-grams, or both, for one request at a time."""
+        prices, trace = self._replay.prices, self.trace
+        nothing = np.zeros(len(self._token), np.int64)
+        drafts = Drafts(nothing, nothing, nothing) if model is None else self.model_drafts(model)
+        if ngram is not None:
+            first = self.ngram_drafts(ngram)
+            is_found = first.length > 0
+            drafts = Drafts(*(np.where(is_found, one, other) for one, other in zip(first, drafts, strict=True)))
+        size = drafts.length + 1
+        ms = np.where(size > 1, _price(prices.verify_ms, size, self._bin), prices.decode_ms[self._bin])
+        ms += prices.overhead_round_ms * ((size > 1) | (drafts.forwards > 0))
+        ms += prices.overhead_level_ms * drafts.forwards + prices.overhead_node_ms * drafts.length
+        prefill_ms = np.zeros(trace.num_prompts)
+        if model is not None:
+            ms += drafts.forwards * _price(prices.draft_level_ms, 1 + nothing, self._draft_bin)
+            ms += _price(prices.draft_first_ms, size, self._draft_bin)
+            prefill_ms = prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0)
+        visited = self._rounds(drafts.accepted)
+        is_selected = self._replay.prompts
+        total_ms = float(ms[visited].sum() + prefill_ms[is_selected].sum())
+        num_tokens = int((np.diff(trace.answer_start) - 1)[is_selected].sum())
+        plain_ms = float(plain_decode_ms(trace, prices)[is_selected].sum())
+        predicted = Predicted(
+            speedup=plain_ms / total_ms,
+            ms_per_token=total_ms / num_tokens,
+            tokens_per_round=num_tokens / len(visited),
+            estimated=self._replay.is_estimated,
+        )
+        return Priced(model, ngram, predicted)
+
+    def fastest(self) -> list[Priced]:
+        """The fastest draft model, the fastest n-grams, and both together where this is faster than either."""
+        models = sorted((self.price(model, None) for model in self._models()), key=lambda priced: priced.rank)
+        ngrams = sorted((self.price(None, ngram) for ngram in self._sizes()), key=lambda priced: priced.rank)
+        chained = (
+            self.price(priced.model, ngram.ngram) for priced, ngram in itertools.product(models[:NUM_CHAINED], ngrams)
+        )
+        best = [*models[:1], *ngrams[:1]]
+        both = min(chained, key=lambda priced: priced.rank, default=None)
+        if both is not None and all(both.rank < priced.rank for priced in best):
+            best.append(both)
+        return best
+
+    def _models(self) -> Iterator[ModelDraft]:
+        """Every length, with every floor in steps of 0.1, and drafts of at least 0, 1 or 2 tokens."""
+        for n_max in range(1, min(self._probability.shape[1], self.max_draft) + 1):
+            for tenths, n_min in itertools.product(range(10), range(min(MAX_N_MIN, n_max) + 1)):
+                if tenths > 0 or n_min == 0:  # without a floor no draft is short
+                    yield ModelDraft(n_max, n_min, tenths / 10)
+
+    def _sizes(self) -> Iterator[NgramDraft]:
+        """Sizes of n-grams; a draft has at least as many tokens as the n-gram."""
+        if self.has_ngrams:
+            for size_n, size_m in itertools.product(SIZES_N, SIZES_M):
+                if size_n <= size_m <= self.max_draft:
+                    yield NgramDraft(size_n, size_m)
+
+    def _rounds(self, accepted: Ints) -> list[int]:
+        """The roots of all rounds of the selected prompts."""
+        steps, visited = (accepted + 1).tolist(), []
+        starts = self.trace.answer_start - np.arange(
+            self.trace.num_prompts + 1
+        )  # the last token of an answer is no root
+        for p in np.flatnonzero(self._replay.prompts):
+            root, end = int(starts[p]), int(starts[p + 1])
+            while root < end:
+                visited.append(root)
+                root += steps[root]
+        return visited
+
+    def _find_ngrams(self, size: int) -> Drafts:
+        """What the whole history holds after the latest earlier occurrence of the last ``size`` tokens, at every root."""
+        trace = self.trace
+        length, accepted = np.zeros((2, len(self._token)), np.int64)
+        ends = np.cumsum(trace.prompt_length)
+        root = 0
+        for p in range(trace.num_prompts):
+            answer = trace.forest.answer[trace.answer_start[p] : trace.answer_start[p + 1]].tolist()
+            tokens = trace.prompt_tokens[ends[p] - trace.prompt_length[p] : ends[p]].tolist() + answer
+            latest: dict[tuple[int, ...], int] = {}
+            begin = 1  # llama.cpp takes position 0 for no match
+            for last in range(len(tokens) - len(answer), len(tokens) - 1):  # position of the root, the last token known
+                while begin <= last - size - 1:  # neither the n-gram itself nor the one a token before
+                    latest[tuple(tokens[begin : begin + size])] = begin
+                    begin += 1
+                found = latest.get(tuple(tokens[last - size + 1 : last + 1]))
+                if found is not None:
+                    length[root] = last - (found + size)
+                    pairs = zip(tokens[last + 1 :], tokens[found + size : last], strict=False)
+                    accepted[root] = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+                root += 1
+        return Drafts(length, accepted, np.zeros(len(length), np.int64))
+
+
+def _chains(trace: Trace, node: Ints, token: Ints, num_left: Ints) -> tuple[Floats, Ints]:
+    """The draft's chain from every root: the probability of each token [roots, depth], as llama.cpp takes it, and how many of
+    the first ones are the answer's [roots]. Tokens that were not recorded have probability -1.
+    """
+    forest, depth = trace.forest, trace.header.bounds.depth
+    probability, match = np.full((len(node), depth), -1.0), np.zeros(len(node), np.int64)
+    is_match = np.ones(len(node), bool)
+    for level in range(depth):
+        logprobs = forest.child_logprob[node, :NUM_CANDIDATES].astype(np.float64)
+        total = np.logaddexp.reduce(logprobs, axis=1)
+        is_proposed = (node >= 0) & np.isfinite(logprobs[:, 0])
+        probability[is_proposed, level] = np.exp(logprobs[is_proposed, 0] - total[is_proposed])
+        is_match &= is_proposed & (level < num_left)
+        following = forest.answer[np.minimum(token + 1 + level, len(forest.answer) - 1)]
+        is_match &= forest.child_token[node, 0] == following
+        match += is_match
+        node = np.where(node >= 0, forest.child_node[node, 0], -1)
+    return probability, match
+
+
+def _price(table: Floats, tokens: Ints, bins: Ints) -> Floats:
+    return np.asarray(table[np.minimum(tokens, table.shape[0] - 1), bins])
