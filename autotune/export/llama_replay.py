@@ -92,6 +92,11 @@ class LlamaReplay:
         self._num_left = trace.answer_start[self._prompt + 1] - 1 - self._token  # tokens of the answer after the root
         self._probability, self._match = _chains(trace, node, self._token, self._num_left)
         self._ngrams: dict[int, Drafts] = {}
+        selected = replay.prompts
+        self._num_tokens = int((np.diff(trace.answer_start) - 1)[selected].sum())
+        self._plain_ms = float(plain_decode_ms(trace, prices)[selected].sum())
+        prefill_ms = prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0)
+        self._prefill_ms = float(prefill_ms[selected].sum())
         self.max_draft = replay.max_tokens - 1
         """Tokens of the longest draft whose verification the table prices."""
 
@@ -120,7 +125,7 @@ class LlamaReplay:
 
     def price(self, model: ModelDraft | None, ngram: NgramDraft | None) -> Priced:
         """Replay a draft model, n-grams, or both, for one request at a time."""
-        prices, trace = self._replay.prices, self.trace
+        prices = self._replay.prices
         nothing = np.zeros(len(self._token), np.int64)
         drafts = Drafts(nothing, nothing, nothing) if model is None else self.model_drafts(model)
         if ngram is not None:
@@ -131,20 +136,15 @@ class LlamaReplay:
         ms = np.where(size > 1, _price(prices.verify_ms, size, self._bin), prices.decode_ms[self._bin])
         ms += prices.overhead_round_ms * ((size > 1) | (drafts.forwards > 0))
         ms += prices.overhead_level_ms * drafts.forwards + prices.overhead_node_ms * drafts.length
-        prefill_ms = np.zeros(trace.num_prompts)
         if model is not None:
             ms += drafts.forwards * _price(prices.draft_level_ms, 1 + nothing, self._draft_bin)
             ms += _price(prices.draft_first_ms, size, self._draft_bin)
-            prefill_ms = prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0)
         visited = self._rounds(drafts.accepted)
-        is_selected = self._replay.prompts
-        total_ms = float(ms[visited].sum() + prefill_ms[is_selected].sum())
-        num_tokens = int((np.diff(trace.answer_start) - 1)[is_selected].sum())
-        plain_ms = float(plain_decode_ms(trace, prices)[is_selected].sum())
+        total_ms = float(ms[visited].sum()) + (self._prefill_ms if model is not None else 0.0)
         predicted = Predicted(
-            speedup=plain_ms / total_ms,
-            ms_per_token=total_ms / num_tokens,
-            tokens_per_round=num_tokens / len(visited),
+            speedup=self._plain_ms / total_ms,
+            ms_per_token=total_ms / self._num_tokens,
+            tokens_per_round=self._num_tokens / len(visited),
             estimated=self._replay.is_estimated,
         )
         return Priced(model, ngram, predicted)
