@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 TORCH_FREE = (
     "acceptance.replay",
     "acceptance.rounds",
+    "acceptance.speculation_profile",
     "acceptance.trace",
     "check.baseline",
     "check.counts",
@@ -66,6 +67,7 @@ TORCH_FREE = (
     "files",
     "modeling.loading",
     "report",
+    "search.chain_predictions",
     "search.evaluator",
     "search.operating_points",
     "search.point_selection",

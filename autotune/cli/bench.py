@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from autotune.cli import options
+from autotune.files import require_writable
 from autotune.search.settings import SearchSettings
 from autotune.workloads.formats import Format
 
@@ -54,6 +55,7 @@ from autotune.workloads.formats import Format
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=None, show_default="of each prompt", help="Longest answer."
 )
+@options.speculation_profile("Write the acceptance of the profile's draft as NVIDIA's specdec_bench does.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
 @options.device
 @options.settings_options(SearchSettings, "wait_until_quiet_s")
@@ -71,6 +73,7 @@ def command(
     num_prompts: int,
     is_whole: bool,
     max_new_tokens: int | None,
+    speculation_profile: Path | None,
     seed: int,
     device: str,
     wait_until_quiet_s: float | None,
@@ -82,6 +85,8 @@ def command(
 
     arms = None if against is None else [name.strip() for name in against.split(",") if name.strip()]
     require_arms(arms or ())
+    if speculation_profile is not None:
+        require_writable(speculation_profile, "--speculation-profile")
     chosen = workload_for(profile, workload, workload_format)
 
     from autotune.console import Console
@@ -104,6 +109,7 @@ def command(
         workload_format=workload_format,
         is_whole=is_whole,
         max_new_tokens=max_new_tokens,
+        speculation_profile=speculation_profile,
         wait_until_quiet_s=wait_until_quiet_s,
     )
     if table is not None:
