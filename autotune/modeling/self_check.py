@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -34,6 +35,11 @@ _LEAST_NOISE_EPS = 8.0
 """Allowed difference where that noise is 0, in standard deviations of the logits: this much, or this many units of the
 precision.
 """
+_MOST_NOISE = 1e-3
+_MOST_NOISE_EPS = 32.0
+"""Likewise the largest noise of models with states, which update them by other formulas in single steps than in passes over
+several tokens.
+"""
 
 
 class SelfCheckNotice(UserWarning):
@@ -57,6 +63,9 @@ def check_tree_decoding(model: TreeModel) -> None:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         raise _refusal(model_type, f"a tree does not run ({reason})") from error
     allowed = allowed_difference(model, noise)
+    if model.has_states and not noise <= max(_MOST_NOISE, _MOST_NOISE_EPS * torch.finfo(model.dtype).eps):
+        reason = f"single steps of transformers differ from its passes over several tokens by {noise:.2g} standard deviations"
+        raise _refusal(model_type, reason)
     if not difference <= allowed:
         reason = f"a tree's logits differ from token-by-token ones by {difference:.2g} standard deviations"
         raise _refusal(model_type, reason)
@@ -130,6 +139,11 @@ def _cached(model: TreeModel, text: list[int], num_prompt: int) -> Tensor:
     """Logits after the text, whose end is decoded token by token with the model's own cache."""
     ids = torch.tensor([text], device=model.device)
     out = model.model(input_ids=ids[:, :num_prompt], use_cache=True)
+    takes_positions = "position_ids" in inspect.signature(model.model.forward).parameters
     for index in range(num_prompt, len(text)):
-        out = model.model(input_ids=ids[:, index : index + 1], past_key_values=out.past_key_values, use_cache=True)
+        # As generate does; some models count positions from 0 otherwise.
+        positions = {"position_ids": torch.tensor([[index]], device=model.device)} if takes_positions else {}
+        out = model.model(
+            input_ids=ids[:, index : index + 1], past_key_values=out.past_key_values, use_cache=True, **positions
+        )
     return out.logits[0, -1].float()  # type: ignore[no-any-return]

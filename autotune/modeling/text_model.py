@@ -28,6 +28,7 @@ STATE_TYPES = ("linear_attention", "conv", "hybrid")
 """Layers with a recurrent or convolution state, which cannot drop tokens."""
 _CACHELESS_TYPES = ("moe", "mlp")
 _LAYER_TYPES = frozenset((*_ATTENDING_TYPES, *STATE_TYPES, *_CACHELESS_TYPES))
+_NO_LIMIT = (0.0, math.inf)  # of the time steps of Mamba-2
 # Kernels that take an additive mask. Others take sequence lengths only and would ignore a tree mask.
 _ATTENTION = ("sdpa", "eager")
 # Rotary frequencies that depend on the sequence length: all nodes of a tree would get those of its deepest node.
@@ -220,7 +221,10 @@ def _mixer(config: Any, layer: nn.Module) -> nn.Module:
     ]
     if len(found) != 1:
         raise _refusal(config, f"{len(found)} modules of a layer with a state have a convolution, not one")
-    return found[0]
+    (mixer,) = found
+    if tuple(getattr(mixer, "time_step_limit", None) or _NO_LIMIT) != _NO_LIMIT:
+        raise _refusal(config, "its time steps are limited in passes over several tokens, but not in single steps")
+    return mixer
 
 
 def _layers(module: nn.Module, number: int) -> tuple[nn.Module, ...] | None:

@@ -97,6 +97,87 @@ def test_an_unlisted_text_model_that_passes_the_self_check_is_decoded(build: Any
         assert torch.equal(decoder.generate(**inputs, max_new_tokens=30).sequences, expected)
 
 
+ALTERNATING = ["linear_attention", "full_attention"]
+MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+
+
+def bamba() -> Any:
+    """Mamba-2; a model that counts positions from 0 in every forward pass unless it is told them."""
+    return hf.BambaForCausalLM(hf.BambaConfig(**SIZES, **MAMBA2, attn_layer_indices=[1]))
+
+
+def olmo_hybrid() -> Any:
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_num_value_heads": 2,
+        "linear_value_head_dim": 8,
+    }
+    return hf.OlmoHybridForCausalLM(hf.OlmoHybridConfig(**SIZES, layer_types=ALTERNATING, **sizes))
+
+
+def lfm2_moe() -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1}
+    return hf.Lfm2MoeForCausalLM(hf.Lfm2MoeConfig(**SIZES, layer_types=["conv", "full_attention"], **experts))
+
+
+@pytest.mark.parametrize("build", [bamba, olmo_hybrid, lfm2_moe])
+def test_an_unlisted_hybrid_that_passes_the_self_check_is_decoded_in_chains(build: Any) -> None:
+    torch.manual_seed(0)
+    model = build().eval()
+    for weight in model.parameters():
+        if weight.dim() >= 2:
+            weight.data.normal_(0.0, 2.0 / weight.shape[-1] ** 0.5)
+    with pytest.warns(SelfCheckNotice, match=rf"'{model.config.model_type}'; this one passed .*allowed: 0.0001"):
+        decoder = Decoder(model, model, tree={"policy": "chain", "depth": 3})
+    inputs = {"input_ids": torch.arange(20, 40)[None]}
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(decoder.generate(**inputs, max_new_tokens=20).sequences, expected)
+
+
+def zamba2() -> Any:
+    sizes = {"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 8, "num_mem_blocks": 1}
+    types = ["linear_attention", "hybrid"]
+    return hf.Zamba2ForCausalLM(hf.Zamba2Config(**SIZES, **sizes, layers_block_type=types))
+
+
+def jamba() -> Any:
+    """Passes over several tokens forget the state."""
+    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
+    return hf.JambaForCausalLM(hf.JambaConfig(**SIZES, **sizes, use_mamba_kernels=False))
+
+
+def minimax() -> Any:
+    return hf.MiniMaxForCausalLM(hf.MiniMaxConfig(**SIZES, layer_types=ALTERNATING, num_local_experts=2))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (zamba2, "'zamba2' .* its time steps are limited in passes over several tokens, but not in single steps"),
+        (jamba, "'jamba' .* the self-check failed, a tree's logits differ from token-by-token ones"),
+        (minimax, "'minimax' .* 0 modules of a layer with a state have a convolution, not one"),
+    ],
+)
+def test_a_hybrid_whose_states_cannot_be_taken_back_is_refused(build: Any, reason: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match=f"{reason}.*; known: llama, mistral"):
+        Decoder(build().eval())
+
+
+def test_a_hybrid_whose_single_steps_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding and verification would emit different tokens, although a chain agrees with uncached forward passes."""
+    torch.manual_seed(0)
+    model = olmo_hybrid().eval()
+    layer = model.model.layers[0]
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer, "forward", lambda hidden, **given: (1.0 + 0.1 * (hidden.shape[1] == 1)) * forward(hidden, **given)
+    )
+    with pytest.raises(UserError, match="single steps of transformers differ from its passes over several tokens by"):
+        Decoder(model)
+
+
 def bloom() -> Any:
     """ALiBi positions, computed from its own mask."""
     return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=300, hidden_size=32, n_layer=2, n_head=4))

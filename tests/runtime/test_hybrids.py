@@ -15,18 +15,23 @@ from torch import Tensor
 from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for, join
+from autotune.cost.settings import ProfileSettings
+from autotune.cost.step_bench import StepBench
 from autotune.drafters.checkpoint import new_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
+from autotune.evaluation.bench import choose_arms
 from autotune.evaluation.divergence import first_divergence
+from autotune.evaluation.runner import ArmRunner
 from autotune.modeling.hybrid_cache import HybridCache
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint, as_draft
 from autotune.trees.policy import parse_policy
+from autotune.workloads.workload import Workload
 from tests.families import FAMILIES, encode, load, random_prompts, save
 from tests.hybrids import HYBRIDS
 from tests.obvious import assert_same_logits
@@ -271,3 +276,28 @@ def test_replay_counts_the_rounds_of_a_hybrid_pair(pair: Member, temperature: fl
         assert replayed.accepted_lengths[0].tolist() == stats.accepted_lengths, tree
         num_accepted += sum(stats.accepted_lengths)
     assert num_accepted > 6
+
+
+def test_a_verification_is_priced_with_what_it_reads_again(
+    pair: Member, text_draft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_again, counts = HybridCache._read_again, []
+    monkeypatch.setattr(HybridCache, "_read_again", lambda cache, n: (counts.append(n), read_again(cache, n))[0])
+    bench = StepBench(Target(pair.target), IndependentDraft(text_draft), ProfileSettings(kv_lengths=(64,)))
+    counts.clear()
+    with torch.inference_mode():
+        assert bench.verify_ms(6, 64) > 0 and counts == [3]
+        assert bench.verify_ms(1, 64) > 0 and counts == [3], "nothing is rejected"
+        assert bench.decode_ms(64) > 0 and counts == [3]
+
+
+def test_arms_that_grow_trees_are_left_out_of_a_comparison(pair: Member, text_draft: Any) -> None:
+    decoder = Decoder(pair.target, text_draft, tree=CHAINS[1])
+    chosen = choose_arms(
+        ["ar", "chain", "sage", "eagle2"], ArmRunner(decoder, pair.processor), Workload("none", "", ())
+    )
+    assert [arm.name for arm in chosen.arms] == ["ar", "chain"]
+    assert set(chosen.unavailable) == {"sage", "eagle2"}
+    assert set(chosen.unavailable.values()) == {
+        "recurrent or convolution states follow one path, so that only chains are decoded"
+    }

@@ -120,6 +120,18 @@ def test_one_default_of_each_paper_is_compared_unasked() -> None:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
+def test_the_chains_of_a_space_are_chain_and_priced_with_one_child() -> None:
+    chains = load_space("full").chains()
+    assert set(chains.trees) == {"chain", "priced"} and chains.trees["chain"] == load_space("full").trees["chain"]
+    assert all(parse_policy(tree).is_chain for tree in suggestions(chains, 40))
+    assert not parse_policy({"policy": "priced", "k": 1, "retrieval": True}).is_chain
+    assert list(space({"chain": {"depth": {"low": 1, "high": 4}}}).chains().trees) == ["chain"]
+    with pytest.raises(
+        UserError, match=r"space by hand: .*follow one path.*; name a space with the policy chain or priced"
+    ):
+        space({"eagle2": {"depth": {"low": 1, "high": 4}}}).chains()
+
+
 def test_unknown_space_names_the_nearest() -> None:
     with pytest.raises(UserError, match="unknown search space 'quik'; did you mean 'quick'"):
         load_space("quik")
