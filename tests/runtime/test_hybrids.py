@@ -20,6 +20,7 @@ from autotune.cost.step_bench import StepBench
 from autotune.drafters.checkpoint import new_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
+from autotune.drafters.mtp import MtpConfig, MtpNetwork
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.evaluation.bench import choose_arms
@@ -125,11 +126,15 @@ class TestEveryHybrid:
             assert_same_logits(target.step(99), logits_of_all(member.target, inputs, [*committed, 99])[-1])
 
     def test_drafts_of_other_kinds_keep_the_output(self, member: Member, text_draft: Any) -> None:
-        """Retrieval, a text model of another family, and a network that reads the target's features."""
+        """Retrieval, a text model of another family, and networks that read the target's features: Qwen's have mtp heads."""
         example, target = member.examples[-1], Target(member.target)
         torch.manual_seed(0)
         network = new_network("star", {"num_heads": 4, "head_size": 8, "mlp_size": 32}, target, source="test")
-        for draft in (RetrievalDraft(), IndependentDraft(text_draft), FeatureDraft(network.eval())):
+        drafts = [RetrievalDraft(), IndependentDraft(text_draft), FeatureDraft(network.eval())]
+        if "qwen" in member.family.name:
+            sizes = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
+            drafts.append(FeatureDraft(MtpNetwork(sizes, target).eval()))
+        for draft in drafts:
             out = Decoder(target, draft, tree=CHAINS[1]).generate(**example.inputs, max_new_tokens=NEW_TOKENS)
             assert torch.equal(out.sequences, example.sequences)
             assert out.stats.draft_forwards > 0
