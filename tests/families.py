@@ -26,7 +26,7 @@ import transformers as hf
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.video_utils import make_batched_metadata
 
 from tests.tiny_models import DRAFT_LAYERS, TARGET_LAYERS, copy_common_weights
@@ -50,8 +50,9 @@ VISUAL_TOKENS = [
     *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),  # Idefics3, SmolVLM
     *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),  # Gemma 3
+    *("<|image>", "<image|>", "<|image|>", "<|video|>"),  # Gemma 4
 ]
-VOCABULARY_SIZE = 352  # 256 bytes, 22 special tokens, 74 merges
+VOCABULARY_SIZE = 352  # 256 bytes, 26 special tokens, 70 merges
 CORPUS = (
     "The quick brown fox reads a table row by row, and then the answer to each question follows from the picture.",
     "What is shown in this image? There are three boats on the water; two of them are painted red.",
@@ -193,6 +194,26 @@ def _smolvlm_processor() -> Any:
     return SmolVLMProcessor
 
 
+@cache
+def _gemma4_processor() -> Any:
+    """Reads text and images: extractors of audio, which no test has, and of video are left out."""
+    module = importlib.import_module("transformers.models.gemma4.processing_gemma4")
+
+    class Gemma4Processor(_WithoutTorchvision, module.Gemma4Processor):
+        def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None) -> None:
+            self.image_token, self.image_token_id = tokenizer.image_token, tokenizer.image_token_id
+            self.boi_token, self.eoi_token = tokenizer.boi_token, tokenizer.eoi_token
+            self.video_token, self.video_token_id = "<|video|>", token_id("<|video|>")
+            self.audio_token = self.audio_token_id = None
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+        def validate_inputs(self, *args: Any, **kwargs: Any) -> None:
+            """The class asks for tokens of audio in any prompt."""
+
+    return Gemma4Processor
+
+
+GEMMA4_PROCESSOR = _gemma4_processor()
 ONEVISION_PROCESSOR = _without_torchvision(hf.LlavaOnevisionProcessor)
 QWEN2_VL_PROCESSOR = _without_torchvision(hf.Qwen2VLProcessor)
 QWEN2_5_VL_PROCESSOR = _without_torchvision(hf.Qwen2_5_VLProcessor)
@@ -284,6 +305,13 @@ def _gemma3_processor() -> Any:
     )
 
 
+def _new_gemma4_processor() -> Any:
+    return GEMMA4_PROCESSOR(
+        image_processor=hf.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70),
+        tokenizer=new_tokenizer(image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>"),
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- models
 
 
@@ -313,6 +341,27 @@ def _gemma3_text(num_layers: int, **options: Any) -> hf.Gemma3TextConfig:
     return hf.Gemma3TextConfig(**_text(num_layers, **sizes, layer_types=_alternating(num_layers), **options))
 
 
+def _gemma4_text(num_layers: int, **options: Any) -> hf.Gemma4TextConfig:
+    """Heads of full layers are larger, tokens have an embedding for every layer, and the target's last two layers read the
+    keys and values of the two before.
+    """
+    sizes = {"head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": _alternating(num_layers)}
+    embeddings = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY_SIZE}
+    shared = {"num_kv_shared_layers": num_layers - DRAFT_LAYERS}
+    return hf.Gemma4TextConfig(**_text(num_layers, **sizes, **{**embeddings, **shared, **options}))
+
+
+GEMMA4_LARGE = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+"""Keys of full layers are their values, and feed-forward layers have experts."""
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -487,6 +536,21 @@ def _gemma3(num_layers: int) -> PreTrainedModel:
     )
 
 
+def _gemma4(num_layers: int, **options: Any) -> PreTrainedModel:
+    tower = {**TOWER, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "position_embedding_size": 256}
+    return hf.Gemma4ForConditionalGeneration(
+        hf.Gemma4Config(
+            vision_config=hf.Gemma4VisionConfig(**tower),
+            text_config=_gemma4_text(num_layers, final_logit_softcapping=12.0, **options),
+            audio_config=None,
+            image_token_id=token_id("<|image|>"),
+            video_token_id=token_id("<|video|>"),
+            boi_token_id=token_id("<|image>"),
+            eoi_token_id=token_id("<image|>"),
+        )
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- families
 
 
@@ -545,6 +609,8 @@ _ALL = (
     ),
     Family("qwen3", lambda n: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_text(n, head_dim=16)))),
     Family("gemma3_text", lambda n: hf.Gemma3ForCausalLM(_gemma3_text(n, final_logit_softcapping=12.0))),
+    Family("gemma4_text", lambda n: hf.Gemma4ForCausalLM(_gemma4_text(n, final_logit_softcapping=12.0))),
+    Family("gemma4_text_large", lambda n: hf.Gemma4ForCausalLM(_gemma4_text(n, **GEMMA4_LARGE))),
     _vision("llava", _llava, _llava_processor),
     _vision("llava_pixtral", _llava_pixtral, lambda: _new_pixtral_processor(48, 1), _pixtral_processor, image="[IMG]"),
     _vision("llava_next_llama", lambda n: _llava_next(_llama(n)), _llava_next_processor),
@@ -558,6 +624,14 @@ _ALL = (
     _vision("smolvlm", lambda n: _idefics3(n, smol=True), _new_smolvlm_processor, _smolvlm_processor),
     _vision("mistral3", _mistral3, lambda: _new_pixtral_processor(64, 2), _pixtral_processor, image="[IMG]"),
     _vision("gemma3", _gemma3, _gemma3_processor, image="<start_of_image>"),
+    _vision("gemma4", _gemma4, _new_gemma4_processor, _gemma4_processor, image="<|image|>"),
+    _vision(
+        "gemma4_large",
+        lambda n: _gemma4(n, **GEMMA4_LARGE, use_bidirectional_attention="vision"),
+        _new_gemma4_processor,
+        _gemma4_processor,
+        image="<|image|>",
+    ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
@@ -576,6 +650,7 @@ PROJECTIONS = (
     "modality_projection.proj.weight",
     "merger.mlp.2.weight",
     "merger.linear_fc2.weight",
+    "embed_vision.embedding_projection.weight",
 )  # suffixes of the weights that produce the visual features
 
 
@@ -593,10 +668,14 @@ def sharpen(model: PreTrainedModel, image_inputs: Inputs | None) -> None:
     text = model.get_decoder()
     for index, layer in enumerate(text.layers):
         if hasattr(getattr(layer, "self_attn", None), "q_norm"):
-            layer.self_attn.q_norm.weight += 3.0  # attention scores of standard deviation 4, as without this norm
+            # Attention scores of standard deviation 4, as without this norm. Gemma 4's scores are not scaled.
+            attention = layer.self_attn
+            attention.q_norm.weight += 4.0 / (attention.scaling * attention.head_dim**0.5) - 1.0
         gain = 1.0 if index < DRAFT_LAYERS else 0.3
         if hasattr(layer, "post_feedforward_layernorm"):  # Gemma normalizes the output of each sublayer
-            for norm in (layer.post_attention_layernorm, layer.post_feedforward_layernorm):
+            added = [layer.post_attention_layernorm, layer.post_feedforward_layernorm]
+            added += [layer.post_per_layer_input_norm] if hasattr(layer, "post_per_layer_input_norm") else []
+            for norm in added:
                 norm.weight += 4.0 * gain - 1.0
             continue
         for name, weight in layer.named_parameters():

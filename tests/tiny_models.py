@@ -96,8 +96,10 @@ def sharpen(model: Any, layers: Any, num_strong_layers: int) -> None:
 
 
 def copy_common_weights(source: Any, destination: Any) -> None:
-    """Copy the weights that the smaller model shares with the larger one."""
-    assert not destination.load_state_dict(source.state_dict(), strict=False).missing_keys
+    """Copy the weights that the smaller model shares with the larger one. Those of all layers in one tensor are cut."""
+    weights, sizes = source.state_dict(), {name: weight.shape for name, weight in destination.state_dict().items()}
+    cut = {name: weight[tuple(map(slice, sizes[name]))] for name, weight in weights.items() if name in sizes}
+    assert not destination.load_state_dict(cut, strict=False).missing_keys
 
 
 def vision_pair(folder: Path) -> Pair:

@@ -44,7 +44,7 @@ class HybridCache(SlabCache):
         self._copies: list[Tensor] = []
         self._is_copy_empty = True
         devices = [device_of(layer) if n in self._attending else None for n, layer in enumerate(text.layers)]
-        super().__init__(text.layer_windows, devices, capacity)
+        super().__init__(text.layer_windows, devices, capacity, text.kv_shapes)
         self._state_layers: list[Any] = [self.layers[number] for number in self._mixers]
 
     def _new_layer(self, index: int, window: int | None) -> Any:
@@ -169,4 +169,4 @@ def new_cache(text: TextModel, capacity: int) -> SlabCache:
     """
     if text.has_states:
         return HybridCache(text, capacity)
-    return SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity)
+    return SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity, text.kv_shapes)

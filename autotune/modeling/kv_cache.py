@@ -24,6 +24,8 @@ from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import to_device
 from autotune.trees.limits import Ints
 
+KVShape = tuple[int, int]
+"""Number of KV heads, and head size."""
 MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
 
 
@@ -77,8 +79,8 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlabCache(Cache):  # type: ignore[misc]
-    """Keys and values of all layers of a device in two slabs [layers, batch, kv heads, capacity, head dim], allocated at
-    the first forward pass and kept between requests.
+    """Keys and values of all layers of a device with one shape in two slabs [layers, batch, kv heads, capacity, head dim],
+    allocated at the first forward pass and kept between requests.
 
     A forward pass of n tokens writes after ``length`` committed and ``num_uncommitted`` other tokens and changes neither.
     The caller then commits all (``advance``) or some (``keep``) of the tokens.
@@ -87,16 +89,24 @@ class SlabCache(Cache):  # type: ignore[misc]
         windows: attention window of each layer; None sees everything.
         devices: device of each layer; None for a layer without keys and values (see ``hybrid_cache.py``).
         capacity: in tokens.
+        shapes: what tells layers with other numbers or sizes of heads apart, of each layer; None: all have one shape.
     """
 
-    def __init__(self, windows: Sequence[int | None], devices: Sequence[torch.device | None], capacity: int) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        devices: Sequence[torch.device | None],
+        capacity: int,
+        shapes: Sequence[KVShape | None] | None = None,
+    ) -> None:
         self.capacity = capacity
         self.length = 0  # committed tokens
         self.num_uncommitted = 0  # tokens of earlier steps of this round that the next forward pass may see
         self.fixed_slots: KVSlots | None = None
         """Set during a forward pass over fixed buffers (see ``graph_runner.py``)."""
-        self._devices = list(devices)
-        self._slabs: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._slab_of = list(zip(devices, shapes or [None] * len(devices), strict=True))
+        """Key of each layer's slabs."""
+        self._slabs: dict[tuple[torch.device | None, KVShape | None], tuple[Tensor, Tensor]] = {}
         super().__init__(layers=[self._new_layer(index, window) for index, window in enumerate(windows)])
 
     def _new_layer(self, index: int, window: int | None) -> Any:
@@ -122,11 +132,10 @@ class SlabCache(Cache):  # type: ignore[misc]
         Raises:
             UserError: layers with different head counts or sizes.
         """
-        device = self._devices[layer]
-        assert device is not None
-        if device not in self._slabs:
-            num_layers = self._devices.count(device)
-            self._slabs[device] = tuple(  # type: ignore[assignment]
+        key = self._slab_of[layer]
+        if key not in self._slabs:
+            num_layers = self._slab_of.count(key)
+            self._slabs[key] = tuple(  # type: ignore[assignment]
                 torch.zeros(
                     (num_layers, *states.shape[:2], self.capacity, states.shape[3]),
                     dtype=states.dtype,
@@ -134,14 +143,14 @@ class SlabCache(Cache):  # type: ignore[misc]
                 )
                 for states in (keys, values)
             )
-        key_slab, value_slab = self._slabs[device]
+        key_slab, value_slab = self._slabs[key]
         for states, slab in ((keys, key_slab), (values, value_slab)):
             if (*states.shape[:2], states.shape[3]) != (*slab.shape[1:3], slab.shape[4]):
                 raise UserError(
                     f"all layers must cache keys and values of one shape; layer {layer} has {tuple(states.shape)}, the first "
                     f"{tuple(slab.shape[1:])}: such a cache cannot be compacted; use another model"
                 )
-        row = self._devices[:layer].count(device)
+        row = self._slab_of[:layer].count(key)
         return key_slab[row], value_slab[row]
 
     def insert_row(self, row: int, num_rows: int, source: SlabCache) -> None:
@@ -150,19 +159,19 @@ class SlabCache(Cache):  # type: ignore[misc]
         Args:
             num_rows: of this cache, in which a forward pass later evaluates tokens of all rows.
         """
-        for device, slabs in source._slabs.items():
-            if device not in self._slabs:
-                self._slabs[device] = tuple(  # type: ignore[assignment]
+        for key, slabs in source._slabs.items():
+            if key not in self._slabs:
+                self._slabs[key] = tuple(  # type: ignore[assignment]
                     slab.new_zeros(len(slab), num_rows, slab.shape[2], self.capacity, slab.shape[4]) for slab in slabs
                 )
-            for ours, theirs in zip(self._slabs[device], slabs, strict=True):
+            for ours, theirs in zip(self._slabs[key], slabs, strict=True):
                 ours[:, row, :, self.length - source.length : self.length] = theirs[:, 0, :, : source.length]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Drop all rows but some, whose tokens are copied."""
-        for device, slabs in self._slabs.items():
-            at = torch.tensor(rows, dtype=torch.long, device=device)
-            self._slabs[device] = slabs[0].index_select(1, at), slabs[1].index_select(1, at)
+        for key, slabs in self._slabs.items():
+            at = torch.tensor(rows, dtype=torch.long, device=slabs[0].device)
+            self._slabs[key] = slabs[0].index_select(1, at), slabs[1].index_select(1, at)
         for layer in self.layers:
             layer.keys = layer.values = None  # they are views of the slabs
 
@@ -201,10 +210,10 @@ class SlabCache(Cache):  # type: ignore[misc]
         then committed does not matter.
         """
         destination = length + torch.arange(len(slots), device=slots.device)
-        for device, slabs in self._slabs.items():
+        for slabs in self._slabs.values():
             for slab in slabs:
-                moved = slab.index_select(3, (length + slots).to(device))
-                slab.index_copy_(3, destination.to(device), moved)
+                moved = slab.index_select(3, (length + slots).to(slab.device))
+                slab.index_copy_(3, destination.to(slab.device), moved)
 
 
 class CachedModel(ABC):

@@ -25,8 +25,8 @@ from autotune.modeling.vision_timing import timed_vision
 _MODALITIES = {"image": ("pixel_values", "image_token_id"), "video": ("pixel_values_videos", "video_token_id")}
 # Inputs that some processors make beside pixels. Their models fail without them, with different errors.
 _BESIDE_PIXELS = {
-    "pixel_values": ("image_sizes", "image_grid_thw", "batch_num_images"),
-    "pixel_values_videos": ("video_grid_thw",),
+    "pixel_values": ("image_sizes", "image_grid_thw", "batch_num_images", "image_position_ids"),
+    "pixel_values_videos": ("video_grid_thw", "video_position_ids", "num_frames_per_video"),
 }
 # Models that take one of these silently treat visual tokens as text without it.
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -45,7 +45,9 @@ class Prompt:
     embeddings: Tensor | None = None  # [1, n, hidden]; None for a text model, which looks them up itself
     positions: Tensor | None = None  # [1, n], or [3, 1, n] (time, height, width) for M-RoPE; None: 0 to n - 1
     mask: Mask = None  # the model's own mask; None: causal
-    extra: dict[str, Any] = field(default_factory=dict)  # further inputs of the layers: Qwen3-VL's deepstack features
+    extra: dict[str, Any] = field(
+        default_factory=dict
+    )  # inputs of the layers: Qwen3-VL's deepstack features, Gemma 4's own embeddings
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -90,6 +92,8 @@ def _select(prompt: Prompt, kept: Tensor, positions: Tensor | None) -> Prompt:
         extra["visual_pos_masks"] = extra["visual_pos_masks"][:, kept]
         kept_visual = (prompt.is_visual.cumsum(0) - 1)[kept][prompt.is_visual[kept]]
         extra["deepstack_visual_embeds"] = [features[kept_visual] for features in extra["deepstack_visual_embeds"]]
+    if "per_layer_inputs" in extra:
+        extra["per_layer_inputs"] = extra["per_layer_inputs"][:, kept]
     return Prompt(
         tokens=prompt.tokens[kept],
         is_visual=prompt.is_visual[kept],
@@ -176,6 +180,8 @@ def _row(text_inputs: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row:
     """One row of a batch, with padding."""
     rows = slice(row, row + 1)
     positions, mask = text_inputs.get("position_ids"), text_inputs.get("attention_mask")
+    if positions is not None and positions.ndim == 2:  # with one axis, tokens count from 0 once padding is removed
+        positions = None
     if isinstance(mask, dict):
         mask = {name: layer_mask if layer_mask is None else layer_mask[rows] for name, layer_mask in mask.items()}
     elif mask is not None:  # a mask [batch, tokens] marks padding, which is removed
@@ -185,6 +191,8 @@ def _row(text_inputs: dict[str, Any], input_ids: Tensor, is_visual: Tensor, row:
         begin, number = int(is_visual[:row].sum()), int(is_visual[row].sum())
         extra["visual_pos_masks"] = text_inputs["visual_pos_masks"][rows]
         extra["deepstack_visual_embeds"] = [f[begin : begin + number] for f in text_inputs["deepstack_visual_embeds"]]
+    if text_inputs.get("per_layer_inputs") is not None:  # [rows, tokens, layers, size]
+        extra["per_layer_inputs"] = text_inputs["per_layer_inputs"][rows]
     return Prompt(
         tokens=input_ids[row],
         is_visual=is_visual[row],

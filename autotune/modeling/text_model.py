@@ -13,16 +13,42 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import UserError
+from autotune.modeling.kv_cache import KVShape
 from autotune.modeling.quantization import quantization_of
 
 # tests/runtime/test_families.py shows that these decode the same tokens as ``generate``, test_hybrids.py those with states.
 _KNOWN_HYBRID_TYPES = ("qwen3_next", "lfm2", "granitemoehybrid", "falcon_h1")
-_KNOWN_TEXT_ONLY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *_KNOWN_HYBRID_TYPES, "qwen3_5_text")
-_KNOWN_PARTS = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_moe_text")
+_KNOWN_TEXT_ONLY_TYPES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "gemma4_text",
+    *_KNOWN_HYBRID_TYPES,
+    "qwen3_5_text",
+)
+_KNOWN_PARTS = (
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "qwen3_5_moe_text",
+    "gemma4_unified_text",
+)
 KNOWN_TEXT_TYPES = (*_KNOWN_TEXT_ONLY_TYPES, *_KNOWN_PARTS)
 _KNOWN_QWEN_VL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _KNOWN_LLAVA_TYPES = ("llava", "llava_next", "llava_onevision")
-KNOWN_VISION_TYPES = (*_KNOWN_LLAVA_TYPES, *_KNOWN_QWEN_VL_TYPES, "idefics3", "smolvlm", "mistral3", "gemma3")
+KNOWN_VISION_TYPES = (
+    *_KNOWN_LLAVA_TYPES,
+    *_KNOWN_QWEN_VL_TYPES,
+    "idefics3",
+    "smolvlm",
+    "mistral3",
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+)
 _ATTENDING_TYPES = ("full_attention", "sliding_attention", "hybrid")  # hybrid: full attention beside a state
 STATE_TYPES = ("linear_attention", "conv", "hybrid")
 """Layers with a recurrent or convolution state, which cannot drop tokens."""
@@ -102,8 +128,7 @@ class TextModel:
     @property
     def has_grouped_queries(self) -> bool:
         """Whether several query heads share one KV head."""
-        heads: int = self.config.num_attention_heads
-        return heads != (getattr(self.config, "num_key_value_heads", None) or heads)
+        return any(heads != self.config.num_attention_heads for heads, _ in filter(None, self.kv_shapes))
 
     @property
     def num_devices(self) -> int:
@@ -113,10 +138,22 @@ class TextModel:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers."""
-        config = self.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * len(self.attending_layers) * heads * head_size * self.dtype.itemsize)
+        return int(2 * sum(heads * size for heads, size in filter(None, self.kv_shapes)) * self.dtype.itemsize)
+
+    @cached_property
+    def kv_shapes(self) -> list[KVShape | None]:
+        """Number of KV heads and head size of each layer; None for layers that cache nothing, or read the keys and values of an
+        earlier layer (Gemma 4).
+        """
+        num_reading = getattr(self.config, "num_kv_shared_layers", None) or 0
+        shapes: list[KVShape | None] = [None] * len(self.layers)
+        for number in self.attending_layers:
+            if number < len(self.layers) - num_reading:
+                config = self.config.per_layer_config[number]
+                heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+                size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+                shapes[number] = heads, size
+        return shapes
 
     @property
     def has_plain_head(self) -> bool:
@@ -192,7 +229,7 @@ def text_model_of(model: Any) -> TextModel:
         is_text_only=is_text_only,
         # The head of a VLM class neither scales nor caps, even if its text config says so.
         logit_scale=_logit_scale(config) if is_text_only else 1.0,
-        logit_cap=getattr(config, "final_logit_softcapping", None) if is_text_only else None,  # Gemma
+        logit_cap=getattr(config, "final_logit_softcapping", None) if is_text_only or _caps_logits(model) else None,
         device=device_of(module.get_input_embeddings()),
         quantization=quantization_of(model.config),
     )
@@ -246,9 +283,16 @@ def _layer_types(config: Any) -> tuple[str, ...]:
         raise _refusal(
             config, f"it has no attention, only layers of type {' and '.join(map(repr, sorted(set(types))))}"
         )
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+    # "vision" concerns visual tokens alone, whose mask comes with the prompt.
+    is_bidirectional = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
+    if is_bidirectional or not getattr(config, "is_causal", True):
         raise _refusal(config, "its tokens see later tokens")
     return tuple(types)
+
+
+def _caps_logits(model: Any) -> bool:
+    """Whether the class of a VLM caps logits as its text model's config says: Gemma 4 does, Gemma 3 does not."""
+    return str(model.config.model_type).startswith("gemma4")
 
 
 def _logit_scale(config: Any) -> float:

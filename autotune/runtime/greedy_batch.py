@@ -43,7 +43,9 @@ class GreedyBatch:
         self._longest = max(len(request.prompt) for request in requests)
         capacity = self._longest + max(request.call.max_new_tokens for request in requests)
         text = target.text
-        self.cache = SlabCache(text.layer_windows, [device_of(layer) for layer in text.layers], capacity)
+        self.cache = SlabCache(
+            text.layer_windows, [device_of(layer) for layer in text.layers], capacity, text.kv_shapes
+        )
         self.cache.length = self._longest
         device = target.device
         self._padding = torch.tensor([self._longest - len(request.prompt) for request in requests], device=device)
