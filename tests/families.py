@@ -305,9 +305,9 @@ def _gemma3_processor() -> Any:
     )
 
 
-def _new_gemma4_processor() -> Any:
+def _new_gemma4_processor(**sizes: int) -> Any:
     return GEMMA4_PROCESSOR(
-        image_processor=hf.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70),
+        image_processor=hf.Gemma4ImageProcessorPil(max_soft_tokens=70, **sizes),
         tokenizer=new_tokenizer(image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>"),
     )
 
@@ -538,17 +538,27 @@ def _gemma3(num_layers: int) -> PreTrainedModel:
 
 def _gemma4(num_layers: int, **options: Any) -> PreTrainedModel:
     tower = {**TOWER, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "position_embedding_size": 256}
+    text = _gemma4_text(num_layers, final_logit_softcapping=12.0, **options)
+    vision = hf.Gemma4VisionConfig(**tower)
     return hf.Gemma4ForConditionalGeneration(
-        hf.Gemma4Config(
-            vision_config=hf.Gemma4VisionConfig(**tower),
-            text_config=_gemma4_text(num_layers, final_logit_softcapping=12.0, **options),
-            audio_config=None,
-            image_token_id=token_id("<|image|>"),
-            video_token_id=token_id("<|video|>"),
-            boi_token_id=token_id("<|image>"),
-            eoi_token_id=token_id("<image|>"),
-        )
+        hf.Gemma4Config(vision_config=vision, text_config=text, audio_config=None, **_gemma4_tokens())
     )
+
+
+def _gemma4_unified(num_layers: int) -> PreTrainedModel:
+    """Without a vision tower: patches are projected."""
+    sizes = {"head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": _alternating(num_layers)}
+    keys = {"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+    text = hf.Gemma4UnifiedTextConfig(**_text(num_layers, **sizes, **keys, final_logit_softcapping=12.0))
+    vision = hf.Gemma4UnifiedVisionConfig(patch_size=4, mm_embed_dim=32, mm_posemb_size=128, output_proj_dims=32)
+    return hf.Gemma4UnifiedForConditionalGeneration(
+        hf.Gemma4UnifiedConfig(vision_config=vision, text_config=text, audio_config=None, **_gemma4_tokens())
+    )
+
+
+def _gemma4_tokens() -> dict[str, int]:
+    tokens = {"image": "<|image|>", "video": "<|video|>", "boi": "<|image>", "eoi": "<image|>"}
+    return {f"{name}_token_id": token_id(token) for name, token in tokens.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- families
@@ -624,11 +634,18 @@ _ALL = (
     _vision("smolvlm", lambda n: _idefics3(n, smol=True), _new_smolvlm_processor, _smolvlm_processor),
     _vision("mistral3", _mistral3, lambda: _new_pixtral_processor(64, 2), _pixtral_processor, image="[IMG]"),
     _vision("gemma3", _gemma3, _gemma3_processor, image="<start_of_image>"),
-    _vision("gemma4", _gemma4, _new_gemma4_processor, _gemma4_processor, image="<|image|>"),
+    _vision("gemma4", _gemma4, lambda: _new_gemma4_processor(patch_size=4), _gemma4_processor, image="<|image|>"),
     _vision(
         "gemma4_large",
         lambda n: _gemma4(n, **GEMMA4_LARGE, use_bidirectional_attention="vision"),
-        _new_gemma4_processor,
+        lambda: _new_gemma4_processor(patch_size=4),
+        _gemma4_processor,
+        image="<|image|>",
+    ),
+    _vision(
+        "gemma4_unified",
+        _gemma4_unified,
+        lambda: _new_gemma4_processor(patch_size=12, pooling_kernel_size=1),  # 3 x 3 merged patches of 4 pixels
         _gemma4_processor,
         image="<|image|>",
     ),
