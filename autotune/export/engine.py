@@ -30,7 +30,7 @@ SAMPLING = (
 """How a lossless engine's tokens compare with this project's; part of each engine's ``lossless``."""
 
 Vision = Literal["features", "placeholders", "text"]
-"""What an engine shows a draft of a prompt with an image, as far as it is known: what this project's runtime shows it, or the
+"""The form in which an engine shows an image to a draft, as far as it is known: as this project's runtime does, or as the
 ids of the placeholders, read as text. ``text``: it shows something else, or nobody has checked; the draft is exported for
 prompts without images.
 """

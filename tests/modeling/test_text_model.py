@@ -17,6 +17,7 @@ from autotune.modeling.text_model import KNOWN_TEXT_TYPES, KNOWN_VISION_TYPES, t
 from autotune.runtime.decoder import Decoder
 from tests.families import FAMILIES, load, load_processor, random_inputs, save
 from tests.hybrids import HYBRIDS
+from tests.tiny_models import DRAFT_LAYERS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -46,7 +47,7 @@ def test_the_decoder_names_all_inputs_of_image_encoders() -> None:
     named = set(inspect.signature(Decoder.__call__).parameters)
     for family in FAMILIES.values():
         for sight in family.sees:
-            method = getattr(family.model(1).base_model, f"get_{sight}_features")
+            method = getattr(family.model(DRAFT_LAYERS).base_model, f"get_{sight}_features")
             assert set(inspect.signature(method).parameters) - {"kwargs"} <= named, family.name
 
 
