@@ -76,7 +76,7 @@ class Engine(ABC):
     settings_file: ClassVar[str] = "{variant}.json"
     """Name of the settings file; the variant is the name of a candidate."""
     vision: ClassVar[Mapping[str, Vision]]
-    """What the engine shows a draft of an image, by draft kind."""
+    """The form in which the engine shows an image to a draft, by draft kind."""
     lossless: ClassVar[str]
     """Which settings keep the output lossless."""
     notes: Sequence[str]
