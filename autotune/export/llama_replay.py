@@ -190,7 +190,7 @@ class LlamaReplay:
         return visited
 
     def _find_ngrams(self, size: int) -> Drafts:
-        """What the whole history holds after the latest earlier occurrence of the last ``size`` tokens, at every root."""
+        """At every root, the tokens that the whole history holds after the latest earlier occurrence of the last ``size``."""
         trace = self.trace
         length, accepted = np.zeros((2, len(self._token)), np.int64)
         ends = np.cumsum(trace.prompt_length)

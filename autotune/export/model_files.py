@@ -32,7 +32,7 @@ class Conversion:
 
     folder: Path
     note: str
-    """What is changed."""
+    """The change, for the user."""
     write: Callable[[Path], None]
 
 
