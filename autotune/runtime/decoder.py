@@ -13,21 +13,28 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from autotune.documents.condition import check_switches, context_group, first_match
+from autotune.documents.condition import check_switches
 from autotune.documents.subnet import VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
 from autotune.execution import AUTO, capture_sizes_for
 from autotune.modeling.clock import now_ms
-from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.adaptation import Adaptation
 from autotune.runtime.device_rounds import DeviceRounds
-from autotune.runtime.generate_args import Call, Request, check_names, generation_settings, prepare_call, prepared_call
+from autotune.runtime.generate_args import (
+    Call,
+    Request,
+    check_names,
+    generation_settings,
+    new_request,
+    prepare_call,
+    prepared_call,
+)
 from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.metrics import Observer, log_request
-from autotune.runtime.points import LoadedPoint, check_paths, decoding_mode, reachable_points
+from autotune.runtime.points import LoadedPoint, check_paths, decoding_mode, switched_points
 from autotune.runtime.preparation import Preparation, Preparer, Report
 from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingOutput, DecodingStats
@@ -349,45 +356,12 @@ class Decoder:
             encoded = self.target.encode(call.inputs)
         encoding_ms = now_ms(self.target.device) - started
         call.prompts = encoded.prompts
-        requests = [self._request(call, prompt, row) for row, prompt in enumerate(encoded.prompts)]
+        requests = [
+            new_request(call, prompt, row, self.target, self.points) for row, prompt in enumerate(encoded.prompts)
+        ]
         # The rows are encoded together; the first one's statistics contain the time of all.
         requests[0].stats.target_prefill_ms, requests[0].stats.vision_ms = encoding_ms, encoded.vision_ms
         return requests
-
-    def _request(self, call: Call, prompt: Prompt, row: int) -> Request:
-        if call.max_new_tokens < 1:
-            raise UserError(
-                f"max_length leaves no room for a token after the prompt's {len(prompt)}; raise it, or give max_new_tokens"
-            )
-        if len(prompt) + call.max_new_tokens > self.target.max_context:
-            raise UserError(
-                f"prompt and answer must fit the target's context of {self.target.max_context} tokens; "
-                f"got {len(prompt)} + {call.max_new_tokens}; shorten the prompt or lower max_new_tokens"
-            )
-        number = first_match(
-            (point.when for point in self.points),
-            temperature=call.temperature,
-            prompt_tokens=len(prompt),
-            has_image=prompt.num_visual_tokens > 0,
-            workload=call.workload,
-        )
-        sampler = call.sampler(row, self.target.device)
-        stats = DecodingStats(point=number, rounds_by_point=[0] * len(self.points))
-        request = Request(
-            call, sampler, prompt, call.inputs["input_ids"][row : row + 1].to(self.target.device), row, stats
-        )
-        for point in reachable_points(self._group(number), request.contexts).values():
-            if sampler.needs_prefix and not point.verification.is_lossless and point.draft is not None:
-                raise UserError(
-                    f"{point.verification.kind} verification supports no logits processors that read the prefix; "
-                    "drop them, or verify losslessly"
-                )
-        return request
-
-    def _group(self, number: int) -> dict[int, LoadedPoint]:
-        """The points, by index, between which a request of point ``number`` is switched."""
-        group = context_group([point.when for point in self.points], number)
-        return {member: self.points[member] for member in group}
 
     def _generate(self, call: Call, streamer: Any) -> DecodingOutput:
         requests = self._requests(call)
@@ -418,7 +392,7 @@ class Decoder:
         self.point = self.points[request.stats.point]
         session = Session(
             request,
-            self._group(request.stats.point),
+            switched_points(self.points, request.stats.point),
             adaptation=self._adaptation,
             host_round=self.host_round,
             device_rounds=self._device_rounds,

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
+from autotune.documents.condition import first_match
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError, nearest
 from autotune.modeling.prompt import Prompt
+from autotune.modeling.target import Target
+from autotune.runtime.points import LoadedPoint, reachable_points, switched_points
 from autotune.runtime.stats import DecodingStats
 from autotune.runtime.token_sampler import PREFIX_FREE, TokenSampler, check_sampling
 
@@ -114,6 +117,40 @@ class Request:
     def sequence(self) -> Tensor:
         """Prefix and new tokens, [1, tokens]."""
         return torch.cat([self.prefix, torch.tensor([self.tokens], dtype=torch.long, device=self.prefix.device)], dim=1)
+
+
+def new_request(call: Call, prompt: Prompt, row: int, target: Target, points: Sequence[LoadedPoint]) -> Request:
+    """The request of an encoded row, which begins at the first point whose condition it meets.
+
+    Raises:
+        UserError: no room for a token, or processors that a point's verification cannot honour.
+    """
+    if call.max_new_tokens < 1:
+        raise UserError(
+            f"max_length leaves no room for a token after the prompt's {len(prompt)}; raise it, or give max_new_tokens"
+        )
+    if len(prompt) + call.max_new_tokens > target.max_context:
+        raise UserError(
+            f"prompt and answer must fit the target's context of {target.max_context} tokens; "
+            f"got {len(prompt)} + {call.max_new_tokens}; shorten the prompt or lower max_new_tokens"
+        )
+    number = first_match(
+        (point.when for point in points),
+        temperature=call.temperature,
+        prompt_tokens=len(prompt),
+        has_image=prompt.num_visual_tokens > 0,
+        workload=call.workload,
+    )
+    stats = DecodingStats(point=number, rounds_by_point=[0] * len(points))
+    prefix = call.inputs["input_ids"][row : row + 1].to(target.device)
+    request = Request(call, call.sampler(row, target.device), prompt, prefix, row, stats)
+    for point in reachable_points(switched_points(points, number), request.contexts).values():
+        if request.sampler.needs_prefix and not point.verification.is_lossless and point.draft is not None:
+            raise UserError(
+                f"{point.verification.kind} verification supports no logits processors that read the prefix; "
+                "drop them, or verify losslessly"
+            )
+    return request
 
 
 def check_names(model: Any, names: Iterable[str]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from autotune.documents.condition import Condition, Range
+from autotune.documents.condition import Condition, Range, context_group
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.drafters.independent import IndependentDraft
@@ -81,6 +81,12 @@ class LoadedPoint:
         decoding.
         """
         return None if self.draft is None else (self.draft, self.visual_keep, self.visual_ranking)
+
+
+def switched_points(points: Sequence[LoadedPoint], number: int) -> dict[int, LoadedPoint]:
+    """The points, by index, between which a request of point ``number`` is switched."""
+    group = context_group([point.when for point in points], number)
+    return {member: points[member] for member in group}
 
 
 def reachable_points(points: Mapping[int, LoadedPoint], contexts: range) -> dict[int, LoadedPoint]:
