@@ -20,6 +20,7 @@ from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.training import memory
 from autotune.training.curve import distilled_layers, draw_curve, logged
+from autotune.training.divergence import make_divergence
 from autotune.training.draft_task import EVALUATION, DraftTask
 from autotune.training.memory import BatchShape, MemoryEstimate, check_memory, estimate_memory, free_disk
 from autotune.training.teacher import Example, Teacher, TeacherBatch
@@ -81,7 +82,13 @@ def test_step_uses_the_estimated_memory(vocabulary_size: int, shape: BatchShape,
 
 def drafting_step(network: Any, batch: TeacherBatch) -> None:
     """Loss and gradients of one teacher batch."""
-    task = SimpleNamespace(module=network, recipe=SimpleNamespace(seed=0), _stage_number=0, _teacher_batches=[batch])
+    task = SimpleNamespace(
+        module=network,
+        recipe=SimpleNamespace(seed=0),
+        _stage_number=0,
+        _teacher_batches=[batch],
+        _compare=make_divergence(compiled=False),
+    )
     task._subnet = lambda stage, generator: DraftTask._subnet(task, stage, generator)  # type: ignore[arg-type]
     loss, _ = DraftTask.loss(task, EVALUATION, 0)  # type: ignore[arg-type]
     loss.backward()
