@@ -20,6 +20,7 @@ from autotune.errors import UserError
 from autotune.execution import AUTO, EAGER, capture_sizes_for
 from autotune.files import content_key
 from autotune.modeling.graph_memory import graph_memory
+from autotune.modeling.graph_runner import check_mode
 from autotune.search.model_pool import ModelPool
 from autotune.study.ledger import Ledger, Record
 from autotune.workloads.workload import Workload
@@ -33,10 +34,11 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
     measurements of other models.
 
     Args:
-        mode: of the estimate; ``auto``: captured, as on every GPU.
+        mode: of the estimate; ``auto``: captured, as on every GPU, but for models with states.
 
     Raises:
-        UserError: the device has no datasheet, and its shipped tables describe other models.
+        UserError: the device has no datasheet, and its shipped tables describe other models; or any mode but ``eager`` for
+            models with states.
     """
     target = model_pool.target_reference
     shipped = [CostTable.load(path) for path in shipped_tables().get(gpu, [])]
@@ -48,6 +50,8 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
         raise UserError(
             f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune profile on that device"
         )
+    if model_pool.has_states:
+        mode = check_mode(mode, model_pool.target.device, has_states=True)
     mode = "cuda-graph" if mode == AUTO else mode
     tables = [
         estimate_table(

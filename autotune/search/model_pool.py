@@ -23,6 +23,7 @@ from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.files import content_key
+from autotune.modeling.graph_runner import check_mode
 from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
@@ -108,6 +109,9 @@ class ModelPool:
             # A decoder checks that the vocabularies agree.
             Decoder(self.target, draft, capture_sizes=self.capture_sizes, mode=EAGER, processor=self.processor)
             self._full_drafts[draft_reference.id] = draft
+        if self.has_states and self.mode != EAGER:  # those of a draft
+            self.mode = check_mode(mode, self.target.device, has_states=True)
+            self.capture_sizes = capture_sizes_for(self.mode, capture_sizes)
 
     @contextmanager
     def worker_pool(self, jobs: int | None, task: Callable[..., None], *arguments: Any) -> Iterator[WorkerPool]:

@@ -17,6 +17,7 @@ from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for, join
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.step_bench import StepBench
+from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
@@ -31,6 +32,8 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint, as_draft
+from autotune.search.cost_tables import foreign_table
+from autotune.search.model_pool import ModelPool
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
 from tests.families import FAMILIES, encode, load, random_prompts, save
@@ -306,3 +309,12 @@ def test_arms_that_grow_trees_are_left_out_of_a_comparison(pair: Member, text_dr
     assert set(chosen.unavailable.values()) == {
         "recurrent or convolution states follow one path, so that only chains are decoded"
     }
+
+
+def test_estimates_of_hybrids_are_of_eager_forward_passes(pair: Member) -> None:
+    """On a GPU too, where those of other models are captured."""
+    pool = ModelPool(str(pair.folder / "target"), [str(pair.folder / "draft")], "cpu")
+    variants = [(draft, Subnet()) for draft in pool.references]
+    assert pool.has_states and foreign_table("h100", pool, variants).mode == "eager"
+    with pytest.raises(UserError, match="mode cuda-graph cannot take back the recurrent or convolution states"):
+        foreign_table("h100", pool, variants, "cuda-graph")
