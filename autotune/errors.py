@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -16,6 +17,15 @@ class NotComparable(UserError):
     """Two results are of different models, workloads or devices."""
 
     exit_code = 4
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Put the file and line, or the prompt, that an error is about in front of its message."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{source}: {error}") from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

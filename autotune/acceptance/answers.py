@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
+from autotune.errors import naming
 from autotune.execution import EAGER
 from autotune.modeling.target import Prefilled, Target
 from autotune.runtime.decoder import Decoder
@@ -78,7 +79,7 @@ class AnswerRecorder:
         """
         batch: list[tuple[WorkloadPrompt, Request]] = []
         for prompt, tokens in prompts:
-            (request,) = self._plain.requests(**self._inputs(prompt), **prompt.settings.generation)
+            request = self._request(prompt)
             if tokens is not None:
                 yield prompt, self._answer(request, tokens)
             elif not can_batch(self.target, request):
@@ -93,8 +94,12 @@ class AnswerRecorder:
 
     def record_alone(self, prompt: WorkloadPrompt) -> Answer:
         """The answer of a prompt that is decoded by itself."""
-        (request,) = self._plain.requests(**self._inputs(prompt), **prompt.settings.generation)
-        return self._answer(request, self._alone(prompt))
+        return self._answer(self._request(prompt), self._alone(prompt))
+
+    def _request(self, prompt: WorkloadPrompt) -> Request:
+        with naming(prompt.name):
+            (request,) = self._plain.requests(**self._inputs(prompt), **prompt.settings.generation)
+        return request
 
     def _fits(self, requests: Sequence[Request]) -> bool:
         longest = max(len(r.prompt) for r in requests) + max(r.call.max_new_tokens for r in requests)

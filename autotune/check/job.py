@@ -84,7 +84,8 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
 def _evaluated(name: str, profile: DecodingProfile, settings: CheckSettings) -> Workload:
     """The held-out prompts of a workload; those of the profile's own as its search decoded them."""
     workload = load_workload(name, "evaluate", num_prompts=settings.num_prompts, format=settings.workload_format)
-    return workload.as_searched(profile.workload) if workload.name == profile.workload.name else workload
+    workload = workload.as_searched(profile.workload) if workload.name == profile.workload.name else workload
+    return workload.cut(settings.num_prompts, settings.max_new_tokens)
 
 
 def _decode_all(

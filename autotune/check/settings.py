@@ -27,6 +27,7 @@ class CheckSettings(BaseModel):
     workload_format: Format | None = setting(
         None, "Format of the files of all workloads; default: found out from their first rows.", option="format"
     )
+    max_new_tokens: int | None = setting(None, "Longest answer; default: that of each prompt.", ge=1)
     num_prompts: int = setting(16, "Number of prompts of each workload.", option="prompts", ge=1)
     min_speedup: float | None = setting(
         None, "Fail if the whole confidence interval of the speedup over plain decoding is below this.", gt=0

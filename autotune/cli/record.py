@@ -18,7 +18,9 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
 
 
 @click.command(cls=options.Verb, short_help="Record traces: a draft's proposals along the target's answers.")
-@options.settings_options(SearchSettings, "target", "drafts", *SUBNET_OPTIONS, "workload", "workload_format")
+@options.settings_options(
+    SearchSettings, "target", "drafts", *SUBNET_OPTIONS, "workload", "workload_format", "max_new_tokens"
+)
 @options.device
 @click.option(
     "--visual-keep",
@@ -94,6 +96,7 @@ def command(
     console = Console()
     prompts = load_workload(workload, "tune", num_prompts=choices["num_prompts"], format=workload_format)
     model_pool = ModelPool(target, drafts, choose_device(device))
+    prompts = prompts.cut(choices["num_prompts"], choices["max_new_tokens"])
     prompts = model_pool.recorder(output).follow(prompts)
     whole = Subnet(**{name: choices[name] for name in SUBNET_OPTIONS})
     variants = [

@@ -22,6 +22,7 @@ from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.retrieval import RetrievalDraft
+from autotune.errors import naming
 from autotune.evaluation.arms import PROMPT_LOOKUP, UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import Quality, quality
 from autotune.evaluation.runs import Run
@@ -225,7 +226,10 @@ class ArmRunner:
 
     def run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
         """Run one arm on one prompt, after a warm-up on the first prompt of a shape. Later turns follow plain decoding's answers."""
-        prompt = self.conversations.follow(prompt)
+        with naming(prompt.name):
+            return self._run(arm, self.conversations.follow(prompt))
+
+    def _run(self, arm: Arm, prompt: WorkloadPrompt) -> Run:
         inputs = prompt.inputs(self.processor, self.decoder.target.device)
         length = -(-inputs["input_ids"].shape[1] // SHAPE_TOKENS)
         shape = (arm.key, arm.point_for(inputs, prompt.settings), bool(prompt.pixels), length)

@@ -88,6 +88,9 @@ class _SearchRun:
         load = partial(load_workload, settings.workload, format=settings.workload_format)
         self.tune = load("tune", num_prompts=settings.num_tune_prompts)
         self.evaluate = load("evaluate", num_prompts=settings.num_evaluate_prompts)
+        self.tune, self.evaluate = (
+            part.cut(len(part.prompts), settings.max_new_tokens) for part in (self.tune, self.evaluate)
+        )
         if settings.temperature is not None:
             self.tune, self.evaluate = (part.sampled(settings.temperature) for part in (self.tune, self.evaluate))
         has_images = any(prompt.pixels for prompt in (*self.tune.prompts, *self.evaluate.prompts))
@@ -306,7 +309,10 @@ class _SearchRun:
         if (measured := selection.measured) is not None:
             update = {"finalists": measured.finalists, "defaults": measured.defaults}
             self.study = self.study.model_copy(update=update)
-        changed = {"max_new_tokens": plan.max_new_tokens, "temperature": settings.temperature}
+        changed = {
+            "max_new_tokens": plan.max_new_tokens or settings.max_new_tokens,
+            "temperature": settings.temperature,
+        }
         workload = profile.workload.model_copy(update=changed)
         return profile.model_copy(update={"workload": workload})
 

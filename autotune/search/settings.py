@@ -57,6 +57,7 @@ class SearchSettings(Document):
     workload_format: Format | None = setting(
         None, "Format of the workload's file; default: found out from its first row.", option="format"
     )
+    max_new_tokens: int | None = setting(None, "Longest answer; default: that of each prompt.", ge=1)
     temperature: float | None = setting(
         None,
         "Temperature of all prompts, each with its index as seed; 0 is greedy; default: that of each prompt.",

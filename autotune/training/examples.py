@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from autotune.acceptance.recorder import Recorder
-from autotune.errors import UserError
+from autotune.errors import UserError, naming
 from autotune.files import content_key
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
@@ -167,7 +166,7 @@ def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recor
         )
     if answered.answer is None:
         limited = settings.model_copy(update={"max_new_tokens": min(settings.max_new_tokens, room)})
-        with _naming(source):
+        with naming(source):
             (generated,) = recorder.answers(Workload(path.name, "tune", (replace(prompt, settings=limited),)))
         answer = generated.tokens[:-1]
     else:
@@ -181,15 +180,6 @@ def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recor
         )
     key = content_key([prompt.sha256, answer])
     return Line(path, number, settings, tuple(answer), len(prompt_ids) + len(answer), key)
-
-
-@contextmanager
-def _naming(source: str) -> Iterator[None]:
-    """Put the file and line number in front of errors."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
 
 
 class JsonlExamples:
@@ -236,6 +226,6 @@ class JsonlExamples:
         for name, value in PER_TOKEN.items():
             if inputs.get(name) is not None:
                 inputs[name] = torch.cat([inputs[name], torch.full_like(answer, value)], 1)
-        with _naming(f"{line.path}:{line.number}"):
+        with naming(f"{line.path}:{line.number}"):
             (prompt,) = self.target.encode(inputs).prompts
         return Example(prompt, num_prompt_tokens - 1)

@@ -11,7 +11,7 @@ import pytest
 from autotune.check import comparison
 from autotune.check.job import run_check
 from autotune.check.pairs import Pair as TimedPair
-from autotune.check.result import CheckResult, Gate
+from autotune.check.result import SESSION_COUNTS, CheckResult, Gate
 from autotune.check.settings import CheckSettings
 from autotune.check.worker import SideDecoder
 from autotune.check.worker_process import Decoded, Request, Side
@@ -68,6 +68,24 @@ def test_equal_outputs_pass(world: Path) -> None:
     found = check("lossless.json")
     assert (found.verdict, found.exit_code, found.lossless) == ("passed", 0, True)
     assert found.workloads[0].identical_outputs == 2
+
+
+def test_later_turns_are_checked_too(world: Path) -> None:
+    """They follow the target's answers, and their counts are comparable with those of an earlier session."""
+    row = {"question_id": 1, "category": "writing", "turns": ["Go on.", "And then?", "Stop."]}
+    rows = [row, {**row, "turns": ["Go.", "On."]}]
+    write_workload(world, rows, name="question.jsonl")
+    settings = {"workloads": ("question.jsonl",), "num_prompts": 4, "max_new_tokens": 12}
+    for counts in ("skipped", "passed"):
+        found = check("lossless.json", **settings, baseline=world / "sessions.json")
+        assert found.verdict == "passed" and verdicts(found).get(SESSION_COUNTS, "skipped") == counts
+        assert [prompt.name for prompt in found.workloads[0].prompts] == [
+            "question.jsonl:2/turn-1",
+            "question.jsonl:2/turn-2",
+        ]
+        assert found.workloads[0].identical_outputs == 2
+    with pytest.raises(UserError, match=r"question\.jsonl:2/turn-\d: prompt and answer must fit the target's context"):
+        check("lossless.json", **{**settings, "max_new_tokens": 2048})
 
 
 def test_a_different_output_fails_a_lossless_profile(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
