@@ -7,7 +7,7 @@ own code.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,16 @@ class Prompt:
         if self.positions is None:
             return np.zeros(1, np.int64)
         return self.positions[..., -1].flatten().cpu().numpy() + 1 - len(self)
+
+    def chunks(self, size: int) -> Iterator[Prompt]:
+        """Consecutive parts of up to ``size`` tokens, which keep their positions, of a prompt without a mask and ``extra``."""
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(len(self), device=self.tokens.device)[None]
+        for begin in range(0, len(self), size):
+            part = slice(begin, begin + size)
+            embeddings = None if self.embeddings is None else self.embeddings[:, part]
+            yield Prompt(self.tokens[part], self.is_visual[part], embeddings, positions[..., part])
 
     def keep(self, kept: Tensor) -> Prompt:
         """The prompt with only the tokens ``kept`` (indices in ascending order), which keep their positions."""

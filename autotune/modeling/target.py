@@ -66,7 +66,7 @@ class Target(TreeModel):
                     scores[ranking] = visual_scores(ranking, prompt.tokens, prompt.is_visual, attention)
 
         with observed_attention(self.text, rank_by_last_layer):
-            logits = self.prefill_prompt(prompt)
+            logits = self.prefill_prompt(prompt, in_one_pass=True)
         assert scores, "the last layer with attention did not use the attention interface"
         return Prefilled(prompt, logits, scores)
 

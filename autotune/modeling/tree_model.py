@@ -26,6 +26,7 @@ from autotune.modeling.transfer import to_device
 from autotune.trees.limits import Ints
 
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
+PREFILL_CHUNK = 1024  # tokens of a prompt that are read at once
 
 
 class TreeModel(CachedModel):
@@ -99,21 +100,38 @@ class TreeModel(CachedModel):
         """
         return encode(self.model, self.text, inputs)
 
-    def prefill_prompt(self, prompt: Prompt, *, full_prompt: Prompt | None = None) -> Tensor:
+    def prefill_prompt(self, prompt: Prompt, *, full_prompt: Prompt | None = None, in_one_pass: bool = False) -> Tensor:
         """Run a prompt through all layers into the empty cache; returns the logits after its last token, [vocabulary].
+
+        Long prompts are read in chunks of ``PREFILL_CHUNK`` tokens, so that the memory of activations does not grow with the
+        prompt, unless a prompt has a mask or other inputs of its layers, or the model has recurrent states.
 
         Args:
             full_prompt: the prompt before tokens were pruned. Later tokens take the positions after it.
+            in_one_pass: do not read in chunks.
         """
         full_prompt = full_prompt or prompt
+        in_one_pass = in_one_pass or prompt.mask is not None or bool(prompt.extra) or self.has_states
+        if in_one_pass or len(prompt) <= PREFILL_CHUNK:
+            last = self._read(prompt)
+        else:
+            hidden = []
+            for chunk in prompt.chunks(PREFILL_CHUNK):
+                last = self._read(chunk)
+                hidden.append(self.hidden)
+            self.hidden = {layer: torch.cat([states[layer] for states in hidden]) for layer in self.output_layers}
+        self._num_pruned = len(full_prompt) - len(prompt)
+        self._rope_delta = full_prompt.rope_delta
+        return self.text.logits(last)[0]
+
+    def _read(self, prompt: Prompt) -> Tensor:
+        """Append a prompt, or a part of one, to the cache; returns the final hidden state of its last token, [1, hidden]."""
         tokens = (
             {"input_ids": prompt.tokens[None]} if prompt.embeddings is None else {"inputs_embeds": prompt.embeddings}
         )
         hidden = self._run(**tokens, position_ids=prompt.positions, attention_mask=prompt.mask, **prompt.extra)
         self.cache.advance(len(prompt))
-        self._num_pruned = len(full_prompt) - len(prompt)
-        self._rope_delta = full_prompt.rope_delta
-        return self.text.logits(hidden[-1:])[0]
+        return hidden[-1:]
 
     def forward(self, step: Step) -> Tensor:
         """Logits [n - ``first_logits``, vocabulary] of n tokens after the prefix and the uncommitted tokens. Nothing is

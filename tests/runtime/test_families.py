@@ -25,6 +25,7 @@ from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
+from autotune.modeling import tree_model
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -160,6 +161,25 @@ class TestEveryFamily:
     @pytest.mark.nightly
     def test_decoding_changes_no_token_of_many_prompts(self, member: Member) -> None:
         self.check_prompts(member, NUM_NIGHTLY_PROMPTS, seed=1)
+
+    def test_prompts_that_are_read_in_chunks(self, member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Logits, outputs of layers and cached tokens are those of one pass."""
+        target = Target(member.target)
+        target.output_layers = (0, 1, len(target.text.layers))
+        for example in member.examples:
+            (prompt,) = target.encode(example.inputs).prompts
+            found = []
+            for chunk in (tree_model.PREFILL_CHUNK, 5):
+                monkeypatch.setattr(tree_model, "PREFILL_CHUNK", chunk)
+                with torch.inference_mode():
+                    target.reserve(len(prompt) + 8)
+                    logits = [target.prefill_prompt(prompt)]
+                    found.append((logits, dict(target.hidden)))
+                    logits += [target.step(int(token)) for token in prompt.tokens[:3]]
+                monkeypatch.undo()
+            (whole, states), (parts, states_of_parts) = found
+            for one, other in zip((*whole, *states.values()), (*parts, *states_of_parts.values()), strict=True):
+                assert_same_logits(one, other)
 
     def test_static_buffers_decode_as_eager_forwards(self, member: Member) -> None:
         """Masks are padded, windows among them, and positions and columns are read from buffers."""
