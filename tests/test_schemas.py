@@ -24,7 +24,7 @@ def test_every_kind_has_a_schema() -> None:
 def test_shipped_documents_match_their_schemas() -> None:
     schemas, root = json_schemas(), data_root()
     assert_keys_match(read_json(root / "profiles" / "cpu" / "digits.decode.json"), schemas["decoding-profile"])
-    for network in ("star", "dream", "specvlm"):
+    for network in ("star", "dream", "specvlm", "mtp"):
         assert_keys_match(read_json(root / "drafts" / "digits" / network / "config.json"), schemas[f"draft-{network}"])
     for pattern, kind in (
         ("profiles/devices/*.yaml", "device-limits"),
