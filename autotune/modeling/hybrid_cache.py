@@ -71,7 +71,12 @@ class HybridCache(SlabCache):
                 hook = mixer.register_forward_pre_hook(_Recording(self._inputs[number]), with_kwargs=True)
                 hooks.callback(hook.remove)
             with super().forward_pass(num_uncommitted):
-                yield
+                try:
+                    yield
+                except BaseException:  # some layers have read the tokens, others have not
+                    self._put_back()
+                    self._forget_inputs()
+                    raise
         hidden, _ = next(iter(self._inputs.values()))[-1]
         self._num_read += hidden.shape[1]
 
@@ -134,12 +139,15 @@ class HybridCache(SlabCache):
         if states:
             torch._foreach_copy_(self._copies, states)
 
-    def _read_again(self, num_tokens: int) -> None:
-        """Put the copy back, and let the mixers read the first tokens after it."""
+    def _put_back(self) -> None:
         if self._is_copy_empty:
             self._forget_states()
         else:
             torch._foreach_copy_(self._states(), self._copies)
+
+    def _read_again(self, num_tokens: int) -> None:
+        """Put the copy back, and let the mixers read the first tokens after it."""
+        self._put_back()
         for number, mixer in self._mixers.items():
             inputs = self._inputs[number]
             hidden, options = torch.cat([part for part, _ in inputs], 1)[:, :num_tokens], inputs[-1][1]

@@ -318,3 +318,20 @@ def test_estimates_of_hybrids_are_of_eager_forward_passes(pair: Member) -> None:
     assert pool.has_states and foreign_table("h100", pool, variants).mode == "eager"
     with pytest.raises(UserError, match="mode cuda-graph cannot take back the recurrent or convolution states"):
         foreign_table("h100", pool, variants, "cuda-graph")
+
+
+@torch.inference_mode()
+def test_a_forward_pass_that_raises_leaves_no_trace(pair: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, inputs = Target(pair.target), pair.examples[0].inputs
+    target.reserve(100)
+    target.prefill(target.encode(inputs).prompts[0])
+    tokens = np.arange(100, 104)
+    with monkeypatch.context() as patch:
+        patch.setattr(target.text.layers[-1].mlp, "forward", lambda hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            target.forward(Step.causal(tokens, target.mask_value))
+    assert not any(module._forward_pre_hooks for module in target.text.mixers.values())
+    target.forward(Step.causal(tokens, target.mask_value))
+    target.cache.keep([0, 1])
+    expected = logits_of_all(pair.target, inputs, [100, 101, 99])
+    assert_same_logits(target.step(99), expected[-1])
