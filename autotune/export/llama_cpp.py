@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,12 @@ from pydantic import Field, model_validator
 from autotune.export.document import BatchPrediction
 from autotune.export.engine import SAMPLING, Candidate, Engine, Pair
 from autotune.export.engine_replay import EngineReplay, EngineTree
-from autotune.export.llama_replay import NUM_CANDIDATES, LlamaReplay, ModelDraft, NgramDraft, Priced
+from autotune.export.llama_replay import NUM_CANDIDATES, LlamaReplay, ModelDraft, NgramDraft, NgramMod, Priced
 from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
 
-NGRAM = "ngram-simple"
-TYPES = ("draft-simple", "draft-eagle3", NGRAM)
+DRAFTS = ("draft-simple", "draft-eagle3")
+SIMPLE, MOD = "ngram-simple", "ngram-mod"
 MAX_VOCABULARY_DIFFERENCE, FIRST_COMPARED_TOKEN = 128, 5
 """Vocabularies may differ by this many tokens, and in the tokens before this one."""
 
@@ -35,25 +36,32 @@ class LlamaCppSettings(Document):
     spec_draft_p_min: float | None = Field(default=None, ge=0, le=1)
     spec_ngram_simple_size_n: int | None = Field(default=None, ge=1, le=1024)
     spec_ngram_simple_size_m: int | None = Field(default=None, ge=1, le=1024)
+    spec_ngram_mod_n_match: int | None = Field(default=None, ge=1, le=1024)
+    spec_ngram_mod_n_min: int | None = Field(default=None, ge=0, le=1024)
+    spec_ngram_mod_n_max: int | None = Field(default=None, ge=1, le=1024)
 
     @model_validator(mode="after")
     def _rules(self) -> LlamaCppSettings:
         types = self.spec_type.split(",")
-        if not set(types) <= set(TYPES) or len(set(types)) < len(types) or set(types) >= set(TYPES[:2]):
+        of_draft, of_ngram = ([name for name in types if name in known] for known in (DRAFTS, (SIMPLE, MOD)))
+        if len(of_draft) > 1 or len(of_ngram) > 1 or len(of_draft) + len(of_ngram) < len(types):
             raise ValueError(
-                f"spec_type is {' or '.join(TYPES[:2])}, {NGRAM}, or both with a comma between; got {self.spec_type!r}"
+                f"spec_type is {' or '.join(DRAFTS)}, {SIMPLE} or {MOD}, or one of each with a comma between; got {self.spec_type!r}"
             )
         draft = (self.spec_draft_model, self.spec_draft_n_max, self.spec_draft_n_min, self.spec_draft_p_min)
-        self._require_all("spec_draft_*", draft, is_used=types != [NGRAM])
+        self._require_all("spec_draft_*", draft, is_used=bool(of_draft))
         sizes = (self.spec_ngram_simple_size_n, self.spec_ngram_simple_size_m)
-        self._require_all("spec_ngram_simple_*", sizes, is_used=NGRAM in types)
-        if self.spec_draft_n_min is not None and self.spec_draft_n_min > (self.spec_draft_n_max or 0):
-            raise ValueError(
-                f"spec_draft_n_min {self.spec_draft_n_min} above n_max {self.spec_draft_n_max} drops every draft"
-            )
-        size_n, size_m = sizes
-        if size_n is not None and size_m is not None and size_n > size_m:
-            raise ValueError(f"spec_ngram_simple_size_n {size_n} above size_m {size_m} drops every draft")
+        self._require_all("spec_ngram_simple_*", sizes, is_used=SIMPLE in types)
+        mod = (self.spec_ngram_mod_n_match, self.spec_ngram_mod_n_min, self.spec_ngram_mod_n_max)
+        self._require_all("spec_ngram_mod_*", mod, is_used=MOD in types)
+        for smaller, larger in (
+            ("spec_draft_n_min", "spec_draft_n_max"),
+            ("spec_ngram_simple_size_n", "spec_ngram_simple_size_m"),
+            ("spec_ngram_mod_n_min", "spec_ngram_mod_n_max"),
+        ):
+            low, high = getattr(self, smaller), getattr(self, larger)
+            if low is not None and low > high:
+                raise ValueError(f"{smaller} {low} above {larger} {high} drops every draft")
         return self
 
     def _require_all(self, names: str, values: Sequence[object], *, is_used: bool) -> None:
@@ -80,7 +88,7 @@ class LlamaCpp(Engine):
         "the target's tower made: predictions are for prompts without images",
         "the draft model reads every verified token again, which the prediction prices; its steps are this project's, not llama.cpp's: "
         "time --spec-draft-n-max and --spec-draft-p-min in the server too, with and without quantization",
-        "not replayed: ngram-map-k, ngram-map-k4v, ngram-mod and ngram-cache, drafts of the types mtp, dflash and dspark, "
+        "not replayed: ngram-map-k, ngram-map-k4v and ngram-cache, what ngram-mod keeps of other requests, drafts of the types mtp, dflash and dspark, "
         "several requests at a time, and drafts on another device (--spec-draft-ngl, --spec-draft-device)",
         "convert_hf_to_gguf.py is llama.cpp's own, and knows which models it converts; --min-hits has no effect on ngram-simple",
     )
@@ -154,15 +162,16 @@ class LlamaCpp(Engine):
         name = "+".join(settings.spec_type.split(","))
         return Candidate(name, f"{settings.spec_type}({', '.join(labels)})", tree, priced.predicted, settings)
 
-    def _settings(self, pair: Pair, model: ModelDraft | None, ngram: NgramDraft | None) -> LlamaCppSettings:
-        types = [*([NGRAM] if ngram else []), *([self.methods[pair.draft_kind]] if model else [])]
-        return LlamaCppSettings(
-            model="target.gguf",
-            spec_type=",".join(types),
-            spec_draft_model="draft.gguf" if model else None,
-            spec_draft_n_max=model.n_max if model else None,
-            spec_draft_n_min=model.n_min if model else None,
-            spec_draft_p_min=model.p_min if model else None,
-            spec_ngram_simple_size_n=ngram.size_n if ngram else None,
-            spec_ngram_simple_size_m=ngram.size_m if ngram else None,
-        )
+    def _settings(self, pair: Pair, model: ModelDraft | None, ngram: NgramDraft | NgramMod | None) -> LlamaCppSettings:
+        types, fields = [], dict[str, object]()
+        if isinstance(ngram, NgramDraft):
+            types.append(SIMPLE)
+            fields |= {"spec_ngram_simple_size_n": ngram.size_n, "spec_ngram_simple_size_m": ngram.size_m}
+        if isinstance(ngram, NgramMod):
+            types.append(MOD)
+            fields |= {f"spec_ngram_mod_{name}": value for name, value in dataclasses.asdict(ngram).items()}
+        if model is not None:
+            types.append(self.methods[pair.draft_kind])
+            fields |= {f"spec_draft_{name}": value for name, value in dataclasses.asdict(model).items()}
+            fields["spec_draft_model"] = "draft.gguf"
+        return LlamaCppSettings.model_validate({"model": "target.gguf", "spec_type": ",".join(types), **fields})

@@ -25,8 +25,13 @@ NUM_CANDIDATES = 10
 MAX_N_MIN = 2
 SIZES_N = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 SIZES_M = (2, 4, 8, 12, 16, 24, 32, 48, 64)
+MATCHES = (4, 8, 16, 24)
+MOD_N_MIN = (1, 4, 16, 48)
+MOD_N_MAX = (8, 16, 32, 64)
+POOL_CHUNK, MAX_LOW_DRAFTS = 32, 5
+"""llama.cpp's constants of ``ngram-mod``."""
 NUM_CHAINED = 8
-"""The fastest settings of a draft model that are tried together with n-grams."""
+"""The fastest settings of a draft model that are tried together with the n-grams that serve the fastest one best."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,59 @@ class NgramDraft:
         return f"size-n={self.size_n}, size-m={self.size_m}"
 
 
+@dataclass(frozen=True)
+class NgramMod:
+    """``ngram-mod``: a pool of the token that last followed each ``n_match`` tokens, from which a draft of ``n_min`` to ``n_max``
+    tokens is read token by token.
+    """
+
+    n_match: int
+    n_min: int
+    n_max: int
+
+    @property
+    def label(self) -> str:
+        return f"n-match={self.n_match}, n-min={self.n_min}, n-max={self.n_max}"
+
+
+class NgramPool:
+    """The pool of ``ngram-mod`` in one request. The server's keeps what earlier requests left; replay begins with an empty one.
+    Collisions of hashes are left out.
+    """
+
+    def __init__(self, settings: NgramMod, prompt: list[int]) -> None:
+        self.settings = settings
+        self._following: dict[tuple[int, ...], int] = {}
+        self._num_added = self._num_low = 0
+        self._add(prompt)
+
+    def _add(self, history: list[int]) -> None:
+        n = self.settings.n_match
+        for i in range(self._num_added, len(history) - n):
+            self._following[tuple(history[i : i + n])] = history[i + n]
+        self._num_added = max(self._num_added, len(history) - n)
+
+    def draft(self, history: list[int], sampled: int) -> list[int]:
+        """The draft after ``history`` and the sampled token. New tokens are added when there are more than 32."""
+        n, drafted = self.settings.n_match, list[int]()
+        if len(history) < n:
+            return drafted
+        if self._num_added + POOL_CHUNK < len(history):
+            self._add(history)
+        context = (*history[len(history) - n + 1 :], sampled)
+        while len(drafted) < self.settings.n_max and (token := self._following.get(context)) is not None:
+            drafted.append(token)
+            context = (*context[1:], token)
+        return drafted if len(drafted) >= self.settings.n_min else []
+
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        """After a draft of its own: the fifth one in a row of which less than a quarter was accepted empties the pool."""
+        self._num_low = self._num_low + 1 if num_accepted < 0.25 * num_drafted else 0
+        if self._num_low == MAX_LOW_DRAFTS:
+            self._following.clear()
+            self._num_added = self._num_low = 0
+
+
 class Drafts(NamedTuple):
     """The drafts of all roots, arrays [roots]. Drafts are not shortened at the end of an answer."""
 
@@ -67,7 +125,7 @@ class Priced(NamedTuple):
     """Settings of llama.cpp and their replayed figures."""
 
     model: ModelDraft | None
-    ngram: NgramDraft | None
+    ngram: NgramDraft | NgramMod | None
     predicted: Predicted
 
     @property
@@ -123,15 +181,19 @@ class LlamaReplay:
         length[(length < draft.size_n) | (history <= draft.size_n + draft.size_m + 1)] = 0
         return Drafts(length, np.minimum(found.accepted, length), found.forwards)
 
-    def price(self, model: ModelDraft | None, ngram: NgramDraft | None) -> Priced:
+    def price(self, model: ModelDraft | None, ngram: NgramDraft | NgramMod | None) -> Priced:
         """Replay a draft model, n-grams, or both, for one request at a time."""
         prices = self._replay.prices
         nothing = np.zeros(len(self._token), np.int64)
         drafts = Drafts(nothing, nothing, nothing) if model is None else self.model_drafts(model)
-        if ngram is not None:
+        if isinstance(ngram, NgramDraft):
             first = self.ngram_drafts(ngram)
             is_found = first.length > 0
             drafts = Drafts(*(np.where(is_found, one, other) for one, other in zip(first, drafts, strict=True)))
+        if isinstance(ngram, NgramMod):
+            visited, drafts = self._rounds_with_pool(ngram, drafts)
+        else:
+            visited = self._rounds(drafts.accepted)
         size = drafts.length + 1
         ms = np.where(size > 1, _price(prices.verify_ms, size, self._bin), prices.decode_ms[self._bin])
         ms += prices.overhead_round_ms * ((size > 1) | (drafts.forwards > 0))
@@ -139,7 +201,6 @@ class LlamaReplay:
         if model is not None:
             ms += drafts.forwards * _price(prices.draft_level_ms, 1 + nothing, self._draft_bin)
             ms += _price(prices.draft_first_ms, size, self._draft_bin)
-        visited = self._rounds(drafts.accepted)
         total_ms = float(ms[visited].sum()) + (self._prefill_ms if model is not None else 0.0)
         predicted = Predicted(
             speedup=self._plain_ms / total_ms,
@@ -150,16 +211,18 @@ class LlamaReplay:
         return Priced(model, ngram, predicted)
 
     def fastest(self) -> list[Priced]:
-        """The fastest draft model, the fastest n-grams, and both together where this is faster than either."""
+        """The fastest draft model, the fastest n-grams, and the fastest of both together that were tried, where it beats either."""
         models = sorted((self.price(model, None) for model in self._models()), key=lambda priced: priced.rank)
-        ngrams = sorted((self.price(None, ngram) for ngram in self._sizes()), key=lambda priced: priced.rank)
-        chained = (
-            self.price(priced.model, ngram.ngram) for priced, ngram in itertools.product(models[:NUM_CHAINED], ngrams)
-        )
-        best = [*models[:1], *ngrams[:1]]
-        both = min(chained, key=lambda priced: priced.rank, default=None)
-        if both is not None and all(both.rank < priced.rank for priced in best):
-            best.append(both)
+        best = models[:1]
+        if sizes := list(self._sizes()):
+            # The n-grams that serve a model best are longer than those that serve alone.
+            beside = min((self.price(models[0].model, size) for size in sizes), key=lambda priced: priced.rank)
+            both = min(
+                (self.price(one.model, beside.ngram) for one in models[:NUM_CHAINED]), key=lambda priced: priced.rank
+            )
+            best.append(min((self.price(None, size) for size in sizes), key=lambda priced: priced.rank))
+            if all(both.rank < priced.rank for priced in best):
+                best.append(both)
         return best
 
     def _models(self) -> Iterator[ModelDraft]:
@@ -169,12 +232,16 @@ class LlamaReplay:
                 if tenths > 0 or n_min == 0:  # without a floor no draft is short
                     yield ModelDraft(n_max, n_min, tenths / 10)
 
-    def _sizes(self) -> Iterator[NgramDraft]:
-        """Sizes of n-grams; a draft has at least as many tokens as the n-gram."""
-        if self.has_ngrams:
-            for size_n, size_m in itertools.product(SIZES_N, SIZES_M):
-                if size_n <= size_m <= self.max_draft:
-                    yield NgramDraft(size_n, size_m)
+    def _sizes(self) -> Iterator[NgramDraft | NgramMod]:
+        """Sizes of n-grams. A draft of ``ngram-simple`` has at least as many tokens as the n-gram."""
+        if not self.has_ngrams:
+            return
+        for size_n, size_m in itertools.product(SIZES_N, SIZES_M):
+            if size_n <= size_m <= self.max_draft:
+                yield NgramDraft(size_n, size_m)
+        for n_match, n_min, n_max in itertools.product(MATCHES, MOD_N_MIN, MOD_N_MAX):
+            if n_min <= n_max <= self.max_draft:
+                yield NgramMod(n_match, n_min, n_max)
 
     def _rounds(self, accepted: Ints) -> list[int]:
         """The roots of all rounds of the selected prompts."""
@@ -189,15 +256,42 @@ class LlamaReplay:
                 root += steps[root]
         return visited
 
+    def _rounds_with_pool(self, settings: NgramMod, others: Drafts) -> tuple[list[int], Drafts]:
+        """The roots of all rounds, and the drafts there; ``others`` draft where the pool has nothing."""
+        length, accepted, forwards = (drafts.copy() for drafts in others)
+        starts, visited = self._starts, []
+        for p in np.flatnonzero(self._replay.prompts):
+            prompt, answer = self._tokens(int(p))
+            pool, position = NgramPool(settings, prompt), 0
+            while position < len(answer) - 1:
+                root = int(starts[p]) + position
+                visited.append(root)
+                if drafted := pool.draft(prompt + answer[:position], answer[position]):
+                    pairs = zip(drafted, answer[position + 1 :], strict=False)
+                    num_accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+                    length[root], accepted[root], forwards[root] = len(drafted), num_accepted, 0
+                    pool.update(len(drafted), num_accepted)
+                position += int(accepted[root]) + 1
+        return visited, Drafts(length, accepted, forwards)
+
+    @property
+    def _starts(self) -> Ints:
+        """The first root of every prompt, and their number; the last token of an answer is no root."""
+        return self.trace.answer_start - np.arange(self.trace.num_prompts + 1)
+
+    def _tokens(self, p: int) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt and of its answer."""
+        trace, end = self.trace, int(self.trace.prompt_length[: p + 1].sum())
+        prompt = trace.prompt_tokens[end - trace.prompt_length[p] : end]
+        return prompt.tolist(), trace.forest.answer[trace.answer_start[p] : trace.answer_start[p + 1]].tolist()
+
     def _find_ngrams(self, size: int) -> Drafts:
         """At every root, the tokens that the whole history holds after the latest earlier occurrence of the last ``size``."""
-        trace = self.trace
         length, accepted = np.zeros((2, len(self._token)), np.int64)
-        ends = np.cumsum(trace.prompt_length)
         root = 0
-        for p in range(trace.num_prompts):
-            answer = trace.forest.answer[trace.answer_start[p] : trace.answer_start[p + 1]].tolist()
-            tokens = trace.prompt_tokens[ends[p] - trace.prompt_length[p] : ends[p]].tolist() + answer
+        for p in range(self.trace.num_prompts):
+            prompt, answer = self._tokens(p)
+            tokens = prompt + answer
             latest: dict[tuple[int, ...], int] = {}
             begin = 1  # llama.cpp takes position 0 for no match
             for last in range(len(tokens) - len(answer), len(tokens) - 1):  # position of the root, the last token known

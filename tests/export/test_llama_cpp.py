@@ -19,7 +19,7 @@ from autotune.export.engine import Pair, read_settings
 from autotune.export.engine_replay import EngineReplay
 from autotune.export.exporter import ENGINES
 from autotune.export.llama_cpp import LlamaCppSettings
-from autotune.export.llama_replay import LlamaReplay, ModelDraft, NgramDraft
+from autotune.export.llama_replay import LlamaReplay, ModelDraft, NgramDraft, NgramMod, NgramPool
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
 from tests.export.studies import cheap_table, point_of, profile_of, trace_of, write_pair, write_study
@@ -36,6 +36,7 @@ MODELS = [
     ModelDraft(4, n_min=1, p_min=0.9),
 ]
 NGRAMS = [NgramDraft(1, 2), NgramDraft(2, 2), NgramDraft(2, 8), NgramDraft(3, 4), NgramDraft(4, 16)]
+MODS = [NgramMod(1, 1, 8), NgramMod(2, 0, 4), NgramMod(2, 2, 16), NgramMod(3, 1, 4)]
 
 
 def with_prompts(trace: Trace, seed: int = 0) -> Trace:
@@ -63,6 +64,38 @@ def looked_up(history: list[int], sampled: int, size_n: int, size_m: int) -> lis
     return []
 
 
+class Pool:
+    """``ngram-mod``: the pool as the list of its n-grams, of which the last one counts."""
+
+    def __init__(self, settings: NgramMod, prompt: list[int]) -> None:
+        self.settings, self.grams, self.low = settings, list[tuple[list[int], int]](), 0
+        self.until = max(0, len(prompt) - settings.n_match)
+        self.learn(prompt, 0)
+
+    def learn(self, history: list[int], begin: int) -> None:
+        n = self.settings.n_match
+        self.grams += [(history[i : i + n], history[i + n]) for i in range(begin, len(history) - n)]
+
+    def draft(self, history: list[int], sampled: int) -> list[int]:
+        n = self.settings.n_match
+        if self.until + 32 < len(history):
+            self.learn(history, self.until)
+            self.until = len(history) - n
+        text = [*history, sampled]
+        while len(text) - len(history) - 1 < self.settings.n_max:
+            found = [token for gram, token in self.grams if gram == text[-n:]]
+            if not found:
+                break
+            text.append(found[-1])
+        tokens = text[len(history) + 1 :]
+        return tokens if len(tokens) >= self.settings.n_min else []
+
+    def accept(self, num_drafted: int, num_accepted: int) -> None:
+        self.low = self.low + 1 if num_accepted / num_drafted < 0.25 else 0
+        if self.low >= 5:
+            self.grams, self.low, self.until = [], 0, 0
+
+
 def drafted(trace: Trace, node: int, draft: ModelDraft) -> tuple[list[int], int]:
     """The chain of a draft model, and its forward passes."""
     forest, tokens, forwards = trace.forest, [], 0
@@ -76,18 +109,23 @@ def drafted(trace: Trace, node: int, draft: ModelDraft) -> tuple[list[int], int]
     return (tokens if len(tokens) >= draft.n_min else []), forwards
 
 
-def simulated(trace: Trace, p: int, draft: ModelDraft | None, ngram: NgramDraft | None) -> list[tuple[int, int, int]]:
+def simulated(
+    trace: Trace, p: int, draft: ModelDraft | None, ngram: NgramDraft | NgramMod | None
+) -> list[tuple[int, int, int]]:
     """Length, accepted tokens and draft forward passes of every round of one prompt."""
     ends, answer = (
         np.cumsum(trace.prompt_length),
         trace.forest.answer[trace.answer_start[p] : trace.answer_start[p + 1]].tolist(),
     )
     prompt = trace.prompt_tokens[ends[p] - trace.prompt_length[p] : ends[p]].tolist()
+    pool = Pool(ngram, prompt) if isinstance(ngram, NgramMod) else None
     position, rounds = 0, []
     while position < len(answer) - 1:
         tokens: list[int] = []
         forwards = 0
-        if ngram is not None:
+        if pool is not None:
+            tokens = pool.draft(prompt + answer[:position], answer[position])
+        if isinstance(ngram, NgramDraft):
             tokens = looked_up(prompt + answer[:position], answer[position], ngram.size_n, ngram.size_m)
         if not tokens and draft is not None:
             tokens, forwards = drafted(trace, int(trace.first_node[p]) + position, draft)
@@ -96,6 +134,8 @@ def simulated(trace: Trace, p: int, draft: ModelDraft | None, ngram: NgramDraft 
             tokens[accepted]
         ]:
             accepted += 1
+        if pool is not None and tokens and forwards == 0:
+            pool.accept(len(tokens), accepted)
         rounds.append((len(tokens), accepted, forwards))
         position += accepted + 1
     return rounds
@@ -107,8 +147,8 @@ def test_rounds_and_their_time_are_those_of_the_server() -> None:
     """
     trace, table = with_prompts(trace_of()), flat_table()
     replayed = LlamaReplay(EngineReplay(trace, table))
-    drafters = [*itertools.product(MODELS, [None, *NGRAMS]), *itertools.product([None], NGRAMS)]
-    num_looked_up = 0
+    drafters = [*itertools.product(MODELS, [None, *NGRAMS, *MODS]), *itertools.product([None], [*NGRAMS, *MODS])]
+    num_looked_up = dict.fromkeys((NgramDraft, NgramMod), 0)
     for draft, ngram in drafters:
         rounds = [one for p in range(trace.num_prompts) for one in simulated(trace, p, draft, ngram)]
         ms = 0.0
@@ -119,12 +159,12 @@ def test_rounds_and_their_time_are_those_of_the_server() -> None:
         if draft is not None:
             ms += 0.1 * trace.num_prompts + 0.001 * trace.draft_prompt_length.sum()
         else:
-            num_looked_up += sum(accepted for _, accepted, _ in rounds)
+            num_looked_up[type(ngram)] += sum(accepted for _, accepted, _ in rounds)
         found = replayed.price(draft, ngram).predicted
         assert found.tokens_per_round == trace.num_tokens / len(rounds), (draft, ngram)
         assert found.ms_per_token == pytest.approx(ms / trace.num_tokens), (draft, ngram)
         assert found.speedup == pytest.approx(trace.num_tokens / ms), (draft, ngram)
-    assert num_looked_up > 50, "n-grams are found"
+    assert min(num_looked_up.values()) > 50, "n-grams are found"
 
 
 def test_the_latest_earlier_ngram_is_looked_up() -> None:
@@ -142,10 +182,25 @@ def test_the_latest_earlier_ngram_is_looked_up() -> None:
     assert found.length[-1] == 0, "in a run of equal tokens, one token follows the pair before the last but one"
 
 
+def test_a_pool_that_drafts_badly_is_emptied() -> None:
+    """After five drafts in a row of which less than a quarter was accepted; then it learns all tokens again, in chunks."""
+    settings, history = NgramMod(2, 1, 8), [1, 2, 3, 1, 2, 4]
+    pool = NgramPool(settings, history)
+    assert pool.draft([*history, 1], 2) == [4], "the token that followed last"
+    for num_accepted in (0, 1, 2, 1, 1, 1, 1):
+        pool.update(8, num_accepted)
+        assert pool.draft([*history, 1], 2) == [4]
+    pool.update(8, 1)
+    assert pool.draft([*history, 1], 2) == [], "empty"
+    longer = [*history, *range(10, 37)]
+    assert pool.draft([*longer[:-2], 1], 2) == [], "32 tokens"
+    assert pool.draft([*longer[:-1], 1], 2) == [4, *range(10, 17)], "33 tokens are learnt"
+
+
 def test_prompts_are_selected() -> None:
     trace, table = with_prompts(trace_of()), flat_table()
     half = np.array([True, False, False, True])
-    for draft, ngram in ((MODELS[2], None), (None, NGRAMS[2]), (MODELS[1], NGRAMS[1])):
+    for draft, ngram in ((MODELS[2], None), (None, NGRAMS[2]), (MODELS[1], NGRAMS[1]), (None, MODS[0])):
         found = LlamaReplay(EngineReplay(trace, table, prompts=half)).price(draft, ngram)
         alone = LlamaReplay(EngineReplay(trace.select([0, 3]), table)).price(draft, ngram)
         assert found.predicted.ms_per_token == pytest.approx(alone.predicted.ms_per_token)
@@ -158,7 +213,10 @@ def test_fastest_settings_are_those_of_the_whole_space() -> None:
     found = replayed.fastest()
     models, sizes = list(replayed._models()), list(replayed._sizes())
     assert {draft.n_max for draft in models} == {1, 2, 3, 4} and {draft.n_min for draft in models} == {0, 1, 2}
-    assert len(models) == 1 + 18 + 3 * (1 + 27) and all(size.size_n <= size.size_m for size in sizes)
+    assert len(models) == 1 + 18 + 3 * (1 + 27)
+    assert all(
+        size.size_n <= size.size_m if isinstance(size, NgramDraft) else size.n_min <= size.n_max for size in sizes
+    )
     best = {
         "model": min(replayed.price(draft, None).predicted.ms_per_token for draft in models),
         "ngram": min(replayed.price(None, size).predicted.ms_per_token for size in sizes),
@@ -197,6 +255,8 @@ def test_export_writes_flags_conversions_and_predictions(tmp_path: Path) -> None
             assert flags["--spec-draft-n-max"] == str(settings.spec_draft_n_max)
             assert flags["--spec-draft-n-min"] == str(settings.spec_draft_n_min)
             assert flags["--spec-draft-p-min"] == str(settings.spec_draft_p_min)
+        if "ngram-mod" in variant.name:
+            assert flags["--spec-ngram-mod-n-match"] == str(settings.spec_ngram_mod_n_match)
         if "ngram-simple" in variant.name:
             assert flags["--spec-ngram-simple-size-n"] == str(settings.spec_ngram_simple_size_n)
             assert flags["--spec-ngram-simple-size-m"] == str(settings.spec_ngram_simple_size_m)
@@ -250,6 +310,7 @@ def test_only_prompts_without_images_are_replayed(tmp_path: Path) -> None:
 
 
 DRAFT = {"spec_draft_model": "d.gguf", "spec_draft_n_max": 4, "spec_draft_n_min": 0, "spec_draft_p_min": 0.5}
+POOL = {"spec_ngram_mod_n_match": 24, "spec_ngram_mod_n_min": 48, "spec_ngram_mod_n_max": 64}
 NGRAM = {"spec_ngram_simple_size_n": 4, "spec_ngram_simple_size_m": 16}
 
 
@@ -268,21 +329,41 @@ def test_settings_that_llama_server_would_refuse_are_refused(tmp_path: Path) -> 
         settings("draft-eagle3", DRAFT),
         settings("ngram-simple", NGRAM),
         settings("draft-simple,ngram-simple", DRAFT, NGRAM),
+        settings("ngram-mod", POOL),
+        settings("ngram-mod,draft-eagle3", POOL, DRAFT),
     ):
         path.write_text(json.dumps(content))
         assert read_settings(LlamaCppSettings, path).model_dump(exclude_none=True) == content
     for content, message in (
-        (settings("draft", DRAFT), "spec_type is draft-simple or draft-eagle3, ngram-simple, or both"),
+        (
+            settings("draft", DRAFT),
+            "spec_type is draft-simple or draft-eagle3, ngram-simple or ngram-mod, or one of each",
+        ),
         (settings("ngram-map-k", NGRAM), "spec_type is "),
         (settings("draft-simple,draft-eagle3", DRAFT), "spec_type is "),
         (settings("ngram-simple,ngram-simple", NGRAM), "spec_type is "),
         (settings("", NGRAM), "spec_type is "),
         (settings("draft-simple", DRAFT, NGRAM), "spec_type draft-simple takes none of spec_ngram_simple_"),
         (settings("ngram-simple", DRAFT, NGRAM), "spec_type ngram-simple takes none of spec_draft_"),
+        (settings("ngram-mod,ngram-simple", NGRAM, POOL), "spec_type is "),
+        (settings("ngram-mod", NGRAM, POOL), "spec_type ngram-mod takes none of spec_ngram_simple_"),
+        (settings("ngram-simple", NGRAM, POOL), "spec_type ngram-simple takes none of spec_ngram_mod_"),
+        (settings("ngram-mod"), "takes all of spec_ngram_mod_"),
+        (
+            settings("ngram-mod", POOL, spec_ngram_mod_n_min=65),
+            "n_min 65 above spec_ngram_mod_n_max 64 drops every draft",
+        ),
+        (settings("ngram-mod", POOL, spec_ngram_mod_n_match=0), "greater than or equal to 1"),
         (settings("ngram-simple"), "takes all of spec_ngram_simple_"),
         (settings("draft-simple", {"spec_draft_model": "d.gguf"}), "takes all of spec_draft_"),
-        (settings("draft-simple", DRAFT, spec_draft_n_min=5), "n_min 5 above n_max 4 drops every draft"),
-        (settings("ngram-simple", NGRAM, spec_ngram_simple_size_n=17), "size_n 17 above size_m 16 drops every draft"),
+        (
+            settings("draft-simple", DRAFT, spec_draft_n_min=5),
+            "spec_draft_n_min 5 above spec_draft_n_max 4 drops every draft",
+        ),
+        (
+            settings("ngram-simple", NGRAM, spec_ngram_simple_size_n=17),
+            "size_n 17 above spec_ngram_simple_size_m 16 drops every draft",
+        ),
         (settings("ngram-simple", NGRAM, spec_ngram_simple_size_m=1025), "less than or equal to 1024"),
         (settings("ngram-simple", NGRAM, spec_ngram_simple_size_n=0), "greater than or equal to 1"),
         (settings("draft-simple", DRAFT, spec_draft_p_min=1.5), "less than or equal to 1"),
