@@ -19,7 +19,7 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
 
 @click.command(cls=options.Verb, short_help="Record traces: a draft's proposals along the target's answers.")
 @options.settings_options(
-    SearchSettings, "target", "drafts", *SUBNET_OPTIONS, "workload", "workload_format", "max_new_tokens"
+    SearchSettings, "target", "drafts", *SUBNET_OPTIONS, "workload", "workload_format", "max_new_tokens", "temperature"
 )
 @options.device
 @click.option(
@@ -95,6 +95,8 @@ def command(
 
     console = Console()
     prompts = load_workload(workload, "tune", num_prompts=choices["num_prompts"], format=workload_format)
+    if choices["temperature"] is not None:
+        prompts = prompts.sampled(choices["temperature"])
     model_pool = ModelPool(target, drafts, choose_device(device))
     prompts = prompts.cut(choices["num_prompts"], choices["max_new_tokens"])
     prompts = model_pool.recorder(output).follow(prompts)

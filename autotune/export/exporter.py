@@ -156,10 +156,13 @@ def _engine_trace(engine: Engine, documents: SearchDocuments, profile: DecodingP
     shown, option = "with every visual token", ""
     if vision == "placeholders":
         shown, option = "and shows it image placeholders as text", " --visual-input placeholders"
+    prompts = profile.workload
+    option += "" if prompts.max_new_tokens is None else f" --max-new-tokens {prompts.max_new_tokens}"
+    option += "" if prompts.temperature is None else f" --temperature {prompts.temperature:g}"
     raise UserError(
         f"{engine.name} runs the full draft {shown}; {documents.folder} has no such trace of {draft}; record it: autotune record "
-        f"--target {profile.target.id} --draft {draft} --visual-keep 1{option} --workload {profile.workload.name} --prompts "
-        f"{profile.workload.num_tune_prompts} -o {documents.folder}"
+        f"--target {profile.target.id} --draft {draft} --visual-keep 1{option} --workload {prompts.name} --prompts "
+        f"{prompts.num_tune_prompts} -o {documents.folder}"
     )
 
 

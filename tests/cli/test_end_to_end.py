@@ -11,9 +11,11 @@ from typing import Any
 
 import pandas as pd
 
+from autotune.acceptance.trace import TraceHeader
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.modeling.loading import reference
+from autotune.workloads.workload import load_workload
 from tests.cli.processes import run_command, start_command
 from tests.sample_documents import decoding_profile, write_image, write_workload
 from tests.tiny_models import Pair
@@ -69,6 +71,13 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     assert [trace["visual_keep"] for trace in traces] == [1.0, 0.5]
     assert set(traces[0]["agreement"]) == {"prompt", "read"}
     assert {path.name for path in tmp_path.glob("traces/**/*.json")} >= {"keep-1.trace.json", "keep-0.5.trace.json"}
+
+    as_engines = ["--visual-input", "placeholders", "--max-new-tokens", "5", "--temperature", "0", "-o", "engine"]
+    stage("record", *models, *workload, *as_engines)
+    (path,) = tmp_path.glob("engine/traces/*/keep-1-placeholders.trace.json")
+    header = TraceHeader.load(path)
+    assert header.workload_sha256 == load_workload(workload[1], "tune").sampled(0.0).cut(4, 5).sha256
+    assert header.visual_input == "placeholders"
 
     small = ["--space", "small.yaml", "--trials", "8", "--budget", "30s"]
     profile = stage("search", *models, *workload, *small, "-o", "profile.json", "--table", "trials.csv")

@@ -256,6 +256,13 @@ def test_engines_that_show_placeholders_need_a_trace_recorded_so(tmp_path: Path)
             "record it: autotune record --target tests/target --draft tests/draft --visual-keep 1 --visual-input placeholders ",
         )
         assert_refused(profile, engine, messages=messages)
+    document = DecodingProfile.load(profile)
+    shorter = document.workload.model_copy(update={"max_new_tokens": 31, "temperature": 0.5})
+    document.model_copy(update={"workload": shorter}).save(profile)
+    assert_refused(
+        profile, "vllm", messages=("placeholders --max-new-tokens 31 --temperature 0.5 --workload by hand ",)
+    )
+    document.save(profile)
     seen, read = trace_of(images=True), trace_of(images=True, seed=5, visual_input="placeholders")
     write_study(tmp_path / ".autotune" / "pair", cost_table(), read)
     for engine in ("vllm", "transformers"):
