@@ -311,7 +311,7 @@ def test_schedules_of_both_engines_agree() -> None:
 
 
 def test_tensorrt_llm_1_2_1_gets_the_smallest_batch_of_each_length() -> None:
-    """What lies beyond the predictions decodes plainly there too."""
+    """Batches beyond the predictions decode plainly there too."""
     pair = Pair("t", "d", "independent")
     for end, expected in ((3, {1: 5, 3: 3, 8: 0}), (2, {1: 5, 3: 3, 8: 0})):
         settings = ENGINES["tensorrt-llm"].of_version("1.2.1").settings(pair, CHAIN, SCHEDULE[:end])
