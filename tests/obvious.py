@@ -81,14 +81,14 @@ def read_whole_text(network: BlocksNetwork, stream: Tensor, features: Tensor, is
 
 
 def assert_same_logits(actual: Tensor, expected: Tensor, row: Tensor | None = None) -> None:
-    """Assert that logits are equal to 5e-5 of the largest, the effect of another order of summation, which reached 2e-5 on
-    processors with AMX. A wrong mask or position changes them by whole numbers.
+    """Assert that logits are equal to 1e-4 of the largest, the effect of another order of summation, which reached 2e-5 on
+    processors with AMX, and 5e-5 with recurrent states. A wrong mask or position changes them by whole numbers.
 
     Args:
         row: all logits of the row, if ``expected`` are a few of them.
     """
     scale = (expected if row is None else row).abs().max()
-    torch.testing.assert_close(actual / scale, expected / scale, atol=5e-5, rtol=0)
+    torch.testing.assert_close(actual / scale, expected / scale, atol=1e-4, rtol=0)
 
 
 def chi_square_p_value(observed: np.ndarray, probabilities: np.ndarray) -> float:

@@ -162,13 +162,17 @@ def test_padding_side(made: Made) -> None:
 def test_list_covers_the_variants() -> None:
     configs = {name: family.model(2).config for name, family in FAMILIES.items()}
     texts = {name: config.get_text_config() for name, config in configs.items()}
-    grouped = [text.num_key_value_heads < text.num_attention_heads for text in texts.values()]
+    layers = [text.per_layer_config[1] for text in texts.values()]
+    grouped = [layer.num_key_value_heads < layer.num_attention_heads for layer in layers]
     assert sum(grouped) > len(grouped) / 2 and not all(grouped)
     for models in (set(FAMILIES) - set(_seeing()), _seeing()):
         assert {configs[name].tie_word_embeddings for name in models} == {True, False}
     types = {name: set(getattr(text, "layer_types", None) or ()) for name, text in texts.items()}
     both = {"full_attention", "sliding_attention"}
-    assert {name for name, kinds in types.items() if kinds == both} == {"qwen2_window", "gemma3_text", "gemma3"}
+    assert {name for name, kinds in types.items() if kinds == both} == {
+        "qwen2_window",
+        *(name for name in FAMILIES if name.startswith("gemma")),
+    }
     assert texts["mistral_window"].sliding_window == families.WINDOW and texts["mistral"].sliding_window is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import click
 from autotune.documents.provenance import version_of
 from autotune.errors import UserError, nearest
 
+# Loggers of packages that transformers imports; they report on the packages' own state.
+CHATTY = ("torchao", "torch.utils._pytree")
 VERBS = ("devices", "doctor", "profile", "record", "search", "run", "bench", "check", "report", "export", "train")
 
 
@@ -24,6 +27,8 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
+        for name in CHATTY:
+            logging.getLogger(name).setLevel(logging.ERROR)
         command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name}").command
         command.name = cmd_name
         return command

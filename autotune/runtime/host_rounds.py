@@ -45,6 +45,8 @@ class HostRound:
         self.capture_sizes = capture_sizes
         self.retrieval = RetrievalDraft(corpus_tokens=corpus_tokens)
         """The second source of trees that use one, which follows the tokens of one request."""
+        self.decides_at_once = target.device.type != "cpu"
+        """Whether the tokens of all nodes are computed together, for one transfer; else those of visited nodes only."""
         self._path = np.zeros(MAX_STEP, np.int64)
         self._tree_mask = np.zeros((MAX_STEP, MAX_STEP), np.float32)
 
@@ -114,9 +116,9 @@ class HostRound:
             path = self._path[:num_accepted].copy()
             last = int(path[-1]) if num_accepted else ROOT
             token = sampler.token(logits[last], self.target.length + num_accepted + 1)
-        elif logits.device.type == "cpu":
+        elif not self.decides_at_once:
             path, token = self._accept_row_by_row(logits, request, tree)
-        else:  # one transfer
+        else:
             tokens = sampler.tokens(logits, self.target.length + offsets[:count] + 1)
             path = self._path[: accept_path(tree, tokens, self._path)].copy()
             token = int(tokens[path[-1] if len(path) else ROOT])

@@ -208,8 +208,11 @@ class Teacher:
         """Outputs of the embedding and of every layer, [prompts, n, hidden] each; causal attention needs no padding mask."""
         longest = max(len(prompt) for prompt in prompts)
         positions = [functional.pad(p.positions, (0, longest - len(p))) for p in prompts if p.positions is not None]
+        # Gemma 4 looks up more than one embedding of a token.
+        is_text = all(prompt.embeddings is None for prompt in prompts)
+        rows = pad_sequence([p.tokens for p in prompts] if is_text else embeddings, batch_first=True)
         out = self.target.text.module(
-            inputs_embeds=pad_sequence(embeddings, batch_first=True),
+            **{"input_ids" if is_text else "inputs_embeds": rows},
             position_ids=torch.cat(positions, dim=-2) if positions else None,
             attention_mask=prompts[0].mask,
             use_cache=False,

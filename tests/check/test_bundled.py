@@ -18,8 +18,7 @@ from autotune.device import fingerprint
 from autotune.documents.decoding_profile import DecodingProfile, Evidence
 from autotune.documents.provenance import stamp
 from autotune.files import data_root
-from autotune.runtime import host_rounds
-from autotune.trees.verification import accept_path
+from tests.check.test_job import accept_less
 
 SHIPPED = data_root() / "profiles" / "cpu" / "digits.decode.json"
 
@@ -44,7 +43,7 @@ def test_the_exact_gate_on_the_bundled_pair(num_prompts: int, tmp_path: Path, mo
     DecodingProfile.load(SHIPPED).model_copy(update=measured_here).save(tmp_path / "here.json")
     if num_prompts > 1:
         assert [gate.verdict for gate in check(tmp_path / "here.json").gates] == ["passed", "passed"]
-    monkeypatch.setattr(host_rounds, "accept_path", lambda tree, tokens, path: min(2, accept_path(tree, tokens, path)))
+    accept_less(monkeypatch, lambda: 2)
     worse = check(tmp_path / "here.json")
     assert [gate.verdict for gate in worse.gates] == ["passed", "failed"] and worse.exit_code == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.files import read_json, read_lines
 from autotune.modeling.loading import reference
-from autotune.runtime import host_rounds
+from autotune.runtime import generate_args
 from autotune.runtime import load as loading
+from autotune.runtime.host_rounds import HostRound
+from autotune.runtime.points import LoadedPoint
 from autotune.trees.fallback import RoundPrice
-from autotune.trees.verification import WetapVerification, accept_path
+from autotune.trees.tree import Ints
+from autotune.trees.verification import WetapVerification
 from tests.sample_documents import DEVICE, decoding_profile, write_workload
 from tests.tiny_models import Pair
 
@@ -230,9 +234,17 @@ def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> Dec
     return found
 
 
-def accept_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep only the first token of every accepted path: still lossless, with lower accepted lengths."""
-    monkeypatch.setattr(host_rounds, "accept_path", lambda tree, tokens, path: min(1, accept_path(tree, tokens, path)))
+def accept_less(monkeypatch: pytest.MonkeyPatch, longest: Callable[[], int] = lambda: 1) -> None:
+    """Keep only the first tokens of every accepted path: still lossless, with lower accepted lengths."""
+    verify = HostRound.verify
+
+    def cut_verify(rounds: HostRound, request: generate_args.Request, point: LoadedPoint) -> tuple[Ints, int]:
+        path, token = verify(rounds, request, point)
+        if len(path) <= (length := longest()):
+            return path, token
+        return path[:length], int(point.grower.tree.token[path[length]])
+
+    monkeypatch.setattr(HostRound, "verify", cut_verify)
 
 
 def test_counts_equal_to_the_evidence_pass(world: Path) -> None:
@@ -264,11 +276,7 @@ def test_counts_of_another_device_are_advisory(world: Path, monkeypatch: pytest.
 def test_counts_that_are_not_reproducible_do_not_gate(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_evidence(world)
     calls = iter(range(10_000))
-    monkeypatch.setattr(
-        host_rounds,
-        "accept_path",
-        lambda tree, tokens, path: min(1 + (next(calls) % 5 == 0), accept_path(tree, tokens, path)),
-    )
+    accept_less(monkeypatch, lambda: 1 + (next(calls) % 5 == 0))
     found = check("proven.json")
     assert found.exit_code == 0 and gate(found, "counts").verdict == "skipped"
     assert "counts are not reproducible" in gate(found, "counts").summary

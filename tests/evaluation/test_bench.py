@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pandas import DataFrame
 
 from autotune.acceptance import speculation_profile
@@ -40,6 +39,7 @@ from autotune.evaluation.speculation import drafted_lengths
 from autotune.evaluation.summary import summarize
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
+from autotune.modeling.text_model import TextModel
 from autotune.runtime.decoder import Decoder
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import Workload, load_workload
@@ -234,12 +234,8 @@ def test_assisted_generation_with_another_output_is_left_out(
         return (tokens if assistant is None else tokens[::-1]), stats
 
     monkeypatch.setattr(arms, "hf_generate", garbled)
-    for dtype, temperature, is_refused in (
-        (torch.float32, 0.0, True),
-        (torch.bfloat16, 0.0, False),
-        (torch.float32, 1.0, False),
-    ):
-        monkeypatch.setattr(runner.decoder.target, "dtype", dtype)
+    for is_exact, temperature, is_refused in ((True, 0.0, True), (False, 0.0, False), (True, 1.0, False)):
+        monkeypatch.setattr(TextModel, "is_exact", is_exact)
         sampled = tuple(
             WorkloadPrompt(p.name, p.settings.model_copy(update={"temperature": temperature}), p.pixels)
             for p in prompts.prompts

@@ -271,6 +271,7 @@ def test_a_round_is_one_transfer(
     target = Target(pair.target)
     draft = make_draft(kind, pair, target, tmp_path)
     host, device = two_decoders(target, draft, TREES["eagle2"])
+    host.host_round.decides_at_once = True
     found = host.generate(**prompts["image"], max_new_tokens=16, **settings).stats
     assert len(transfers) == 1 + found.draft_forwards + found.rounds  # the first token is the prefill's
     transfers.clear()

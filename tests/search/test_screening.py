@@ -208,7 +208,7 @@ def test_records_of_workers_are_reused(
             model_pool.arguments,
             1,
             traces_module._record_in_worker,
-            (variants[:3], workload, tmp_path, ForestBounds(), 1, None),
+            (variants[:3], workload, tmp_path, ForestBounds(), 1, None, "features"),
         )
     finally:
         torch.set_num_threads(threads)
