@@ -67,12 +67,12 @@ def pair(request):
     )
 
 
-@pytest.mark.parametrize("num_prompts", [16, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_prompts", [8, pytest.param(200, marks=pytest.mark.nightly)])
 def test_greedy_output_equals_generate_on_held_out_prompts(pair, num_prompts):
     _, processor, target, draft = pair
     decoder = Decoder(target, draft)
     lengths = []
-    num_prompts = num_prompts if pair.name == "digits" else 6 if num_prompts == 16 else 24
+    num_prompts = num_prompts if pair.name == "digits" else 6 if num_prompts == 8 else 24
     for number, prompt in enumerate(pair.held_out(num_prompts).prompts):
         inputs = prompt.inputs(processor)
         tree, keep = CONFIGURATIONS[number % len(CONFIGURATIONS)]

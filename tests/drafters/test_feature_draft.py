@@ -32,6 +32,8 @@ from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 48}
 KINDS = ("dream", "star", "specvlm")
+# Dream and star share their code: tests that take long run one of them, and both nightly.
+STAR_FOR_BOTH = [pytest.param("dream", marks=pytest.mark.nightly), "star"]
 TREES = (
     {"policy": "chain", "depth": 3},
     {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10},
@@ -215,7 +217,7 @@ def test_decoding_is_lossless(pair: Pair, prompts: dict[str, Inputs]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "fixed"])
-@pytest.mark.parametrize("kind", ["dream", "star"])
+@pytest.mark.parametrize("kind", STAR_FOR_BOTH)
 def test_requests_with_other_shares_of_visual_tokens_do_not_mix(
     pair: Pair, prompts: dict[str, Inputs], kind: str, mode: str
 ) -> None:
@@ -288,7 +290,13 @@ SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_k": 8, "se
 
 @pytest.mark.parametrize(
     ("kind", "layer", "keep"),
-    [("dream", 4, 0.1), ("dream", 4, 0.5), ("star", 2, 0.1), ("star", 2, 1.0), ("specvlm", 4, 0.5)],
+    [
+        ("dream", 4, 0.1),
+        pytest.param("dream", 4, 0.5, marks=pytest.mark.nightly),
+        pytest.param("star", 2, 0.1, marks=pytest.mark.nightly),
+        ("star", 2, 1.0),
+        ("specvlm", 4, 0.5),
+    ],
 )
 def test_replay_counts_the_rounds_of_decoding(
     pair: Pair, prompts: dict[str, Inputs], kind: str, layer: int, keep: float

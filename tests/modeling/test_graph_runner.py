@@ -20,7 +20,7 @@ from autotune.modeling.step import DeviceStep
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import as_draft
-from tests.drafters.test_feature_draft import KINDS, TREES, agreeing_draft
+from tests.drafters.test_feature_draft import STAR_FOR_BOTH, TREES, agreeing_draft
 from tests.rehearsal import Rehearsal
 from tests.tiny_models import Inputs, Pair, inputs_on, on_device
 
@@ -59,7 +59,7 @@ def compile_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return use
 
 
-@pytest.mark.parametrize("kind", ["independent", *KINDS])
+@pytest.mark.parametrize("kind", ["independent", "specvlm", *STAR_FOR_BOTH])
 def test_fixed_mode_gives_the_tokens_and_counts_of_eager_mode(
     pair: Pair, prompts: dict[str, Inputs], kind: str
 ) -> None:

@@ -19,7 +19,7 @@ from autotune.runtime.points import LoadedPoint, as_draft
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
 from autotune.trees.priced import MAX_MATCH, identity_curves
-from tests.drafters.test_feature_draft import agreeing_draft
+from tests.drafters.test_feature_draft import STAR_FOR_BOTH, agreeing_draft
 from tests.runtime.conftest import TREES
 from tests.sample_documents import decoding_profile
 from tests.tiny_models import Inputs, Pair
@@ -46,7 +46,7 @@ def two_points(draft: Any, labelled: str = "chain", others: str = "sage", **opti
     ]
 
 
-@pytest.mark.parametrize("kind", ["independent", "lookup", "star", "dream"])
+@pytest.mark.parametrize("kind", ["independent", "lookup", *STAR_FOR_BOTH])
 def test_choosing_changes_no_token(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
     """Greedy and sampled, pruned or not. The labelled point is chosen without a label, the same way every time."""
     target = Target(pair.target)

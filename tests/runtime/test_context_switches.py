@@ -16,7 +16,7 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint, as_draft
 from autotune.runtime.stats import DecodingStats
-from tests.drafters.test_feature_draft import agreeing_draft
+from tests.drafters.test_feature_draft import STAR_FOR_BOTH, agreeing_draft
 from tests.runtime.conftest import TREES
 from tests.runtime.test_control import COSTLY, useless_draft
 from tests.runtime.test_device_rounds import led_by_host
@@ -49,7 +49,7 @@ def new_draft(kind: str, pair: Pair, target: Target) -> Any:
     return RetrievalDraft() if kind == "lookup" else agreeing_draft(kind, target, injection_layer=4)
 
 
-@pytest.mark.parametrize("kind", ["independent", "lookup", "star", "dream", "specvlm"])
+@pytest.mark.parametrize("kind", ["independent", "lookup", "specvlm", *STAR_FOR_BOTH])
 def test_switches_change_no_token(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
     """Greedy and sampled, with and without image, pruned or not. Every round counts for the point of its context."""
     target = Target(pair.target)

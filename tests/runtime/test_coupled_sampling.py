@@ -34,7 +34,7 @@ from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import Tree
 from tests.drafters.test_eagle3 import write_head
-from tests.drafters.test_feature_draft import KINDS, agreeing_draft
+from tests.drafters.test_feature_draft import STAR_FOR_BOTH, agreeing_draft
 from tests.drafters.test_mtp import random_draft as random_mtp
 from tests.runtime.conftest import NEW_TOKENS, SAMPLED, TREES
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair, new_llama
@@ -56,7 +56,7 @@ def make_draft(kind: str, pair: Pair, target: Target, folder: Path) -> Any:
     return agreeing_draft(kind, target, injection_layer=2 if kind == "star" else 4)
 
 
-@pytest.mark.parametrize("kind", ["independent", "retrieval", "eagle3", "mtp", *KINDS])
+@pytest.mark.parametrize("kind", ["independent", "retrieval", "eagle3", "mtp", "specvlm", *STAR_FOR_BOTH])
 def test_no_token_changes_for_any_draft_and_tree(
     pair: Pair, prompts: dict[str, Inputs], kind: str, tmp_path: Path
 ) -> None:

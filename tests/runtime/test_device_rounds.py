@@ -286,7 +286,10 @@ FEW_SIZES = {"capture_sizes": (1, 8, 16)}
 
 
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
-@pytest.mark.parametrize("kind", ["independent", "eagle3", "mtp", "specvlm", "dream"])
+@pytest.mark.parametrize(
+    "kind",
+    ["independent", "mtp", "dream", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("eagle3", "specvlm"))],
+)
 def test_a_captured_round_depends_on_its_buffers_alone(
     gpu: str, pair: Pair, prompts: dict[str, Inputs], kind: str, tmp_path: Path
 ) -> None:
@@ -313,7 +316,7 @@ def test_a_captured_round_depends_on_its_buffers_alone(
 
 
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
-@pytest.mark.parametrize("mode", ["fixed", "cuda-graph"])
+@pytest.mark.parametrize("mode", [pytest.param("fixed", marks=pytest.mark.nightly), "cuda-graph"])
 @pytest.mark.parametrize("kind", ["independent", "dream", "specvlm"])
 def test_a_round_waits_for_the_device_once(
     gpu: str,

@@ -29,7 +29,10 @@ def text_decoder(pair: Pair, tree: dict[str, Any], **options: Any) -> Decoder:
     return Decoder(pair.target, pair.draft, tree=tree, capture_sizes=FEW_SIZES, **options)
 
 
-@pytest.mark.parametrize(("kind", "tree"), [("independent", EAGLE2), ("dream", EAGLE2), ("dream", SAGE)])
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [("independent", EAGLE2), pytest.param("dream", EAGLE2, marks=pytest.mark.nightly), ("dream", SAGE)],
+)
 def test_prepared_requests_capture_nothing(
     rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs], kind: str, tree: dict[str, Any]
 ) -> None:
