@@ -1,6 +1,6 @@
-"""Memory and draft steps of a long prompt with many visual tokens: a LLaVA with random weights and a draft of two layers.
+"""Peak memory of the prefill of a long prompt with many visual tokens, in one pass and in chunks: a LLaVA with random weights.
 
-The prompt is prefilled in one pass and in chunks, each in a process of its own, because peak memory never falls. Takes five minutes.
+Each is measured in a process of its own, because peak memory never falls. Takes a minute.
 
     python benchmarks/long_prompts.py [--text-tokens 12288]
 """
@@ -8,7 +8,6 @@ The prompt is prefilled in one pass and in chunks, each in a process of its own,
 from __future__ import annotations
 
 import resource
-import statistics
 import subprocess
 import sys
 from typing import Any
@@ -17,14 +16,11 @@ import click
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from autotune.drafters.independent import IndependentDraft
 from autotune.modeling import tree_model
 from autotune.modeling.target import Target
-from autotune.runtime.decoder import Decoder
 
 SIDE, PATCH = 512, 8  # pixels: 64 x 64 visual tokens
 NUM_VISUAL = (SIDE // PATCH) ** 2
-KEEPS = (1.0, 0.25, 0.05)
 IMAGE_TOKEN = 9
 
 
@@ -64,7 +60,7 @@ def peak_mib() -> float:
 
 @click.command()
 @click.option("--text-tokens", default=12_288, show_default=True)
-@click.option("--layers", default=8, show_default=True)
+@click.option("--layers", default=4, show_default=True)
 @click.option("--chunk", type=int, help="Measure the memory of a prefill in chunks of that many tokens, and end.")
 def main(text_tokens: int, layers: int, chunk: int | None) -> None:
     torch.manual_seed(0)
@@ -74,7 +70,6 @@ def main(text_tokens: int, layers: int, chunk: int | None) -> None:
             arguments = ["--text-tokens", text_tokens, "--layers", layers, "--chunk", size]
             found = subprocess.run([sys.executable, __file__, *map(str, arguments)], capture_output=True, check=True)
             click.echo(f"{name}: {found.stdout.decode().strip()}")
-        draft_steps(text_tokens, layers)
         return
     tree_model.PREFILL_CHUNK = chunk
     target, inputs = Target(new_model(layers)), inputs_of(text_tokens)
@@ -87,23 +82,6 @@ def main(text_tokens: int, layers: int, chunk: int | None) -> None:
         f"{len(prompt)} tokens, {prompt.num_visual_tokens} of them visual: planned KV cache {planned:.0f} MiB, "
         f"peak memory grew by {peak_mib() - before:.0f} MiB"
     )
-
-
-def draft_steps(text_tokens: int, layers: int) -> None:
-    """Medians of the draft's time a level, by share of visual tokens; the shares take turns."""
-    target, draft, inputs = Target(new_model(layers)), IndependentDraft(new_model(2)), inputs_of(text_tokens)
-    times: dict[float, list[float]] = {keep: [] for keep in KEEPS}
-    for _ in range(3):
-        for keep, found in times.items():
-            decoder = Decoder(target, draft, tree={"policy": "chain", "depth": 4}, visual_keep=keep)
-            stats = decoder.generate(**inputs, max_new_tokens=8).stats
-            found.append(stats.draft_ms / stats.draft_forwards)
-    for keep, found in times.items():
-        length = text_tokens + round(keep * NUM_VISUAL)
-        ratio = statistics.median(a / b for a, b in zip(found, times[1.0], strict=True))
-        click.echo(
-            f"keep {keep:g}: draft's KV length {length}, a draft level takes {ratio:.2f} of that with all tokens"
-        )
 
 
 if __name__ == "__main__":
