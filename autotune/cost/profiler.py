@@ -106,10 +106,12 @@ def profile(
     runs: dict[ModelReference, OverheadRuns] = {}
     device_runs: dict[ModelReference, OverheadRuns] = {}
     for (draft, reference), bench in zip(drafts, benches, strict=True):
+        if reference in runs:  # the number of heads does not change it
+            continue
         kinds = [(runs, OVERHEAD_TREES)]
         if bench.device_tokens:
             kinds = [(runs, HOST_TREES), (device_runs, OVERHEAD_TREES)]
-        for found, trees in kinds if reference not in runs else ():  # the number of heads does not change it
+        for found, trees in kinds:
             found[reference] = overhead_runs(
                 target,
                 draft,
@@ -232,14 +234,11 @@ def shape_of(model: TreeModel | FeatureDraft | RetrievalDraft) -> ModelShape:
             crossing_share=model.network.crossing_share,
         )
     text, config = model.text, model.text.config
-    num_bytes: int | float = model.dtype.itemsize
-    whole, text_layers = model.model, text.layers
-    if text.quantization is not None:
-        whole = unquantized(model.model)
-        text_layers = text_model_of(whole).layers
-    layers = sum(parameter.numel() for layer in text_layers for parameter in layer.parameters())
+    whole = unquantized(model.model)
+    layers = sum(parameter.numel() for layer in text_model_of(whole).layers for parameter in layer.parameters())
     vision = sum(parameter.numel() for part in vision_parts(whole) for parameter in part.parameters())
     text_parameters = layers + config.hidden_size * config.vocab_size
+    num_bytes: int | float = model.dtype.itemsize
     if text.quantization is not None:
         num_bytes = sum(map(weight_bytes, (*text.layers, text.head))) / text_parameters
     return ModelShape(

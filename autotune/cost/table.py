@@ -337,19 +337,21 @@ class CostTable(
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
         free = np.zeros((1, len(lengths)))
 
+        device_costs = [one.on_device for one in (costs, other) if on_device and one.on_device is not None]
+        is_led_by_device = len(device_costs) == 2
+        overhead = (device_costs[0] if is_led_by_device else costs).overhead
+
         def draft_ms(part: str) -> Floats:
             host: Floats = between(lambda c: getattr(c, part).latency_ms(tokens, lengths))
-            if not has_device_costs:
+            if not is_led_by_device:
                 return np.concatenate([free, host])
-            largest = min(int(getattr(c.on_device, part).max_tokens) for c in (costs, other))
+            largest = min(int(getattr(of_device, part).max_tokens) for of_device in device_costs)
             measured = int(np.searchsorted(tokens, largest, side="right"))
             device: Floats = between(lambda c: getattr(c.on_device, part).latency_ms(tokens[:measured], lengths))
             # Wider levels save what the widest measured one saves.
             saved = host[measured - 1] - device[-1]
             return np.concatenate([free, device, np.maximum(host[measured:] - saved, device[-1])])
 
-        has_device_costs = on_device and costs.on_device is not None and other.on_device is not None
-        overhead = costs.on_device.overhead if has_device_costs and costs.on_device is not None else costs.overhead
         return DensePrices(
             decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],
             draft_first_ms=draft_ms("draft_first"),

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from autotune.errors import UserError
 from autotune.files import read_json, write_bytes
@@ -174,16 +174,11 @@ def _text_name(name: str) -> str | None:
 
 
 def _weight_names(model: ModelFiles) -> Iterator[str]:
+    from safetensors import safe_open
+
     for path in sorted(model.folder.glob(WEIGHTS)):
-        with path.open("rb") as file:
-            yield from _read_header(file)
-
-
-def _read_header(file: BinaryIO) -> dict[str, Any]:
-    """The tensors of a safetensors file by name, with their ``data_offsets`` after the header; the file is read up to there."""
-    length = int.from_bytes(file.read(8), "little")
-    header: dict[str, Any] = json.loads(file.read(length))
-    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        with safe_open(path, "np") as file:
+            yield from file.keys()
 
 
 def _write_checkpoint(
@@ -193,31 +188,19 @@ def _write_checkpoint(
     rename: Callable[[str], str | None],
     left_out: Sequence[str] = NOT_OF_TEXT,
 ) -> None:
-    """Write a checkpoint with other names of its weights, file by file; a weight whose name becomes None is left out. The bytes
-    of the weights are copied, whatever their type.
-    """
+    """Write a checkpoint with other names of its weights, file by file; a weight whose name becomes None is left out."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[str, str] = {}  # file by weight
     for path in sorted(source.folder.glob(WEIGHTS)):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        data: list[bytes] = []
-        size = 0
-        with path.open("rb") as file:
-            tensors = _read_header(file)
-            begin = file.tell()
-            for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
-                if (new := rename(name)) is None:
-                    continue
-                first, end = tensor["data_offsets"]
-                file.seek(begin + first)
-                data.append(file.read(end - first))
-                header[new] = {**tensor, "data_offsets": [size, size + end - first]}
-                size += end - first
-                parts[new] = path.name
-        if data:
-            text = json.dumps(header).encode()
-            text += b" " * (-len(text) % 8)  # weights are aligned
-            write_bytes(folder / path.name, b"".join([len(text).to_bytes(8, "little"), text, *data]))
+        with safe_open(path, "pt") as file:
+            names = {name: new for name in file.keys() if (new := rename(name)) is not None}  # noqa: SIM118 (no dict)
+            weights = {new: file.get_tensor(name) for name, new in names.items()}
+        if weights:
+            save_file(weights, folder / path.name, metadata={"format": "pt"})
+            parts |= dict.fromkeys(weights, path.name)
     if len(set(parts.values())) > 1:
         write_bytes(folder / INDEX, json.dumps({"metadata": {}, "weight_map": parts}, indent=1).encode())
     for path in (path for pattern in COPIED for path in source.folder.glob(pattern) if path.name not in left_out):

@@ -128,8 +128,10 @@ def _bytes_of(tensor: Any) -> int:
 
 def unquantized(model: Any) -> Any:
     """The model that a quantized one was made from, without memory for its weights: layers of quantized models hide their
-    shapes in packed tensors.
+    shapes in packed tensors. Another model is returned as it is.
     """
+    if quantization_of(model.config) is None:
+        return model
     import torch
 
     config = deepcopy(model.config)
@@ -140,5 +142,4 @@ def unquantized(model: Any) -> Any:
 
 def num_parameters(model: Any) -> int:
     """Parameters of a model, those of packed weights included."""
-    whole = model if quantization_of(model.config) is None else unquantized(model)
-    return sum(parameter.numel() for parameter in whole.parameters())
+    return sum(parameter.numel() for parameter in unquantized(model).parameters())

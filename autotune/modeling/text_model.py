@@ -85,7 +85,7 @@ class TextModel:
 
     @property
     def attending_layers(self) -> tuple[int, ...]:
-        """Layers that cache keys and values, in order."""
+        """Layers with attention, in order."""
         return tuple(n for n, layer_type in enumerate(self.layer_types) if layer_type in _ATTENDING_TYPES)
 
     @cached_property

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.modeling.kv_cache import SlabCache
+from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import first_visible
 from autotune.modeling.target import Prefilled, Target
-from autotune.modeling.text_model import device_of
 from autotune.runtime.generate_args import Request
 
 NEAR_TIE = 2**-17
@@ -42,10 +41,7 @@ class GreedyBatch:
         """One for each row. Finished ones are dropped once they are half of the rows."""
         self._longest = max(len(request.prompt) for request in requests)
         capacity = self._longest + max(request.call.max_new_tokens for request in requests)
-        text = target.text
-        self.cache = SlabCache(
-            text.layer_windows, [device_of(layer) for layer in text.layers], capacity, text.kv_shapes
-        )
+        self.cache = new_cache(target.text, capacity)
         self.cache.length = self._longest
         device = target.device
         self._padding = torch.tensor([self._longest - len(request.prompt) for request in requests], device=device)

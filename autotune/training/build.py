@@ -85,16 +85,19 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, patch_size: int) -> Llav
     )
 
 
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    return {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
+
+
+def _llama_config(recipe: Recipe, tokenizer: Any, *, context: int) -> LlamaConfig:
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": context, "tie_word_embeddings": True}
+    return LlamaConfig(**sizes, **_special_tokens(tokenizer), **recipe.text)
+
+
 def build_model(recipe: Recipe, tokenizer: Any) -> LlavaForConditionalGeneration:
     """A LLaVA with the recipe's sizes and random weights; seed torch before the call."""
-    special_tokens = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
-    text = LlamaConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=2048,
-        **special_tokens,
-        tie_word_embeddings=True,
-        **recipe.text,
-    )
+    special_tokens = _special_tokens(tokenizer)
+    text = _llama_config(recipe, tokenizer, context=2048)
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**recipe.vision),
         text_config=text,
@@ -146,14 +149,6 @@ def train_code_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
 
 def build_text_model(recipe: Recipe, tokenizer: Any) -> LlamaForCausalLM:
     """A Llama with the recipe's sizes and random weights; seed torch before the call."""
-    special_tokens = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id", "bos_token_id")}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=TEXT_CONTEXT,
-        tie_word_embeddings=True,
-        **special_tokens,
-        **recipe.text,
-    )
-    model = LlamaForCausalLM(config)
-    model.generation_config.update(**special_tokens)
+    model = LlamaForCausalLM(_llama_config(recipe, tokenizer, context=TEXT_CONTEXT))
+    model.generation_config.update(**_special_tokens(tokenizer))
     return model

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -178,18 +179,18 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------- public formats
 
 
-class _Row(BaseModel):
+class _Row(BaseModel, ABC):
     """A row of a public format. Keys that are not read are ignored, because benchmarks add them freely."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
+    @abstractmethod
     def prompt(self, format: Format) -> Prompt | None:
         """The row as a prompt; None for a row that asks nothing.
 
         Raises:
             ValueError: the row cannot be used; one line without the row's number.
         """
-        raise NotImplementedError
 
 
 class _Question(_Row):
