@@ -109,7 +109,12 @@ class TokenSampler:
         if self.processors:
             assert prefix is not None
             logits = LogitsProcessorList(self.processors)(prefix, logits[None].float().clone())[0]
-        return int(self.tokens(logits[None], np.array([position]))[0])
+        row = logits[None]
+        if self.temperature == 0.0:
+            scores = self._warped(row)
+        else:
+            scores = self._with_noise(row, self._noise_at(position, row.shape[-1]))
+        return int(transfer.to_host(scores.argmax(-1))[0])
 
     def tokens(self, logits: Tensor, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens at ``positions`` [n], from logits [n, vocabulary]."""
@@ -133,7 +138,10 @@ class TokenSampler:
         """Scores of rows at ``positions[index]``."""
         if self.temperature == 0.0:
             return self._warped(logits)
-        return self._warped(logits.float() / self.temperature) + self.noise(positions, logits.shape[-1])[index]
+        return self._with_noise(logits, self.noise(positions, logits.shape[-1])[index])
+
+    def _with_noise(self, logits: Tensor, noise: Tensor) -> Tensor:
+        return self._warped(logits.float() / self.temperature) + noise
 
     def proposal_scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
         """The scores by which a draft ranks tokens under coupled sampling, [n, vocabulary]: ``scores`` of its own logits.
