@@ -204,11 +204,8 @@ def test_proposals_equal_eagles_algorithm(
     assert num_checked > 20 and max(out.stats.accepted_lengths) > 0
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_decoding_is_lossless_and_replayed(pair: Pair, prompts: dict[str, Inputs], tmp_path: Path, kind: str) -> None:
-    target = Target(pair.target)
-    draft = load_draft(str(write_head(tmp_path / "head", kind)), target)
-    assert isinstance(draft, FeatureDraft) and draft.aux_layers == (1, 2, 3) and draft.subnet == Subnet()
+def assert_lossless_and_replayed(target: Target, draft: FeatureDraft, prompts: dict[str, Inputs]) -> None:
+    """Greedy and sampled requests have the tokens of plain decoding, and the rounds that replay counts."""
     bounds = ForestBounds(depth=4, num_proposals=8, width=64, floor=1e-9, beam=16)
     for inputs, temperature in itertools.product(prompts.values(), (0.0, 0.8)):
         request = {**inputs, "max_new_tokens": 16, "temperature": temperature, "seed": 1}
@@ -224,6 +221,14 @@ def test_decoding_is_lossless_and_replayed(pair: Pair, prompts: dict[str, Inputs
         )
         replayed = replay(trace, parse_policy(TREE), free_prices())
         assert replayed.missing[0] == 0 and replayed.accepted_lengths[0].tolist() == out.stats.accepted_lengths
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_decoding_is_lossless_and_replayed(pair: Pair, prompts: dict[str, Inputs], tmp_path: Path, kind: str) -> None:
+    target = Target(pair.target)
+    draft = load_draft(str(write_head(tmp_path / "head", kind)), target)
+    assert isinstance(draft, FeatureDraft) and draft.aux_layers == (1, 2, 3) and draft.subnet == Subnet()
+    assert_lossless_and_replayed(target, draft, prompts)
 
 
 def test_the_published_default_layers(pair: Pair, tmp_path: Path) -> None:

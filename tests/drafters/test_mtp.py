@@ -16,9 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpLayer
 
-from autotune.acceptance.recorder import Answer, record_forest
-from autotune.acceptance.replay import replay
-from autotune.acceptance.trace import ForestBounds, join
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.feature_draft import FeatureDraft
@@ -28,10 +25,9 @@ from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.trees.policy import parse_policy
 from autotune.trees.tree import Tree
+from tests.drafters.test_eagle3 import assert_lossless_and_replayed
 from tests.obvious import tokens_to
-from tests.sample_documents import free_prices, header
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 LAYERS = 3
@@ -243,22 +239,11 @@ def test_a_saved_head_decodes_losslessly_and_is_replayed(
     save_mtp(random_head(target), tmp_path)
     draft = load_draft(str(tmp_path), target)
     assert isinstance(draft, FeatureDraft) and draft.network.config.kind == "mtp"
-    bounds = ForestBounds(depth=4, num_proposals=8, width=64, floor=1e-9, beam=16)
+    assert_lossless_and_replayed(target, draft, prompts)
     for inputs, temperature in itertools.product(prompts.values(), (0.0, 0.8)):
         request = {**inputs, "max_new_tokens": 16, "temperature": temperature, "seed": 1}
-        plain = Decoder(target).generate(**request)
-        out = Decoder(target, draft, tree=TREE).generate(**request)
         fixed = Decoder(target, draft, tree=TREE, mode="fixed", visual_keep=0.5).generate(**request)
-        assert torch.equal(out.sequences, plain.sequences) and torch.equal(fixed.sequences, plain.sequences)
-        length = inputs["input_ids"].shape[1]
-        answer = Answer(plain.sequences[0, length:].tolist(), length, {})
-        sampler = Decoder(target).sampler(**request) if temperature else None
-        trace = join(
-            header(1, bounds=bounds, aux_layers=draft.aux_layers),
-            [record_forest(target, draft, inputs, answer, bounds, sampler=sampler)],
-        )
-        replayed = replay(trace, parse_policy(TREE), free_prices())
-        assert replayed.missing[0] == 0 and replayed.accepted_lengths[0].tolist() == out.stats.accepted_lengths
+        assert torch.equal(fixed.sequences, Decoder(target).generate(**request).sequences)
 
 
 def test_a_new_head_begins_as_the_targets_last_layer(pair: Pair) -> None:

@@ -467,22 +467,27 @@ def without_a_visual_token(member: Member, inputs: Inputs, sight: str, value: Te
     return torch.cat([value[:, :at], value[:, at + 1 :]], 1)
 
 
+def extended(inputs: Inputs, tokens: list[int]) -> Inputs:
+    """The inputs of a prompt without padding, with tokens of text after it."""
+    more = torch.tensor([tokens])
+    found = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    of_tokens = {"input_ids": more, **dict.fromkeys(("token_type_ids", "mm_token_type_ids"), torch.zeros_like(more))}
+    return {
+        name: torch.cat([value, of_tokens[name]], 1) if name in of_tokens else value for name, value in found.items()
+    }
+
+
 def forward_of_all(model: Any, inputs: Inputs, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:
     """Logits [n, vocabulary] of prompt and tokens in one stock forward without a cache, and the outputs of embedding,
     layers and final norm, [n, hidden] each.
     """
-    more = torch.tensor([tokens])
-    extra = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-    for name in ("token_type_ids", "mm_token_type_ids"):  # one entry for each token; 0 is text
-        if name in extra:
-            extra[name] = torch.cat([extra[name], torch.zeros_like(more)], 1)
     text, outputs = model.get_decoder(), []
     hooks = [text.layers[0].register_forward_pre_hook(lambda _, given: outputs.append(given[0][0]))]
     hooks += [
         module.register_forward_hook(lambda _, __, out: outputs.append((out[0] if isinstance(out, tuple) else out)[0]))
         for module in [*text.layers[:-1], text.norm]
     ]
-    logits = model(input_ids=torch.cat([inputs["input_ids"], more], 1), **extra, use_cache=False).logits[0]
+    logits = model(**extended(inputs, tokens), use_cache=False).logits[0]
     for hook in hooks:
         hook.remove()
     return logits, outputs

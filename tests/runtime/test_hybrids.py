@@ -47,6 +47,7 @@ from tests.runtime.test_families import (
     Member,
     answer,
     context,
+    extended,
     greedy,
     new_member,
 )
@@ -197,11 +198,7 @@ class TestEveryHybrid:
 
 def logits_of_all(model: Any, inputs: Inputs, tokens: list[int]) -> Tensor:
     """Logits [n, vocabulary] of prompt and tokens in one stock forward without a cache."""
-    more = torch.tensor([tokens])
-    extra = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-    if "mm_token_type_ids" in extra:  # one entry for each token; 0 is text
-        extra["mm_token_type_ids"] = torch.cat([extra["mm_token_type_ids"], torch.zeros_like(more)], 1)
-    logits: Tensor = model(input_ids=torch.cat([inputs["input_ids"], more], 1), **extra, use_cache=False).logits[0]
+    logits: Tensor = model(**extended(inputs, tokens), use_cache=False).logits[0]
     return logits
 
 
