@@ -2,6 +2,10 @@
 
 A plain step is timed before and after every job. Samples are kept as multiples of the plain steps beside them, because
 another process, throttling or another clock slow both down alike; the median of all plain steps turns them into milliseconds.
+
+A step is faster after steps of its own kind, which leave weights and code in the processor's caches: plain steps become up to
+15 % faster within ten of them, a draft's forwards are 12 % slower after a plain step. So rounds are timed after rounds, plain
+steps after plain steps, and the plain steps that samples are multiples of always after a round.
 """
 
 from __future__ import annotations
@@ -24,8 +28,12 @@ from autotune.cost.surface import Surface, robust_deviation
 from autotune.cost.table import EVERY_ROW
 
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
-STEPS_IN_A_ROW = 4  # plain steps
-JOBS_PER_BLOCK = 16
+ROUNDS_IN_A_ROW = 2
+PLAIN_STEPS = 3  # timed in a row, after warm-ups
+PLAIN_WARM_UPS = 8
+SLOW_STEP_MS = 30.0
+"""A model whose plain steps take longer does not fit into caches. It has one plain step as warm-up, and no untimed rounds."""
+JOBS_PER_BLOCK = 12
 WARM_UPS = 2  # untimed rounds of a draft after those of another
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
 DECODE, VERIFY = "decode", "verify"
@@ -59,8 +67,11 @@ class Bench(Protocol):
 
 
 def plain_steps_ms(bench: Bench, kv_length: int) -> list[float]:
-    """Times of consecutive plain steps, as in plain decoding, without the first, which runs after something else."""
-    return [bench.decode_ms(kv_length) for _ in range(STEPS_IN_A_ROW)][1:]
+    """Times of consecutive plain steps, as in plain decoding, after untimed ones."""
+    for _ in range(PLAIN_WARM_UPS):
+        if bench.decode_ms(kv_length) > SLOW_STEP_MS:
+            break
+    return [bench.decode_ms(kv_length) for _ in range(PLAIN_STEPS)]
 
 
 @dataclass(frozen=True)
@@ -72,12 +83,22 @@ class PlainSteps:
 
 @dataclass(frozen=True)
 class Round:
-    """A job: verification, the draft's first forward, draft levels. Without a size, a step is run small and untimed."""
+    """Verification, the draft's first forward, draft levels. Without a size, a step is run small and untimed."""
 
-    draft: int
     verify: Size | None
     draft_first: Size | None
     draft_levels: tuple[Size | None, ...]
+
+
+UNTIMED = Round(None, None, (None,))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A job: consecutive rounds of a draft, after an untimed one."""
+
+    draft: int
+    rounds: tuple[Round, ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +110,7 @@ class DeviceDrafting:
     size: Size
 
 
-Job = PlainSteps | Round | DeviceDrafting
+Job = PlainSteps | Rounds | DeviceDrafting
 
 
 class Sampler:
@@ -145,6 +166,7 @@ class Sampler:
         self.jobs: list[TimedJob] = []
         self._warm: set[tuple[str, Size]] = set()
         self._latest_draft: int | None = None
+        self._latest_plain_ms = 0.0
         for block in () if log is None else log.blocks:
             self._add(block)
 
@@ -227,12 +249,17 @@ class Sampler:
         decode = wanted(self.decode)
         if rounds:  # every speedup is a multiple of plain steps: their share in a sweep does not fall with its progress
             decode += [size for size in self._lacking_plain_steps() if size not in decode]
-        groups: list[list[Job]] = [[PlainSteps(m) for _, m in decode], *([] for _ in self.benches)]
+        of_drafts: list[list[Round]] = [[] for _ in self.benches]
+        for size, (draft, draft_first, draft_levels) in zip_longest(similar_first(verify), rounds):
+            of_drafts[draft].append(Round(size, draft_first, draft_levels))
+        groups: list[list[Job]] = [[PlainSteps(m) for _, m in decode]]
+        for draft, own_rounds in enumerate(of_drafts):
+            self._random.shuffle(own_rounds)
+            firsts_of_jobs = range(0, len(own_rounds), ROUNDS_IN_A_ROW)
+            groups.append([Rounds(draft, tuple(own_rounds[i : i + ROUNDS_IN_A_ROW])) for i in firsts_of_jobs])
         for part, grids in ((_DEVICE_FIRST, self.device_firsts), (_DEVICE_LEVEL, self.device_levels)):
             for draft, device_grid in grids.items():
                 groups[1 + draft] += [DeviceDrafting(draft, part, size) for size in wanted(device_grid)]
-        for size, (draft, draft_first, draft_levels) in zip_longest(similar_first(verify), rounds):
-            groups[1 + draft].append(Round(draft, size, draft_first, draft_levels))
         for group in groups:
             self._random.shuffle(group)
         self._random.shuffle(groups)
@@ -244,14 +271,14 @@ class Sampler:
     # ---------------------------------------------------------------------------------------------------------- jobs
 
     def _run_block(self, jobs: list[Job], until: float) -> None:
-        """Run jobs between plain steps; jobs that would begin after ``until`` are left out."""
+        """Run jobs between plain steps; jobs and rounds that would begin after ``until`` are left out."""
         timed: list[TimedJob] = []
-        before = self._plain_step_ms()
+        before = self._plain_step_after_a_round()
         for job in jobs:
             if not isinstance(job, PlainSteps) and job.draft != self._latest_draft:
                 before = self._begin_draft(job.draft)
-            samples = self._samples(job)
-            after = self._plain_step_ms()
+            samples = self._samples(job, until)
+            after = self._plain_step_ms() if isinstance(job, Rounds) else self._plain_step_after_a_round()
             timed.append(TimedJob(plain_ms=(before, after), samples=samples))
             before = after
             if self._clock() >= until:
@@ -268,22 +295,37 @@ class Sampler:
                 self.grids[part].samples.setdefault((tokens, kv_length), []).append(ms / job.reference_ms)
 
     def _begin_draft(self, draft: int) -> float:
-        """Run small steps of a draft after those of another; returns the plain step after them."""
-        bench, tokens, kv_length = self.benches[draft], self.settings.tokens[0], self.settings.kv_lengths[0]
+        """Run small rounds of a draft after those of another; returns the plain step after them."""
         self._latest_draft = draft
-        for _ in range(WARM_UPS):
-            bench.verify_ms(tokens, kv_length)
-            bench.draft_first_ms(tokens, kv_length)
+        for _ in range(WARM_UPS - 1):
+            self._run_untimed_round(draft)
+        return self._plain_step_after_a_round()
+
+    def _run_untimed_round(self, draft: int) -> None:
+        if self._latest_plain_ms <= SLOW_STEP_MS:
+            self._round_samples(draft, UNTIMED)
+
+    def _plain_step_after_a_round(self) -> float:
+        self._run_untimed_round(self._latest_draft or 0)
         return self._plain_step_ms()
 
     def _plain_step_ms(self) -> float:
         """One plain step: more of them, or a first one that is discarded, were found to be no better a reference."""
-        return self.benches[0].decode_ms(self.settings.kv_lengths[0])
+        self._latest_plain_ms = self.benches[0].decode_ms(self.settings.kv_lengths[0])
+        return self._latest_plain_ms
 
-    def _samples(self, job: Job) -> Samples:
+    def _samples(self, job: Job, until: float) -> Samples:
         if isinstance(job, PlainSteps):
             return self._plain_samples(job)
-        return self._round_samples(job) if isinstance(job, Round) else self._device_samples(job)
+        if isinstance(job, DeviceDrafting):
+            return self._device_samples(job)
+        self._run_untimed_round(job.draft)
+        samples: Samples = []
+        for of_job in job.rounds:
+            samples += self._round_samples(job.draft, of_job)
+            if self._clock() >= until:
+                break
+        return samples
 
     def _device_samples(self, job: DeviceDrafting) -> Samples:
         bench = self.benches[job.draft]
@@ -296,15 +338,15 @@ class Sampler:
     def _plain_samples(self, job: PlainSteps) -> Samples:
         return [(DECODE, 1, job.kv_length, ms) for ms in plain_steps_ms(self.benches[0], job.kv_length)]
 
-    def _round_samples(self, job: Round) -> Samples:
-        bench = self.benches[job.draft]
+    def _round_samples(self, draft: int, of_job: Round) -> Samples:
+        bench = self.benches[draft]
         samples: Samples = []
-        timed = (size for size in (job.draft_first, *job.draft_levels, job.verify) if size is not None)
+        timed = (size for size in (of_job.draft_first, *of_job.draft_levels, of_job.verify) if size is not None)
         small = self.settings.tokens[0], next(timed, (1, self.settings.kv_lengths[0]))[1]
-        self._time(samples, VERIFY, bench.verify_ms, job.verify, small)
-        self._time(samples, _draft_first(job.draft), bench.draft_first_ms, job.draft_first, small)
-        for size in job.draft_levels:
-            self._time(samples, _draft_level(job.draft), bench.draft_level_ms, size, small)
+        self._time(samples, VERIFY, bench.verify_ms, of_job.verify, small)
+        self._time(samples, _draft_first(draft), bench.draft_first_ms, of_job.draft_first, small)
+        for size in of_job.draft_levels:
+            self._time(samples, _draft_level(draft), bench.draft_level_ms, size, small)
         return samples
 
     def _time(

@@ -6,8 +6,10 @@ worker gets its task once and is never told more; what a killed worker has not m
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -46,14 +48,25 @@ class WorkerPool:
         if self.processes or done <= first or (now - began) / (done - first) * (of - done) < MIN_REMAINING_S:
             return
         context = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
+        work = pickle.dumps((self._task, self._arguments))
         for rank in range(1, self.num_workers + 1):
-            process = context.Process(target=_run_task, args=(self._task, rank, self._arguments), daemon=True)
+            process = context.Process(target=_run_task, args=(_logging_levels(), rank, work), daemon=True)
             process.start()
             self.processes.append(process)
 
 
-def _run_task(task: Callable[..., None], rank: int, arguments: tuple[Any, ...]) -> None:
+def _logging_levels() -> dict[str, int]:
+    """Levels of the loggers that have one."""
+    loggers = logging.Logger.manager.loggerDict.items()
+    return {name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger) and logger.level}
+
+
+def _run_task(levels: dict[str, int], rank: int, work: bytes) -> None:
+    """Run a pickled task. Unpickling imports packages, which log as those of the parent."""
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    task, arguments = pickle.loads(work)
     task(rank, *arguments)
 
 

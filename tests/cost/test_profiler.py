@@ -208,6 +208,7 @@ def test_slow_models_keep_the_time_limit(
 
     for module in ("step_bench", "request_timing"):
         monkeypatch.setattr(f"autotune.cost.{module}.now_ms", clock_ms)
+    monkeypatch.setattr("autotune.runtime.host_rounds.host_ms", lambda: 1e3 * clock())
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     said: list[str] = []
     settings = replace(SETTINGS, time_limit_s=25.0, min_samples=6, max_samples=30)

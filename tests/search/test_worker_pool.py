@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -31,8 +32,13 @@ if __name__ == "__main__":
 """
 
 
+CHATTY = logging.getLogger("autotune.tests.chatty")
+
+
 def sign(rank: int, folder: Path) -> None:
     (folder / f"{rank}").write_text(f"{os.getpid()}")
+    if not CHATTY.isEnabledFor(logging.INFO):
+        (folder / f"{rank} logs as its parent").touch()
 
 
 def stay(rank: int, folder: Path) -> None:
@@ -88,7 +94,10 @@ def test_short_work_starts_no_workers(clock: Any) -> None:
         assert not pool.processes, "no more than the number of workers"
 
 
-def test_workers_run_the_task_and_end_with_the_block(clock: Any, tmp_path: Path) -> None:
+def test_workers_run_the_task_and_end_with_the_block(
+    clock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHATTY, "level", logging.ERROR)
     with WorkerPool(2, sign, tmp_path) as pool:
         pool.report(3, 99)
         clock.now = 1.0
@@ -99,6 +108,7 @@ def test_workers_run_the_task_and_end_with_the_block(clock: Any, tmp_path: Path)
         assert waited(lambda: all((tmp_path / f"{rank}").exists() for rank in (1, 2)))
     own = {(tmp_path / f"{rank}").read_text() for rank in (1, 2)}
     assert len(own) == 2 and f"{os.getpid()}" not in own
+    assert waited(lambda: all((tmp_path / f"{rank} logs as its parent").exists() for rank in (1, 2)))
     with WorkerPool(1, stay, tmp_path) as pool:
         pool.report(0, 99)
         clock.now = 2.0
