@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.abc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from autotune.cli.main import CHATTY
 from tests.imports import MODULES, ROOT, heavy_import
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--without-torch"):
         sys.meta_path.insert(0, _Refused())
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
