@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from autotune.cli import options
+from autotune.errors import UserError
 from autotune.files import require_writable
 from autotune.search.settings import SearchSettings
 from autotune.workloads.formats import Format
@@ -55,6 +56,26 @@ from autotune.workloads.formats import Format
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=None, show_default="of each prompt", help="Longest answer."
 )
+@click.option(
+    "--engine",
+    default=None,
+    help="Address of a serving engine that runs exported settings, http://HOST:PORT: compare it with the export's prediction instead.",
+)
+@click.option(
+    "--export",
+    "export_folder",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Folder of the export that the engine runs.  [default: exports/ENGINE]",
+)
+@click.option(
+    "--requests-at-once",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(1,),
+    show_default=True,
+    help="Also time the engine with this many requests at a time; may be repeated.",
+)
 @options.speculation_profile("Write the acceptance of the profile's draft as NVIDIA's specdec_bench does.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
 @options.device
@@ -73,6 +94,9 @@ def command(
     num_prompts: int,
     is_whole: bool,
     max_new_tokens: int | None,
+    engine: str | None,
+    export_folder: Path | None,
+    requests_at_once: tuple[int, ...],
     speculation_profile: Path | None,
     seed: int,
     device: str,
@@ -88,6 +112,40 @@ def command(
     if speculation_profile is not None:
         require_writable(speculation_profile, "--speculation-profile")
     chosen = workload_for(profile, workload, workload_format)
+    if engine is not None:
+        given = {
+            "--against": against,
+            "--draft": draft,
+            "--lossy-sweep": lossy_sweep,
+            "--uncoupled": uncoupled,
+            "--speculation-profile": speculation_profile,
+            "--wait-until-quiet": wait_until_quiet_s,
+            "--table": table,
+        }
+        if refused := [name for name, value in given.items() if value]:
+            raise UserError(f"--engine compares an engine with its export alone; leave {' and '.join(refused)} out")
+        from autotune.console import Console
+        from autotune.device import choose_device
+        from autotune.serving.comparison import bench_url
+        from autotune.workloads.workload import load_workload
+
+        prompts = load_workload(
+            chosen, "evaluate", num_prompts=num_prompts, format=workload_format, is_whole=is_whole
+        ).cut(num_prompts, max_new_tokens)
+        if temperature is not None:
+            prompts = prompts.sampled(temperature)
+        result = bench_url(
+            profile,
+            engine,
+            prompts,
+            choose_device(device),
+            Console(),
+            folder=export_folder,
+            requests_at_once=requests_at_once,
+        )
+        if as_json:
+            options.print_json(result)
+        return
 
     from autotune.console import Console
     from autotune.evaluation.bench import run_bench

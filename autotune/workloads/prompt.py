@@ -247,6 +247,13 @@ def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: i
     if not hasattr(processor, "image_processor"):
         messages = [{"role": message.role, "content": message.text} for message in chat]
         return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    rendered = chat_messages(chat, num_images=num_images)
+    return str(processor.apply_chat_template(rendered, add_generation_prompt=True, tokenize=False))
+
+
+def chat_messages(content: str | Sequence[Message], *, num_images: int) -> list[dict[str, Any]]:
+    """A chat as dictionaries whose contents are lists of parts; ``chat_text`` says where images are."""
+    chat = [Message(role="user", content=content)] if isinstance(content, str) else content
     has_image_parts = any(part.type == "image" for message in chat for part in message.parts)
     first_images: list[dict[str, str]] = [] if has_image_parts else [{"type": "image"}] * num_images
     rendered = []
@@ -255,4 +262,4 @@ def chat_text(processor: Any, content: str | Sequence[Message], *, num_images: i
         if message.role == "user":
             parts, first_images = [*first_images, *parts], []
         rendered.append({"role": message.role, "content": parts})
-    return str(processor.apply_chat_template(rendered, add_generation_prompt=True, tokenize=False))
+    return rendered

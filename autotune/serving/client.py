@@ -1,0 +1,250 @@
+"""A running serving engine over HTTP: answers by its OpenAI-compatible API, counts by its Prometheus metrics. Loads no torch."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autotune.errors import UserError
+from autotune.workloads.prompt import WorkloadPrompt, chat_messages
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ANSWER_TIMEOUT_S = 600.0  # of one request
+ASK_TIMEOUT_S = 20.0  # of a question about the engine
+SETTLING_S = 10.0  # longest time after an answer until the engine has counted it
+
+
+@dataclass(frozen=True)
+class EngineInterface:
+    """Where an engine says what it is, and the names of its counters."""
+
+    about: str
+    """Path of a JSON object with the engine's ``version``, and its settings as far as it tells them."""
+    rounds: str
+    """Verifications of drafts, over all requests."""
+    generated: str
+    """Tokens of all answers."""
+    drafted: str | None = None
+    """Draft tokens that were verified; None if the engine does not count them."""
+    accepted: str | None = None
+    """Draft tokens that were accepted, by the label ``position`` from 0."""
+
+
+INTERFACES: Mapping[str, EngineInterface] = {
+    "vllm": EngineInterface(
+        about="/version",
+        rounds="vllm:spec_decode_num_drafts_total",
+        generated="vllm:generation_tokens_total",
+        drafted="vllm:spec_decode_num_draft_tokens_total",
+        accepted="vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    ),
+    "sglang": EngineInterface(
+        about="/server_info", rounds="sglang:spec_verify_calls_total", generated="sglang:generation_tokens_total"
+    ),
+}
+"""By the engine's name, which is also the prefix of its metrics. SGLang's are exposed with ``--enable-metrics``."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Counters of an engine since its start, or between two readings."""
+
+    generated: int
+    rounds: int | None
+    """None where the engine does not speculate, or has not yet."""
+    drafted: int | None = None
+    accepted: tuple[int, ...] = ()
+    """Accepted draft tokens by position in the chain."""
+
+    def since(self, before: Counters) -> Counters:
+        """The counts after an earlier reading."""
+        earlier = (*before.accepted, *[0] * (len(self.accepted) - len(before.accepted)))
+        return Counters(
+            generated=self.generated - before.generated,
+            rounds=None if self.rounds is None else self.rounds - (before.rounds or 0),
+            drafted=None if self.drafted is None else self.drafted - (before.drafted or 0),
+            accepted=tuple(now - then for now, then in zip(self.accepted, earlier, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """An engine's answer to one prompt."""
+
+    tokens: list[int]
+    prompt_tokens: list[int] | None
+    """As the engine read the prompt; None if it does not say. Engines differ in how they write the placeholders of images."""
+    seconds: float
+
+
+class EngineClient:
+    """A client of one engine.
+
+    Raises:
+        UserError: nothing answers at ``url``, it is no engine in ``INTERFACES``, or it exposes no metrics.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        text = self._get("/metrics", "it exposes no metrics; start the engine with them (SGLang: --enable-metrics)")
+        found = [name for name in INTERFACES if f"{name}:" in text]
+        if len(found) != 1:
+            raise UserError(
+                f"--engine {url}: its metrics are of none of the engines that are known, {', '.join(INTERFACES)}; give the address "
+                "of one of them"
+            )
+        (self.name,) = found
+        self.interface = INTERFACES[self.name]
+        self.about = self._get_json(self.interface.about)
+        self.version = str(self.about.get("version", "unknown"))
+        models = self._get_json("/v1/models").get("data") or [{}]
+        self.model = str(models[0].get("id", ""))
+
+    def counters(self) -> Counters:
+        """The counters now, summed over the engine's replicas."""
+        try:
+            from prometheus_client.parser import text_string_to_metric_families
+        except ImportError:
+            raise UserError(
+                'reading an engine\'s metrics needs prometheus-client; pip install "autotune[metrics]"'
+            ) from None
+        sums: dict[str | None, int] = {}
+        accepted: dict[int, int] = {}
+        for family in text_string_to_metric_families(self._get("/metrics")):
+            for sample in family.samples:
+                if sample.name == self.interface.accepted:
+                    position = int(sample.labels["position"])
+                    accepted[position] = accepted.get(position, 0) + int(sample.value)
+                elif sample.name in (self.interface.rounds, self.interface.generated, self.interface.drafted):
+                    sums[sample.name] = sums.get(sample.name, 0) + int(sample.value)
+        return Counters(
+            generated=sums.get(self.interface.generated, 0),
+            rounds=sums.get(self.interface.rounds),
+            drafted=sums.get(self.interface.drafted),
+            accepted=tuple(accepted[position] for position in sorted(accepted)),
+        )
+
+    def counters_after(self, before: Counters, num_tokens: int) -> Counters:
+        """The counts of answers with ``num_tokens`` tokens since ``before``, when the engine has counted them all.
+
+        Raises:
+            UserError: the engine counts other tokens, because it serves other clients.
+        """
+        deadline = time.monotonic() + SETTLING_S
+        while (found := self.counters().since(before)).generated != num_tokens:
+            if time.monotonic() > deadline or found.generated > num_tokens:
+                raise UserError(
+                    f"{self.url}: the engine counted {found.generated} tokens for answers of {num_tokens}; its counters must be those "
+                    "of this bench alone; stop its other clients"
+                )
+            time.sleep(0.01)
+        return found
+
+    def answer(self, prompt: WorkloadPrompt, prompt_tokens: Sequence[int]) -> EngineAnswer:
+        """Decode one prompt greedily. Text is sent as ``prompt_tokens``; a prompt with images as a chat, whose template is the
+        engine's copy of the target's.
+
+        Raises:
+            UserError: the engine refuses the request, with its message, or does not answer.
+        """
+        request: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": prompt.settings.max_new_tokens,
+            "temperature": 0.0,
+            "return_token_ids": True,
+        }
+        if prompt.pixels:
+            path, request["messages"] = "/v1/chat/completions", _messages(prompt)
+        else:
+            path, request["prompt"] = "/v1/completions", list(prompt_tokens)
+        started = time.perf_counter()
+        body = self._send(path, json.dumps(request).encode(), ANSWER_TIMEOUT_S)
+        seconds = time.perf_counter() - started
+        choice = body["choices"][0]
+        tokens = choice.get("token_ids") or choice.get("response_token_ids")  # SGLang's chats have the second name
+        if tokens is None:
+            raise UserError(
+                f"{self.url}: the engine returns no token_ids, so that answers cannot be compared; update it to a checked version"
+            )
+        found = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
+        return EngineAnswer(list(tokens), found, seconds)
+
+    # ------------------------------------------------------------------------------------------------------------- HTTP
+
+    def _get(
+        self, path: str, advice: str = "give the address of a serving engine, such as http://localhost:8000"
+    ) -> str:
+        return self._open(path, None, ASK_TIMEOUT_S, advice).decode()
+
+    def _get_json(self, path: str) -> dict[str, Any]:
+        return self._parsed(path, self._open(path, None, ASK_TIMEOUT_S, "give the address of a serving engine"))
+
+    def _send(self, path: str, body: bytes, timeout_s: float) -> dict[str, Any]:
+        return self._parsed(path, self._open(path, body, timeout_s, "look into its log"))
+
+    def _parsed(self, path: str, content: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(content)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise UserError(f"{self.url}{path}: not a JSON object; give the address of a serving engine")
+        return found
+
+    def _open(self, path: str, body: bytes | None, timeout_s: float, advice: str) -> bytes:
+        try:
+            request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                content: bytes = response.read()
+                return content
+        except urllib.error.HTTPError as error:
+            message = _message(error.read())
+            raise UserError(
+                f"{self.url}{path}: the engine answers {error.code}{message and f', {message}'}; {advice}"
+            ) from None
+        except (OSError, ValueError) as error:  # refused, timed out, or no address
+            reason = getattr(error, "reason", error)
+            raise UserError(f"{self.url}: no engine answers ({reason}); start it, or check the address") from None
+
+
+def _message(body: bytes) -> str:
+    """The message of an error in one line, as OpenAI's API has it."""
+    try:
+        content = json.loads(body)
+        found = content.get("error", content)
+        message = found.get("message", "") if isinstance(found, dict) else found
+    except (ValueError, AttributeError):
+        return ""
+    return " ".join(str(message).split())[:400]
+
+
+def _messages(prompt: WorkloadPrompt) -> list[dict[str, Any]]:
+    """The prompt as messages of OpenAI's API, its images as PNG: no pixel changes."""
+    images = iter(prompt.pixels)
+    return [
+        {
+            "role": message["role"],
+            "content": [
+                {"type": "image_url", "image_url": {"url": _data_url(next(images))}}
+                if part["type"] == "image"
+                else part
+                for part in message["content"]
+            ],
+        }
+        for message in chat_messages(prompt.content, num_images=len(prompt.pixels))
+    ]
+
+
+def _data_url(image: Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

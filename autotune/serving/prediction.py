@@ -1,0 +1,127 @@
+"""What an export predicts of each prompt: the target's answer, and the rounds that replay takes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from autotune.acceptance.rounds import rounds
+from autotune.acceptance.trace import Trace
+from autotune.console import Console
+from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.subnet import Subnet
+from autotune.errors import UserError
+from autotune.export.document import EXPORT, Export, Variant
+from autotune.export.exporter import ENGINES
+from autotune.files import WORKSPACE
+from autotune.search.model_pool import ModelPool
+from autotune.search.traces import record_trace
+from autotune.trees.policy import TreePolicy
+from autotune.workloads.prompt import WorkloadPrompt
+from autotune.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class PredictedPrompt:
+    """One prompt with the target's answer by plain decoding in this project's runtime, and the rounds of replay along it."""
+
+    prompt: WorkloadPrompt
+    prompt_tokens: list[int]
+    tokens: list[int]
+    accepted_lengths: list[int]
+    """Draft tokens accepted in each round."""
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.accepted_lengths)
+
+
+def load_export(profile: DecodingProfile, source: Path, engine: str, folder: Path) -> Export:
+    """The export of a profile to an engine.
+
+    Raises:
+        UserError: there is none in the folder, it is of another engine or target, or no draft of the profile can be served.
+    """
+    path = folder / EXPORT
+    if not path.exists():
+        methods = ENGINES[engine].methods
+        drafts = {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
+        if not any(kind in methods for kind in drafts.values()):
+            found = " and ".join(f"{name}, of kind {kind}" for name, kind in drafts.items()) or "no draft"
+            raise UserError(
+                f"{engine} serves drafts of kind {' or '.join(methods)}, and {source} has {found}; export another recorded draft: "
+                f"autotune export {source} --to {engine} --draft NAME -o {folder}"
+            )
+        raise UserError(f"{path}: no such export; run autotune export {source} --to {engine} -o {folder}")
+    export = Export.load(path)
+    if export.engine != engine:
+        raise UserError(
+            f"{path}: an export to {export.engine}, and the engine is {engine}; name another folder with --export"
+        )
+    if not export.target.is_same(profile.target):
+        raise UserError(f"{path}: exported for other weights than those of {source}; run autotune export again")
+    return export
+
+
+def predict(
+    export: Export, variant: Variant, workload: Workload, device: str, console: Console
+) -> list[PredictedPrompt]:
+    """Record the target's answers and the draft's proposals along them, as the engine shows the draft images, and replay them.
+
+    Records are kept in the study's folder, as those of ``autotune record`` are. Prompts with an image are left out where the
+    engine's draft sees of it what is not recorded.
+
+    Raises:
+        UserError: a model has changed since the export, or every prompt is left out.
+    """
+    tree = variant.tree
+    assert tree is not None, "only trees of this project are replayed"
+    pool = ModelPool(export.target.id, [export.draft.id], device)
+    for found, wanted in ((pool.target_reference, export.target), (pool.references[export.draft.id], export.draft)):
+        if not found.is_same(wanted):
+            raise UserError(f"{found.id}: its weights have changed since the export; run autotune export again")
+    vision = ENGINES[export.engine].vision[export.kind]
+    prompts = workload.readable_by(pool.processor)
+    if vision == "text":
+        prompts = Workload(
+            prompts.name, prompts.split, tuple(p for p in prompts.prompts if not p.pixels), prompts.format
+        )
+    if not prompts.prompts:
+        raise UserError(
+            f"{workload.name}: what {export.engine} shows the draft of an image is not recorded, and every prompt has one; name "
+            "another --workload"
+        )
+    study = Path(export.study)
+    recorder = pool.recorder(study if study.is_dir() else WORKSPACE / "engines")
+    with console.stage("target's answers and the draft's proposals") as update:
+        prompts = recorder.follow(prompts)
+        trace = record_trace(
+            pool,
+            recorder,
+            (export.draft.id, Subnet()),
+            prompts,
+            tree.forest_bounds,
+            lambda done, of: update(done, of, ""),
+            visual_input="placeholders" if vision == "placeholders" else "features",
+        )
+    return [_predicted(trace, number, prompt, tree) for number, prompt in enumerate(prompts.prompts)]
+
+
+def _predicted(trace: Trace, number: int, prompt: WorkloadPrompt, tree: TreePolicy) -> PredictedPrompt:
+    begin, end = trace.answer_start[number : number + 2]
+    first = int(trace.prompt_length[:number].sum())
+    return PredictedPrompt(
+        prompt,
+        prompt_tokens=trace.prompt_tokens[first : first + trace.prompt_length[number]].tolist(),
+        tokens=trace.forest.answer[begin:end].tolist(),
+        accepted_lengths=[len(one.path) for one in rounds(trace, number, tree)],
+    )
+
+
+def acceptance_by_position(predicted: Sequence[PredictedPrompt], depth: int) -> list[float]:
+    """Share of the rounds that accept a draft token at each position of a chain, or level of a tree."""
+    lengths = np.array([length for one in predicted for length in one.accepted_lengths])
+    return [float((lengths > position).mean()) for position in range(depth)]
