@@ -29,6 +29,12 @@ EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
 )
 @click.option("--draft", default=None, help="Another draft that the search recorded, instead of the point's draft.")
 @click.option(
+    "--draft-tokens",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Export the chain of this length instead of the fastest, for every batch size.",
+)
+@click.option(
     "--engine-version",
     default=None,
     help="Version of the engine whose rules hold; 1.2.1 for an older tensorrt-llm.  [default: the one that was checked]",

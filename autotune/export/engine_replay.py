@@ -19,6 +19,7 @@ from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
 from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.decoding_profile import Predicted
+from autotune.errors import UserError
 from autotune.export.document import BatchPrediction
 from autotune.search.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
@@ -46,11 +47,21 @@ class PricedTree:
 class EngineReplay:
     """Replays trees along one trace with the shapes that an engine prepares."""
 
-    def __init__(self, trace: Trace, table: CostTable, *, prompts: NDArray[np.bool_] | None = None) -> None:
-        """``prompts`` [prompts] selects the prompts that count; None: all.
+    def __init__(
+        self,
+        trace: Trace,
+        table: CostTable,
+        *,
+        prompts: NDArray[np.bool_] | None = None,
+        draft_tokens: int | None = None,
+    ) -> None:
+        """
+        Args:
+            prompts: [prompts], selects those that count; None: all.
+            draft_tokens: the length of the only chain of the space, in which there are no trees and no schedule; None: all.
 
         Raises:
-            UserError: the answers are too short to decode.
+            UserError: the answers are too short to decode, or the trace holds no chain of ``draft_tokens``.
         """
         (self.prices,) = Evaluator([trace], table).prices.values()
         if trace.header.visual_input == "placeholders":  # the draft encodes no image
@@ -61,17 +72,30 @@ class EngineReplay:
         self.max_tokens = self.prices.verify_ms.shape[0] - 1
         """Tokens of the largest forward pass that the table prices."""
         self.prompts = np.ones(trace.num_prompts, bool) if prompts is None else prompts
+        self.draft_tokens = draft_tokens
+        if draft_tokens is not None and not any(self.chains()):
+            raise UserError(
+                f"--draft-tokens {draft_tokens}: the trace of {trace.header.draft.id} and the cost table hold chains of 1 to "
+                f"{self._max_depth} tokens; give one of them"
+            )
+
+    @property
+    def _max_depth(self) -> int:
+        """Longest chain that the trace holds and the table prices."""
+        return min(self.trace.header.bounds.depth, self.max_tokens - 1)
 
     def chains(self) -> Iterator[ChainPolicy]:
-        """Every length that the trace holds and the table prices."""
-        max_depth = min(self.trace.header.bounds.depth, self.max_tokens - 1)
-        return (ChainPolicy(depth=depth) for depth in range(1, max_depth + 1))
+        """Every length that the trace holds and the table prices, or that of ``draft_tokens`` alone."""
+        depths = range(1, self._max_depth + 1)
+        return (ChainPolicy(depth=depth) for depth in depths if self.draft_tokens in (None, depth))
 
     def trees(self) -> Iterator[Eagle2Policy]:
         """EAGLE-2 trees that the trace holds in full. Every budget up to 16 nodes is tried, larger ones in growing steps;
         trees that are chains are left out.
         """
         bounds = self.trace.header.bounds
+        if self.draft_tokens is not None:
+            return
         for depth in range(2, min(bounds.beam_depth, bounds.depth) + 1):
             for k in range(2, min(bounds.beam, bounds.num_proposals) + 1):
                 max_budget = min(Eagle2Policy(depth=depth, k=k).max_grown, MAX_BUDGET, self.max_tokens - 1)
@@ -106,7 +130,8 @@ class EngineReplay:
         return PricedTree(tree, predicted)
 
     def schedule(self, longest: ChainPolicy) -> list[BatchPrediction]:
-        """The best chain length for every batch size that the table prices; empty if it prices one request only.
+        """The best chain length for every batch size that the table prices; empty if it prices one request only, or with
+        ``draft_tokens``.
 
         ``batch`` requests run in lockstep: a verification of k + 1 tokens each is priced as one forward pass of ``batch *
         (k + 1)`` tokens, a draft level as one of ``batch`` tokens, a plain step as a verification of ``batch`` tokens;
@@ -115,6 +140,8 @@ class EngineReplay:
         tokens than a smaller one; the schedule ends where the table no longer prices the last length, without
         extrapolation.
         """
+        if self.draft_tokens is not None:
+            return []
         sizes = [(1, longest.depth, self.price(longest).predicted.speedup)]
         while (batch := sizes[-1][0] + 1) * (sizes[-1][1] + 1) <= self.max_tokens:
             shorter = [self.price(ChainPolicy(depth=depth), batch) for depth in range(1, sizes[-1][1] + 1)]

@@ -44,16 +44,18 @@ def export_profile(
     study: Path | None = None,
     point: int | None = None,
     draft: str | None = None,
+    draft_tokens: int | None = None,
     engine_version: str | None = None,
     output: Path | None = None,
 ) -> Export:
     """Write an engine's settings for a profile, and a document with their predictions beside them.
 
     ``point`` exports one point, for a server of its requests only; None: the last point, for all requests. ``draft``
-    exports another recorded draft in place of the point's.
+    exports another recorded draft in place of the point's. ``draft_tokens`` exports the chain of this length, however fast it
+    is predicted to be.
 
     Raises:
-        UserError: the profile or its study cannot be read, there is no such point, draft or version, the engine does not serve
+        UserError: the profile or its study cannot be read, there is no such point, draft, chain or version, the engine does not serve
             the draft, the draft was not recorded as the engine shows it images, or nothing is predicted to be faster than plain
             decoding.
     """
@@ -64,6 +66,10 @@ def export_profile(
     number = last if point is None else point
     if not 0 <= number <= last:
         raise UserError(f"--point {point}: {source} has points 0 to {last}; give one of them, or leave --point out")
+    if draft_tokens is not None and isinstance(engine, LlamaCpp):
+        raise UserError(
+            f"--draft-tokens {draft_tokens}: llama.cpp's chains have a floor of confidence; leave the option out"
+        )
     selected = profile.points[number]
     if draft is None and selected.draft is None:
         raise UserError(
@@ -87,16 +93,16 @@ def export_profile(
                 "image is not what autotune records, and every tuning prompt has one; export to another engine, or search with text"
             )
     tuned = documents.predict(selected, trace, prompts)
-    pair = _pair(profile.target.id, name, kind)
+    pair = _pair(profile, name, kind)
     if (reason := engine.refusal(pair)) is not None:
         raise UserError(f"{engine_name} {engine.version} refuses {name} as a draft of {profile.target.id}: {reason}")
     pair, conversions = engine.loadable(pair, folder)
-    candidates = engine.search(pair, EngineReplay(trace, documents.table, prompts=prompts))
+    candidates = engine.search(pair, EngineReplay(trace, documents.table, prompts=prompts, draft_tokens=draft_tokens))
     candidates.sort(key=lambda candidate: candidate.predicted.ms_per_token)
-    if (best := candidates[0].predicted.speedup) <= 1.0:
+    if (best := candidates[0].predicted.speedup) <= 1.0 and draft_tokens is None:
         raise UserError(
             f"{engine_name}: its best configuration with {name} is predicted at {best:.2f}x of plain decoding; serve the target "
-            "alone, or choose another draft with --draft"
+            "alone, choose another draft with --draft, or export a chain all the same with --draft-tokens"
         )
     variants = [_variant(engine, pair, candidate, tuned, folder) for candidate in candidates]
     result = Export(
@@ -136,11 +142,16 @@ def export_profile(
     return result
 
 
-def _pair(target: str, draft: str, kind: str) -> Pair:
+def _pair(profile: DecodingProfile, draft: str, kind: str) -> Pair:
     """The models as an engine is given them, which does not know the names of bundled models."""
-    folders = bundled_models()
+    folders, target = bundled_models(), profile.target.id
     return Pair(
-        str(folders.get(target, target)), str(folders.get(draft, draft)), kind, find_model(target), find_model(draft)
+        str(folders.get(target, target)),
+        str(folders.get(draft, draft)),
+        kind,
+        find_model(target),
+        find_model(draft),
+        profile.precision,
     )
 
 

@@ -172,6 +172,7 @@ class Sglang(Engine):
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
         words = ["python", "-m", "sglang.launch_server", "--model-path", pair.target]
+        words += [] if pair.dtype is None else ["--dtype", pair.dtype]
         for name, value in settings.model_dump(exclude_none=True).items():
             words.append(f"--{name.replace('_', '-')}")
             if value == ADAPTIVE_FILE:

@@ -146,4 +146,5 @@ class Vllm(Engine):
 
     def command(self, pair: Pair, settings: Document, path: Path) -> str:
         config = json.dumps(settings.model_dump(exclude_none=True))
-        return shlex.join(["vllm", "serve", pair.target, "--speculative-config", config])
+        dtype = [] if pair.dtype is None else ["--dtype", pair.dtype]
+        return shlex.join(["vllm", "serve", pair.target, *dtype, "--speculative-config", config])

@@ -105,9 +105,8 @@ def running_variant(client: EngineClient, export: Export) -> Variant:
         )
     known = client.about
     for variant in export.variants:
-        if variant.tree is not None and all(
-            known.get(name, value) == value for name, value in variant.settings.items()
-        ):
+        told = {name: value for name, value in variant.settings.items() if value not in variant.companions}
+        if variant.tree is not None and all(known.get(name, value) == value for name, value in told.items()):
             return variant
     raise UserError(
         f"{client.url}: the engine runs none of the exported settings; start it with: {export.variants[0].command}"
