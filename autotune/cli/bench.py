@@ -124,9 +124,12 @@ def command(
         }
         if refused := [name for name, value in given.items() if value]:
             raise UserError(f"--engine compares an engine with its export alone; leave {' and '.join(refused)} out")
+        from autotune.serving.client import EngineClient
+
+        client = EngineClient(engine)
         from autotune.console import Console
         from autotune.device import choose_device
-        from autotune.serving.comparison import bench_url
+        from autotune.serving.comparison import bench_running
         from autotune.workloads.workload import load_workload
 
         prompts = load_workload(
@@ -134,9 +137,9 @@ def command(
         ).cut(num_prompts, max_new_tokens)
         if temperature is not None:
             prompts = prompts.sampled(temperature)
-        result = bench_url(
+        result = bench_running(
             profile,
-            engine,
+            client,
             prompts,
             choose_device(device),
             Console(),

@@ -50,9 +50,9 @@ class Throughput:
     tokens_per_second: float
 
 
-def bench_url(
+def bench_running(
     profile: Path,
-    url: str,
+    client: EngineClient,
     workload: Workload,
     device: str,
     console: Console,
@@ -63,15 +63,14 @@ def bench_url(
     """Compare an engine that runs with the prediction of an export and print tables; returns the figures as JSON.
 
     Args:
-        url: address of the engine, which serves no other clients.
+        client: of the engine, which serves no other clients.
         folder: of the export; None: ``exports/ENGINE``.
 
     Raises:
-        UserError: see ``EngineClient``, ``load_export`` and ``predict``; the engine's version was not checked, or it runs other
-            settings; a prompt is sampled.
+        UserError: see ``load_export`` and ``predict``; the engine's version was not checked, or it runs other settings; a prompt
+            is sampled.
     """
     require_greedy(workload)
-    client = EngineClient(url)
     export = load_export(DecodingProfile.load(profile), profile, client.name, folder or Path("exports") / client.name)
     variant = running_variant(client, export)
     predicted = predict(export, variant, workload, device, console)

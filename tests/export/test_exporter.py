@@ -109,6 +109,29 @@ def test_sglang_gets_the_best_tree_and_the_best_chain(pair: Path) -> None:
         assert (settings.speculative_eagle_topk == 1) == (variant.name == "chain")
 
 
+def test_a_chain_of_a_given_length_is_exported_however_fast_it_is(pair: Path) -> None:
+    """Without a schedule, and even where a slower draft makes it slower than plain decoding."""
+    for engine in ("vllm", "sglang", "transformers"):
+        (variant,) = exported(pair, engine, "--draft-tokens", 3).variants
+        assert variant.tree == ChainPolicy(depth=3) and not variant.by_batch, engine
+    slow = write_pair(pair.parent / "slow", table=cost_table(decode=surface(lambda n, m: 0.01, tokens=(1,))))
+    assert_refused(slow, "vllm", messages=("export a chain all the same with --draft-tokens",))
+    (variant,) = exported(slow, "vllm", "--draft-tokens", 2).variants
+    assert variant.predicted.speedup < 1 and variant.settings["num_speculative_tokens"] == 2
+    message = (
+        "--draft-tokens 9: the trace of tests/draft and the cost table hold chains of 1 to 4 tokens; give one of them"
+    )
+    assert_refused(pair, "vllm", "--draft-tokens", 9, messages=(message,))
+    assert_refused(pair, "llama.cpp", "--draft-tokens", 2, messages=("llama.cpp's chains have a floor of confidence",))
+
+
+def test_commands_name_the_data_type_of_the_profile(pair: Path) -> None:
+    """An engine left to itself runs models in float32 in 16 bits."""
+    for engine in ("vllm", "sglang"):
+        words = shlex.split(exported(pair, engine).variants[0].command)
+        assert words[words.index("--dtype") + 1] == DecodingProfile.load(pair).precision == "float32", engine
+
+
 def test_eagle3_heads(tmp_path: Path) -> None:
     """TensorRT-LLM grows their dynamic trees, vLLM runs chains, transformers refuses them."""
     profile = write_pair(tmp_path, kind="eagle3", aux_layers=(1, 2, 3))

@@ -1,0 +1,273 @@
+"""``autotune bench --engine`` against a small engine with real speculative rounds, and every error message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("torch", exc_type=ImportError)
+
+from transformers import AutoProcessor
+
+from autotune.cli.main import main
+from autotune.documents.decoding_profile import DecodingProfile, Predicted
+from autotune.drafters.independent import IndependentDraft
+from autotune.export.document import EXPORT, Export, Variant
+from autotune.export.sglang import SglangSettings
+from autotune.export.vllm import VllmSettings
+from autotune.modeling.loading import reference
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
+from autotune.trees.chain import ChainPolicy
+from tests.sample_documents import DEVICE, DRAFT, PROVENANCE, decoding_profile, write_image, write_workload
+from tests.serving.small_engine import SmallEngine, running
+from tests.tiny_models import Pair
+
+DEPTH = 3
+COMMAND = "vllm serve served"
+
+
+@pytest.fixture(scope="module")
+def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile with its exports, a workload of text and images, and one of sampled prompts."""
+    folder = tmp_path_factory.mktemp("serving")
+    target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
+    decoding_profile(target, draft).save(folder / "profile.json")
+    settings = VllmSettings(method="draft_model", model="draft", num_speculative_tokens=DEPTH)
+    write_export(folder / "exports" / "vllm", "vllm", target, draft, settings.model_dump(exclude_none=True))
+    image = [write_image(folder / "0.png", 0)]
+    lines: list[dict[str, Any]] = [
+        {"prompt": "Count to ten, then stop.", "task": "count"},
+        {"prompt": "Read the digits row by row.", "images": image, "task": "read"},
+        {"turns": ["How many?", "And in row 2?"], "task": "turns"},
+        {"prompt": "Row 2?", "images": image, "task": "read"},
+    ]
+    write_workload(folder, [{"split": "evaluate", "max_new_tokens": 16, **line} for line in lines])
+    sampled = {"prompt": "Count.", "split": "evaluate", "temperature": 0.7}
+    write_workload(folder, [sampled], name="sampled.jsonl")
+    return folder
+
+
+def write_export(folder: Path, engine: str, target: Any, draft: Any, settings: dict[str, Any], **fields: Any) -> None:
+    predicted = Predicted(speedup=2.0, ms_per_token=1.0, tokens_per_round=2.0)
+    variant = Variant(
+        name="chain",
+        label="chain",
+        tree=ChainPolicy(depth=DEPTH),
+        predicted=predicted,
+        slowdown=0.0,
+        file="settings.json",
+        settings=settings,
+        command=COMMAND,
+    )
+    known: dict[str, Any] = {
+        "provenance": PROVENANCE,
+        "engine": engine,
+        "engine_version": {"vllm": "0.32.0", "sglang": "0.5.23"}[engine],
+        "profile": "profile.json",
+        "study": str(folder / "study"),
+        "target": target,
+        "draft": draft,
+        "kind": "independent",
+        "point": 0,
+        "workload": "by hand",
+        "hardware": DEVICE,
+        "tuned": predicted,
+        "variants": [variant],
+        "lossless": "yes",
+        "notes": [],
+    }
+    Export(**{**known, **fields}).save(folder / EXPORT)
+
+
+def engine_of(
+    pair: Pair, *, depth: int = DEPTH, speculates: bool = True, name: str = "vllm", **about: Any
+) -> SmallEngine:
+    """An engine that runs a chain of the tiny draft."""
+    draft = None
+    if speculates:
+        draft = IndependentDraft(pair.draft)
+        draft.reads_placeholders = True
+    tree = {"policy": "chain", "depth": depth} if speculates else None
+    decoder = Decoder(Target(pair.target), draft, tree=tree)
+    return SmallEngine(decoder, AutoProcessor.from_pretrained(pair.target_folder), name=name, **about)
+
+
+@pytest.fixture(scope="module")
+def address(pair: Pair) -> Iterator[str]:
+    """A server with the exported settings; tests that change it make their own."""
+    with running(engine_of(pair)) as url:
+        yield url
+
+
+def bench(world: Path, url: str, *options: object, workload: str = "workload.jsonl") -> Result:
+    words = [world / "profile.json", "--engine", url, "--export", world / "exports" / "vllm", *options]
+    if "--workload" not in words:
+        words += ["--workload", world / workload]
+    return CliRunner().invoke(main, ["bench", *map(str, words)])
+
+
+def assert_refused(result: Result, *messages: str) -> None:
+    """Exit code 2 and one line that holds the messages, after what was reported before."""
+    assert result.exit_code == 2, result.output
+    last = result.stderr.strip().splitlines()[-1]
+    for message in messages:
+        assert message in last, last
+
+
+# ----------------------------------------------------------------------------------------------------------- comparison
+
+
+def test_rounds_and_answers_are_those_predicted(world: Path, address: str) -> None:
+    """Prompt by prompt, with and without an image, and of the turns of a conversation."""
+    result = bench(world, address, "--json", "--requests-at-once", 3)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    prompts = found["prompts"]
+    assert [one["has_image"] for one in prompts] == [False, True, False, False, True]
+    for one in prompts:
+        assert one["first_difference"] is None and one["reads_same_prompt"] is True, one
+        assert one["rounds"] == one["predicted_rounds"] > 1, one
+    shares = found["acceptance_by_position"]
+    assert len(shares["predicted"]) == DEPTH and shares["predicted"][0] > shares["predicted"][-1] > 0
+    assert shares["engine"] == pytest.approx(shares["predicted"])
+    assert [(speed["arm"], speed["requests_at_once"]) for speed in found["throughput"]] == [
+        ("speculative", 1),
+        ("speculative", 3),
+    ]
+    assert all(speed["tokens_per_second"] > speed["requests_per_second"] > 0 for speed in found["throughput"])
+    assert "5/5" not in result.stderr and "3/3" in result.stderr and "2/2" in result.stderr
+
+
+def test_an_answer_that_differs_is_named(world: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(pair)
+    decode = engine.decode
+
+    def other(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = decode(path, body)
+        answer["choices"][0]["token_ids"][4] += 1
+        answer["choices"][0]["prompt_token_ids"].append(0)
+        return answer
+
+    monkeypatch.setattr(engine, "decode", other)
+    with running(engine) as url:
+        result = bench(world, url, "--prompts", 1, "--json")
+    (one,) = json.loads(result.stdout)["prompts"]
+    assert one["first_difference"] == 4 and one["reads_same_prompt"] is False
+    assert "differs from token 4 on" in result.stderr and "reads other tokens of 1 prompts" in result.stderr
+
+
+def test_an_engine_of_sglang_is_known_by_its_metrics(world: Path, pair: Pair, tmp_path: Path) -> None:
+    """It tells its settings, counts rounds alone, and is exported for prompts without images."""
+    profile = DecodingProfile.load(world / "profile.json")
+    (choice,) = (point.draft for point in profile.points if point.draft is not None)
+    settings = SglangSettings(
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path="draft",
+        speculative_num_steps=DEPTH,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=DEPTH + 1,
+    ).model_dump(exclude_none=True)
+    draft = reference(choice.id)
+    write_export(tmp_path, "sglang", profile.target, draft, settings)
+    words = [
+        str(world / "profile.json"),
+        "--workload",
+        str(world / "workload.jsonl"),
+        "--export",
+        str(tmp_path),
+        "--json",
+    ]
+    with running(engine_of(pair, name="sglang", **settings | {"version": "0.5.23"})) as url:
+        result = CliRunner().invoke(main, ["bench", *words, "--engine", url])
+    assert result.exit_code == 0, result.output
+    prompts = json.loads(result.stdout)["prompts"]
+    assert len(prompts) == 3 and all(one["rounds"] == one["predicted_rounds"] for one in prompts)
+    others = settings | {"speculative_num_steps": 1, "version": "0.5.23"}
+    with running(engine_of(pair, name="sglang", **others)) as url:
+        result = CliRunner().invoke(main, ["bench", *words, "--engine", url])
+    assert_refused(result, "the engine runs none of the exported settings; start it with: vllm serve served")
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_engines_that_cannot_be_compared(world: Path, pair: Pair) -> None:
+    with running(engine_of(pair, version="0.31.1")) as url:
+        message = "vllm 0.31.1 runs there, and the export's settings were checked against 0.32.0; run vllm 0.32.0"
+        assert_refused(bench(world, url), message)
+    with running(engine_of(pair, speculates=False)) as url:
+        assert_refused(
+            bench(world, url), "the engine counts no speculation in its metrics; start it with the exported", COMMAND
+        )
+    with running(engine_of(pair, depth=1)) as url:
+        assert_refused(bench(world, url), "the engine drafted 1.00 tokens a round, and the export says 3", COMMAND)
+    refusing = engine_of(pair)
+    refusing.refusal = "max_tokens is too large:\n 16"
+    with running(refusing) as url:
+        result = bench(world, url)
+        assert_refused(result, "/completions: the engine answers 400, max_tokens is too large: 16; look into its log")
+    foreign = engine_of(pair)
+    foreign.registry = engine_of(pair, speculates=False, name="other_engine").registry
+    with running(foreign) as url:
+        assert_refused(bench(world, url), "its metrics are of none of the engines that are known, vllm, sglang")
+
+
+def test_addresses_where_no_engine_answers(world: Path) -> None:
+    for url in ("http://127.0.0.1:9", "localhost", "nowhere"):
+        assert_refused(bench(world, url), f"{url}: no engine answers (", "start it, or check the address")
+
+
+def test_tokens_of_other_clients_are_noticed(world: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(pair)
+    decode = engine.decode
+
+    def busy(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        engine.generated.inc()
+        return decode(path, body)
+
+    monkeypatch.setattr(engine, "decode", busy)
+    with running(engine) as url:
+        assert_refused(bench(world, url), "its counters must be those of this bench alone; stop its other clients")
+
+
+def test_profiles_and_exports_that_do_not_fit(world: Path, address: str, tmp_path: Path) -> None:
+    profile = DecodingProfile.load(world / "profile.json")
+    missing = bench(world, address, "--export", tmp_path)
+    assert_refused(missing, f"{tmp_path / EXPORT}: no such export; run autotune export")
+    (point,) = profile.points
+    assert point.draft is not None
+    star = point.model_copy(update={"draft": point.draft.model_copy(update={"kind": "star", "id": "a/star"})})
+    profile.model_copy(update={"points": [star]}).save(tmp_path / "profile.json")
+    words = ["bench", str(tmp_path / "profile.json"), "--engine", address, "--workload", str(world / "workload.jsonl")]
+    result = CliRunner().invoke(main, [*words, "--export", str(tmp_path)])
+    assert_refused(
+        result, "vllm serves drafts of kind independent or eagle3, and", "has a/star, of kind star; export another"
+    )
+    draft, settings = reference(point.draft.id), {"method": "draft_model"}
+    for name, messages in {
+        "sglang": ("an export to sglang, and the engine is vllm; name another folder with --export",),
+        "target": ("exported for other weights than those of", "run autotune export again"),
+        "draft": ("its weights have changed since the export; run autotune export again",),
+    }.items():
+        target = profile.target if name != "target" else DRAFT
+        changed = draft if name != "draft" else draft.model_copy(update={"sha256": "0" * 64})
+        engine = "sglang" if name == "sglang" else "vllm"
+        write_export(tmp_path / name, engine, target, changed, settings)
+        assert_refused(bench(world, address, "--export", tmp_path / name), *messages)
+
+
+def test_options_and_prompts_that_cannot_be_compared(world: Path, address: str) -> None:
+    assert_refused(
+        bench(world, address, "--against", "hf", "--uncoupled"),
+        "--engine compares an engine with its export alone; leave --against and --uncoupled out",
+    )
+    assert_refused(
+        bench(world, address, workload="sampled.jsonl"), "engines are compared at temperature 0", "--temperature 0"
+    )
+    assert bench(world, address, "--temperature", 0, workload="sampled.jsonl").exit_code == 0
