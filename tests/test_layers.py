@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     # These drive models to fill the documents of the layers below.
     ("acceptance.answers", "acceptance.forest_grower", "acceptance.path_forest"),
-    ("acceptance.retrieval_forest",),
+    ("acceptance.block_forest", "acceptance.retrieval_forest"),
     ("acceptance.recorder", "cost.request_timing", "cost.step_bench"),
     ("acceptance.chain_recorder", "cost.profiler"),
     ("evaluation",),

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from autotune.acceptance.answers import ANSWERS_AT_ONCE, AnswerRecorder, read_answer
 from autotune.acceptance.answers import Answer as Answer
+from autotune.acceptance.block_forest import BlockForestGrower
 from autotune.acceptance.forest_grower import ModelForestGrower, largest_forest
 from autotune.acceptance.path_forest import PathForestGrower
 from autotune.acceptance.retrieval_forest import RetrievalForestGrower
 from autotune.acceptance.trace import Forest, ForestBounds, RecordedPrompt, Trace, TraceHeader, join
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet, VisualInput, VisualRanking
+from autotune.drafters.block_draft import BlockDraft
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.retrieval import RetrievalDraft
@@ -346,6 +348,19 @@ def record_forest(
             sampler=sampler,
         )
         return RecordedPrompt(paths.forest(), answer.prompt_length, draft_length, answer.num_visual_tokens)
+    if isinstance(draft, BlockDraft):
+        assert reading is not None
+        blocks = BlockForestGrower(
+            target,
+            draft,
+            tokens,
+            bounds,
+            reading.answer_hidden,
+            first_position=answer.prompt_length,
+            sampler=sampler,
+        )
+        blocks.grow(0, num_roots)
+        return RecordedPrompt(blocks.forest(), answer.prompt_length, draft_length, answer.num_visual_tokens)
     grower = ModelForestGrower(
         draft,
         tokens,

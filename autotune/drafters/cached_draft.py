@@ -40,6 +40,10 @@ class CachedDraft(CachedModel):
     capture_sizes: tuple[int, ...] = ()
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
     target_vocab_size: int  # known after ``attach``
+    drafts_blocks: bool = False
+    """Whether the root's forward pass proposes all levels of a tree."""
+    num_block_tokens: int = 0
+    """Slots of the KV cache that this forward pass takes after the pending tokens."""
 
     def __init__(self) -> None:
         self._pending: list[int] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import cached_file
 
 from autotune.documents.subnet import Subnet
+from autotune.drafters.block_draft import BlockDraft
+from autotune.drafters.dflash import DFlashNetwork
+from autotune.drafters.dflash_checkpoint import is_dflash, load_dflash
 from autotune.drafters.dream import DreamConfig, DreamNetwork
 from autotune.drafters.eagle3 import is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
@@ -75,16 +78,21 @@ def draft_folder(name: str) -> Path | None:
         UserError: no such model.
     """
     folder = Path(resolve(name))
-    if not folder.is_dir():  # an id: its config tells whether it is an EAGLE-3 head
+    if not folder.is_dir():  # an id: its config tells whether it is a draft that reads features
         try:
             folder = Path(cached_file(name, CONFIG)).parent
         except OSError:  # load_model reports the error
             return None
-        if is_eagle3(read_json(folder / CONFIG)):
+        if _is_published(read_json(folder / CONFIG)):
             cached_file(name, WEIGHTS)
     content = read_json(folder / CONFIG)
     is_autotune_draft = str(content.get("schema", "")).startswith("autotune.draft/")
-    return folder if is_autotune_draft or is_eagle3(content) else None
+    return folder if is_autotune_draft or _is_published(content) else None
+
+
+def _is_published(content: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` describes a draft that reads features, in the form of its publication."""
+    return is_dflash(content) or is_eagle3(content)
 
 
 def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork:
@@ -106,7 +114,7 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
-    """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, any Hugging Face model, which drafts
+    """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, a DFlash draft, any Hugging Face model, which drafts
     independently, a model followed by ``:mtp`` for the multi-token prediction head of its checkpoint, or ``retrieval``.
 
     Args:
@@ -141,7 +149,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")
         network = network.sliced(subnet.head_shares)
-    draft = FeatureDraft(
+    draft = (BlockDraft if isinstance(network, DFlashNetwork) else FeatureDraft)(
         network,
         heads=subnet.heads,
         injection_layer=subnet.injection_layer,
@@ -155,14 +163,16 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
 
 def _load_feature_network(name: str, folder: Path, target: Target, *, random_weights: bool) -> DraftNetwork:
     """The network in a draft's folder, of whatever kind its config names."""
-    content = read_json(folder / CONFIG)
+    content, text = read_json(folder / CONFIG), target.text
+    sizes = {"hidden_size": text.config.hidden_size, "num_layers": len(text.layers)}
+    if is_dflash(content):
+        return load_dflash(folder, content, **sizes, vocab_size=target.vocab_size, random_weights=random_weights)
     if is_eagle3(content) and random_weights:
         raise UserError(
             f"{name}: the sizes of an EAGLE-3 head are read from its weights; leave --random-weights out, or name a draft of another kind"
         )
     if is_eagle3(content):
-        text = target.text
-        return load_eagle3(folder, content, hidden_size=text.config.hidden_size, num_layers=len(text.layers))
+        return load_eagle3(folder, content, **sizes)
     if content.get("kind") == "mtp":
         return load_mtp(folder, target, random_weights=random_weights)
     return load_network(folder, random_weights=random_weights)

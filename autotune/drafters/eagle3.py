@@ -105,9 +105,6 @@ class Eagle3Network(DraftNetwork):
         """The concatenated layers, projected to the head's width."""
         return self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1))  # type: ignore[no-any-return]
 
-    def own_features(self, states: Tensor) -> Tensor:
-        return states
-
     def factors(self, positions: Tensor) -> Tensor:
         """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision."""
         rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)

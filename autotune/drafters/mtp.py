@@ -90,9 +90,6 @@ class MtpNetwork(DraftNetwork):
         (states,) = hidden.values()
         return states
 
-    def own_features(self, states: Tensor) -> Tensor:
-        return states
-
     def factors(self, positions: Tensor) -> Tensor:
         """Cosines and sines of the target's rotary embedding, [..., n, 2, rotated size]."""
         (rotary,) = self._rotary

@@ -124,9 +124,9 @@ class DraftNetwork(nn.Module, ABC):
     def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """Features [..., features] from outputs of the target's layers, [..., hidden] each."""
 
-    @abstractmethod
     def own_features(self, states: Tensor) -> Tensor:
-        """Features [..., features] from the network's own states [..., hidden]."""
+        """Features [..., features] from the network's own states [..., hidden]; by default the states themselves."""
+        return states
 
     @abstractmethod
     def factors(self, positions: Tensor) -> Tensor:

@@ -271,6 +271,8 @@ class DeviceRounds:
         target, draft = self._target, point.draft
         if not _pays(target.device, self.mode) or not isinstance(draft, CachedDraft) or draft.device != target.device:
             return None
+        if draft.drafts_blocks:  # the host reads one transfer a round anyway
+            return None
         if not point.verification.is_lossless or sampler.needs_prefix:
             return None
         if (coupled := point.coupling_sampler(sampler)) is not None and coupled.capture_key is None:

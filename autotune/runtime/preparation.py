@@ -118,7 +118,8 @@ class Preparer:
                 if device_round is not None:
                     yield from (self._drafting(device_round, point, n, length, num_pruned, axes) for n in pending)
                     continue
-                sizes = {*pending, *self._sizes(min(policy.max_width, MAX_LEVEL_STEP))}
+                levels = [] if draft.drafts_blocks else self._sizes(min(policy.max_width, MAX_LEVEL_STEP))
+                sizes = {*pending, *levels}
                 yield from (self._draft_step(draft, n, length, num_pruned, axes) for n in sorted(sizes))
 
     def _lengths(self, model: CachedModel) -> list[int]:
@@ -144,7 +145,7 @@ class Preparer:
         def run() -> None:
             draft.capture_sizes = self.capture_sizes
             # One token short of the padded length, so that one pruned token still fits.
-            before = length - 1 - num_tokens
+            before = length - 1 - num_tokens - draft.num_block_tokens
             draft.prepare_step(before, num_pending=num_tokens, num_pruned=num_pruned, axes=axes)
             draft.read_pending()
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from autotune.acceptance.recorder import Recorder
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network, save_draft
+from autotune.drafters.dflash import DFlashNetwork, block_embeddings, new_dflash
+from autotune.drafters.dflash_checkpoint import save_dflash
 from autotune.drafters.eagle3 import Eagle3Network, new_eagle3, save_eagle3
 from autotune.drafters.mtp import MtpNetwork, new_mtp, save_mtp
 from autotune.drafters.network import BlocksNetwork
@@ -22,6 +24,7 @@ from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.training.batches import Batches
+from autotune.training.block_loss import block_loss
 from autotune.training.code_batches import CodeBatches
 from autotune.training.divergence import make_divergence
 from autotune.training.examples import BundledExamples, JsonlExamples, Line, Report, read_lines, split_file
@@ -29,7 +32,7 @@ from autotune.training.losses import drafting_loss, sample_subnet
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, Stage, teacher_name
 from autotune.training.task import Task
-from autotune.training.teacher import DistillationRule, Examples, Teacher, TeacherBatches
+from autotune.training.teacher import DistillationRule, Examples, Teacher, TeacherBatch, TeacherBatches
 from autotune.training.unrolled import UnrolledNetwork, unrolled_loss
 from autotune.workloads.code.corpus import CodeSplit, installed_versions
 from autotune.workloads.digits import Split
@@ -44,7 +47,7 @@ EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.
 class DraftTask(Task):
     """Trains a draft for the recipe's teacher."""
 
-    module: BlocksNetwork | UnrolledNetwork
+    module: BlocksNetwork | UnrolledNetwork | DFlashNetwork
 
     def __init__(
         self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator, *, report: Report | None = None
@@ -85,12 +88,14 @@ class DraftTask(Task):
             lines = read_lines(path, [*training, *held_out], recorder, accelerator, report)
             self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
 
-    def _new_module(self) -> BlocksNetwork | UnrolledNetwork:
+    def _new_module(self) -> BlocksNetwork | UnrolledNetwork | DFlashNetwork:
         recipe, source = self.recipe, str(self.recipe_path)
         if recipe.model == "mtp":
             return new_mtp(self.target)
         if recipe.model == "eagle3":
             return new_eagle3(recipe.draft, self.target, source=source)
+        if recipe.model == "dflash":
+            return new_dflash(recipe.draft, self.target, source=source)
         return new_network(recipe.model, recipe.draft, self.target, source=source)
 
     def _examples(self, stage: Stage) -> tuple[Examples, Path]:
@@ -153,7 +158,8 @@ class DraftTask(Task):
     def _layers_read(self) -> tuple[int, ...]:
         """Target layers whose outputs the draft can read."""
         network = self.module
-        return network.config.layers if isinstance(network, Eagle3Network) else network.config.injection_layers
+        has_several = isinstance(network, Eagle3Network | DFlashNetwork)
+        return network.config.layers if has_several else network.config.injection_layers
 
     def _layers_kept(self, stage: Stage) -> tuple[set[int], DistillationRule]:
         """Target layers that the teacher batches of a stage keep, and the rule that chooses one more in each batch."""
@@ -193,9 +199,18 @@ class DraftTask(Task):
             return unrolled_loss(self.module, batch, num_steps=num_steps, compare=self._compare)
         seed = (self.recipe.seed * 1000 + self._stage_number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
+        if isinstance(self.module, DFlashNetwork):
+            return self._block_loss(self.module, self._teacher_batches[step], generator)
         subnet, self._head_masks = self._subnet(stage, generator)
         batch = self._teacher_batches[step]
         return drafting_loss(self.module, batch, stage, subnet, self._head_masks, generator, self._compare)
+
+    def _block_loss(
+        self, network: DFlashNetwork, batch: TeacherBatch, generator: torch.Generator
+    ) -> tuple[Tensor, dict[str, float]]:
+        mask = torch.tensor(network.config.mask_token, device=self.target.device)
+        embedding = block_embeddings(self.target.text.module.get_input_embeddings(), mask)
+        return block_loss(network, batch, embedding, generator, compare=self._compare)
 
     def _subnet(self, stage: Stage, generator: torch.Generator) -> tuple[Subnet, list[Tensor] | None]:
         """The subnet of a step, and its head masks if the draft is a supernet."""
@@ -216,8 +231,11 @@ class DraftTask(Task):
         for batch in self._held_out:
             if isinstance(self.module, UnrolledNetwork):
                 metrics.append(unrolled_loss(self.module, batch)[1])
+                continue
+            noise = torch.Generator().manual_seed(0)
+            if isinstance(self.module, DFlashNetwork):
+                metrics.append(self._block_loss(self.module, batch, noise)[1])
             else:
-                noise = torch.Generator().manual_seed(0)
                 metrics.append(drafting_loss(self.module, batch, EVALUATION, subnet, None, noise)[1])
         self.module.train()
         return {f"held_out_{name}": sum(batch[name] for batch in metrics) / len(metrics) for name in metrics[0]}
@@ -232,6 +250,8 @@ class DraftTask(Task):
             save_eagle3(self.module, folder)
         elif isinstance(self.module, MtpNetwork):
             save_mtp(self.module, folder)
+        elif isinstance(self.module, DFlashNetwork):
+            save_dflash(self.module, folder)
         else:
             self.module.token_frequencies = self._token_frequencies()
             save_draft(self.module, folder)

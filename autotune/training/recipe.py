@@ -20,7 +20,8 @@ from autotune.workloads.digits import TASKS
 Objective = Literal["grounding", "answers", "text", "distillation", "drafting"]
 UNROLLED = ("eagle3", "mtp")
 """Drafts that are trained by unrolling their own drafting (``training/unrolled.py``)."""
-FEATURE_DRAFTS = (*NETWORKS, *UNROLLED)
+WITHOUT_SUBNETS = (*UNROLLED, "dflash")
+FEATURE_DRAFTS = (*NETWORKS, *WITHOUT_SUBNETS)
 FILES = "files"
 """Share of rows that are windows of files alone, among the tasks of the workload ``code``."""
 WORKLOAD_TASKS: dict[str, tuple[str, ...]] = {"digits": TASKS, "code": (*CODE_TASKS, FILES)}
@@ -30,6 +31,7 @@ LOSS_WEIGHTS = {
     "specvlm": (0.1, 1.0),  # SpecVLM, eq. 3
     "eagle3": (1.0, 0.0),  # EAGLE-3 has no loss of features
     "mtp": (1.0, 0.0),
+    "dflash": (1.0, 0.0),
 }
 """Weights of the logits' and of the features' loss in the paper of each draft."""
 
@@ -124,7 +126,7 @@ class Recipe(Document, kind="recipe"):
 
     name: str
     description: str
-    model: Literal["target", "independent", "star", "dream", "specvlm", "eagle3", "mtp"]
+    model: Literal["target", "independent", "star", "dream", "specvlm", "eagle3", "mtp", "dflash"]
     teacher: str | None = None
     """The target of a draft: a folder relative to the recipe, or (for drafts that read features) a Hugging Face id. The
     draft uses its tokenizer and processor.
@@ -187,10 +189,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         if (stage.objective == "drafting") != reads_features:
             rule = f"objective drafting is for {', '.join(FEATURE_DRAFTS)}, the others for other models"
             yield f"{rule}; got {stage.objective} for {recipe.model}; change one of them"
-        if recipe.model in UNROLLED and (
+        if recipe.model in WITHOUT_SUBNETS and (
             stage.distillation != "none" or stage.subnets != "full" or stage.feature_weight
         ):
-            yield f"an {recipe.model} head has no subnets and imitates no features; remove distillation, subnets and feature_weight"
+            what = f"an {recipe.model} head" if recipe.model in UNROLLED else f"a {recipe.model} draft"
+            yield f"{what} has no subnets and imitates no features; remove distillation, subnets and feature_weight"
         if stage.objective == "text" and recipe.workload == "digits":
             yield "objective text is for the workload code; got it for digits; change one of them"
         if recipe.workload == "code" and stage.objective in ("grounding", "answers"):

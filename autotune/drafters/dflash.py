@@ -1,0 +1,255 @@
+"""``dflash``: block-diffusion drafts (DFlash, arXiv 2602.06036). One forward pass proposes the tokens of a whole block.
+
+A block is the last committed token, whose features are not known yet, and mask tokens after it. All of them attend to each
+other and to the context: keys and values that every layer computes from the target's features of the committed tokens,
+several layers projected together. The state of the mask at depth d gives the distribution of the d-th drafted token,
+whatever the tokens between are, so that the nodes of one level have the same children.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, KeysValues
+from autotune.drafters.network import DraftNetwork, NetworkConfig
+from autotune.errors import UserError
+from autotune.files import Document, describe
+from autotune.modeling.graph_runner import KVSlots
+from autotune.modeling.grouped_attention import grouped_attention
+from autotune.modeling.target import Target
+
+
+class DFlashConfig(NetworkConfig):
+    """Sizes of a block-diffusion draft, besides those of its layers."""
+
+    kind: str = "dflash"
+    layers: tuple[int, ...]
+    """Layers of the target, read together; layer i is the input of the target's layer i, counted from 0."""
+    block_size: int = Field(ge=2)
+    """Tokens of a block, the committed one included."""
+    mask_token: int = Field(ge=0)
+    """The token whose embedding stands for a token to be drafted."""
+
+
+class DFlashNetwork(DraftNetwork):
+    """The draft, with the parameter names of its authors' checkpoints.
+
+    Args:
+        layer: sizes of the layers; their types are ``full_attention`` and ``sliding_attention``, whose window reaches as far
+            ahead as back.
+        draft_vocabulary_size: tokens of a vocabulary of its own, with an output head of its own; None: the target's.
+    """
+
+    config: DFlashConfig
+
+    def __init__(self, config: DFlashConfig, layer: Qwen3Config, *, draft_vocabulary_size: int | None = None) -> None:
+        super().__init__()
+        self.config, self.layer_config = config, layer
+        hidden, eps = config.hidden_size, layer.rms_norm_eps
+        self.embedding = self.first_feature = None
+        self.fc = nn.Linear(len(config.layers) * hidden, hidden, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(hidden, eps=eps)
+        self.layers = nn.ModuleList(DFlashLayer(layer, number) for number in range(layer.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(hidden, eps=eps)
+        self.lm_head: nn.Linear | None = None
+        self.d2t: Tensor | None
+        self.register_buffer("d2t", None)
+        if draft_vocabulary_size is not None:
+            self.lm_head = nn.Linear(hidden, draft_vocabulary_size, bias=False)
+            self.d2t = torch.zeros(draft_vocabulary_size, dtype=torch.long)
+
+    @property
+    def token_ids(self) -> Tensor | None:  # type: ignore[override]
+        if self.d2t is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How far each layer sees, in tokens; None: everything."""
+        return tuple(layer.self_attn.sliding_window for layer in self.layers)
+
+    def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
+        if injection_layer is not None:
+            raise UserError(
+                f"a dflash draft reads the layers {', '.join(map(str, self.config.layers))} together; "
+                f"got injection_layer {injection_layer}; leave it out"
+            )
+        return self.config.layers
+
+    def new_caches(self, capacity: int, *, dtype: torch.dtype, device: torch.device) -> list[BlockCache]:
+        config = self.layer_config
+        return [
+            BlockCache(config.num_key_value_heads, config.head_dim, capacity, dtype=dtype, device=device)
+            for _ in self.layers
+        ]
+
+    def target_features(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """The concatenated layers, projected and normalized."""
+        return self.hidden_norm(self.fc(torch.cat([hidden[layer] for layer in self.config.layers], -1)))  # type: ignore[no-any-return]
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision."""
+        rotary = Qwen3RotaryEmbedding(self.layer_config).to(positions.device)
+        cos, sin = rotary(self.norm.weight, positions.reshape(1, -1))
+        return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
+
+    def add_context(self, features: Tensor, factors: Tensor, context: AttentionContext) -> None:
+        """Add the keys and values of committed tokens to all caches, from ``features`` [batch, m, hidden] alone."""
+        for layer, cache in zip(self.layers, context.caches, strict=True):
+            assert cache is not None
+            cache.write(layer.keys_values(features, factors), context.begin)
+
+    def forward(
+        self,
+        stream: Tensor,
+        features: Tensor,
+        factors: Tensor,
+        context: AttentionContext = WITHIN_BATCH,
+        *,
+        crossing: Crossing | None = None,
+        window_mask: Tensor | None = None,
+    ) -> Tensor:
+        """States [batch, n, hidden] of the n tokens of one or several blocks.
+
+        Args:
+            stream: embeddings of the n tokens.
+            features: of the m committed tokens that are not in the caches yet, [batch, m, hidden]; m may be 0.
+            factors: of the m and the n tokens, [batch or 1, m + n, 2, head size].
+            context: the caches, and where the m and the n tokens are written. ``mask`` None: the n tokens see all keys.
+            window_mask: the mask of sliding layers; None: their window reaches everything.
+        """
+        num_new = features.shape[1]
+        before, after = _split(context.begin, num_new)
+        self.add_context(features, factors[..., :num_new, :, :], context._replace(begin=before))
+        full = context._replace(begin=after)
+        sliding = full if window_mask is None else full._replace(mask=window_mask)
+        for layer, cache in zip(self.layers, context.caches, strict=True):
+            assert cache is not None
+            is_sliding = layer.self_attn.sliding_window is not None
+            stream = layer(stream, factors[..., num_new:, :, :], sliding if is_sliding else full, cache)
+        return self.norm(stream)  # type: ignore[no-any-return]
+
+    def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        return head(states) if self.lm_head is None else self.lm_head(states)  # type: ignore[no-any-return]
+
+
+class DFlashLayer(Qwen3DecoderLayer):  # type: ignore[misc]
+    """A Qwen3 layer whose attention also reads keys and values of features, which it does not update."""
+
+    def keys_values(self, rows: Tensor, factors: Tensor) -> Tensor:
+        """Keys and values [batch, KV heads, 2, n, head size] of ``rows`` [batch, n, hidden]."""
+        attention = self.self_attn
+        key, value = (
+            project(rows).unflatten(-1, (-1, attention.head_dim)) for project in (attention.k_proj, attention.v_proj)
+        )
+        return torch.stack([_rotated(attention.k_norm(key), factors), value.transpose(1, 2)], 2)
+
+    def forward(self, stream: Tensor, factors: Tensor, context: AttentionContext, cache: KeysValues) -> Tensor:
+        """The stream [batch, n, hidden] of blocks after this layer."""
+        normed, attention = self.input_layernorm(stream), self.self_attn
+        query = _rotated(attention.q_norm(attention.q_proj(normed).unflatten(-1, (-1, attention.head_dim))), factors)
+        keys, values = cache.write(self.keys_values(normed, factors), context.begin)
+        attended = grouped_attention(query, keys, values, context.mask).transpose(1, 2)
+        stream = stream + attention.o_proj(attended.flatten(2))
+        return stream + self.mlp(self.post_attention_layernorm(stream))  # type: ignore[no-any-return]
+
+
+def _rotated(heads: Tensor, factors: Tensor) -> Tensor:
+    """Queries or keys [batch, n, heads, head size] at their positions, [batch, heads, n, head size]."""
+    states = heads.transpose(1, 2)
+    rotated, _ = apply_rotary_pos_emb(states, states[:, :0], factors[..., 0, :], factors[..., 1, :])
+    return rotated  # type: ignore[no-any-return]
+
+
+def _split(begin: int | KVSlots, count: int) -> tuple[int | KVSlots, int | KVSlots]:
+    """Where the first ``count`` tokens are written, and where the others are."""
+    if isinstance(begin, KVSlots):
+        return begin._replace(slots=begin.slots[:count]), begin._replace(slots=begin.slots[count:])
+    return begin, begin + count
+
+
+def block_embeddings(table: nn.Embedding, tokens: Tensor) -> Tensor:
+    """Embeddings of a block's tokens: as the target scales them, but without a norm that a target has after its table."""
+    if getattr(table, "embed_norm", None) is None:
+        return table(tokens)  # type: ignore[no-any-return]
+    return embedding(tokens, table.weight)
+
+
+class DFlashSizes(Document):
+    """Sizes of a new draft."""
+
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    """None: ``num_heads``."""
+    head_size: int = Field(ge=2, multiple_of=2)
+    mlp_size: int = Field(ge=1)
+    num_layers: int = Field(default=2, ge=1)
+    block_size: int = Field(default=8, ge=2)
+    """Tokens of a block, the committed one included."""
+    layers: tuple[int, ...] = ()
+    """Layers of the target that are read, counted as in ``DFlashConfig``; empty: five, evenly spaced."""
+    mask_token: int | None = Field(default=None, ge=0)
+    """None: the target's padding token."""
+
+
+def new_dflash(sizes: Mapping[str, Any], target: Target, *, source: str) -> DFlashNetwork:
+    """Make a draft with random weights for a target.
+
+    Raises:
+        UserError: unknown or invalid sizes, layers that the target does not have, or no mask token.
+    """
+    try:
+        given = DFlashSizes.model_validate_json(json.dumps(sizes))
+    except ValidationError as error:
+        raise UserError(f"{source}: draft: {describe(error, DFlashSizes)}") from None
+    text, num_layers = target.text.config, len(target.text.layers)
+    layers = given.layers or spaced_layers(num_layers)
+    if not all(0 <= number <= num_layers for number in layers):
+        raise UserError(
+            f"{source}: layers of the target are 0 to {num_layers}; got {list(layers)}; fix layers in draft"
+        )
+    mask_token = given.mask_token if given.mask_token is not None else getattr(text, "pad_token_id", None)
+    if mask_token is None or mask_token >= target.vocab_size:
+        raise UserError(
+            f"{source}: a dflash draft needs a mask token among the target's {target.vocab_size} tokens, one that no text has; "
+            f"got {mask_token}; set mask_token in draft"
+        )
+    layer = Qwen3Config(
+        hidden_size=text.hidden_size,
+        intermediate_size=given.mlp_size,
+        num_attention_heads=given.num_heads,
+        num_key_value_heads=given.num_kv_heads or given.num_heads,
+        head_dim=given.head_size,
+        num_hidden_layers=given.num_layers,
+        vocab_size=target.vocab_size,
+        max_position_embeddings=text.max_position_embeddings,
+    )
+    config = DFlashConfig(
+        hidden_size=text.hidden_size,
+        num_target_layers=num_layers,
+        layers=layers,
+        block_size=given.block_size,
+        mask_token=mask_token,
+    )
+    return DFlashNetwork(config, layer)
+
+
+def spaced_layers(num_layers: int) -> tuple[int, ...]:
+    """Up to five layers of the target from the second to the third last, evenly spaced."""
+    first, last = min(2, num_layers), max(num_layers - 2, 1)
+    return tuple(sorted({round(first + (last - first) * step / 4) for step in range(5)}))

@@ -1,0 +1,317 @@
+"""Block-diffusion drafts in their three published forms: tiny checkpoints against transformers' own model and generator."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+
+from autotune.documents.subnet import Subnet
+from autotune.drafters.block_draft import BlockDraft
+from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.dflash import new_dflash
+from autotune.drafters.dflash_checkpoint import is_dflash, save_dflash
+from autotune.errors import UserError
+from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
+from autotune.trees.tree import ROOT, Ints, Tree
+from tests.drafters.test_eagle3 import assert_lossless_and_replayed
+from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
+
+BLOCK, MASK = 6, 299
+LAYERS = (1, 3)  # whose outputs are read, in transformers' count
+CHAIN = {"policy": "chain", "depth": BLOCK - 1}
+TREE = {"policy": "eagle2", "depth": 3, "k": 2, "budget": 6}
+SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "mlp_size": 48, "block_size": BLOCK}
+FORMS = ("transformers", "authors", "speculators")
+
+
+def new_assistant(*, window: int = 2048, full: bool = False) -> Any:
+    """An assistant of transformers with random weights for the tiny target."""
+    torch.manual_seed(5)
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        sliding_window=window,
+        layer_types=["full_attention" if full else "sliding_attention", "full_attention"],
+        block_size=BLOCK,
+        mask_token_id=MASK,
+        target_layer_ids=list(LAYERS),
+        rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+    )
+    model = MuseGlimmerAssistantModel(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def write_draft(folder: Path, form: str, **changes: Any) -> Path:
+    """An assistant with full attention in one of the published forms."""
+    model = new_assistant(full=True)
+    model.save_pretrained(folder)
+    if form == "transformers":
+        content = json.loads((folder / "config.json").read_text())
+    else:
+        tensors = {
+            name.replace("encoder.fc", "fc").replace("encoder.output_norm_enc", "hidden_norm"): tensor
+            for name, tensor in load_file(folder / "model.safetensors").items()
+        }
+        layer = {
+            **{name: getattr(model.config, name) for name in ("hidden_size", "intermediate_size", "head_dim")},
+            **{name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")},
+            **{name: getattr(model.config, name) for name in ("num_hidden_layers", "rms_norm_eps", "rope_parameters")},
+            "max_position_embeddings": 512,
+            "vocab_size": VOCABULARY_SIZE,
+        }
+        if form == "authors":
+            ids = {"mask_token_id": MASK, "target_layer_ids": list(LAYERS)}
+            content = {**layer, "architectures": ["DFlashDraftModel"], "block_size": BLOCK, "dflash_config": ids}
+        else:  # its ids count hidden states
+            content = {
+                "speculators_model_type": "dflash",
+                "transformer_layer_config": layer,
+                "block_size": BLOCK,
+                "mask_token_id": MASK,
+                "aux_hidden_state_layer_ids": [number + 1 for number in LAYERS],
+                "draft_vocab_size": VOCABULARY_SIZE,
+            }
+            tensors |= {"verifier_norm.weight": torch.ones(32), "embed_tokens.weight": torch.zeros(2, 32)}
+        save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(content | changes))
+    return folder
+
+
+class Blocks:
+    """The drafted blocks of a request by the number of tokens before them. A true token takes the place of the first drafted one
+    now and then, so that rounds accept some.
+    """
+
+    def __init__(self, answer: list[int]) -> None:
+        self.answer = answer
+        self.tokens: dict[int, list[int]] = {}
+
+    def add(self, position: int, tokens: list[int]) -> int | None:
+        """Keep a block; returns the token that takes the place of its first one."""
+        self.tokens[position] = tokens
+        return self.answer[position] if len(self.tokens) % 2 and position < len(self.answer) else None
+
+
+@pytest.mark.parametrize("window", [2048, 7])
+@pytest.mark.parametrize("mode", ["eager", "fixed"])
+def test_blocks_are_those_of_transformers(
+    text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, mode: str
+) -> None:
+    """Round by round, with full and sliding layers, and the output is that of ``generate``."""
+    model, assistant = text_pair.target, new_assistant(window=window)
+    assistant.save_pretrained(tmp_path)
+    ids = torch.arange(20, 38)[None]
+    length = ids.shape[1]
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    answer = model.generate(ids, **options)[0, length:].tolist()
+    theirs, ours = Blocks(answer), Blocks(answer)
+    get_candidates = DFlashTokenCandidateGenerator.get_candidates
+
+    def observed(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        candidates, logits = get_candidates(self, input_ids, *args, **kwargs)
+        count = input_ids.shape[1]
+        if candidates.shape[1] > count:
+            true = theirs.add(count - length, candidates[0, count:].tolist())
+            if true is not None:
+                candidates[0, count] = true
+        return candidates, logits
+
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", observed)
+    assisted = model.generate(ids, assistant_model=assistant, speculation_type="dflash", **options)
+    assert assisted[0, length:].tolist() == answer
+    target = Target(model)
+    draft = load_draft(str(tmp_path), target)
+    assert isinstance(draft, BlockDraft) and draft.aux_layers == (2, 4) and draft.kind == "dflash"
+    propose = draft.propose
+
+    def recorded(tree: Tree, frontier: Ints, num_proposals: int, coupling: Any) -> Any:
+        tokens, logprobs = propose(tree, frontier, num_proposals, coupling)
+        if frontier[0] == ROOT:
+            committed = draft.length + 1 - length
+            block, _ = draft.best(draft._logits, 1)
+            true = ours.add(committed, block[:, 0].tolist())
+            if true is not None:
+                tokens[0, 0] = true
+        return tokens, logprobs
+
+    monkeypatch.setattr(draft, "propose", recorded)
+    out = Decoder(target, draft, tree=CHAIN, mode=mode).generate(input_ids=ids, max_new_tokens=24)
+    assert out.sequences[0, length:].tolist() == answer
+    assert max(out.stats.accepted_lengths) > 0
+    common = ours.tokens.keys() & theirs.tokens.keys()
+    assert len(common) > 5
+    assert {at: ours.tokens[at] for at in common} == {at: theirs.tokens[at] for at in common}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_published_form_drafts_alike_and_losslessly(
+    pair: Pair, prompts: dict[str, Inputs], tmp_path: Path, form: str
+) -> None:
+    """On a VLM, greedy and sampled, and replay counts the rounds of the runtime."""
+    target = Target(pair.target)
+    drafts = [load_draft(str(write_draft(tmp_path / name, name)), target) for name in ("transformers", form)]
+    for draft in drafts:
+        assert isinstance(draft, BlockDraft) and draft.subnet == Subnet() and draft.aux_layers == (2, 4)
+    first, second = (draft.network.state_dict() for draft in drafts if isinstance(draft, BlockDraft))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert isinstance(drafts[1], BlockDraft)
+    assert_lossless_and_replayed(target, drafts[1], prompts)
+
+
+def test_a_draft_with_a_vocabulary_of_its_own(pair: Pair, prompts: dict[str, Inputs], tmp_path: Path) -> None:
+    """In the form of speculators, token i of the draft is the target's token i + d2t[i]."""
+    target, folder = Target(pair.target), write_draft(tmp_path, "speculators", draft_vocab_size=100)
+    kept = torch.randperm(VOCABULARY_SIZE)[:100].sort().values
+    head = target.model.get_output_embeddings().weight[kept].clone()
+    tensors = load_file(folder / "model.safetensors")
+    own = {"lm_head.weight": head, "d2t": kept - torch.arange(100)}
+    save_file({**tensors, **own}, folder / "model.safetensors")
+    draft = load_draft(str(folder), target)
+    whole = load_draft(str(write_draft(tmp_path / "whole", "speculators")), target)
+    assert isinstance(draft, BlockDraft) and isinstance(whole, BlockDraft)
+    states = torch.randn(3, 32)
+    torch.testing.assert_close(draft.logits(states), whole.logits(states)[:, kept])
+    assert draft.token_ids is not None and torch.equal(draft.token_ids, kept)
+    assert_lossless_and_replayed(target, draft, prompts)
+
+
+def test_all_levels_come_from_one_forward_pass(
+    pair: Pair, prompts: dict[str, Inputs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes of one level have the same children, and there are none deeper than the block."""
+    target = Target(pair.target)
+    draft = load_draft(str(write_draft(tmp_path, "authors")), target)
+    assert isinstance(draft, BlockDraft)
+    num_forwards, levels, forward = 0, [], draft.network.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal num_forwards
+        num_forwards += 1
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(draft.network, "forward", counted)
+    propose = draft.propose
+
+    def recorded(tree: Tree, frontier: Ints, num_proposals: int, coupling: Any) -> Any:
+        tokens, logprobs = propose(tree, frontier, num_proposals, coupling)
+        levels.append(int(tree.depth[frontier[0]]))
+        assert (tokens == tokens[:1]).all() and (logprobs == logprobs[:1]).all()
+        assert (tokens[0, 0] == -1) == (levels[-1] >= BLOCK - 1)
+        return tokens, logprobs
+
+    monkeypatch.setattr(draft, "propose", recorded)
+    tree = {"policy": "static", "paths": [[0] * depth for depth in range(1, BLOCK + 3)] + [[1], [1, 0], [1, 1]]}
+    for temperature in (0.0, 0.7):
+        num_forwards, request = 0, {**prompts["image"], "max_new_tokens": 12, "temperature": temperature, "seed": 1}
+        out = Decoder(target, draft, tree=tree).generate(**request)
+        assert torch.equal(out.sequences, Decoder(target).generate(**request).sequences)
+        assert num_forwards == out.stats.rounds - out.stats.plain_steps
+    assert max(levels) >= BLOCK
+
+
+def test_captured_blocks_are_the_eager_ones(pair: Pair, prompts: dict[str, Inputs], tmp_path: Path) -> None:
+    """With padded numbers of pending tokens, pruned visual tokens, and captures made ahead."""
+    target = Target(pair.target)
+    new_assistant(window=40).save_pretrained(tmp_path)
+    draft = load_draft(str(tmp_path), target)
+    for inputs, temperature in itertools.product(prompts.values(), (0.0, 0.8)):
+        request = {**inputs, "max_new_tokens": 16, "temperature": temperature, "seed": 1}
+        plain = Decoder(target).generate(**request).sequences
+        lengths = []
+        for mode in ("eager", "fixed"):
+            decoder = Decoder(target, draft, tree=TREE, mode=mode, visual_keep=0.5, capture_sizes=(1, 4, 8, 16))
+            decoder.prepare(64)
+            out = decoder.generate(**request)
+            assert torch.equal(out.sequences, plain)
+            lengths.append(out.stats.accepted_lengths)
+        assert lengths[0] == lengths[1]
+
+
+def test_a_saved_draft_is_the_authors_form(pair: Pair, tmp_path: Path) -> None:
+    target = Target(pair.target)
+    network = new_dflash({**SIZES, "layers": [1, 4]}, target, source="test")
+    save_dflash(network, tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert is_dflash(content) and content["dflash_config"] == {"mask_token_id": 0, "target_layer_ids": [0, 3]}
+    draft = load_draft(str(tmp_path), target)
+    assert isinstance(draft, BlockDraft) and draft.network.config == network.config
+    for name, value in draft.network.state_dict().items():
+        torch.testing.assert_close(value, network.state_dict()[name].to(value.dtype), atol=0.03, rtol=0.01)
+    assert isinstance(load_draft(str(tmp_path), target, random_weights=True), BlockDraft)
+
+
+def damaged(folder: Path, name: str, tensor: Tensor | None) -> None:
+    """Replace a tensor of the checkpoint; None removes it."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(name, None)
+    save_file(tensors if tensor is None else {**tensors, name: tensor}, folder / "model.safetensors")
+
+
+def test_drafts_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
+    target = Target(pair.target)
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    numbers = itertools.count()
+
+    def refused(form: str, message: str, damage: tuple[str, Tensor | None] | None = None, **changes: Any) -> None:
+        folder = write_draft(tmp_path / str(next(numbers)), form, **changes)
+        if damage is not None:
+            damaged(folder, *damage)
+        with pytest.raises(UserError, match=message) as caught:
+            load_draft(str(folder), target)
+        assert "\n" not in str(caught.value)
+
+    name = "layers.1.mlp.up_proj.weight"
+    refused("authors", f"config.json promises the tensor {name}, which is missing; give both files", (name, None))
+    refused("authors", "promises the tensor layers.2.*missing", num_hidden_layers=3)
+    refused("transformers", r"fc.weight has the shape \(8, 8\), and config.json.*\(32, 64\)", ("fc.weight", torch.zeros(8, 8)))
+    refused("authors", "the tensor candidate_selector.a is no part of a DFlash draft", ("candidate_selector.a", torch.zeros(2)))
+    refused("authors", "made for a target of width 64", hidden_size=64)
+    refused("transformers", "reads the layers 2, 10; this one has width 32 and 4 layers", target_layer_ids=[1, 9])
+    refused("speculators", "its mask token 300 is none of the target's 300 tokens", mask_token_id=300)
+    refused("speculators", "a DFlash draft's config has aux_hidden_state_layer_ids; this", aux_hidden_state_layer_ids=None)
+    refused("transformers", "a DFlash draft's config has num_hidden_layers; this one has not", num_hidden_layers=None)
+    refused("speculators", r"a Domino head \(projector_type: domino\) cannot be run", projector_type="domino")
+    refused("authors", "its sliding layers do not let a block's tokens see those after them", **sliding)
+    refused("authors", "block_size", block_size=1)
+    refused("speculators", "its output head has 8 of the target's 300 tokens and no d2t", ("lm_head.weight", torch.zeros(8, 32)))
+    folder = write_draft(tmp_path / "subnet", "authors")
+    with pytest.raises(UserError, match="only a star draft has heads to choose"):
+        load_draft(str(folder), target, Subnet(heads=0.5))
+    with pytest.raises(UserError, match="a dflash draft reads the layers 2, 4 together; got injection_layer 2; leave it out"):
+        load_draft(str(folder), target, Subnet(injection_layer=2))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"a DFlash draft is read from model.safetensors; there is none"):
+        load_draft(str(folder), target)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({**SIZES, "num_haeds": 2}, "recipe.yaml: draft: .*num_haeds"),
+        ({**SIZES, "layers": [1, 9]}, r"layers of the target are 0 to 4; got \[1, 9\]; fix layers in draft"),
+        ({**SIZES, "mask_token": 300}, "needs a mask token among the target's 300 tokens.*got 300; set mask_token"),
+    ],
+)
+def test_sizes_that_cannot_be(pair: Pair, sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        new_dflash(sizes, Target(pair.target), source="recipe.yaml")
