@@ -52,8 +52,11 @@ class BlockForestGrower(ForestGrower):
             tokens_at[root, : len(logits)], logprobs_at[root, : len(logits)] = found
         # The roots' children first, then those of the other levels, root by root.
         for levels in (slice(1), slice(1, None)):
-            rows = [array[:, levels].reshape(-1, bounds.num_proposals) for array in (tokens_at, logprobs_at)]
-            self.evaluated.add(rows[0], rows[1], np.zeros(len(rows[0]), np.int64), np.zeros((len(rows[0]), 0), np.int64))
+            of_nodes = tokens_at[:, levels].reshape(-1, bounds.num_proposals)
+            logprobs = logprobs_at[:, levels].reshape(-1, bounds.num_proposals)
+            self.evaluated.add(
+                of_nodes, logprobs, np.zeros(len(of_nodes), np.int64), np.zeros((len(of_nodes), 0), np.int64)
+            )
 
     def _evaluate_children(self, parents: Ints, ranks: Ints, num_before: int) -> Ints:
         """See ``ForestGrower``. The children of a level are where those of its first node are."""

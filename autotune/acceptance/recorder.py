@@ -177,7 +177,7 @@ class Recorder:
             if report is not None:
                 report(done, len(workload.prompts))
         header = self.header(draft_reference, subnet, draft.aux_layers, workload, bounds)
-        return join(header.model_copy(update={"visual_input": visual_input}), parts)
+        return join(header.model_copy(update={"visual_input": visual_input, "draft_kind": draft.kind}), parts)
 
     def _with_retrieved(self, forest: Forest, inputs: dict[str, Any]) -> Forest:
         """The forest with what the prompt and the answer hold of every token's continuation."""
@@ -351,13 +351,7 @@ def record_forest(
     if isinstance(draft, BlockDraft):
         assert reading is not None
         blocks = BlockForestGrower(
-            target,
-            draft,
-            tokens,
-            bounds,
-            reading.answer_hidden,
-            first_position=answer.prompt_length,
-            sampler=sampler,
+            target, draft, tokens, bounds, reading.answer_hidden, first_position=answer.prompt_length, sampler=sampler
         )
         blocks.grow(0, num_roots)
         return RecordedPrompt(blocks.forest(), answer.prompt_length, draft_length, answer.num_visual_tokens)

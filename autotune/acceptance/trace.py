@@ -42,6 +42,8 @@ class TraceHeader(
     provenance: Provenance
     target: ModelReference
     draft: ModelReference
+    draft_kind: str = ""
+    """Kind of the draft; empty in traces of earlier versions."""
     subnet: Subnet = Field(default_factory=Subnet)
     aux_layers: tuple[int, ...] = ()
     """Layers of the target whose outputs the draft reads."""

@@ -232,6 +232,7 @@ def shape_of(model: TreeModel | FeatureDraft | RetrievalDraft) -> ModelShape:
             kv_bytes_per_token=model.kv_bytes_per_token,
             bytes_per_parameter=model.dtype.itemsize,
             crossing_share=model.network.crossing_share,
+            block_tokens=model.num_block_tokens,
         )
     text, config = model.text, model.text.config
     whole = unquantized(model.model)

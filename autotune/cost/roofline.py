@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +103,16 @@ def step_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: f
     return max(_bounds_ms(shape, limits, tokens, kv_length))
 
 
+def first_level_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
+    """Latency of a draft's first forward pass of a round, which reads ``tokens`` committed tokens."""
+    return step_ms(shape, limits, tokens + shape.block_tokens, kv_length)
+
+
+def later_level_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
+    """Latency of any other draft level, of ``tokens`` nodes; 0 where the first forward pass has drafted it."""
+    return 0.0 if shape.block_tokens else step_ms(shape, limits, tokens, kv_length)
+
+
 def device_bound_ms(shape: ModelShape, limits: DeviceLimits, tokens: float, kv_length: float) -> float:
     """The least latency of the same forward that the device allows, however fast the host is: memory traffic or arithmetic."""
     memory_ms, arithmetic_ms, _ = _bounds_ms(shape, limits, tokens, kv_length)
@@ -136,15 +146,17 @@ def anchored(limits: DeviceLimits, measured: Sequence[CostTable]) -> DeviceLimit
     from scipy.optimize import minimize
 
     parts = [(table.target_shape, surface) for table in measured for surface in (table.decode, table.verify)]
-    parts += [
-        (d.shape, surface) for table in measured for d in table.drafts for surface in (d.draft_first, d.draft_level)
-    ]
+    for draft in (draft for table in measured for draft in table.drafts):
+        is_forward = draft.shape is None or not draft.shape.block_tokens
+        parts += [(draft.shape, surface) for surface in (draft.draft_first, *([draft.draft_level] * is_forward))]
     models = [(shape, surface) for shape, surface in parts if shape is not None and shape.has_forward_pass]
     points = [(shape, point) for shape, surface in models for point in surface.points]
     if not points:
         return limits
     latency_ms = np.array([point.latency_ms for _, point in points])
-    bounds_ms = np.array([_bounds_ms(shape, limits, point.tokens, point.kv_length) for shape, point in points])
+    bounds_ms = np.array(
+        [_bounds_ms(shape, limits, point.tokens + shape.block_tokens, point.kv_length) for shape, point in points]
+    )
 
     def error(logs: Floats) -> float:
         """Mean squared error with bounds scaled by ``exp(logs)``."""
@@ -167,10 +179,17 @@ def anchored(limits: DeviceLimits, measured: Sequence[CostTable]) -> DeviceLimit
     )
 
 
-def _surface(shape: ModelShape, limits: DeviceLimits, tokens: tuple[int, ...]) -> Surface:
+def _surface(
+    shape: ModelShape,
+    limits: DeviceLimits,
+    tokens: tuple[int, ...],
+    latency_ms: Callable[[ModelShape, DeviceLimits, float, float], float] = step_ms,
+) -> Surface:
     return Surface(
         points=[
-            Point(tokens=n, kv_length=m, samples_ms=[step_ms(shape, limits, n, m)]) for n in tokens for m in KV_LENGTHS
+            Point(tokens=n, kv_length=m, samples_ms=[latency_ms(shape, limits, n, m)])
+            for n in tokens
+            for m in KV_LENGTHS
         ]
     )
 
@@ -237,8 +256,8 @@ def estimate_table(
                 heads=None if subnet is None else subnet.heads,
                 vocabulary=None if subnet is None else subnet.vocabulary,
                 shape=draft_shape,
-                draft_first=_surface(draft_shape, limits, tokens),
-                draft_level=_surface(draft_shape, limits, tokens),
+                draft_first=_surface(draft_shape, limits, tokens, first_level_ms),
+                draft_level=_surface(draft_shape, limits, tokens, later_level_ms),
                 prefill=_prefill(draft_shape, prefill_limits),
                 overhead=overhead,
             )

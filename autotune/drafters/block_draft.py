@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -80,7 +80,11 @@ class BlockDraft(FeatureDraft):
             integers = np.array([[*self.prefix_state, count, self._pending[-1]]])
             # The padded length is a shape of the inputs, so that the function need not know the key.
             columns = np.arange(key.padded_kv_length)[None]
-            inputs = {"integers": integers, "columns": columns, "features": pad_rows(features, size)}
+            inputs: dict[str, Ints | Tensor] = {
+                "integers": integers,
+                "columns": columns,
+                "features": pad_rows(features, size),
+            }
             (logits,) = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
             logits = logits.clone()  # the buffers are valid only until the next forward pass
         self._commit_pending(count)
@@ -95,7 +99,9 @@ class BlockDraft(FeatureDraft):
         if depth >= len(self._logits):
             return np.full((count, num_proposals), -1, np.int32), np.full((count, num_proposals), -np.inf, np.float32)
         if coupling is None:
-            if self._best is None or self._best[0].shape[1] != num_proposals:  # all depths at once: one transfer a round
+            if (
+                self._best is None or self._best[0].shape[1] != num_proposals
+            ):  # all depths at once: one transfer a round
                 self._best = self.best(self._logits, num_proposals)
             tokens, logprobs = self._best[0][depth], self._best[1][depth]
         else:

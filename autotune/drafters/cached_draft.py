@@ -42,8 +42,6 @@ class CachedDraft(CachedModel):
     target_vocab_size: int  # known after ``attach``
     drafts_blocks: bool = False
     """Whether the root's forward pass proposes all levels of a tree."""
-    num_block_tokens: int = 0
-    """Slots of the KV cache that this forward pass takes after the pending tokens."""
 
     def __init__(self) -> None:
         self._pending: list[int] = []
@@ -83,6 +81,11 @@ class CachedDraft(CachedModel):
     def subnet(self) -> Subnet:
         """The part of a supernet that this draft is."""
         return Subnet(visual_keep=self.visual_keep)
+
+    @property
+    def num_block_tokens(self) -> int:
+        """Slots of the KV cache that a round's first forward pass takes after the pending tokens."""
+        return 0
 
     @property
     @abstractmethod

@@ -81,7 +81,11 @@ class DFlashNetwork(DraftNetwork):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """How far each layer sees, in tokens; None: everything."""
-        return tuple(layer.self_attn.sliding_window for layer in self.layers)
+        return tuple(layer.window for layer in self._blocks)
+
+    @property
+    def _blocks(self) -> list[DFlashLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DFlashLayer)]
 
     def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
         if injection_layer is not None:
@@ -110,7 +114,7 @@ class DFlashNetwork(DraftNetwork):
 
     def add_context(self, features: Tensor, factors: Tensor, context: AttentionContext) -> None:
         """Add the keys and values of committed tokens to all caches, from ``features`` [batch, m, hidden] alone."""
-        for layer, cache in zip(self.layers, context.caches, strict=True):
+        for layer, cache in zip(self._blocks, context.caches, strict=True):
             assert cache is not None
             cache.write(layer.keys_values(features, factors), context.begin)
 
@@ -138,10 +142,10 @@ class DFlashNetwork(DraftNetwork):
         self.add_context(features, factors[..., :num_new, :, :], context._replace(begin=before))
         full = context._replace(begin=after)
         sliding = full if window_mask is None else full._replace(mask=window_mask)
-        for layer, cache in zip(self.layers, context.caches, strict=True):
+        for layer, cache in zip(self._blocks, context.caches, strict=True):
             assert cache is not None
-            is_sliding = layer.self_attn.sliding_window is not None
-            stream = layer(stream, factors[..., num_new:, :, :], sliding if is_sliding else full, cache)
+            seen = full if layer.window is None else sliding
+            stream = layer(stream, factors[..., num_new:, :, :], seen, cache)
         return self.norm(stream)  # type: ignore[no-any-return]
 
     def logits(self, states: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
@@ -150,6 +154,11 @@ class DFlashNetwork(DraftNetwork):
 
 class DFlashLayer(Qwen3DecoderLayer):  # type: ignore[misc]
     """A Qwen3 layer whose attention also reads keys and values of features, which it does not update."""
+
+    @property
+    def window(self) -> int | None:
+        """How far the layer sees, back and ahead, in tokens; None: everything."""
+        return self.self_attn.sliding_window  # type: ignore[no-any-return]
 
     def keys_values(self, rows: Tensor, factors: Tensor) -> Tensor:
         """Keys and values [batch, KV heads, 2, n, head size] of ``rows`` [batch, n, hidden]."""

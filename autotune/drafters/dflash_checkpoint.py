@@ -169,7 +169,9 @@ def _sees_ahead(content: Mapping[str, Any]) -> bool:
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, by their names in ``DFlashNetwork``."""
     if not (path := folder / WEIGHTS).exists():
-        raise UserError(f"{folder}: a DFlash draft is read from {WEIGHTS}; there is none; save it as one safetensors file")
+        raise UserError(
+            f"{folder}: a DFlash draft is read from {WEIGHTS}; there is none; save it as one safetensors file"
+        )
     named = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
     return {NAMES.get(name, name): tensor for name, tensor in named.items() if name not in OF_TARGET}
 
@@ -183,7 +185,9 @@ def _fill(network: DFlashNetwork, tensors: Mapping[str, Tensor], *, source: Path
     expected = network.state_dict()
     for name in (*expected, *tensors):
         if name not in tensors:
-            raise UserError(f"{source}: config.json promises the tensor {name}, which is missing; give both files of one draft")
+            raise UserError(
+                f"{source}: config.json promises the tensor {name}, which is missing; give both files of one draft"
+            )
         if name not in expected:
             raise UserError(f"{source}: the tensor {name} is no part of a DFlash draft; use a plain DFlash draft")
         if expected[name].shape != tensors[name].shape:

@@ -137,9 +137,11 @@ class SearchDocuments:
 
 
 def draft_kind(header: TraceHeader) -> str:
-    """The kind of a trace's draft, as far as its name and auxiliary layers tell: drafts of this project read one of the
-    target's layers, EAGLE-3 heads several, independent models none.
+    """The kind of a trace's draft; of traces of earlier versions as far as its name and auxiliary layers tell: drafts of this
+    project read one of the target's layers, EAGLE-3 heads several, independent models none.
     """
+    if header.draft_kind:
+        return header.draft_kind
     if header.draft.id == RETRIEVAL:
         return RETRIEVAL
     if not header.aux_layers:

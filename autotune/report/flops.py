@@ -8,7 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.acceptance.trace import Trace
-from autotune.cost.roofline import DeviceLimits, datasheets, load_limits, operations, step_ms
+from autotune.cost.roofline import (
+    DeviceLimits,
+    datasheets,
+    first_level_ms,
+    later_level_ms,
+    load_limits,
+    operations,
+    step_ms,
+)
 from autotune.cost.table import ModelShape
 from autotune.report.points import heads_label
 from autotune.report.sources import Sources
@@ -20,10 +28,10 @@ if TYPE_CHECKING:
 
 def round_operations(shape: ModelShape, *, depth: int, tokens_per_round: float, kv_length: float) -> float:
     """Operations of the draft in a round of a chain: a forward pass of the M tokens that the round before emitted, then one of
-    a single token for every further level.
+    a single token for every further level that is not drafted by the first.
     """
-    levels = sum(operations(shape, 1, kv_length + level) for level in range(1, depth))
-    return operations(shape, tokens_per_round, kv_length) + levels
+    levels = 0.0 if shape.block_tokens else sum(operations(shape, 1, kv_length + level) for level in range(1, depth))
+    return operations(shape, tokens_per_round + shape.block_tokens, kv_length) + levels
 
 
 def estimated_speedup(
@@ -37,8 +45,8 @@ def estimated_speedup(
     kv_length: float,
 ) -> float:
     """Speedup of a chain over plain decoding by the roofline of a device, with the host's times as in ``estimate_table``."""
-    round_ms = step_ms(draft, limits, tokens_per_round, draft_kv_length)
-    round_ms += (depth - 1) * step_ms(draft, limits, 1, draft_kv_length)
+    round_ms = first_level_ms(draft, limits, tokens_per_round, draft_kv_length)
+    round_ms += (depth - 1) * later_level_ms(draft, limits, 1, draft_kv_length)
     round_ms += step_ms(target, limits, depth + 1, kv_length) + limits.round_ms * (1 + depth / 8)
     return step_ms(target, limits, 1, kv_length) * tokens_per_round / round_ms
 

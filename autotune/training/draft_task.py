@@ -158,8 +158,9 @@ class DraftTask(Task):
     def _layers_read(self) -> tuple[int, ...]:
         """Target layers whose outputs the draft can read."""
         network = self.module
-        has_several = isinstance(network, Eagle3Network | DFlashNetwork)
-        return network.config.layers if has_several else network.config.injection_layers
+        if isinstance(network, Eagle3Network | DFlashNetwork):
+            return network.config.layers
+        return network.config.injection_layers
 
     def _layers_kept(self, stage: Stage) -> tuple[set[int], DistillationRule]:
         """Target layers that the teacher batches of a stage keep, and the rule that chooses one more in each batch."""

@@ -163,6 +163,22 @@ def measured_table(limits: DeviceLimits, **fields: object) -> CostTable:
     return table.model_copy(update={**own, "estimated": False, **fields})
 
 
+def test_a_draft_in_blocks_is_estimated_as_one_forward_pass_a_round() -> None:
+    """Which reads the block besides the committed tokens; the other levels cost no forward pass."""
+    shape = SHAPE.model_copy(update={"block_tokens": 8, "text_parameters": 10**8})
+    table = estimate_table(
+        "h100", target=TARGET, target_shape=SHAPE, draft=DRAFT, draft_shape=shape, precision="bfloat16"
+    )
+    limits, (costs,) = load_limits("h100"), table.drafts
+    assert {point.latency_ms for point in costs.draft_level.points} == {0.0}
+    for point in costs.draft_first.points:
+        assert point.latency_ms == pytest.approx(step_ms(shape, limits, point.tokens + 8, point.kv_length))
+    # Limits that are scaled to a table of such a draft are those of the table: its levels say nothing about them.
+    measured = table.model_copy(update={"estimated": False})
+    same = anchored(limits, [measured])
+    assert same.memory_gb_per_second == pytest.approx(limits.memory_gb_per_second, rel=1e-3)
+
+
 def test_limits_are_scaled_to_measurements() -> None:
     """Three quarters of the bandwidth, a thirtieth of the peak, twice the launch time: each is found from the steps that it
     bounds.

@@ -14,6 +14,12 @@ from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
+from autotune.acceptance.recorder import Answer, record_forest
+from autotune.acceptance.replay import replay
+from autotune.acceptance.trace import bounds_for, join
+from autotune.cost.profiler import shape_of
+from autotune.cost.settings import ProfileSettings
+from autotune.cost.step_bench import StepBench
 from autotune.documents.subnet import Subnet
 from autotune.drafters.block_draft import BlockDraft
 from autotune.drafters.checkpoint import load_draft
@@ -22,8 +28,11 @@ from autotune.drafters.dflash_checkpoint import is_dflash, save_dflash
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.trees.tree import ROOT, Ints, Tree
+from autotune.trees.policy import parse_policy
+from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 from tests.drafters.test_eagle3 import assert_lossless_and_replayed
+from tests.runtime.conftest import TREES
+from tests.sample_documents import free_prices, header
 from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
 
 BLOCK, MASK = 6, 299
@@ -283,21 +292,37 @@ def test_drafts_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
     name = "layers.1.mlp.up_proj.weight"
     refused("authors", f"config.json promises the tensor {name}, which is missing; give both files", (name, None))
     refused("authors", "promises the tensor layers.2.*missing", num_hidden_layers=3)
-    refused("transformers", r"fc.weight has the shape \(8, 8\), and config.json.*\(32, 64\)", ("fc.weight", torch.zeros(8, 8)))
-    refused("authors", "the tensor candidate_selector.a is no part of a DFlash draft", ("candidate_selector.a", torch.zeros(2)))
+    refused(
+        "transformers",
+        r"fc.weight has the shape \(8, 8\), and config.json.*\(32, 64\)",
+        ("fc.weight", torch.zeros(8, 8)),
+    )
+    refused(
+        "authors",
+        "the tensor candidate_selector.a is no part of a DFlash draft",
+        ("candidate_selector.a", torch.zeros(2)),
+    )
     refused("authors", "made for a target of width 64", hidden_size=64)
     refused("transformers", "reads the layers 2, 10; this one has width 32 and 4 layers", target_layer_ids=[1, 9])
     refused("speculators", "its mask token 300 is none of the target's 300 tokens", mask_token_id=300)
-    refused("speculators", "a DFlash draft's config has aux_hidden_state_layer_ids; this", aux_hidden_state_layer_ids=None)
+    refused(
+        "speculators", "a DFlash draft's config has aux_hidden_state_layer_ids; this", aux_hidden_state_layer_ids=None
+    )
     refused("transformers", "a DFlash draft's config has num_hidden_layers; this one has not", num_hidden_layers=None)
     refused("speculators", r"a Domino head \(projector_type: domino\) cannot be run", projector_type="domino")
     refused("authors", "its sliding layers do not let a block's tokens see those after them", **sliding)
     refused("authors", "block_size", block_size=1)
-    refused("speculators", "its output head has 8 of the target's 300 tokens and no d2t", ("lm_head.weight", torch.zeros(8, 32)))
+    refused(
+        "speculators",
+        "its output head has 8 of the target's 300 tokens and no d2t",
+        ("lm_head.weight", torch.zeros(8, 32)),
+    )
     folder = write_draft(tmp_path / "subnet", "authors")
     with pytest.raises(UserError, match="only a star draft has heads to choose"):
         load_draft(str(folder), target, Subnet(heads=0.5))
-    with pytest.raises(UserError, match="a dflash draft reads the layers 2, 4 together; got injection_layer 2; leave it out"):
+    with pytest.raises(
+        UserError, match="a dflash draft reads the layers 2, 4 together; got injection_layer 2; leave it out"
+    ):
         load_draft(str(folder), target, Subnet(injection_layer=2))
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"a DFlash draft is read from model.safetensors; there is none"):
@@ -315,3 +340,67 @@ def test_drafts_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
 def test_sizes_that_cannot_be(pair: Pair, sizes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         new_dflash(sizes, Target(pair.target), source="recipe.yaml")
+
+
+@torch.inference_mode()
+def test_plain_steps_are_read_as_the_prompt_is(pair: Pair, prompts: dict[str, Inputs], tmp_path: Path) -> None:
+    """A stretch of them longer than a forward pass gives the block of a longer prompt."""
+    target = Target(pair.target)
+    draft = load_draft(str(write_draft(tmp_path, "authors")), target)
+    assert isinstance(draft, BlockDraft)
+    target.output_layers = draft.aux_layers
+    tokens = torch.arange(4, 4 + MAX_STEP + 30)
+    (prompt,) = target.encode({"input_ids": tokens[None]}).prompts
+    target.reserve(len(tokens))
+    target.prefill(prompt)
+    hidden = target.hidden
+
+    def block_after(num_prefilled: int) -> Tensor:
+        target.hidden = {layer: rows[:num_prefilled] for layer, rows in hidden.items()}
+        draft.prefill(prompt.keep(torch.arange(num_prefilled)), None, capacity=2 * len(tokens))
+        for index in range(num_prefilled, len(tokens)):
+            target.hidden = {layer: rows[:index] for layer, rows in hidden.items()}
+            draft.append(int(tokens[index]))
+        return draft.read_pending()
+
+    expected = block_after(len(tokens) - 1)
+    torch.testing.assert_close(block_after(10), expected, atol=1e-4, rtol=1e-3)
+    assert draft.length == len(tokens) - 1
+
+
+@pytest.mark.parametrize("policy", TREES)
+def test_every_policy_is_replayed(pair: Pair, prompts: dict[str, Inputs], tmp_path: Path, policy: str) -> None:
+    """The rounds of the runtime, by the compiled code that grows trees in both."""
+    target = Target(pair.target)
+    draft = load_draft(str(write_draft(tmp_path, "authors")), target)
+    assert isinstance(draft, BlockDraft)
+    inputs, tree = prompts["image"], parse_policy(TREES[policy])
+    out = Decoder(target, draft, tree=tree).generate(**inputs, max_new_tokens=20)
+    length = inputs["input_ids"].shape[1]
+    answer = Answer(out.sequences[0, length:].tolist(), length, {})
+    bounds = bounds_for([tree])
+    part = record_forest(target, draft, inputs, answer, bounds)
+    trace = join(header(1, bounds=bounds, aux_layers=draft.aux_layers), [part])
+    replayed = replay(trace, tree, free_prices())
+    assert replayed.accepted_lengths[0].tolist() == out.stats.accepted_lengths
+    if replayed.missing[0] == 0:
+        assert replayed.verified_nodes[0] == sum(out.stats.verified_nodes)
+        assert replayed.draft_forwards[0] == out.stats.draft_forwards
+
+
+def test_a_level_is_timed_as_a_lookup(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a round's first level is that of the block; the others run no forward pass."""
+    target = Target(pair.target)
+    draft = load_draft(str(write_draft(tmp_path, "authors")), target)
+    assert isinstance(draft, BlockDraft) and shape_of(draft).block_tokens == BLOCK
+    bench = StepBench(target, draft, ProfileSettings(kv_lengths=(16, 32, 48)))
+    num_tokens = []
+    forward = draft.network.forward
+
+    def counted(stream: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        num_tokens.append(stream.shape[1])
+        return forward(stream, *args, **kwargs)
+
+    monkeypatch.setattr(draft.network, "forward", counted)
+    assert bench.draft_first_ms(3, 16) > 0 and num_tokens == [BLOCK]
+    assert bench.draft_level_ms(4, 16) > 0 and num_tokens == [BLOCK]

@@ -498,7 +498,7 @@ def test_wrong_options_are_refused(pair: Path) -> None:
 
 
 def test_draft_kinds_that_engines_do_not_serve_are_refused(tmp_path: Path) -> None:
-    for kind in ("star", "dream", "specvlm", "retrieval"):
+    for kind in ("star", "dream", "specvlm", "dflash", "retrieval"):
         profile = write_pair(tmp_path / kind, kind=kind)
         for engine in EXPORT_ENGINES:
             message = (
@@ -516,6 +516,17 @@ def test_a_recorded_retrieval_draft_is_no_model_to_serve(tmp_path: Path) -> None
     profile_of(point_of(trace_of(), table_of(DRAFT)), trace=trace).save(tmp_path / "profile.json")
     message = "vllm cannot serve retrieval, a draft of kind retrieval"
     assert_refused(tmp_path / "profile.json", "vllm", "--draft", RETRIEVAL, messages=(message,))
+
+
+def test_a_recorded_draft_is_of_the_kind_that_its_trace_names(tmp_path: Path) -> None:
+    """A dflash draft reads several of the target's layers, as EAGLE-3 heads do."""
+    draft = ModelReference(id="tests/blocks", sha256="")
+    trace = trace_of()
+    named = trace.header.model_copy(update={"draft": draft, "draft_kind": "dflash", "aux_layers": (2, 4)})
+    write_study(tmp_path / ".autotune" / "pair", table_of(draft), dataclasses.replace(trace, header=named), trace_of())
+    profile_of(point_of(trace_of(), table_of(DRAFT)), trace=trace).save(tmp_path / "profile.json")
+    message = "vllm cannot serve tests/blocks, a draft of kind dflash"
+    assert_refused(tmp_path / "profile.json", "vllm", "--draft", draft.id, messages=(message,))
 
 
 def test_pair_that_the_engine_refuses(tmp_path: Path) -> None:

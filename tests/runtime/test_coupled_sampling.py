@@ -33,6 +33,7 @@ from autotune.runtime.device_rounds import DeviceRounds
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import Tree
+from tests.drafters.test_dflash import write_draft as write_dflash
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import STAR_FOR_BOTH, agreeing_draft
 from tests.drafters.test_mtp import random_draft as random_mtp
@@ -53,10 +54,12 @@ def make_draft(kind: str, pair: Pair, target: Target, folder: Path) -> Any:
         return load_draft(str(write_head(folder / "head", "speculators")), target)
     if kind == "mtp":
         return random_mtp(target)
+    if kind == "dflash":
+        return load_draft(str(write_dflash(folder, "authors")), target)
     return agreeing_draft(kind, target, injection_layer=2 if kind == "star" else 4)
 
 
-@pytest.mark.parametrize("kind", ["independent", "retrieval", "eagle3", "mtp", "specvlm", *STAR_FOR_BOTH])
+@pytest.mark.parametrize("kind", ["independent", "retrieval", "eagle3", "mtp", "dflash", "specvlm", *STAR_FOR_BOTH])
 def test_no_token_changes_for_any_draft_and_tree(
     pair: Pair, prompts: dict[str, Inputs], kind: str, tmp_path: Path
 ) -> None:

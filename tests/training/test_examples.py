@@ -18,7 +18,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.training.examples import JsonlExamples, Line, read_lines, split_file
-from autotune.training.recipe import FEATURE_DRAFTS, UNROLLED, load_recipe
+from autotune.training.recipe import FEATURE_DRAFTS, WITHOUT_SUBNETS, load_recipe
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
 from autotune.workloads.prompt import load_prompt
@@ -307,7 +307,8 @@ def test_contradicting_keys_of_a_recipe(tmp_path: Path) -> None:
     changes = {"model": "independent", "stages": [stage], "data": {"file": "a.jsonl"}}
     path = write_recipe(tmp_path / "recipe.yaml", "x", **changes, drop=("tasks",))
     with pytest.raises(
-        UserError, match=r"data.file is for dream, star, specvlm, eagle3, mtp; got it for independent; remove it"
+        UserError,
+        match=r"data.file is for dream, star, specvlm, eagle3, mtp, dflash; got it for independent; remove it",
     ):
         load_recipe(path)
 
@@ -346,7 +347,7 @@ def test_every_kind_of_draft_trains_on_a_file(
     )
     target = Target(pair.target)
     assert load_draft(str(folder), target).kind == model
-    if model not in UNROLLED:  # their vocabularies are not cut
+    if model not in WITHOUT_SUBNETS:  # their vocabularies are not cut
         frequencies = load_network(folder).token_frequencies
         assert frequencies is not None and len(frequencies) == target.vocab_size
         num_tokens = float(frequencies.sum())
