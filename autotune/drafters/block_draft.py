@@ -18,6 +18,7 @@ from autotune.execution import round_up
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, KVSlots, padded_length
 from autotune.modeling.prompt import Prompt
+from autotune.modeling.transfer import to_device
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
 if TYPE_CHECKING:
@@ -99,9 +100,8 @@ class BlockDraft(FeatureDraft):
         if depth >= len(self._logits):
             return np.full((count, num_proposals), -1, np.int32), np.full((count, num_proposals), -np.inf, np.float32)
         if coupling is None:
-            if (
-                self._best is None or self._best[0].shape[1] != num_proposals
-            ):  # all depths at once: one transfer a round
+            # All depths at once, for one transfer a round.
+            if self._best is None or self._best[0].shape[1] != num_proposals:
                 self._best = self.best(self._logits, num_proposals)
             tokens, logprobs = self._best[0][depth], self._best[1][depth]
         else:
@@ -122,7 +122,7 @@ class BlockDraft(FeatureDraft):
             slots = torch.arange(prefix + count + size, device=self.device)
             window_mask = self._window_mask(slots[-size:], slots, window)
         factors = self._factors.narrow(0, first, count + size)
-        return self._logits_of(torch.tensor([root], device=self.device), features, factors, context, window_mask)
+        return self._logits_of(to_device(np.array([root]), self.device), features, factors, context, window_mask)
 
     def _logits_of(
         self, root: Tensor, features: Tensor, factors: Tensor, context: AttentionContext, window_mask: Tensor | None
@@ -154,7 +154,7 @@ class BlockDraft(FeatureDraft):
         hidden = torch.zeros(1, 1, size, len(columns), dtype=self.dtype, device=self.device)
         mask = hidden.masked_fill_(columns >= prefix + count + size, self.mask_value)
         window = self._window
-        window_mask = None if window is None else mask + self._window_mask(of_block, columns, window)
+        window_mask = None if window is None else torch.minimum(mask, self._window_mask(of_block, columns, window))
         context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, len(columns)))
         factors = self._factors[slots + num_condensed]
         return (self._logits_of(root, features, factors, context, window_mask),)

@@ -88,7 +88,7 @@ class DFlashNetwork(DraftNetwork):
         return [layer for layer in self.layers if isinstance(layer, DFlashLayer)]
 
     def layers_read(self, injection_layer: int | None) -> tuple[int, ...]:
-        if injection_layer is not None:
+        if injection_layer is not None and (injection_layer,) != self.config.layers:
             raise UserError(
                 f"a dflash draft reads the layers {', '.join(map(str, self.config.layers))} together; "
                 f"got injection_layer {injection_layer}; leave it out"

@@ -124,8 +124,9 @@ class Preparer:
 
     def _lengths(self, model: CachedModel) -> list[int]:
         """Padded KV lengths that requests reach."""
+        num_tokens = self.capacity + (model.num_block_tokens if isinstance(model, CachedDraft) else 0)
         lengths = padded_lengths(model.cache.capacity)
-        return [length for length in lengths if length <= padded_length(self.capacity, model.cache.capacity)]
+        return [length for length in lengths if length <= padded_length(num_tokens, model.cache.capacity)]
 
     def _sizes(self, largest: int) -> list[int]:
         """Capture sizes of steps of 1 to ``largest`` tokens."""

@@ -26,14 +26,16 @@ from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.dflash import new_dflash
 from autotune.drafters.dflash_checkpoint import is_dflash, save_dflash
 from autotune.errors import UserError
+from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 from tests.drafters.test_eagle3 import assert_lossless_and_replayed
 from tests.runtime.conftest import TREES
 from tests.sample_documents import free_prices, header
-from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair
+from tests.tiny_models import VOCABULARY_SIZE, Inputs, Pair, inputs_on, on_device
 
 BLOCK, MASK = 6, 299
 LAYERS = (1, 3)  # whose outputs are read, in transformers' count
@@ -256,6 +258,23 @@ def test_captured_blocks_are_the_eager_ones(pair: Pair, prompts: dict[str, Input
         assert lengths[0] == lengths[1]
 
 
+@pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
+def test_blocks_are_captured_ahead_on_a_gpu(gpu: str, pair: Pair, prompts: dict[str, Inputs], tmp_path: Path) -> None:
+    """The host leads the rounds, whose block is one captured forward pass; requests capture nothing."""
+    target = Target(on_device(pair, gpu).target)
+    new_assistant(window=40).save_pretrained(tmp_path)
+    draft = load_draft(str(tmp_path), target)
+    plain = Decoder(target, mode="eager")
+    decoder = Decoder(target, draft, tree=TREE, capture_sizes=(1, 8, 16), visual_keep=0.5)
+    assert decoder.mode == "cuda-graph" and decoder._device_rounds.get(decoder.point, TokenSampler()) is None
+    decoder.prepare(200)
+    before = graph_memory(target.device).num_kept
+    for name, temperature in (("text", 0.0), ("image", 0.8), ("image", 0.0)):
+        request = {**inputs_on(prompts[name], gpu), "max_new_tokens": 10, "temperature": temperature, "seed": 2}
+        assert torch.equal(decoder.generate(**request).sequences, plain.generate(**request).sequences)
+    assert graph_memory(target.device).num_kept == before
+
+
 def test_a_saved_draft_is_the_authors_form(pair: Pair, tmp_path: Path) -> None:
     target = Target(pair.target)
     network = new_dflash({**SIZES, "layers": [1, 4]}, target, source="test")
@@ -324,6 +343,11 @@ def test_drafts_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
         UserError, match="a dflash draft reads the layers 2, 4 together; got injection_layer 2; leave it out"
     ):
         load_draft(str(folder), target, Subnet(injection_layer=2))
+    one = new_dflash({**SIZES, "layers": [3]}, target, source="test")
+    save_dflash(one, tmp_path / "one")
+    draft = load_draft(str(tmp_path / "one"), target)
+    assert isinstance(draft, BlockDraft) and draft.subnet.injection_layer == 3
+    load_draft(str(tmp_path / "one"), target, draft.subnet)  # as from a profile
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"a DFlash draft is read from model.safetensors; there is none"):
         load_draft(str(folder), target)
