@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from autotune.errors import UserError
 from autotune.files import require_writable
 from autotune.search.settings import SearchSettings
 from autotune.workloads.formats import Format
+
+if TYPE_CHECKING:
+    from autotune.workloads.workload import Workload
 
 
 @click.command(cls=options.Verb, short_help="Compare a profile with plain decoding and other configurations.")
@@ -59,7 +63,25 @@ from autotune.workloads.formats import Format
 @click.option(
     "--engine",
     default=None,
-    help="Address of a serving engine that runs exported settings, http://HOST:PORT: compare it with the export's prediction instead.",
+    help="Compare a serving engine with the prediction of its export instead: the address of one that runs the exported settings, "
+    "http://HOST:PORT, or 'vllm' to start vLLM with them and without speculation.",
+)
+@click.option(
+    "--engine-executable",
+    envvar="AUTOTUNE_VLLM",
+    show_envvar=True,
+    default=None,
+    help="Executable of --engine vllm.  [default: vllm on the PATH]",
+)
+@click.option(
+    "--engine-arguments",
+    default="",
+    help="Further arguments of --engine vllm, in one word, such as '--gpu-memory-utilization 0.4'.",
+)
+@click.option(
+    "--interleaved",
+    is_flag=True,
+    help="Run the engines that are started at the same time, taking turns prompt by prompt; each needs its share of the memory.",
 )
 @click.option(
     "--export",
@@ -72,9 +94,14 @@ from autotune.workloads.formats import Format
     "--requests-at-once",
     type=click.IntRange(min=1),
     multiple=True,
-    default=(1,),
-    show_default=True,
+    show_default="1; with --prices 1, 4 and 16",
     help="Also time the engine with this many requests at a time; may be repeated.",
+)
+@click.option(
+    "--prices",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="With --engine vllm: time its rounds with 0, 1, 2, 4 and 8 draft tokens instead, and write them for autotune export --prices.",
 )
 @options.speculation_profile("Write the acceptance of the profile's draft as NVIDIA's specdec_bench does.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
@@ -95,8 +122,12 @@ def command(
     is_whole: bool,
     max_new_tokens: int | None,
     engine: str | None,
+    engine_executable: str | None,
+    engine_arguments: str,
+    interleaved: bool,
     export_folder: Path | None,
     requests_at_once: tuple[int, ...],
+    prices: Path | None,
     speculation_profile: Path | None,
     seed: int,
     device: str,
@@ -124,31 +155,25 @@ def command(
         }
         if refused := [name for name, value in given.items() if value]:
             raise UserError(f"--engine compares an engine with its export alone; leave {' and '.join(refused)} out")
-        from autotune.serving.client import EngineClient
+        from autotune.cli.bench_engine import bench_engine
 
-        client = EngineClient(engine)
-        from autotune.console import Console
-        from autotune.device import choose_device
-        from autotune.serving.comparison import bench_running
-        from autotune.workloads.workload import load_workload
-
-        prompts = load_workload(
-            chosen, "evaluate", num_prompts=num_prompts, format=workload_format, is_whole=is_whole
-        ).cut(num_prompts, max_new_tokens)
-        if temperature is not None:
-            prompts = prompts.sampled(temperature)
-        result = bench_running(
+        result = bench_engine(
+            engine,
             profile,
-            client,
-            prompts,
-            choose_device(device),
-            Console(),
+            lambda: _prompts(chosen, num_prompts, workload_format, is_whole, max_new_tokens, temperature),
+            device,
+            executable=engine_executable,
+            arguments=engine_arguments,
+            interleaved=interleaved,
             folder=export_folder,
             requests_at_once=requests_at_once,
+            prices=prices,
         )
         if as_json:
             options.print_json(result)
         return
+    if prices is not None:
+        raise UserError("--prices: prices are measured in an engine; give --engine vllm")
 
     from autotune.console import Console
     from autotune.evaluation.bench import run_bench
@@ -177,3 +202,18 @@ def command(
         write_table(table, runs_dataframe(result["runs"]))
     if as_json:
         options.print_json(result)
+
+
+def _prompts(
+    name: str,
+    num_prompts: int,
+    workload_format: Format | None,
+    is_whole: bool,
+    max_new_tokens: int | None,
+    temperature: float | None,
+) -> Workload:
+    from autotune.workloads.workload import load_workload
+
+    found = load_workload(name, "evaluate", num_prompts=num_prompts, format=workload_format, is_whole=is_whole)
+    prompts = found.cut(num_prompts, max_new_tokens)
+    return prompts if temperature is None else prompts.sampled(temperature)

@@ -35,6 +35,12 @@ EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
     help="Export the chain of this length instead of the fastest, for every batch size.",
 )
 @click.option(
+    "--prices",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Prices that autotune bench --engine vllm --prices measured in the engine, in place of the search's cost table.",
+)
+@click.option(
     "--engine-version",
     default=None,
     help="Version of the engine whose rules hold; 1.2.1 for an older tensorrt-llm.  [default: the one that was checked]",

@@ -99,7 +99,8 @@ def print_export(export: Export, folder: Path, console: Console) -> None:
             for batch in variant.by_batch
         ]
         if batches:
-            console.table("By batch size (estimated)", ["requests", "draft tokens", "speedup, at least"], batches)
+            is_estimated = " (estimated)" if any(batch.estimated for batch in variant.by_batch) else ""
+            console.table(f"By batch size{is_estimated}", ["requests", "draft tokens", "speedup, at least"], batches)
     for note in (f"lossless: {export.lossless}", *export.notes):
         console.say(f"- {note}")
     files = [name for variant in export.variants for name in (variant.file, *variant.companions)]

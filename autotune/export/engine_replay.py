@@ -21,6 +21,7 @@ from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.decoding_profile import Predicted
 from autotune.errors import UserError
 from autotune.export.document import BatchPrediction
+from autotune.export.engine_prices import EnginePrices
 from autotune.search.evaluator import Evaluator
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
@@ -84,6 +85,15 @@ class EngineReplay:
         """Longest chain that the trace holds and the table prices."""
         return min(self.trace.header.bounds.depth, self.max_tokens - 1)
 
+    @property
+    def prices_batches(self) -> bool:
+        """Whether batches of several requests were measured."""
+        return False
+
+    def _is_priced(self, batch: int, draft_tokens: int) -> bool:
+        """Whether rounds of ``batch`` requests with ``draft_tokens`` each are priced."""
+        return batch * (draft_tokens + 1) <= self.max_tokens
+
     def chains(self) -> Iterator[ChainPolicy]:
         """Every length that the trace holds and the table prices, or that of ``draft_tokens`` alone."""
         depths = range(1, self._max_depth + 1)
@@ -143,7 +153,7 @@ class EngineReplay:
         if self.draft_tokens is not None:
             return []
         sizes = [(1, longest.depth, self.price(longest).predicted.speedup)]
-        while (batch := sizes[-1][0] + 1) * (sizes[-1][1] + 1) <= self.max_tokens:
+        while self._is_priced(batch := sizes[-1][0] + 1, sizes[-1][1]):
             shorter = [self.price(ChainPolicy(depth=depth), batch) for depth in range(1, sizes[-1][1] + 1)]
             best = min(shorter, key=lambda priced: priced.rank, default=None)
             is_faster = best is not None and best.predicted.speedup > 1.0
@@ -161,10 +171,63 @@ class EngineReplay:
                 end=found[-1][0],
                 draft_tokens=depth,
                 least_speedup=min(speedup for _, speedup in found),
-                estimated=self.is_estimated or found[-1][0] > 1,
+                estimated=self.is_estimated or (found[-1][0] > 1 and not self.prices_batches),
             )
             for depth, found in ranges.items()
         ]
+
+
+class MeasuredReplay(EngineReplay):
+    """Replays chains at the prices that were measured in the engine. Only they count; the table prices nothing.
+
+    A round of a batch costs what the engine's time was for it, with the requests that shared its steps, and a draft what it adds
+    to a prefill.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        table: CostTable,
+        measured: EnginePrices,
+        *,
+        prompts: NDArray[np.bool_] | None = None,
+        draft_tokens: int | None = None,
+    ) -> None:
+        """See ``EngineReplay``."""
+        self.measured = measured
+        super().__init__(trace, table, prompts=prompts, draft_tokens=draft_tokens)
+        self.is_estimated = False
+        self._counts: dict[int, tuple[int, int]] = {}
+
+    @property
+    def _max_depth(self) -> int:
+        return min(super()._max_depth, self.measured.draft_lengths[-1])
+
+    @property
+    def prices_batches(self) -> bool:
+        return True
+
+    def _is_priced(self, batch: int, draft_tokens: int) -> bool:
+        return batch <= self.measured.batch_sizes[-1]
+
+    def trees(self) -> Iterator[Eagle2Policy]:
+        """None: only chains were measured."""
+        return iter(())
+
+    def price(self, tree: EngineTree, batch: int = 1) -> PricedTree:
+        depth = tree.max_depth
+        if depth not in self._counts:
+            result = replay(self.trace, tree, self.prices)
+            self._counts[depth] = int(result.tokens[self.prompts].sum()), int(result.rounds[self.prompts].sum())
+        tokens, rounds = self._counts[depth]
+        prefill_ms = self.measured.draft_prefill_ms(batch) * int(self.prompts.sum())
+        ms = rounds * self.measured.round_ms(batch, depth) + prefill_ms
+        predicted = Predicted(
+            speedup=tokens * self.measured.round_ms(batch, 0) / ms,
+            ms_per_token=ms / tokens,
+            tokens_per_round=tokens / rounds,
+        )
+        return PricedTree(tree, predicted)
 
 
 def _fixed_shape_prices(prices: DensePrices, tree: EngineTree, batch: int) -> DensePrices:

@@ -14,7 +14,8 @@ from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import EXPORT, Export, Variant, print_export
 from autotune.export.engine import Candidate, Engine, Pair, Vision, read_settings, write_settings
-from autotune.export.engine_replay import EngineReplay
+from autotune.export.engine_prices import EnginePrices
+from autotune.export.engine_replay import EngineReplay, MeasuredReplay
 from autotune.export.llama_cpp import LlamaCpp
 from autotune.export.model_files import find_model
 from autotune.export.search_documents import SearchDocuments, find_search_documents
@@ -45,6 +46,7 @@ def export_profile(
     point: int | None = None,
     draft: str | None = None,
     draft_tokens: int | None = None,
+    prices: Path | None = None,
     engine_version: str | None = None,
     output: Path | None = None,
 ) -> Export:
@@ -52,7 +54,7 @@ def export_profile(
 
     ``point`` exports one point, for a server of its requests only; None: the last point, for all requests. ``draft``
     exports another recorded draft in place of the point's. ``draft_tokens`` exports the chain of this length, however fast it
-    is predicted to be.
+    is predicted to be. ``prices`` is a file of prices that were measured in the engine, in place of the search's cost table.
 
     Raises:
         UserError: the profile or its study cannot be read, there is no such point, draft, chain or version, the engine does not serve
@@ -97,7 +99,14 @@ def export_profile(
     if (reason := engine.refusal(pair)) is not None:
         raise UserError(f"{engine_name} {engine.version} refuses {name} as a draft of {profile.target.id}: {reason}")
     pair, conversions = engine.loadable(pair, folder)
-    candidates = engine.search(pair, EngineReplay(trace, documents.table, prompts=prompts, draft_tokens=draft_tokens))
+    measured = None
+    if prices is None:
+        replayed = EngineReplay(trace, documents.table, prompts=prompts, draft_tokens=draft_tokens)
+    else:
+        measured = EnginePrices.load(prices)
+        measured.check_is_of(engine_name, engine.version, profile.target, trace.header.draft, source=prices)
+        replayed = MeasuredReplay(trace, documents.table, measured, prompts=prompts, draft_tokens=draft_tokens)
+    candidates = engine.search(pair, replayed)
     candidates.sort(key=lambda candidate: candidate.predicted.ms_per_token)
     if (best := candidates[0].predicted.speedup) <= 1.0 and draft_tokens is None:
         raise UserError(
@@ -122,7 +131,7 @@ def export_profile(
         preparation=list(engine.preparation(pair, folder)),
         lossless=engine.lossless,
         notes=[
-            *_caveats(documents, profile, number, trace, prompts, variants, engine.floor_note),
+            *_caveats(documents, profile, number, trace, prompts, variants, engine.floor_note, measured),
             *_left_out(engine.vision[kind], trace),
             *(conversion.note for conversion in conversions),
             *engine.caveats(pair),
@@ -230,14 +239,23 @@ def _caveats(
     prompts: NDArray[np.bool_],
     variants: list[Variant],
     floor_note: str | None,
+    measured: EnginePrices | None,
 ) -> list[str]:
     """Notes on the limits of the predictions, and on what engines leave out of the profile."""
     point, table = profile.points[number], documents.table
     steps = "step times estimated from a datasheet" if table.estimated else "step times measured"
-    notes = [
-        f"predictions replay {int(prompts.sum())} tuning prompts of {profile.workload.name} with {steps} in autotune's own runtime on {table.device.model}; an engine's steps take other "
-        "times, and nothing was measured in it"
-    ]
+    if measured is None:
+        where = (
+            f"{steps} in autotune's own runtime on {table.device.model}; an engine's steps take other times, and nothing was "
+            "measured in it"
+        )
+    else:
+        lengths, sizes = (", ".join(map(str, found)) for found in (measured.draft_lengths, measured.batch_sizes))
+        where = (
+            f"the rounds' times of {measured.engine} {measured.engine_version} on {measured.hardware.model}, measured with {lengths} draft "
+            f"tokens and {sizes} requests at once; the time per token of the profile's point is of autotune's own runtime"
+        )
+    notes = [f"predictions replay {int(prompts.sum())} tuning prompts of {profile.workload.name} with {where}"]
     if documents.reproduces(point) is False and point.predicted is not None:
         notes.append(
             f"the documents in {documents.folder} predict {documents.predict(point, trace).speedup:.2f}x for the profile's "
@@ -271,7 +289,7 @@ def _caveats(
     if not point.lossless:
         notes.append("the profile's point is lossy; engines verify losslessly and are compared with its lossless speed")
     for variant in variants:
-        if variant.by_batch:
+        if variant.by_batch and measured is None:
             notes.append(
                 f"batches of 2 to {variant.by_batch[-1].end} requests were not measured: they are priced in lockstep by steps of "
                 f"one request that read as many tokens, at most {table.verify.max_tokens}, without each request's own KV cache"

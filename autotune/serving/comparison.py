@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.documents.provenance import stamp
 from autotune.errors import UserError
 from autotune.export.document import Export, Variant
-from autotune.export.exporter import ENGINES
-from autotune.serving.client import Counters, EngineClient
+from autotune.serving.client import EngineClient
+from autotune.serving.measuring import EngineArm, EngineRuns, PromptRun, Throughput, measure
 from autotune.serving.prediction import PredictedPrompt, acceptance_by_position, load_export, predict
+from autotune.serving.server import ServerOptions, started, without_speculation
 from autotune.workloads.workload import Workload
 
 SPECULATIVE, PLAIN = "speculative", "plain"
@@ -38,16 +38,6 @@ class PromptComparison:
     """Whether the engine read the same tokens as this project's runtime; None if it does not say."""
     predicted_rounds: int
     rounds: int
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """An engine on all prompts, with a number of requests at a time."""
-
-    arm: str
-    requests_at_once: int
-    requests_per_second: float
-    tokens_per_second: float
 
 
 def bench_running(
@@ -74,7 +64,8 @@ def bench_running(
     export = load_export(DecodingProfile.load(profile), profile, client.name, folder or Path("exports") / client.name)
     variant = running_variant(client, export)
     predicted = predict(export, variant, workload, device, console)
-    return compare(export, variant, {SPECULATIVE: client}, predicted, requests_at_once, console)
+    arms = {SPECULATIVE: lambda: nullcontext(client)}
+    return compare(export, arms, predicted, requests_at_once, console)
 
 
 def require_greedy(workload: Workload) -> None:
@@ -90,18 +81,27 @@ def require_greedy(workload: Workload) -> None:
             )
 
 
+def require_checked(client: EngineClient, export: Export) -> None:
+    """Check that the version of an engine is the one that an export's settings were checked against.
+
+    Raises:
+        UserError: another version.
+    """
+    checked = export.engine_version
+    if client.version.partition("+")[0] != checked:
+        raise UserError(
+            f"{client.url}: {client.name} {client.version} runs there, and the export's settings were checked against {checked}; "
+            f"run {client.name} {checked}"
+        )
+
+
 def running_variant(client: EngineClient, export: Export) -> Variant:
     """The exported variant that an engine runs, as far as the engine tells its settings.
 
     Raises:
         UserError: the engine's version was not checked, or it runs none of them.
     """
-    checked = ENGINES[client.name].of_version(export.engine_version).version
-    if client.version.partition("+")[0] != checked:
-        raise UserError(
-            f"{client.url}: {client.name} {client.version} runs there, and the export's settings were checked against {checked}; "
-            f"run {client.name} {checked}"
-        )
+    require_checked(client, export)
     known = client.about
     for variant in export.variants:
         told = {name: value for name, value in variant.settings.items() if value not in variant.companions}
@@ -112,46 +112,60 @@ def running_variant(client: EngineClient, export: Export) -> Variant:
     )
 
 
+def bench_started(
+    profile: Path,
+    workload: Workload,
+    device: str,
+    console: Console,
+    *,
+    options: ServerOptions,
+    folder: Path | None = None,
+    requests_at_once: Sequence[int] = (1,),
+) -> dict[str, Any]:
+    """Start vLLM with the exported command, and without speculation, and compare both as ``bench_running`` does.
+
+    Raises:
+        UserError: as ``bench_running``; or vLLM refuses the settings.
+    """
+    require_greedy(workload)
+    export = load_export(DecodingProfile.load(profile), profile, "vllm", folder or Path("exports/vllm"))
+    (variant, *_) = export.variants
+    predicted = predict(export, variant, workload, device, console)
+
+    def server(command: str) -> AbstractContextManager[EngineClient]:
+        console.say(f"starting {command}")
+        return started(command, options)
+
+    arms = {SPECULATIVE: lambda: server(variant.command), PLAIN: lambda: server(without_speculation(variant.command))}
+    return compare(export, arms, predicted, requests_at_once, console, interleaved=options.interleaved)
+
+
 def compare(
     export: Export,
-    variant: Variant,
-    engines: dict[str, EngineClient],
+    arms: Mapping[str, EngineArm],
     predicted: Sequence[PredictedPrompt],
     requests_at_once: Sequence[int],
     console: Console,
+    *,
+    interleaved: bool = False,
 ) -> dict[str, Any]:
-    """Compare engines, by arm, with a prediction, and print tables; returns the figures as JSON.
-
-    Arms take turns prompt by prompt, in random order, after each has decoded the first prompt with an image and the first
-    without.
-    """
-    order = random.Random(0)
-    seconds = dict.fromkeys(engines, 0.0)
-    compared, counts = [], Counters(0, None)
-    for client in engines.values():
-        _warm_up(client, predicted)
-    first = engines[SPECULATIVE].counters()
-    with console.stage("engine, prompt by prompt") as update:
-        for done, one in enumerate(predicted, start=1):
-            for arm in order.sample(list(engines), len(engines)):
-                before = engines[arm].counters()
-                answer = engines[arm].answer(one.prompt, one.prompt_tokens)
-                after = engines[arm].counters_after(before, len(answer.tokens))
-                seconds[arm] += answer.seconds
-                if arm == SPECULATIVE:
-                    compared.append(
-                        _comparison(one, answer.tokens, answer.prompt_tokens, _rounds(after, engines[arm], variant))
-                    )
-            update(done, len(predicted), "")
-    counts = engines[SPECULATIVE].counters().since(first)
-    _check_depth(counts, variant, engines[SPECULATIVE])
-    num_tokens = sum(one.tokens for one in compared)
-    speeds = [Throughput(arm, 1, len(predicted) / total, num_tokens / total) for arm, total in seconds.items()]
-    for at_once in requests_at_once:
-        if at_once > 1:
-            speeds += [_throughput(arm, client, predicted, at_once) for arm, client in engines.items()]
+    """Compare engines with a prediction, and print tables; returns the figures as JSON."""
+    measured = measure(
+        arms,
+        predicted,
+        requests_at_once,
+        console,
+        check=lambda arm, client: running_variant(client, export) if arm == SPECULATIVE else None,
+        interleaved=interleaved,
+    )
+    runs = measured[SPECULATIVE]
+    variant = running_variant(runs.engine, export)
+    compared = [_comparison(*pair) for pair in zip(predicted, runs.prompts, strict=True)]
+    shares = _acceptance(runs, variant)
+    speeds = [speed for one in measured.values() for speed in one.speeds]
     print_comparison(export, compared, console)
     print_throughput(export, variant, speeds, console)
+    assert variant.tree is not None
     return {
         "provenance": stamp().model_dump(mode="json"),
         "engine": export.engine,
@@ -163,72 +177,61 @@ def compare(
         "settings": variant.settings,
         "predicted": variant.predicted.model_dump(),
         "prompts": [asdict(one) for one in compared],
+        "plain_prompts_identical": _identical(measured[PLAIN], predicted) if PLAIN in measured else None,
         "acceptance_by_position": {
-            "predicted": acceptance_by_position(predicted, variant.tree.max_depth) if variant.tree else None,
-            "engine": [accepted / counts.rounds for accepted in counts.accepted] if counts.rounds else None,
+            "predicted": acceptance_by_position(predicted, variant.tree.max_depth),
+            "engine": shares,
         },
-        "throughput": [asdict(speed) for speed in speeds],
+        "throughput": [speed.to_json() for speed in speeds],
     }
 
 
-def _warm_up(client: EngineClient, predicted: Sequence[PredictedPrompt]) -> None:
-    """Decode the first prompt with an image and the first without."""
-    before, num_tokens = client.counters(), 0
-    for one in {bool(one.prompt.pixels): one for one in reversed(predicted)}.values():
-        num_tokens += len(client.answer(one.prompt, one.prompt_tokens).tokens)
-    client.counters_after(before, num_tokens)
-
-
-def _rounds(counts: Counters, client: EngineClient, variant: Variant) -> int:
-    if counts.rounds is None:
-        raise UserError(
-            f"{client.url}: the engine counts no speculation in its metrics; start it with the exported settings: {variant.command}"
-        )
-    return counts.rounds
-
-
-def _check_depth(counts: Counters, variant: Variant, client: EngineClient) -> None:
-    """Check that the engine drafted as many tokens a round as the variant does.
+def _acceptance(runs: EngineRuns, variant: Variant) -> list[float] | None:
+    """Share of the rounds that accept a draft token at each position; None if the engine does not count them.
 
     Raises:
-        UserError: it drafted another number.
+        UserError: the engine did not speculate, or drafted other numbers of tokens than the variant does.
     """
-    if counts.drafted is None or not counts.rounds or variant.tree is None:
-        return
-    drafted = counts.drafted / counts.rounds
+    counts = [run.counts for run in runs.prompts]
+    num_rounds = sum(count.rounds or 0 for count in counts)
+    if not num_rounds:
+        raise UserError(
+            f"{runs.engine.url}: the engine counts no speculation in its metrics; start it with the exported settings: {variant.command}"
+        )
+    if any(count.drafted is None for count in counts) or variant.tree is None:
+        return None
+    drafted = sum(count.drafted or 0 for count in counts) / num_rounds
     if round(drafted) != variant.tree.max_nodes:
         raise UserError(
-            f"{client.url}: the engine drafted {drafted:.2f} tokens a round, and the export says {variant.tree.max_nodes}; start it with "
-            f"the exported settings: {variant.command}"
+            f"{runs.engine.url}: the engine drafted {drafted:.2f} tokens a round, and the export says {variant.tree.max_nodes}; start it "
+            f"with the exported settings: {variant.command}"
         )
+    accepted = itertools.zip_longest(*(count.accepted for count in counts), fillvalue=0)
+    return [sum(position) / num_rounds for position in accepted]
 
 
-def _comparison(
-    one: PredictedPrompt, tokens: list[int], prompt_tokens: list[int] | None, num_rounds: int
-) -> PromptComparison:
-    pairs = enumerate(zip(tokens, one.tokens, strict=False))
-    first = next((index for index, (found, expected) in pairs if found != expected), None)
-    if first is None and len(tokens) != len(one.tokens):
-        first = min(len(tokens), len(one.tokens))
+def _first_difference(found: Sequence[int], expected: Sequence[int]) -> int | None:
+    pairs = enumerate(zip(found, expected, strict=False))
+    first = next((index for index, (one, other) in pairs if one != other), None)
+    return min(len(found), len(expected)) if first is None and len(found) != len(expected) else first
+
+
+def _identical(runs: EngineRuns, predicted: Sequence[PredictedPrompt]) -> int:
+    return sum(run.answer.tokens == one.tokens for run, one in zip(runs.prompts, predicted, strict=True))
+
+
+def _comparison(one: PredictedPrompt, run: PromptRun) -> PromptComparison:
+    read = run.answer.prompt_tokens
     return PromptComparison(
         prompt=one.prompt.name,
         task=one.prompt.settings.task,
         has_image=bool(one.prompt.pixels),
-        tokens=len(tokens),
-        first_difference=first,
-        reads_same_prompt=None if prompt_tokens is None else prompt_tokens == one.prompt_tokens,
+        tokens=len(run.answer.tokens),
+        first_difference=_first_difference(run.answer.tokens, one.tokens),
+        reads_same_prompt=None if read is None else read == one.prompt_tokens,
         predicted_rounds=one.num_rounds,
-        rounds=num_rounds,
+        rounds=run.counts.rounds or 0,
     )
-
-
-def _throughput(arm: str, client: EngineClient, predicted: Sequence[PredictedPrompt], at_once: int) -> Throughput:
-    started = time.perf_counter()
-    with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(lambda one: client.answer(one.prompt, one.prompt_tokens), predicted))
-    seconds = time.perf_counter() - started
-    num_tokens = sum(len(answer.tokens) for answer in answers)
-    return Throughput(arm, at_once, len(predicted) / seconds, num_tokens / seconds)
 
 
 # --------------------------------------------------------------------------------------------------------------- tables

@@ -1,0 +1,129 @@
+"""Runs of prompts in serving engines: prompt by prompt with their rounds, and several requests at a time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autotune.console import Console, Update
+from autotune.serving.client import Counters, EngineAnswer, EngineClient
+from autotune.serving.prediction import PredictedPrompt
+
+EngineArm = Callable[[], AbstractContextManager[EngineClient]]
+"""Opens an engine: starts it, or connects to one that runs."""
+
+
+@dataclass(frozen=True)
+class PromptRun:
+    """One prompt in an engine that decoded nothing else."""
+
+    answer: EngineAnswer
+    counts: Counters
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """An engine on all prompts, with a number of requests at a time. Seconds include prefills."""
+
+    arm: str
+    requests_at_once: int
+    requests: int
+    tokens: int
+    rounds: int | None
+    """Verifications of drafts; None where the engine does not speculate."""
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        rates = {"requests_per_second": self.requests_per_second, "tokens_per_second": self.tokens_per_second}
+        return asdict(self) | rates
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.requests / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass
+class EngineRuns:
+    """All runs of one engine."""
+
+    engine: EngineClient
+    prompts: list[PromptRun] = field(default_factory=list)
+    """In the order of the prompts."""
+    speeds: list[Throughput] = field(default_factory=list)
+
+
+def measure(
+    arms: Mapping[str, EngineArm],
+    predicted: Sequence[PredictedPrompt],
+    requests_at_once: Sequence[int],
+    console: Console,
+    *,
+    check: Callable[[str, EngineClient], object],
+    interleaved: bool,
+) -> dict[str, EngineRuns]:
+    """Decode the prompts in every engine, one at a time, and then with each number of ``requests_at_once`` above 1.
+
+    Args:
+        check: called with an arm and its engine before it decodes; raises what is wrong with it.
+        interleaved: open all engines at once; they take turns prompt by prompt, in random order.
+    """
+    groups = [list(arms)] if interleaved else [[arm] for arm in arms]
+    found: dict[str, EngineRuns] = {}
+    for group in groups:
+        with ExitStack() as stack:
+            runs = {arm: EngineRuns(stack.enter_context(arms[arm]())) for arm in group}
+            for arm in group:
+                check(arm, runs[arm].engine)
+                warm_up(runs[arm].engine, predicted)
+            with console.stage(f"{' and '.join(group)}, prompt by prompt") as update:
+                _one_at_a_time(runs, predicted, update)
+            for at_once in requests_at_once:
+                for arm in group if at_once > 1 else ():
+                    runs[arm].speeds.append(throughput(arm, runs[arm].engine, predicted, at_once))
+        found |= runs
+    return found
+
+
+def warm_up(engine: EngineClient, predicted: Sequence[PredictedPrompt]) -> None:
+    """Decode the first prompt with an image and the first without."""
+    before, num_tokens = engine.counters(), 0
+    for one in {bool(one.prompt.pixels): one for one in reversed(predicted)}.values():
+        num_tokens += len(engine.answer(one.prompt, one.prompt_tokens).tokens)
+    engine.counters_after(before, num_tokens)
+
+
+def _one_at_a_time(runs: Mapping[str, EngineRuns], predicted: Sequence[PredictedPrompt], update: Update) -> None:
+    order = random.Random(0)
+    for done, one in enumerate(predicted, start=1):
+        for arm in order.sample(list(runs), len(runs)):
+            engine = runs[arm].engine
+            before = engine.counters()
+            answer = engine.answer(one.prompt, one.prompt_tokens)
+            runs[arm].prompts.append(PromptRun(answer, engine.counters_after(before, len(answer.tokens))))
+        update(done, len(predicted), "")
+    for arm, found in runs.items():
+        rounds = [run.counts.rounds or 0 for run in found.prompts]
+        tokens = [len(run.answer.tokens) for run in found.prompts]
+        seconds = sum(run.answer.seconds for run in found.prompts)
+        found.speeds.append(Throughput(arm, 1, len(predicted), sum(tokens), sum(rounds) or None, seconds))
+
+
+def throughput(arm: str, engine: EngineClient, predicted: Sequence[PredictedPrompt], at_once: int) -> Throughput:
+    """Decode all prompts, ``at_once`` at a time."""
+    before = engine.counters()
+    started = time.perf_counter()
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = list(pool.map(lambda one: engine.answer(one.prompt, one.prompt_tokens), predicted))
+    seconds = time.perf_counter() - started
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    counts = engine.counters_after(before, num_tokens)
+    return Throughput(arm, at_once, len(predicted), num_tokens, counts.rounds or None, seconds)

@@ -1,0 +1,131 @@
+"""``autotune bench --engine vllm --prices``: the engine's own times of rounds, by draft length and number of requests at a time.
+
+They are measured with real drafts: the time of a round does not depend on how many of its tokens are accepted, and vLLM's sampler
+for CPUs has no synthetic acceptance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shlex
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+from autotune.console import Console
+from autotune.device import fingerprint
+from autotune.documents.decoding_profile import DecodingProfile
+from autotune.documents.provenance import stamp
+from autotune.export.document import Export
+from autotune.export.engine_prices import EnginePrices, RoundTimes
+from autotune.serving.client import EngineClient
+from autotune.serving.comparison import require_checked, require_greedy
+from autotune.serving.measuring import throughput, warm_up
+from autotune.serving.prediction import PredictedPrompt, load_export, predict
+from autotune.serving.server import SPECULATION, ServerOptions, started, without_speculation
+from autotune.workloads.workload import Workload
+
+PRICED_LENGTHS = (0, 1, 2, 4, 8)  # draft tokens; times between them are interpolated
+PRICED_BATCHES = (1, 4, 16)  # requests at once
+REPEATS = 3  # passes over the prompts; their median counts
+
+
+def measure_prices(
+    profile: Path,
+    workload: Workload,
+    device: str,
+    console: Console,
+    *,
+    options: ServerOptions,
+    folder: Path | None = None,
+    requests_at_once: Sequence[int] = PRICED_BATCHES,
+    draft_lengths: Sequence[int] = PRICED_LENGTHS,
+) -> EnginePrices:
+    """Start vLLM with each draft length of an export's draft, and time its rounds.
+
+    Raises:
+        UserError: as ``comparison.bench_started``.
+    """
+    require_greedy(workload)
+    export = load_export(DecodingProfile.load(profile), profile, "vllm", folder or Path("exports/vllm"))
+    (variant, *_) = export.variants
+    predicted = predict(export, variant, workload, device, console)
+
+    def server(draft_tokens: int) -> AbstractContextManager[EngineClient]:
+        command = with_draft_tokens(variant.command, draft_tokens)
+        console.say(f"starting {command}")
+        return started(command, options)
+
+    sizes = sorted({1, *requests_at_once})
+    samples: dict[tuple[int, int], tuple[list[float], list[float]]] = {
+        (size, length): ([], []) for size in sizes for length in draft_lengths
+    }
+    order = random.Random(0)
+    groups = [list(draft_lengths)] if options.interleaved else [[length] for length in draft_lengths]
+    for group in groups:
+        with ExitStack() as stack:
+            engines = {length: stack.enter_context(server(length)) for length in group}
+            for engine in engines.values():
+                require_checked(engine, export)
+                warm_up(engine, predicted)
+            with console.stage(f"rounds with {', '.join(map(str, group))} draft tokens") as update:
+                for repeat in range(REPEATS):
+                    for size in sizes:
+                        for length in order.sample(group, len(group)):
+                            round_ms, prefill_ms = _times(engines[length], predicted, size)
+                            samples[size, length][0].append(round_ms)
+                            samples[size, length][1].append(prefill_ms)
+                    update(repeat + 1, REPEATS, "")
+    prices = EnginePrices(
+        provenance=stamp(),
+        engine=export.engine,
+        engine_version=export.engine_version,
+        hardware=fingerprint(device),
+        target=export.target,
+        draft=export.draft,
+        workload=workload.name,
+        times=[
+            RoundTimes(requests_at_once=size, draft_tokens=length, round_ms=rounds, prefill_ms=prefills)
+            for (size, length), (rounds, prefills) in samples.items()
+        ],
+    )
+    print_prices(prices, export, console)
+    return prices
+
+
+def with_draft_tokens(command: str, draft_tokens: int) -> str:
+    """The command of an export with a chain of another length for every batch size; 0: without speculation."""
+    if draft_tokens == 0:
+        return without_speculation(command)
+    words = shlex.split(command)
+    at = words.index(SPECULATION) + 1
+    settings = json.loads(words[at]) | {"num_speculative_tokens": draft_tokens}
+    settings.pop("num_speculative_tokens_per_batch_size", None)
+    return shlex.join([*words[:at], json.dumps(settings), *words[at + 1 :]])
+
+
+def _times(engine: EngineClient, predicted: Sequence[PredictedPrompt], size: int) -> tuple[float, float]:
+    """Milliseconds of the engine's time per round and per prefill, with ``size`` requests at once.
+
+    Answers of one token are prefills alone; what whole answers take beside them are their rounds.
+    """
+    firsts = [dataclasses.replace(one, prompt=one.prompt.cut(1)) for one in predicted]
+    prefills = throughput("", engine, firsts, size)
+    whole = throughput("", engine, predicted, size)
+    num_rounds = whole.rounds or whole.tokens - whole.requests
+    return 1e3 * (whole.seconds - prefills.seconds) / num_rounds, 1e3 * prefills.seconds / prefills.requests
+
+
+def print_prices(prices: EnginePrices, export: Export, console: Console) -> None:
+    """Print a row for each draft length with a column for each number of requests."""
+    sizes = prices.batch_sizes
+    console.table(
+        f"{export.engine} {export.engine_version}: milliseconds of a step by the requests that share it",
+        ["draft tokens", *(f"{size} at once" for size in sizes)],
+        [
+            [f"{length}", *(f"{size * prices.round_ms(size, length):.2f}" for size in sizes)]
+            for length in prices.draft_lengths
+        ],
+    )

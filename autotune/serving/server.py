@@ -1,0 +1,131 @@
+"""Serving engines that this program starts and stops. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.serving.client import EngineClient
+
+EXECUTABLE_VARIABLE = "AUTOTUNE_VLLM"
+SPECULATION = "--speculative-config"
+START_S = 900.0  # longest time until an engine is ready: it may compile kernels
+STOP_S = 30.0  # until it is killed
+# The causes of a failure in vLLM's log: an exception's name and message, or what the command line refuses. The first is the
+# cause; later ones say that a process failed.
+_CAUSE = re.compile(r"(?:\b[A-Z]\w*(?:Error|Exception)|\berror): +(?P<message>\S.*)")
+_HEADING = re.compile(r"\d+ validation errors? for ")  # pydantic's message follows in the next lines
+_PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How engines are started."""
+
+    executable: str
+    """In place of the first word of an export's command."""
+    arguments: tuple[str, ...] = ()
+    """For every server, beside those of the command."""
+    interleaved: bool = False
+    """Run the servers that are compared at the same time, taking turns; else one after the other."""
+
+
+def find_executable(given: str | None) -> str:
+    """The ``vllm`` command: the one that is given, or that on the PATH.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = shutil.which(given or "vllm")
+    if found is None:
+        where = "is not on the PATH" if given is None else f"is no executable: {given!r}"
+        raise UserError(
+            f"--engine vllm: vllm {where}; install vLLM, or name its executable with --engine-executable or {EXECUTABLE_VARIABLE}"
+        )
+    return found
+
+
+def without_speculation(command: str) -> str:
+    """The command of an export that serves the target alone."""
+    words = shlex.split(command)
+    at = words.index(SPECULATION)
+    return shlex.join([*words[:at], *words[at + 2 :]])
+
+
+@contextmanager
+def started(command: str, options: ServerOptions) -> Iterator[EngineClient]:
+    """Start an engine with the command of an export on a free port, and yield its client when it answers; the engine and its
+    workers are stopped at the end.
+
+    Raises:
+        UserError: the engine refuses its settings, with its message, or does not answer in time.
+    """
+    port = _free_port()
+    words = [options.executable, *shlex.split(command)[1:], "--port", str(port), *options.arguments]
+    with tempfile.TemporaryDirectory(prefix="autotune-engine-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            _wait_until_ready(process, port, log)
+            yield EngineClient(f"http://127.0.0.1:{port}")
+        finally:
+            _stop(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise UserError(f"vllm ended when it started: {refusal(log.read_text(errors='replace'))}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise UserError(
+        f"vllm did not answer in {START_S / 60:.0f} minutes; start it by hand to see why, and give --engine its address"
+    )
+
+
+def refusal(log: str) -> str:
+    """The cause of a failure in an engine's log, in one line."""
+    lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
+    for number, line in enumerate(lines):
+        found = _CAUSE.search(line)
+        if found is None:
+            continue
+        message = found["message"]
+        if _HEADING.match(message) and number + 1 < len(lines):
+            message = lines[number + 1].partition(" [type=")[0].removeprefix("Value error, ")
+        return message
+    return next((line for line in reversed(lines) if line), "it says nothing")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the process, and its workers, which are in a session of their own."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
