@@ -13,6 +13,7 @@ from autotune.doctor.diagnosis import Diagnosis
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.checkpoint import CONFIGS
 from autotune.export.document import Export
+from autotune.export.engine_prices import EnginePrices
 from autotune.files import Document
 from autotune.search.space import SearchSpace
 from autotune.study.document import StudyDocument
@@ -27,6 +28,7 @@ DOCUMENTS: tuple[type[Document], ...] = (
     CheckResult,
     Baseline,
     Export,
+    EnginePrices,
     SearchSpace,
     Recipe,
     DeviceLimits,

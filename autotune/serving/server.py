@@ -24,9 +24,9 @@ EXECUTABLE_VARIABLE = "AUTOTUNE_VLLM"
 SPECULATION = "--speculative-config"
 START_S = 900.0  # longest time until an engine is ready: it may compile kernels
 STOP_S = 30.0  # until it is killed
-# The causes of a failure in vLLM's log: an exception's name and message, or what the command line refuses. The first is the
-# cause; later ones say that a process failed.
-_CAUSE = re.compile(r"(?:\b[A-Z]\w*(?:Error|Exception)|\berror): +(?P<message>\S.*)")
+# The causes of a failure in vLLM's log: lines with an exception's name and message, or with what the command line refuses. The first is
+# the cause; later ones say that a process failed.
+_CAUSE = re.compile(r"(?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|\w+: error): +(?P<message>\S.*)")
 _HEADING = re.compile(r"\d+ validation errors? for ")  # pydantic's message follows in the next lines
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\) ?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 
@@ -111,7 +111,7 @@ def refusal(log: str) -> str:
     """The cause of a failure in an engine's log, in one line."""
     lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
     for number, line in enumerate(lines):
-        found = _CAUSE.search(line)
+        found = _CAUSE.match(line)
         if found is None:
             continue
         message = found["message"]

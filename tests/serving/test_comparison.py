@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,23 @@ from autotune.cli.main import main
 from autotune.documents.decoding_profile import DecodingProfile, Predicted
 from autotune.drafters.independent import IndependentDraft
 from autotune.export.document import EXPORT, Export, Variant
+from autotune.export.engine_prices import EnginePrices
 from autotune.export.sglang import SglangSettings
 from autotune.export.vllm import VllmSettings
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
+from autotune.serving import comparison, prices
+from autotune.serving.client import EngineClient
+from autotune.serving.server import SPECULATION, ServerOptions
 from autotune.trees.chain import ChainPolicy
 from tests.sample_documents import DEVICE, DRAFT, PROVENANCE, decoding_profile, write_image, write_workload
 from tests.serving.small_engine import SmallEngine, running
 from tests.tiny_models import Pair
 
 DEPTH = 3
-COMMAND = "vllm serve served"
+SETTINGS = VllmSettings(method="draft_model", model="draft", num_speculative_tokens=DEPTH).model_dump(exclude_none=True)
+COMMAND = shlex.join(["vllm", "serve", "served", SPECULATION, json.dumps(SETTINGS)])
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +45,7 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serving")
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     decoding_profile(target, draft).save(folder / "profile.json")
-    settings = VllmSettings(method="draft_model", model="draft", num_speculative_tokens=DEPTH)
-    write_export(folder / "exports" / "vllm", "vllm", target, draft, settings.model_dump(exclude_none=True))
+    write_export(folder / "exports" / "vllm", "vllm", target, draft, SETTINGS)
     image = [write_image(folder / "0.png", 0)]
     lines: list[dict[str, Any]] = [
         {"prompt": "Count to ten, then stop.", "task": "count"},
@@ -191,7 +197,59 @@ def test_an_engine_of_sglang_is_known_by_its_metrics(world: Path, pair: Pair, tm
     others = settings | {"speculative_num_steps": 1, "version": "0.5.23"}
     with running(engine_of(pair, name="sglang", **others)) as url:
         result = CliRunner().invoke(main, ["bench", *words, "--engine", url])
-    assert_refused(result, "the engine runs none of the exported settings; start it with: vllm serve served")
+    assert_refused(result, f"the engine runs none of the exported settings; start it with: {COMMAND}")
+
+
+# ------------------------------------------------------------------------------------------------------ engines started
+
+
+@pytest.fixture
+def commands(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Starts the small engine in the place of vLLM, with the draft length of the command; the commands so far."""
+    found: list[str] = []
+
+    @contextmanager
+    def start(command: str, options: ServerOptions) -> Iterator[EngineClient]:
+        found.append(command)
+        words = shlex.split(command)
+        depth = json.loads(words[-1])["num_speculative_tokens"] if SPECULATION in words else 0
+        engine = engine_of(pair, depth=depth, speculates=depth > 0)
+        with running(engine) as url:
+            yield EngineClient(url)
+
+    for module in (comparison, prices):
+        monkeypatch.setattr(module, "started", start)
+    return found
+
+
+def test_vllm_is_compared_with_itself_without_speculation(world: Path, commands: list[str]) -> None:
+    """One after the other, or interleaved."""
+    for options in ((), ("--interleaved",)):
+        commands.clear()
+        result = bench(world, "vllm", "--engine-executable", "sh", "--json", "--requests-at-once", 2, *options)
+        assert result.exit_code == 0, result.output
+        assert commands == [COMMAND, "vllm serve served"]
+        found = json.loads(result.stdout)
+        assert all(one["rounds"] == one["predicted_rounds"] for one in found["prompts"])
+        assert found["plain_prompts_identical"] == 5
+        arms = {(speed["arm"], speed["requests_at_once"], speed["rounds"]) for speed in found["throughput"]}
+        rounds = sum(one["rounds"] for one in found["prompts"])
+        assert arms == {("speculative", n, rounds) for n in (1, 2)} | {("plain", n, None) for n in (1, 2)}
+
+
+def test_prices_are_measured_at_every_draft_length(world: Path, commands: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "prices.json"
+    result = bench(
+        world, "vllm", "--engine-executable", "sh", "--prices", path, "--requests-at-once", 2, "--prompts", 2
+    )
+    assert result.exit_code == 0, result.output
+    lengths = [json.loads(shlex.split(one)[-1])["num_speculative_tokens"] for one in commands[1:]]
+    assert commands[0] == "vllm serve served" and lengths == [1, 2, 4, 8]
+    found = EnginePrices.load(path)
+    assert (found.batch_sizes, found.draft_lengths) == ([1, 2], [0, 1, 2, 4, 8])
+    export = Export.load(world / "exports" / "vllm" / EXPORT)
+    assert (found.target, found.draft, found.engine_version) == (export.target, export.draft, export.engine_version)
+    assert all(len(one.round_ms) == len(one.prefill_ms) == 3 and min(one.prefill_ms) > 0 for one in found.times)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -263,6 +321,15 @@ def test_profiles_and_exports_that_do_not_fit(world: Path, address: str, tmp_pat
 
 
 def test_options_and_prompts_that_cannot_be_compared(world: Path, address: str) -> None:
+    assert_refused(
+        bench(world, address, "--prices", "p.json"), "--prices: a server runs one draft length; give --engine vllm"
+    )
+    result = CliRunner().invoke(
+        main, ["bench", str(world / "profile.json"), "--workload", "code", "--prices", "p.json"]
+    )
+    assert_refused(result, "--prices: prices are measured in an engine; give --engine vllm")
+    missing = bench(world, "vllm", "--engine-executable", "no/such")
+    assert_refused(missing, "vllm is no executable: 'no/such'; install vLLM, or name its executable with")
     assert_refused(
         bench(world, address, "--against", "hf", "--uncoupled"),
         "--engine compares an engine with its export alone; leave --against and --uncoupled out",

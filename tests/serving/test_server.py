@@ -1,0 +1,123 @@
+"""Engines that are started: a script in the place of vLLM, and what vLLM's log says when it refuses its settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.errors import UserError
+from autotune.serving.server import ServerOptions, find_executable, refusal, started, without_speculation
+
+COMMAND = shlex.join(
+    ["vllm", "serve", "a/target", "--dtype", "float32", "--speculative-config", '{"model": "a draft"}']
+)
+SCRIPT = """#!{python}
+import http.server, json, os, pathlib, subprocess, sys
+
+if "--refuse" in sys.argv:
+    sys.exit("ValueError: the settings are refused.")
+worker = subprocess.Popen(["sleep", "600"])
+pathlib.Path({record!r}).write_text(json.dumps({{"arguments": sys.argv[1:], "pids": [os.getpid(), worker.pid]}}))
+ANSWERS = {{
+    "/health": "",
+    "/metrics": "vllm:generation_tokens_total 7.0\\n",
+    "/version": '{{"version": "0.32.0"}}',
+    "/v1/models": '{{"data": [{{"id": "a/target"}}]}}',
+}}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(ANSWERS[self.path].encode())
+
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """An executable that answers as a vLLM does that decodes nothing, and has a worker; it records both in ``record.json``."""
+    path = tmp_path / "vllm"
+    path.write_text(SCRIPT.format(python=sys.executable, record=str(tmp_path / "record.json")))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_an_engine_runs_the_exported_command_and_is_stopped(script: Path) -> None:
+    """With its workers, also where what uses it fails."""
+    options = ServerOptions(str(script), ("--max-num-seqs", "4"))
+    with pytest.raises(RuntimeError, match="a bench that fails"), started(COMMAND, options) as client:
+        assert (client.name, client.version, client.model) == ("vllm", "0.32.0", "a/target")
+        assert client.counters().generated == 7 and client.counters().rounds is None
+        record = json.loads((script.parent / "record.json").read_text())
+        assert all(psutil.pid_exists(pid) for pid in record["pids"])
+        raise RuntimeError("a bench that fails")
+    words = record["arguments"]
+    assert words[: len(shlex.split(COMMAND)) - 1] == shlex.split(COMMAND)[1:]
+    assert words[-4] == "--port" and words[-2:] == ["--max-num-seqs", "4"]
+    deadline = time.monotonic() + 10.0  # a signal may take a moment
+    while any(is_running(pid) for pid in record["pids"]):
+        assert time.monotonic() < deadline, "the engine or its worker still runs"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_settings_that_the_engine_refuses(script: Path) -> None:
+    message = "vllm ended when it started: the settings are refused."
+    with pytest.raises(UserError, match=message), started(COMMAND, ServerOptions(str(script), ("--refuse",))):
+        pass
+
+
+def test_the_executable_is_that_on_the_path_or_the_one_given(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_executable(str(script)) == str(script)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert find_executable(None) == str(script)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="vllm is not on the PATH; install vLLM, or name its executable with"):
+        find_executable(None)
+    with pytest.raises(UserError, match="vllm is no executable: 'no/such'"):
+        find_executable("no/such")
+
+
+def test_a_command_without_speculation_serves_the_target_alone() -> None:
+    assert without_speculation(COMMAND) == "vllm serve a/target --dtype float32"
+
+
+def test_the_cause_of_a_failure_is_found_in_the_log() -> None:
+    """The first exception, without the prefixes of vLLM's processes; warnings that quote exceptions are none."""
+    prefix = "(APIServer pid=1) "
+    worker = "(VllmWorker-0 pid=2) ERROR 11-23 17:02:26 [multiproc_executor.py:953] "
+    warning = f"{prefix}WARNING 11-23 17:26:48 [system_utils.py:255] This can cause errors like `OSError: Too many open files`."
+    end = "Exception: WorkerProc initialization failed due to an exception in a background process."
+    memory = "Available memory on node 0 is less than desired."
+    pydantic = "pydantic_core._pydantic_core.ValidationError: 1 validation error for SpeculativeConfig"
+    for lines, cause in (
+        ((warning, f"{worker}ValueError: {memory}", f"{prefix}{end}"), memory),
+        (
+            (pydantic, "  Value error, lengths must be equal. [type=value_error, input_value=1]"),
+            "lengths must be equal.",
+        ),
+        (("usage: vllm", "vllm: error: unrecognized arguments: --no"), "unrecognized arguments: --no"),
+        (("something else", ""), "something else"),
+        ((), "it says nothing"),
+    ):
+        assert refusal("\n".join(lines)) == cause, lines
