@@ -17,9 +17,9 @@ pytest.importorskip("torch", exc_type=ImportError)
 from transformers import AutoProcessor
 
 from autotune.cli.main import main
-from autotune.documents.decoding_profile import DecodingProfile, Predicted
+from autotune.documents.decoding_profile import DecodingProfile
 from autotune.drafters.independent import IndependentDraft
-from autotune.export.document import EXPORT, Export, Variant
+from autotune.export.document import EXPORT, Export
 from autotune.export.engine_prices import EnginePrices
 from autotune.export.sglang import SglangSettings
 from autotune.export.vllm import VllmSettings
@@ -29,12 +29,11 @@ from autotune.runtime.decoder import Decoder
 from autotune.serving import comparison, prices
 from autotune.serving.client import EngineClient
 from autotune.serving.server import SPECULATION, ServerOptions
-from autotune.trees.chain import ChainPolicy
-from tests.sample_documents import DEVICE, DRAFT, PROVENANCE, decoding_profile, write_image, write_workload
+from tests.sample_documents import DRAFT, decoding_profile, write_image, write_workload
+from tests.serving.exports import DEPTH, write_export
 from tests.serving.small_engine import SmallEngine, running
 from tests.tiny_models import Pair
 
-DEPTH = 3
 SETTINGS = VllmSettings(method="draft_model", model="draft", num_speculative_tokens=DEPTH).model_dump(exclude_none=True)
 COMMAND = shlex.join(["vllm", "serve", "served", SPECULATION, json.dumps(SETTINGS)])
 
@@ -45,7 +44,7 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serving")
     target, draft = (reference(str(path)) for path in (pair.target_folder, pair.draft_folder))
     decoding_profile(target, draft).save(folder / "profile.json")
-    write_export(folder / "exports" / "vllm", "vllm", target, draft, SETTINGS)
+    write_export(folder / "exports" / "vllm", "vllm", target, draft, SETTINGS, command=COMMAND)
     image = [write_image(folder / "0.png", 0)]
     lines: list[dict[str, Any]] = [
         {"prompt": "Count to ten, then stop.", "task": "count"},
@@ -57,38 +56,6 @@ def world(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sampled = {"prompt": "Count.", "split": "evaluate", "temperature": 0.7}
     write_workload(folder, [sampled], name="sampled.jsonl")
     return folder
-
-
-def write_export(folder: Path, engine: str, target: Any, draft: Any, settings: dict[str, Any], **fields: Any) -> None:
-    predicted = Predicted(speedup=2.0, ms_per_token=1.0, tokens_per_round=2.0)
-    variant = Variant(
-        name="chain",
-        label="chain",
-        tree=ChainPolicy(depth=DEPTH),
-        predicted=predicted,
-        slowdown=0.0,
-        file="settings.json",
-        settings=settings,
-        command=COMMAND,
-    )
-    known: dict[str, Any] = {
-        "provenance": PROVENANCE,
-        "engine": engine,
-        "engine_version": {"vllm": "0.32.0", "sglang": "0.5.23"}[engine],
-        "profile": "profile.json",
-        "study": str(folder / "study"),
-        "target": target,
-        "draft": draft,
-        "kind": "independent",
-        "point": 0,
-        "workload": "by hand",
-        "hardware": DEVICE,
-        "tuned": predicted,
-        "variants": [variant],
-        "lossless": "yes",
-        "notes": [],
-    }
-    Export(**{**known, **fields}).save(folder / EXPORT)
 
 
 def engine_of(
@@ -180,7 +147,7 @@ def test_an_engine_of_sglang_is_known_by_its_metrics(world: Path, pair: Pair, tm
         speculative_num_draft_tokens=DEPTH + 1,
     ).model_dump(exclude_none=True)
     draft = reference(choice.id)
-    write_export(tmp_path, "sglang", profile.target, draft, settings)
+    write_export(tmp_path, "sglang", profile.target, draft, settings, command=COMMAND)
     words = [
         str(world / "profile.json"),
         "--workload",
@@ -316,7 +283,7 @@ def test_profiles_and_exports_that_do_not_fit(world: Path, address: str, tmp_pat
         target = profile.target if name != "target" else DRAFT
         changed = draft if name != "draft" else draft.model_copy(update={"sha256": "0" * 64})
         engine = "sglang" if name == "sglang" else "vllm"
-        write_export(tmp_path / name, engine, target, changed, settings)
+        write_export(tmp_path / name, engine, target, changed, settings, command=COMMAND)
         assert_refused(bench(world, address, "--export", tmp_path / name), *messages)
 
 
