@@ -156,7 +156,8 @@ class Recorder:
             if part is None:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
                 inputs = prompt.inputs(self.processor, draft.device)
-                reading = self.reading(prompt, inputs, answer, draft.aux_layers) if draft.aux_layers else None
+                may_be_kept = bool(draft.aux_layers) and not draft.reads_target_cache
+                reading = self.reading(prompt, inputs, answer, draft.aux_layers) if may_be_kept else None
                 with _showing(draft, visual_input):
                     part = record_forest(
                         self.target,
@@ -314,7 +315,7 @@ def record_forest(
     shares_tokens: bool = True,
 ) -> RecordedPrompt:
     """The forest along one answer of the target to which the draft is attached. Without a ``reading`` the target is run for
-    the layers that the draft reads.
+    the layers that the draft reads. A draft that reads the target's cache needs that run, which fills it.
 
     Args:
         sampler: that of a sampled answer, to which the proposals of a draft with a model are coupled.

@@ -32,6 +32,7 @@ from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.attention import choose_attention
@@ -209,9 +210,9 @@ def _prefill_cost(samples: PrefillSamples, unit_ms: float) -> PrefillCost:
     return fit_prefill([(num_tokens, num_images, unit_ms * duration) for num_tokens, num_images, duration in samples])
 
 
-def shape_of(model: TreeModel | FeatureDraft | RetrievalDraft) -> ModelShape:
-    """The shape of a loaded model, for roofline estimates. A draft that reads features shares its target's head; retrieval
-    has no forward passes.
+def shape_of(model: TreeModel | FeatureDraft | Gemma4AssistantDraft | RetrievalDraft) -> ModelShape:
+    """The shape of a loaded model, for roofline estimates. A draft that reads features shares its target's head; an assistant
+    reads keys and values of its target; retrieval has no forward passes.
     """
     if isinstance(model, RetrievalDraft):
         return ModelShape(
@@ -233,6 +234,15 @@ def shape_of(model: TreeModel | FeatureDraft | RetrievalDraft) -> ModelShape:
             bytes_per_parameter=model.dtype.itemsize,
             crossing_share=model.network.crossing_share,
             block_tokens=model.num_block_tokens,
+        )
+    if isinstance(model, Gemma4AssistantDraft):
+        return ModelShape(
+            num_layers=model.config.num_hidden_layers,
+            hidden_size=model.config.hidden_size,
+            text_parameters=model.step_parameters,
+            vision_parameters=0,
+            kv_bytes_per_token=model.kv_bytes_read_per_token,
+            bytes_per_parameter=model.dtype.itemsize,
         )
     text, config = model.text, model.text.config
     whole = unquantized(model.model)

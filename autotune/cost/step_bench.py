@@ -87,8 +87,8 @@ class StepBench:
         return request.stats.verify_ms
 
     def draft_first_ms(self, tokens: int, kv_length: int) -> float:
-        """The draft's first forward, which reads ``tokens`` committed tokens and proposes after the last of them."""
-        self.draft.prepare_step(kv_length, num_pending=tokens)
+        """The draft's first forward after a round that committed ``tokens`` tokens; it proposes after the last of them."""
+        self.draft.prepare_step(kv_length, num_pending=self.draft.num_pending_after(tokens))
         _plant_star(self.tree, 0)
         return self._propose_ms(np.array([ROOT]))
 
@@ -113,7 +113,8 @@ class StepBench:
     def _drafting_ms(self, device_round: DeviceRound | None, num_pending: int, kv_length: int) -> float:
         assert device_round is not None
         self.decoder.target.cache.length = kv_length
-        device_round.draft.prepare_step(kv_length, num_pending=num_pending)
+        draft = device_round.draft
+        draft.prepare_step(kv_length, num_pending=draft.num_pending_after(num_pending))
         started = now_ms(self.decoder.target.device)
         device_round.prepare_drafting(None)
         return now_ms(self.decoder.target.device) - started

@@ -38,6 +38,7 @@ class CachedDraft(CachedModel):
     sees_images: bool = True
     aux_layers: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
+    reads_target_cache: bool = False
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
     target_vocab_size: int  # known after ``attach``
     drafts_blocks: bool = False
@@ -104,6 +105,10 @@ class CachedDraft(CachedModel):
     @property
     def num_pending(self) -> int:
         return len(self._pending)
+
+    def num_pending_after(self, num_committed: int) -> int:
+        """Largest number of pending tokens after a round that committed ``num_committed``."""
+        return num_committed
 
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
@@ -231,3 +236,12 @@ class CachedDraft(CachedModel):
 def pad_rows(states: Tensor, num_rows: int) -> Tensor:
     """Add rows of zeros up to ``num_rows``."""
     return states if len(states) == num_rows else pad(states, (0, 0, 0, num_rows - len(states)))
+
+
+def table_rows(table: Tensor, indices: Ints | Tensor) -> Tensor:
+    """Rows of a table; a single one, as in a chain, without a gather on the device."""
+    if isinstance(indices, Tensor):
+        return table[indices]
+    if len(indices) == 1:
+        return table.narrow(0, int(indices[0]), 1)
+    return table[to_device(indices, table.device)]

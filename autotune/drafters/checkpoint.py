@@ -17,6 +17,7 @@ from autotune.drafters.dflash_checkpoint import is_dflash, load_dflash
 from autotune.drafters.dream import DreamConfig, DreamNetwork
 from autotune.drafters.eagle3 import is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
+from autotune.drafters.gemma4_assistant import KIND, Gemma4AssistantDraft, is_assistant, load_assistant
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.mtp import MtpConfig, load_mtp
 from autotune.drafters.mtp_checkpoint import load_own_mtp
@@ -43,7 +44,7 @@ NETWORKS: dict[str, Callable[[Any], BlocksNetwork]] = {
     "specvlm": SpecVlmNetwork,
 }
 
-ModelDraft = IndependentDraft | FeatureDraft
+ModelDraft = IndependentDraft | FeatureDraft | Gemma4AssistantDraft
 """Drafts that run a model."""
 LoadedDraft = ModelDraft | RetrievalDraft
 """Result of ``load_draft``."""
@@ -71,8 +72,8 @@ def save_draft(network: BlocksNetwork, folder: Path) -> None:
     network.config.save(folder / CONFIG)
 
 
-def draft_folder(name: str) -> Path | None:
-    """The folder of a draft that reads features; None for a Hugging Face model, which drafts independently.
+def read_config(name: str) -> tuple[Path, dict[str, Any]] | None:
+    """The folder of a draft or Hugging Face model and its ``config.json``; None for an id that is not found.
 
     Raises:
         UserError: no such model.
@@ -85,9 +86,12 @@ def draft_folder(name: str) -> Path | None:
             return None
         if _is_published(read_json(folder / CONFIG)):
             cached_file(name, WEIGHTS)
-    content = read_json(folder / CONFIG)
-    is_autotune_draft = str(content.get("schema", "")).startswith("autotune.draft/")
-    return folder if is_autotune_draft or _is_published(content) else None
+    return folder, read_json(folder / CONFIG)
+
+
+def reads_features(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` describes a draft with a network that reads features."""
+    return str(config.get("schema", "")).startswith("autotune.draft/") or _is_published(config)
 
 
 def _is_published(content: Mapping[str, Any]) -> bool:
@@ -114,8 +118,9 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
 
 
 def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, random_weights: bool = False) -> LoadedDraft:
-    """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, a DFlash draft, any Hugging Face model, which drafts
-    independently, a model followed by ``:mtp`` for the multi-token prediction head of its checkpoint, or ``retrieval``.
+    """Load a draft by name: a folder from ``save_draft``, an EAGLE-3 head, a DFlash draft, an assistant of Gemma 4, any other
+    Hugging Face model, which drafts independently, a model followed by ``:mtp`` for the multi-token prediction head of its
+    checkpoint, or ``retrieval``.
 
     Args:
         subnet: heads, injection layer, vocabulary and operator of the compressor to use. Its share of visual tokens applies later,
@@ -128,10 +133,12 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     """
     subnet = subnet or Subnet()
     is_own_mtp = name.endswith(MTP_SUFFIX)
-    folder = None if name == RETRIEVAL or is_own_mtp else draft_folder(name)
+    found = None if name == RETRIEVAL or is_own_mtp else read_config(name)
+    folder = found[0] if found is not None and reads_features(found[1]) else None
     if folder is None and not is_own_mtp:
+        is_of_target = found is not None and is_assistant(found[1].get("model_type"))
         if subnet.network != Subnet().network:
-            kind = "a retrieval" if name == RETRIEVAL else "an independent"
+            kind = "a retrieval" if name == RETRIEVAL else f"a {KIND}" if is_of_target else "an independent"
             raise UserError(
                 f"{name}: {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
             )
@@ -139,6 +146,8 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
             retrieval = RetrievalDraft()
             retrieval.attach(target)
             return retrieval
+        if is_of_target:
+            return load_assistant(name, target, random_weights=random_weights)
         model = load_model(name, device=str(target.device), random_weights=random_weights)
         return IndependentDraft(model, tokenizer=load_tokenizer(name))
     if folder is None:

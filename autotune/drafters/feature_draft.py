@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.documents.subnet import Operator, Subnet
 from autotune.drafters.blocks import AttentionContext, Crossing
-from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows
+from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows, table_rows
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
@@ -276,7 +276,7 @@ class FeatureDraft(CachedDraft, CachedModel):
             crossing = Crossing(crossing_mask, whole_prefix + first) if self._is_crossing else None
             ids = to_device(step.tokens, self.device)
             context = AttentionContext(mask, self.cache.blocks, prefix + first)
-            states = self._states(ids, features, _rows(self._factors, positions), context, crossing)
+            states = self._states(ids, features, table_rows(self._factors, positions), context, crossing)
             logits = self.logits(states[step.first_logits :])
         self._own[1 + first : 1 + first + count] = states
         return logits
@@ -317,7 +317,7 @@ class FeatureDraft(CachedDraft, CachedModel):
     def _features(self, source: FeatureSource) -> Tensor:
         if isinstance(source, Mapping):
             return self.network.target_features(source)
-        return self.network.own_features(_rows(self._own, source + 1))
+        return self.network.own_features(table_rows(self._own, source + 1))
 
     def _states(
         self, ids: Tensor, features: Tensor, factors: Tensor, context: AttentionContext, crossing: Crossing | None
@@ -368,12 +368,3 @@ class FeatureDraft(CachedDraft, CachedModel):
         rows = to_device(np.array([ROOT, *path]), self.device)
         self._pending += [*(int(token) for token in tree.token[path]), next_token]
         self._pending_features.append({layer: self._target.hidden[layer][rows] for layer in self.aux_layers})
-
-
-def _rows(table: Tensor, indices: Ints | Tensor) -> Tensor:
-    """Rows of a table; a single one, as in a chain, without a gather on the device."""
-    if isinstance(indices, Tensor):
-        return table[indices]
-    if len(indices) == 1:
-        return table.narrow(0, int(indices[0]), 1)
-    return table[to_device(indices, table.device)]

@@ -57,6 +57,7 @@ class RetrievalDraft:
         self.sees_images = False
         self.visual_keep = 1.0  # no effect
         self.aux_layers: tuple[int, ...] = ()
+        self.reads_target_cache = False
         self.mode = EAGER
         self.capture_sizes: tuple[int, ...] = ()  # no effect
         self.device = torch.device("cpu")
@@ -173,6 +174,10 @@ class RetrievalDraft:
         """Remove the request's tokens. The index grows when it must."""
         self._index.truncate(self._request_start)
         self._answer_start = self._index.length
+
+    def num_pending_after(self, num_committed: int) -> int:
+        """See ``CachedDraft``. It has no effect on the time of a lookup."""
+        return num_committed
 
     def prepare_step(self, kv_length: int, *, num_pending: int = 0) -> None:
         """Index a text of ``kv_length`` tokens that repeats itself, so that a timed lookup finds matches. No token is pending."""

@@ -17,6 +17,7 @@ from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.provenance import stamp
 from autotune.documents.published_defaults import COMPARED_DEFAULTS, NAMED
 from autotune.drafters.checkpoint import load_draft
+from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
@@ -259,4 +260,4 @@ def try_assisted(runner: ArmRunner, prompts: Workload) -> tuple[str | None, str 
 def assistant_of(runner: ArmRunner) -> Any | None:
     """The draft as an ``assistant_model`` of Hugging Face's generate; None if the draft is not a whole model."""
     draft = runner.decoder.draft
-    return draft.model if isinstance(draft, IndependentDraft) else None
+    return draft.model if isinstance(draft, IndependentDraft | Gemma4AssistantDraft) else None

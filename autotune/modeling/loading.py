@@ -85,11 +85,15 @@ def reference(name: str) -> ModelReference:
     return ModelReference(id=name, sha256=sha256_of(*sorted(path.glob("*.safetensors")), path / "config.json"))
 
 
-def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) -> Any:
-    """Load a model for inference, in the precision that its config declares.
+def load_model(
+    name: str, *, device: str = "cpu", random_weights: bool = False, dtype: Any = None, is_complete: bool = False
+) -> Any:
+    """Load a model for inference.
 
     Args:
         random_weights: make the weights at random. Only the config is needed, and latency does not depend on weights.
+        dtype: precision; None: that which its config declares.
+        is_complete: refuse a checkpoint that lacks weights, which transformers makes at random.
 
     Raises:
         UserError: transformers cannot load it, it does not fit on the device, or it is quantized and cannot run there.
@@ -113,14 +117,18 @@ def load_model(name: str, *, device: str = "cpu", random_weights: bool = False) 
                     "quantization_config"
                 )
             check_room(device, {"weights": _weight_bytes(factory, config)}, what=name, advice=advice)
-            model = factory.from_config(config, dtype=config.dtype)
+            model = factory.from_config(config, dtype=dtype or config.dtype)
         else:
             weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
             check_room(device, {"weights": weights}, what=name, advice=advice)
             if is_quantized:
                 check_can_run(config, name=name, device=device)
             # Some quantized models cannot be moved, so that they are loaded where they run.
-            model = factory.from_pretrained(source, **({"device_map": {"": device}} if is_quantized else {}))
+            options: dict[str, Any] = {"device_map": {"": device}} if is_quantized else {}
+            options |= {} if dtype is None else {"dtype": dtype}
+            model, info = factory.from_pretrained(source, output_loading_info=True, **options)
+            if is_complete and (missing := sorted(info["missing_keys"])):
+                raise UserError(f"{name}: its checkpoint has no weights {', '.join(missing[:3])}; give the whole checkpoint")
     choose_attention(device)
     return (model if is_quantized else model.to(device)).eval().requires_grad_(False)
 

@@ -56,7 +56,7 @@ _CACHELESS_TYPES = ("moe", "mlp")
 _LAYER_TYPES = frozenset((*_ATTENDING_TYPES, *STATE_TYPES, *_CACHELESS_TYPES))
 _NO_LIMIT = (0.0, math.inf)  # of the time steps of Mamba-2
 # Kernels that take an additive mask. Others take sequence lengths only and would ignore a tree mask.
-_ATTENTION = ("sdpa", "eager")
+MASKED_ATTENTION = ("sdpa", "eager")
 # Rotary frequencies that depend on the sequence length: all nodes of a tree would get those of its deepest node.
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
@@ -205,9 +205,9 @@ def text_model_of(model: Any) -> TextModel:
             f"models of type {model.config.model_type!r} cannot be decoded with trees yet; known: "
             f"{', '.join(KNOWN_VISION_TYPES)}; text only: {', '.join(_KNOWN_TEXT_ONLY_TYPES)}; use one of these"
         )
-    if config._attn_implementation not in _ATTENTION:
+    if config._attn_implementation not in MASKED_ATTENTION:
         raise UserError(
-            f"trees need attention that takes a mask: {' or '.join(_ATTENTION)}; the model runs {config._attn_implementation!r}; "
+            f"trees need attention that takes a mask: {' or '.join(MASKED_ATTENTION)}; the model runs {config._attn_implementation!r}; "
             "load it with attn_implementation='sdpa'"
         )
     layer_types = _layer_types(config)

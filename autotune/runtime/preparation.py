@@ -111,7 +111,7 @@ class Preparer:
 
     def _draft_jobs(self, draft: CachedDraft, point: LoadedPoint, device_round: DeviceRound | None) -> Iterator[Job]:
         policy = point.policy
-        pending = self._sizes(policy.max_depth + 1)  # accepted nodes and the next root
+        pending = self._sizes(draft.num_pending_after(policy.max_depth + 1))  # accepted nodes and the next root
         for length in self._lengths(draft):
             kinds = itertools.product(draft.pruned_lengths(point.visual_keep, length), draft.position_axes)
             for num_pruned, axes in kinds:

@@ -1,0 +1,448 @@
+"""``gemma4_assistant``: the assistants that are published with Gemma 4, text-only and unified.
+
+An assistant is a small Gemma 4 without keys and values of its own: its layers attend to those of the target's last layer of the
+same type. It reads the target's embedding of a token beside the target's last hidden state before it; after a drafted token its
+own output takes the place of that state. All tokens of a round have the position of the root and see what the target has
+cached before it, so that nodes of a tree do not see each other, and a level is a batch of independent rows
+(``SinglePositionMultiTokenCandidateGenerator`` in transformers drafts the same chains).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
+
+from autotune.device import check_room
+from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows, table_rows
+from autotune.drafters.draft import check_vocabulary
+from autotune.errors import UserError
+from autotune.modeling.graph_memory import Outputs
+from autotune.modeling.graph_runner import GraphKey, padded_length, rounded_capacity
+from autotune.modeling.grouped_attention import uncopied_groups
+from autotune.modeling.kv_cache import KVShape
+from autotune.modeling.loading import load_model
+from autotune.modeling.prompt import Prompt
+from autotune.modeling.step import DeviceStep, Step
+from autotune.modeling.text_model import MASKED_ATTENTION, TextModel
+from autotune.modeling.transfer import to_device
+from autotune.modeling.tree_model import DEFAULT_CAPACITY
+from autotune.trees.limits import MAX_STEP
+from autotune.trees.tree import ROOT, Ints, Tree
+
+if TYPE_CHECKING:
+    from autotune.modeling.target import Target
+
+KIND = "gemma4_assistant"
+TARGET_TYPES = ("gemma4_text", "gemma4_unified_text")
+ROWS_AT_ONCE = 16
+"""Rows whose logits of ordered embeddings are computed together: each gathers rows of the output head for itself."""
+
+
+class BorrowedCache:
+    """Stands for the KV cache that an assistant does not have, over the target's. ``length`` counts the tokens up to the root."""
+
+    memory_bytes = 0
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        return int(self._target.cache.capacity)
+
+    def clear(self) -> None:
+        """Forget the request; the target's tokens are its own."""
+        self.length = 0
+
+    release = clear
+
+
+class Gemma4AssistantDraft(CachedDraft):
+    """Drafts with an assistant (see ``Draft``). Of the pending tokens only the root is read, because nothing is cached.
+
+    Pruning visual tokens has no effect, as the keys are the target's.
+
+    Args:
+        model: a Hugging Face model of a type ``gemma4_assistant`` or ``gemma4_unified_assistant``, on any device.
+    """
+
+    kind = KIND
+    sees_images = False  # it has no visual tokens to choose
+    reads_target_cache = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.dtype: torch.dtype = model.dtype
+        self.config = model.config.get_text_config()
+        self.vocab_size: int = self.config.vocab_size
+        self._target: Any = None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def step_parameters(self) -> int:
+        """Parameters that a forward pass of one token reads, without the target's embedding."""
+        head, width = self.model.lm_head.weight.numel(), self.config.hidden_size
+        if self.model.masked_embedding is None:
+            return self.num_parameters
+        config = self.model.config
+        selected = config.centroid_intermediate_top_k * (self.vocab_size // config.num_centroids)
+        return self.num_parameters - head + selected * width
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Nothing is cached."""
+        return 0
+
+    @property
+    def kv_bytes_read_per_token(self) -> int:
+        """Bytes of a token's keys and values that a forward pass reads: every layer reads those of its type."""
+        shapes = [self._shapes[layer_type] for layer_type in self.config.layer_types]
+        return 2 * sum(heads * size for heads, size in shapes) * self.dtype.itemsize
+
+    @property
+    def description(self) -> str:
+        return f"a {self.kind} draft"
+
+    @property
+    def prefix_state(self) -> Ints:
+        """Number of tokens up to the root."""
+        return np.array([self.cache.length])
+
+    @property
+    def mask_value(self) -> float:
+        return float(torch.finfo(self.dtype).min)
+
+    def num_pending_after(self, num_committed: int) -> int:
+        """The root alone."""
+        return min(num_committed, 1)
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def attach(self, target: Target) -> None:
+        """See ``Draft``. The draft uses the target's embedding, and keys and values.
+
+        Raises:
+            UserError: not a Gemma 4 target, or one of other sizes, another vocabulary or another precision.
+        """
+        if self._target is target:
+            return
+        self._check(target)
+        self._target = target
+        self.device, self.target_vocab_size = target.device, target.vocab_size
+        self.model.to(target.device)
+        self.aux_layers = (len(target.text.layers),)
+        self._shapes = {name: _shared_layer(target.text, name)[1] for name in set(self.config.layer_types)}
+        self._layers = {name: _shared_layer(target.text, name)[0] for name in self._shapes}
+        self._embed = target.text.module.get_input_embeddings()
+        self._hidden = torch.zeros(0, self.model.config.backbone_hidden_size, dtype=self.dtype, device=self.device)
+        self.cache = BorrowedCache(target)
+        self._allocate(DEFAULT_CAPACITY)
+
+    def _check(self, target: Target) -> None:
+        text, config = target.text, self.config
+        if text.config.model_type not in TARGET_TYPES:
+            raise UserError(
+                f"a {self.kind} draft attends to the keys and values of a Gemma 4 target; this target is of type "
+                f"{text.config.model_type}; use another draft"
+            )
+        if config._attn_implementation not in MASKED_ATTENTION:
+            raise UserError(
+                f"an assistant needs attention that takes a mask: {' or '.join(MASKED_ATTENTION)}; it runs "
+                f"{config._attn_implementation!r}; load it with attn_implementation='sdpa'"
+            )
+        differences = [("hidden_size", self.model.config.backbone_hidden_size, text.config.hidden_size)]
+        for number, layer_type in enumerate(config.layer_types):
+            ours = config.per_layer_config[number]
+            heads, size = _shared_layer(text, layer_type)[1]
+            differences.append((f"{layer_type} KV heads", ours.num_key_value_heads, heads))
+            differences.append((f"{layer_type} head size", ours.head_dim, size))
+        for name, for_ours, theirs in differences:
+            if for_ours != theirs:
+                raise UserError(
+                    f"this {self.kind} draft was made for a target with {name} {for_ours}; this one has {theirs}; use a draft "
+                    "made for this target"
+                )
+        check_vocabulary(target, self.vocab_size)
+        if self.dtype != target.dtype:
+            raise UserError(
+                f"an assistant reads the target's states as they are, so both have one precision; the target's is "
+                f"{target.dtype}, the assistant's {self.dtype}; load it with dtype={target.dtype}"
+            )
+
+    def use_mode(self, name: str) -> None:
+        super().use_mode(name)
+        if self.graph_runner is not None:  # its captures refer to the memory of the target's cache
+            self._target.readers.add(self.graph_runner)
+
+    def _allocate(self, capacity: int) -> None:
+        """Make room for the states of ``capacity`` tokens of one round."""
+        width = self._hidden.shape[1]
+        # Of the root and the tokens evaluated since: the state that a child reads, and what the token sees of the target.
+        self._hidden = torch.zeros(1 + capacity, width, dtype=self.dtype, device=self.device)
+        self._num_visible = np.zeros(1 + capacity, np.int64)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Forget the request, and make room for the states of ``num_tokens`` tokens.
+
+        Raises:
+            UserError: not enough memory.
+        """
+        if num_tokens >= len(self._hidden):
+            capacity = rounded_capacity(num_tokens)
+            needs = {"states": capacity * self._hidden.shape[1] * self.dtype.itemsize}
+            what, advice = f"a tree of {num_tokens} tokens", "draft smaller trees"
+            check_room(self.device, needs, what=what, advice=advice)
+            for runner in self.readers:
+                runner.reset()
+            self._allocate(capacity)
+        self.cache.clear()
+        self.begin_round()
+
+    def prompts(self, inputs: dict[str, Any], target_prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        return target_prompts
+
+    def prefill(self, prompt: Prompt, visual_scores: Tensor | None, *, capacity: int) -> None:
+        """See ``Draft``. The target must have prefilled the same prompt just before."""
+        self.reserve(max(capacity - len(prompt), MAX_STEP))
+        self._pending = []
+        self.cache.length = len(prompt)
+
+    def _append(self, token: int) -> None:
+        self._set_root(token, len(self._pending), self._target.hidden[self.aux_layers[0]][-1:])
+
+    def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
+        last = int(path[-1]) if len(path) else ROOT
+        hidden = self._target.hidden[self.aux_layers[0]]
+        self._set_root(next_token, len(self._pending) + len(path), hidden[last : last + 1])
+
+    def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
+        (rows,) = hidden
+        # A copy, because outputs of captured work are overwritten (``CapturedForward``).
+        self._set_root(next_token, len(self._pending) + len(path), rows[len(path) : len(path) + 1].clone())
+
+    def _set_root(self, token: int, num_tokens: int, hidden: Tensor) -> None:
+        """Make ``token`` the root, ``num_tokens`` after those counted so far. ``hidden`` is the target's state before it, [1, hidden]."""
+        self.cache.length += num_tokens
+        self._pending, self._root_hidden = [token], hidden
+
+    def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
+        super().prepare_step(kv_length, num_pending=num_pending)
+        self._num_visible[:] = kv_length
+        self._root_hidden = self._hidden.new_zeros(num_pending, self._hidden.shape[1])
+
+    def _pending_hidden(self) -> Mapping[int, Tensor]:
+        return {self.aux_layers[0]: self._root_hidden}
+
+    def _commit_pending(self, count: int) -> None:
+        self._hidden[0], self._num_visible[0] = self._hidden[count], self._num_visible[count]
+        self.cache.length += count
+
+    def _commit_pending_on_device(self, count: Tensor) -> None:
+        self._hidden[:1] = self._hidden[count]
+
+    # -------------------------------------------------------------------------------------------------- forward passes
+
+    def forward(self, step: Step, source: FeatureSource) -> Tensor:
+        """See ``CachedDraft``. Committed tokens see what the target has cached before them, drafted ones what their parents see;
+        the mask of the step is that of drafts with a cache.
+        """
+        count, first = len(step.tokens), step.num_uncommitted
+        if isinstance(source, Mapping):
+            num_visible = self.cache.length + step.offsets
+        else:
+            num_visible = self._num_visible[np.asarray(source) + 1]
+            num_visible = np.pad(num_visible, (0, count - len(num_visible)), mode="edge")
+        hidden = pad_rows(self._features(source), count)
+        if self.graph_runner is not None:
+            key = GraphKey(count, padded_length(int(num_visible.max()), self.cache.capacity))
+            integers, columns = np.stack([step.tokens, num_visible]), np.arange(key.padded_kv_length)
+            inputs: dict[str, Any] = {"integers": integers, "columns": columns, "hidden": hidden}
+            outputs = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
+            own, logits = (output.clone() for output in outputs)
+            logits = logits[step.first_logits :]
+        else:
+            states = self._states(to_device(step.tokens, self.device), hidden, *self._visible(num_visible))
+            own, logits = self.model.post_projection(states), self._logits(states[step.first_logits :])
+        rows = slice(1 + first, 1 + first + count)
+        self._hidden[rows], self._num_visible[rows] = own, num_visible
+        return logits
+
+    def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
+        assert self.graph_runner is not None
+        count, first = len(step.tokens), len(step.column_offsets) - len(step.tokens)
+        last = step.prefix_state[:1] - 1  # the root ends the prefix of drafted tokens
+        num_visible = step.prefix_state[0] + step.offsets if isinstance(source, Mapping) else last.expand(count)
+        inputs = {
+            "integers": torch.stack([step.tokens, num_visible]),
+            "columns": torch.arange(step.padded_kv_length, device=self.device),
+            "hidden": self._features(source),
+        }
+        if self.graph_runner.mode == "cuda-graph":  # a part of what is captured
+            own, logits = self._forward_over_buffers(inputs)
+        else:
+            key = GraphKey(count, step.padded_kv_length)
+            own, logits = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
+        self._hidden[1 + first : 1 + first + count] = own
+        return logits
+
+    def _features(self, source: FeatureSource) -> Tensor:
+        """States [n, hidden] that tokens are read with."""
+        if isinstance(source, Mapping):
+            return source[self.aux_layers[0]]
+        return table_rows(self._hidden, source + 1)
+
+    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
+        ids, num_visible = inputs["integers"]
+        columns = inputs["columns"]
+        keys_values = {name: self._keys_values(name, 0, len(columns)) for name in self._shapes}
+        masks = {name: self._mask(columns, num_visible, self._reach(name)) for name in self._shapes}
+        states = self._states(ids, inputs["hidden"], num_visible, keys_values, masks)
+        return self.model.post_projection(states), self._logits(states)
+
+    def _visible(self, num_visible: Ints) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]], dict[str, Tensor | None]]:
+        """Positions of the tokens, and by layer type the keys and values of the target and the mask over them."""
+        least, most, count = int(num_visible.min()), int(num_visible.max()), len(num_visible)
+        positions = to_device(num_visible, self.device)
+        keys_values: dict[str, tuple[Tensor, Tensor]] = {}
+        masks: dict[str, Tensor | None] = {}
+        for name in self._shapes:
+            reach = self._reach(name)
+            begin = 0 if reach is None else max(0, least - reach)
+            keys_values[name] = self._keys_values(name, begin, most)
+            if count == 1:
+                masks[name] = None
+            elif least == most:  # a level sees one slice of the cache
+                masks[name] = torch.zeros(1, dtype=self.dtype, device=self.device).expand(1, 1, count, most - begin)
+            else:
+                masks[name] = self._mask(torch.arange(begin, most, device=self.device), positions, reach)
+        return positions, keys_values, masks
+
+    def _reach(self, layer_type: str) -> int | None:
+        """How many tokens before the root a layer sees; None for all. transformers' mask over another model's keys counts a
+        window from the last of them, which it includes.
+        """
+        return self.config.sliding_window + 1 if layer_type == "sliding_attention" else None
+
+    def _mask(self, columns: Tensor, num_visible: Tensor, reach: int | None) -> Tensor:
+        """Additive mask [1, 1, n, columns] of tokens that see ``num_visible`` [n] tokens of the target, as far as they reach."""
+        is_hidden = columns >= num_visible[:, None]
+        if reach is not None:
+            is_hidden = is_hidden | (columns < num_visible[:, None] - reach)
+        mask = torch.zeros(is_hidden.shape, dtype=self.dtype, device=columns.device)
+        return mask.masked_fill(is_hidden, self.mask_value)[None, None]
+
+    def _keys_values(self, layer_type: str, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """The target's keys and values of a type of layer, [1, heads, end - begin, size] each."""
+        layer = self._target.cache.layers[self._layers[layer_type]]
+        return layer.keys[:, :, begin:end].to(self.device), layer.values[:, :, begin:end].to(self.device)
+
+    def _states(
+        self,
+        ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        keys_values: Mapping[str, tuple[Tensor, Tensor]],
+        masks: Mapping[str, Tensor | None],
+    ) -> Tensor:
+        """Outputs of the assistant's last layer for n tokens, [n, assistant's hidden size]."""
+        rows = self.model.pre_projection(torch.cat([self._embed(ids), hidden], -1))
+        with uncopied_groups(self.config):
+            out = self.model.model(
+                inputs_embeds=rows[None],
+                attention_mask=dict(masks),
+                position_ids=positions[None],
+                shared_kv_states=dict(keys_values),
+                use_cache=False,
+                logits_to_keep=None,  # no number: transformers would cut the embeddings of every layer, which are missing
+            )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Logits [n, vocabulary]. Of ordered embeddings, those of the tokens of the best centroids; the others have -inf, where
+        transformers has a value that depends on the other rows of the batch.
+        """
+        if (embedder := self.model.masked_embedding) is None:
+            return self.model.lm_head(states)  # type: ignore[no-any-return]
+        tokens_of = embedder.token_ordering.view(embedder.num_centroids, -1)
+        parts = []
+        for part in states.split(ROWS_AT_ONCE):
+            best = embedder.centroids(part).topk(embedder.centroid_intermediate_top_k).indices
+            tokens = tokens_of[best].flatten(1)  # [n, selected]
+            logits = (self.model.lm_head.weight[tokens] @ part[..., None]).squeeze(-1)
+            parts.append(logits.new_full((len(part), self.vocab_size), -torch.inf).scatter(1, tokens, logits))
+        return torch.cat(parts)
+
+
+def is_assistant(model_type: str | None) -> bool:
+    """Whether models of this type are assistants."""
+    return model_type in ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+def load_assistant(name: str, target: Target, *, random_weights: bool = False) -> Gemma4AssistantDraft:
+    """Load an assistant in its target's precision.
+
+    Args:
+        random_weights: as in ``load_model``.
+
+    Raises:
+        UserError: as of ``load_model`` and ``attach``, or a checkpoint that lacks weights.
+    """
+    with keys_of_another_model():
+        model = load_model(
+            name, device=str(target.device), random_weights=random_weights, dtype=target.dtype, is_complete=True
+        )
+    draft = Gemma4AssistantDraft(model)
+    draft.attach(target)
+    return draft
+
+
+@contextmanager
+def keys_of_another_model() -> Iterator[None]:
+    """Within the context, transformers builds assistants. Release 5.23 looks for the layers that compute keys and values among
+    the assistant's own, of which there are none, and raises.
+    """
+    configs: tuple[Any, ...] = (Gemma4TextConfig, Gemma4UnifiedTextConfig)
+    originals = [config.kv_sharing_modes for config in configs]
+
+    def modes_by(original: Any) -> Any:
+        def modes(config: Any) -> list[str | None]:
+            if config.num_kv_shared_layers == config.num_hidden_layers:
+                return ["reuse"] * config.num_hidden_layers
+            return original.fget(config)  # type: ignore[no-any-return]
+
+        return property(modes)
+
+    for config, original in zip(configs, originals, strict=True):
+        config.kv_sharing_modes = modes_by(original)
+    try:
+        yield
+    finally:
+        for config, original in zip(configs, originals, strict=True):
+            config.kv_sharing_modes = original
+
+
+def _shared_layer(text: TextModel, layer_type: str) -> tuple[int, KVShape]:
+    """The target's last layer of a type that caches keys and values, which later layers and assistants read, and its shape.
+
+    Raises:
+        UserError: there is none.
+    """
+    for number in reversed(text.attending_layers):
+        shape = text.kv_shapes[number]
+        if text.layer_types[number] == layer_type and shape is not None:
+            return number, shape
+    raise UserError(
+        f"an assistant with layers of type {layer_type} reads keys and values of such a layer; this target has none; use a draft "
+        "made for this target"
+    )
