@@ -141,7 +141,9 @@ def agreeing_assistant(target: Target, prompts: Sequence[Inputs], num_tokens: in
     seen = torch.stack(states)
     for part, wanted in ((assistant.lm_head, logits), (assistant.post_projection, hidden)):
         # A small ridge keeps the logits of other states moderate.
-        part.weight.copy_(torch.linalg.solve(seen.T @ seen + 0.02 * torch.eye(seen.shape[1]), seen.T @ torch.stack(wanted)).T)
+        part.weight.copy_(
+            torch.linalg.solve(seen.T @ seen + 0.02 * torch.eye(seen.shape[1]), seen.T @ torch.stack(wanted)).T
+        )
     draft = Gemma4AssistantDraft(assistant)
     draft.attach(target)
     return draft

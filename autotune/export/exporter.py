@@ -35,6 +35,8 @@ ENGINES: dict[str, Engine] = {
     "llama.cpp": LlamaCpp(),
     "transformers": Transformers(),
 }
+UNCHECKED = ("gemma4_assistant",)
+"""Draft kinds that some engines serve, with settings of which none were checked."""
 
 
 def export_profile(
@@ -200,6 +202,11 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: s
         advice = f"search again with a kind that it serves: {' or '.join(methods)}"
     if draft not in kinds:
         raise UserError(f"--draft {draft}: {documents.folder} has traces of {', '.join(recorded)}; {advice}")
+    if kinds[draft] in UNCHECKED:
+        raise UserError(
+            f"{draft} is a draft of kind {kinds[draft]}, and no settings of {engine} for this kind have been checked, so that none are "
+            f"exported; {advice}"
+        )
     if kinds[draft] not in methods:
         raise UserError(f"{engine} cannot serve {draft}, a draft of kind {kinds[draft]}; {advice}")
     return kinds[draft]

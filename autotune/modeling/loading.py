@@ -128,7 +128,9 @@ def load_model(
             options |= {} if dtype is None else {"dtype": dtype}
             model, info = factory.from_pretrained(source, output_loading_info=True, **options)
             if is_complete and (missing := sorted(info["missing_keys"])):
-                raise UserError(f"{name}: its checkpoint has no weights {', '.join(missing[:3])}; give the whole checkpoint")
+                raise UserError(
+                    f"{name}: its checkpoint has no weights {', '.join(missing[:3])}; give the whole checkpoint"
+                )
     choose_attention(device)
     return (model if is_quantized else model.to(device)).eval().requires_grad_(False)
 
@@ -136,11 +138,14 @@ def load_model(
 @contextmanager
 def _load_errors(name: str) -> Iterator[None]:
     """Turn errors of transformers into one line."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
         raise UserError(
-            f"{name}: transformers cannot load it ({str(error).strip().splitlines()[0]}); check the name or path"
+            f"{name}: transformers cannot load it ({str(reason).strip().splitlines()[0]}); check the name or path"
         ) from None
 
 
