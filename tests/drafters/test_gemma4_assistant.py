@@ -37,6 +37,7 @@ from autotune.search.space import load_space
 from autotune.search.traces import record_trace
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
+from autotune.trees.priced import MAX_MATCH, identity_curves
 from autotune.trees.tree import Tree
 from autotune.workloads.workload import load_workload
 from tests.assistants import Stock, agreeing_assistant, new_assistant
@@ -45,6 +46,8 @@ from tests.families import FAMILIES, Inputs, load, load_processor, random_inputs
 from tests.obvious import tokens_to
 from tests.rehearsal import Rehearsal
 from tests.runtime.test_device_rounds import SETTINGS, TREES, assert_same, led_by_host, two_decoders
+from tests.runtime.test_families import NUM_NIGHTLY_PROMPTS
+from tests.runtime.test_families import TREES as RANDOM_TREES
 from tests.sample_documents import decoding_profile, free_prices, write_workload
 from tests.tiny_models import Pair, inputs_on
 
@@ -57,13 +60,19 @@ class Member:
     """A target of a family, and a prompt of every kind."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        family = FAMILIES[name]
-        save(family, folder)
+        self.family = FAMILIES[name]
+        save(self.family, folder)
         self.folder = folder / "target"
         self.model = load(self.folder)
-        processor, rng = load_processor(family, self.folder), np.random.default_rng(4)
-        sights = (None, *family.sees)
-        self.prompts = {str(sight): random_inputs(family, processor, rng, sight=sight) for sight in sights}
+        self.processor = load_processor(self.family, self.folder)
+        self.prompts = {str(sight): self.prompt(np.random.default_rng(4), sight) for sight in self.sights}
+
+    @property
+    def sights(self) -> list[str | None]:
+        return [None, *self.family.sees]
+
+    def prompt(self, rng: np.random.Generator, sight: str | None) -> Inputs:
+        return random_inputs(self.family, self.processor, rng, sight=sight)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -126,6 +135,46 @@ def test_decoding_is_lossless_and_replayed(member: Member) -> None:
     for inputs in member.prompts.values():
         stats = Decoder(target, draft, tree=TREE).generate(**inputs, max_new_tokens=16).stats
         assert stats.tokens_per_round > 1.5
+
+
+@pytest.mark.nightly
+def test_decoding_changes_no_token_of_many_prompts(member: Member) -> None:
+    """Random prompts with every sight in turn and random trees: greedy output equals that of ``model.generate``, sampled output that
+    of plain decoding. The assistant is fitted to every prompt anew, so that it is right now and then.
+    """
+    rng, num_accepted = np.random.default_rng(1), 0
+    for number in range(NUM_NIGHTLY_PROMPTS):
+        target = Target(load(member.folder, attention=("sdpa", "eager")[number % 2]))
+        inputs = member.prompt(rng, member.sights[number % len(member.sights)])
+        draft = agreeing_assistant(target, [inputs], 12)
+        options = {"capture_sizes": [(), (4, 9, 33)][int(rng.integers(2))]}
+        options["mode"] = ("eager", "fixed")[int(rng.integers(2))]
+        decoder = Decoder(target, draft, tree=RANDOM_TREES[int(rng.integers(len(RANDOM_TREES)))], **options)
+        length = inputs["input_ids"].shape[1]
+        out = decoder.generate(**inputs, max_new_tokens=12)
+        assert out.sequences[0, length:].tolist() == greedy(target.model, inputs, 12), (number, options)
+        sampled = {"max_new_tokens": 12, "temperature": 1.0, "seed": int(rng.integers(1000))}
+        found, alone = decoder.generate(**inputs, **sampled), Decoder(target).generate(**inputs, **sampled)
+        assert torch.equal(found.sequences, alone.sequences), (number, options, sampled)
+        num_accepted += sum(out.stats.accepted_lengths) + sum(found.stats.accepted_lengths)
+    assert num_accepted > 4 * NUM_NIGHTLY_PROMPTS
+
+
+def test_rounds_without_the_draft_are_committed(text: Member) -> None:
+    """The second time, a prompt is answered by rounds that retrieve its answer and ask the assistant for nothing."""
+    found = {"curves": identity_curves().tolist(), "retrieved": [[0.9] * MAX_MATCH] * 2, "num_tokens": 1}
+    found |= {"draft": "", "draft_sha256": "", "workload_sha256": "", "log_loss": 0.1, "raw_log_loss": 0.1}
+    tree = {"policy": "priced", "retrieval": True, "draft_free": 0.8, "calibration": found}
+    target, forwards = Target(text.model), []
+    draft = agreeing_assistant(target, [text.prompts["None"]], 12)
+    decoder = Decoder(target, draft, tree=tree, corpus_tokens=500)
+    for _ in range(2):
+        output = decoder.generate(**text.prompts["None"], max_new_tokens=40, temperature=1.0)
+        assert draft.length == target.length, "the draft counts what the target has cached"
+        expected = Decoder(target).generate(**text.prompts["None"], max_new_tokens=40, temperature=1.0)
+        assert torch.equal(output.sequences, expected.sequences)
+        forwards.append(output.stats.draft_forwards)
+    assert 0 < forwards[1] < forwards[0] / 2
 
 
 # ------------------------------------------------------------------------------------------------- rounds and captures
@@ -212,7 +261,7 @@ def test_a_search_prices_replays_and_loads_it(text: Member, tmp_path: Path) -> N
     """One variant; the rounds of its trace are those of the decoder of a profile, and a table has its costs."""
     lines = [{"prompt": "What is shown in this image?", "split": "tune", "max_new_tokens": 12}] * 2
     workload = load_workload(str(write_workload(tmp_path, lines)), "tune")
-    inputs = workload.prompts[0].inputs(load_processor(FAMILIES["gemma4_text"], text.folder))
+    inputs = workload.prompts[0].inputs(text.processor)
     agreeing_assistant(Target(text.model), [inputs], 12).model.save_pretrained(tmp_path / "draft")
     own = reference(str(tmp_path / "draft"))
     pool = ModelPool(str(text.folder), [own.id], "cpu")
