@@ -17,7 +17,7 @@ from autotune.drafters.dflash_checkpoint import is_dflash, load_dflash
 from autotune.drafters.dream import DreamConfig, DreamNetwork
 from autotune.drafters.eagle3 import is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.gemma4_assistant import KIND, Gemma4AssistantDraft, is_assistant, load_assistant
+from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft, load_assistant
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.mtp import MtpConfig, load_mtp
 from autotune.drafters.mtp_checkpoint import load_own_mtp
@@ -27,7 +27,15 @@ from autotune.drafters.specvlm import SpecVlmConfig, SpecVlmNetwork
 from autotune.drafters.star import StarConfig, StarNetwork
 from autotune.errors import UserError
 from autotune.files import parse_kind, read_json
-from autotune.modeling.loading import MTP_SUFFIX, RETRIEVAL, load_model, load_tokenizer, resolve
+from autotune.modeling.loading import (
+    GEMMA4_ASSISTANT,
+    MTP_SUFFIX,
+    RETRIEVAL,
+    is_assistant,
+    load_model,
+    load_tokenizer,
+    resolve,
+)
 from autotune.modeling.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -138,7 +146,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     if folder is None and not is_own_mtp:
         is_of_target = found is not None and is_assistant(found[1].get("model_type"))
         if subnet.network != Subnet().network:
-            kind = "a retrieval" if name == RETRIEVAL else f"a {KIND}" if is_of_target else "an independent"
+            kind = "a retrieval" if name == RETRIEVAL else f"a {GEMMA4_ASSISTANT}" if is_of_target else "an independent"
             raise UserError(
                 f"{name}: {kind} draft has no subnets; leave heads, injection_layer, operator and vocabulary out"
             )

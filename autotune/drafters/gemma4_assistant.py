@@ -26,7 +26,7 @@ from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, padded_length, rounded_capacity
 from autotune.modeling.grouped_attention import uncopied_groups
 from autotune.modeling.kv_cache import KVShape
-from autotune.modeling.loading import load_model
+from autotune.modeling.loading import GEMMA4_ASSISTANT, load_model
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.text_model import MASKED_ATTENTION, TextModel
@@ -38,7 +38,6 @@ from autotune.trees.tree import ROOT, Ints, Tree
 if TYPE_CHECKING:
     from autotune.modeling.target import Target
 
-KIND = "gemma4_assistant"
 TARGET_TYPES = ("gemma4_text", "gemma4_unified_text")
 ROWS_AT_ONCE = 16
 """Rows whose logits of ordered embeddings are computed together: each gathers rows of the output head for itself."""
@@ -73,7 +72,7 @@ class Gemma4AssistantDraft(CachedDraft):
         model: a Hugging Face model of a type ``gemma4_assistant`` or ``gemma4_unified_assistant``, on any device.
     """
 
-    kind = KIND
+    kind = GEMMA4_ASSISTANT
     sees_images = False  # it has no visual tokens to choose
     reads_target_cache = True
 
@@ -382,11 +381,6 @@ class Gemma4AssistantDraft(CachedDraft):
             logits = (self.model.lm_head.weight[tokens] @ part[..., None]).squeeze(-1)
             parts.append(logits.new_full((len(part), self.vocab_size), -torch.inf).scatter(1, tokens, logits))
         return torch.cat(parts)
-
-
-def is_assistant(model_type: str | None) -> bool:
-    """Whether models of this type are assistants."""
-    return model_type in ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def load_assistant(name: str, target: Target, *, random_weights: bool = False) -> Gemma4AssistantDraft:

@@ -20,6 +20,8 @@ RETRIEVAL = "retrieval"
 """Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
 MTP_SUFFIX = ":mtp"
 """Ends the name of a draft that is the multi-token prediction head of a target's own checkpoint: ``FOLDER:mtp``."""
+GEMMA4_ASSISTANT = "gemma4_assistant"
+"""Kind of the drafts that are published with Gemma 4."""
 DEFAULT_DRAFTS = (*BUNDLED_DRAFTS, RETRIEVAL)
 DEFAULT_PAIR = BUNDLED_TARGET.partition("/")[0]
 OTHER_PAIRS = ("code",)
@@ -73,6 +75,11 @@ def resolve(name: str) -> str:
     ):
         raise UserError(f"{name}: no such model; {nearest(name, bundled)}")
     return name
+
+
+def is_assistant(model_type: str | None) -> bool:
+    """Whether models of this type are assistants of Gemma 4."""
+    return model_type in ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def reference(name: str) -> ModelReference:

@@ -8,10 +8,11 @@ from typing import Any
 from autotune.documents.condition import Condition, Range, context_group
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.draft import Draft
-from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft, is_assistant
+from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
 from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.fallback import Fallback, RoundPrice
