@@ -24,7 +24,7 @@ from autotune.export.tensorrt_llm import TensorRtLlm
 from autotune.export.transformers import Transformers
 from autotune.export.vllm import Vllm
 from autotune.files import require_writable
-from autotune.modeling.loading import GEMMA4_ASSISTANT, bundled_models, is_assistant
+from autotune.modeling.loading import GEMMA4_ASSISTANT, bundled_models
 from autotune.study.folder import points_of_bands
 from autotune.trees.chain import ChainPolicy
 
@@ -196,8 +196,6 @@ def _served_kind(documents: SearchDocuments, profile: DecodingProfile, engine: s
     """
     methods, recorded = ENGINES[engine].methods, documents.draft_kinds
     kinds = recorded | {point.draft.id: point.draft.kind for point in profile.points if point.draft is not None}
-    if (files := find_model(draft)) is not None and is_assistant(files.config.get("model_type")) and draft in kinds:
-        kinds[draft] = GEMMA4_ASSISTANT  # traces do not tell
     if served := [name for name in recorded if kinds[name] in methods]:
         advice = f"export a recorded one: --draft {' or '.join(served)}"
     else:
