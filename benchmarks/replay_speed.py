@@ -1,9 +1,10 @@
 """Measures how many configurations one core replays per second, by tree policy, and how much faster that is than decoding.
 
 Records a trace of the bundled pair with all nodes of WETAP's widest trees, then times replays on one thread: the published
-default of each policy, and configurations spread over the ``quick`` space. Takes about 5 minutes, of which recording is 3.
+default of each policy, and configurations spread over the ``quick`` space. Replays are timed by the CPU time of their thread, which
+other processes change less than the wall clock. Takes about 5 minutes, of which recording is 3.
 
-    python benchmarks/replay_speed.py [--prompts 64] [--configurations 40] [--folder .autotune/replay-speed]
+    python benchmarks/replay_speed.py [--prompts 64] [--configurations 40] [--policy priced] [--folder .autotune/replay-speed]
 """
 
 from __future__ import annotations
@@ -44,19 +45,23 @@ DEFAULTS: dict[str, dict[str, object]] = {
 
 
 def prices() -> DensePrices:
-    """Constant prices: looking up a price takes the same time whatever its value."""
+    """Prices in plain steps of about those of the bundled pair on a CPU. Looking up a price takes the same time whatever its value,
+    but the size of ``priced`` trees depends on it.
+    """
     free = PrefillCost(intercept_ms=0.0, per_token_ms=0.0, image_ms=0.0, samples=[])
-    return DensePrices(np.ones(40), *[np.ones((130, 40))] * 3, 16, 0.0, 0.0, 0.0, free)
+    nodes = np.repeat(np.arange(130.0)[:, None], 40, axis=1)
+    draft, verify = 0.15 + 0.01 * nodes, 1.0 + 0.02 * nodes
+    return DensePrices(np.ones(40), draft, draft, verify, 16, 0.0, 0.0, 0.0, free)
 
 
 def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:
-    """Median time of five replays on one thread."""
+    """Median CPU time of five replays on one thread."""
     replay(trace, policy, at)
     samples = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         replay(trace, policy, at)
-        samples.append(1e3 * (time.perf_counter() - started))
+        samples.append(1e3 * (time.thread_time() - started))
     return statistics.median(samples)
 
 
@@ -72,13 +77,15 @@ def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Polic
 @click.option("--prompts", default=64, show_default=True)
 @click.option("--configurations", default=40, show_default=True)
 @click.option("--decoded", default=8, show_default=True, help="Prompts to decode for comparison.")
+@click.option("--policy", "names", multiple=True, type=click.Choice(list(DEFAULTS)), help="By default all.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path(".autotune/replay-speed"), show_default=True)
-def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
+def main(prompts: int, configurations: int, decoded: int, names: tuple[str, ...], folder: Path) -> None:
+    defaults = {name: DEFAULTS[name] for name in names or DEFAULTS}
     model_pool, console = ModelPool(BUNDLED_TARGET, [BUNDLED_DRAFT], "cpu"), Console()
     workload = load_workload("digits", "tune", num_prompts=prompts)
     path = folder / "traces" / BUNDLED_DRAFT.replace("/", "-") / "keep-1.trace.json"
     if not path.exists():
-        bounds = bounds_for(parse_policy(tree) for tree in DEFAULTS.values())
+        bounds = bounds_for(parse_policy(tree) for tree in defaults.values())
         record_traces(model_pool, [(BUNDLED_DRAFT, Subnet())], workload, folder, console, bounds=bounds)
     trace = load_trace(path)
     assert trace.header.workload_sha256 == workload.sha256, (
@@ -88,9 +95,9 @@ def main(prompts: int, configurations: int, decoded: int, folder: Path) -> None:
 
     few = Workload(workload.name, workload.split, workload.prompts[:decoded])
     runner = model_pool.runner(None)
-    runs = runner.compare([runner.arm(name, Configuration(tree=tree)) for name, tree in DEFAULTS.items()], few)
+    runs = runner.compare([runner.arm(name, Configuration(tree=tree)) for name, tree in defaults.items()], few)
     rng, at, rows = random.Random(0), prices(), []
-    for name, tree in DEFAULTS.items():
+    for name, tree in defaults.items():
         default = parse_policy(tree)
         found = replay(trace, default, at)
         default_ms = ms_of(trace, default, at)
