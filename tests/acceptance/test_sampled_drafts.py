@@ -17,18 +17,11 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload, load_workload
-from tests.acceptance.test_replay import (
-    BEAMS,
-    EVERYTHING,
-    KEEPS,
-    assert_rounds_are_the_decoders,
-    free_prices,
-    random_configurations,
-)
+from tests.acceptance.test_replay import BEAMS, EVERYTHING, KEEPS, assert_rounds_are_the_decoders, random_configurations
 from tests.drafters.test_eagle3 import write_head
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.drafters.test_mtp import random_head, save_mtp
-from tests.sample_documents import write_image, write_workload
+from tests.sample_documents import free_prices, write_image, write_workload
 from tests.tiny_models import Pair
 
 DRAFTS = ("independent", "retrieval", "dream", "star", "specvlm", "eagle3", "mtp")
