@@ -123,7 +123,7 @@ def refusal(log: str) -> str:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """End the process, and its workers, which are in a session of their own."""
-    process.send_signal(signal.SIGINT)
+    process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
     with suppress(ProcessLookupError):
