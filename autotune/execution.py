@@ -13,11 +13,16 @@ AUTO = "auto"  # the best mode of the device, which is known once the models are
 MODES: dict[str, str] = {
     EAGER: "forwards as transformers runs them",
     "fixed": "over static buffers, but run eagerly: the reference for the other two",
-    "compile": "over static buffers, compiled by torch.compile",
+    "compile": "over static buffers, compiled by torch.compile; on a GPU then captured as CUDA graphs",
     "cuda-graph": "over static buffers, captured as CUDA graphs",
 }
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, MAX_STEP)
 """Numbers of tokens, for every mode but eager."""
+
+
+def is_captured(mode: str, device_type: str) -> bool:
+    """Whether forward passes of this mode become CUDA graphs on a device of this type (``cpu``, ``cuda``)."""
+    return mode == "cuda-graph" or (mode == "compile" and device_type == "cuda")
 
 
 def check_capture_sizes(capture_sizes: Sequence[int]) -> tuple[int, ...]:

@@ -165,6 +165,7 @@ class Rehearsal(TorchDispatchMode):
             self._replace(torch.cuda, name, function)
         new_generator = torch.Generator
         self._replace(torch, "Generator", lambda device="cpu": new_generator("cpu"))
+        self._replace(torch, "compile", lambda function, **options: function)  # its code would be of a real device
         for name in ("tensor", "as_tensor"):  # they copy to a device behind every dispatch mode's back
             self._replace(torch, name, self._copying(getattr(torch, name)))
         self._inference.__enter__()

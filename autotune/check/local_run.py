@@ -194,7 +194,7 @@ def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str
         sampler = TokenSampler(
             temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed, device=target.device
         )
-        divergence = first_divergence(target, inputs, plain, other, sampler)
+        divergence = first_divergence(target, inputs, plain, other, sampler, mode=runner.decoder.mode)
         if divergence is not None:
             divergences[prompt.name] = divergence
     return divergences

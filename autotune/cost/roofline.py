@@ -22,7 +22,7 @@ from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
-from autotune.execution import EAGER
+from autotune.execution import EAGER, is_captured
 from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 
@@ -214,8 +214,8 @@ def estimate_table(
     capture_sizes: tuple[int, ...] = (),
     measured: Sequence[CostTable] = (),
 ) -> CostTable:
-    """Estimate the cost table of a pair from the datasheet of a device. In mode ``cuda-graph`` the host launches nothing after
-    the prefill; ``compile`` is estimated as eager.
+    """Estimate the cost table of a pair from the datasheet of a device. Unless the mode is ``eager``, the host launches nothing after
+    the prefill.
 
     Args:
         name: the device, which ``find_limits`` knows.
@@ -231,9 +231,9 @@ def estimate_table(
         and table.target_shape is not None
     ]
     datasheet = load_limits(name)
-    is_captured = mode == "cuda-graph"
-    limits = anchored(datasheet.model_copy(update={"eager_layer_ms": 0.0}) if is_captured else datasheet, anchors)
-    prefill_limits = limits.model_copy(update={"eager_layer_ms": datasheet.eager_layer_ms}) if is_captured else limits
+    captured = is_captured(mode, "cuda")
+    limits = anchored(datasheet.model_copy(update={"eager_layer_ms": 0.0}) if captured else datasheet, anchors)
+    prefill_limits = limits.model_copy(update={"eager_layer_ms": datasheet.eager_layer_ms}) if captured else limits
     tokens = capture_sizes or TOKENS
     overhead = Overhead(round_ms=limits.round_ms, level_ms=float(np.round(limits.round_ms / 8, 3)))
     memory_bytes = int(limits.memory_gb * 1e9)

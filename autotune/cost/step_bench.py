@@ -97,7 +97,7 @@ class StepBench:
         """The capture sizes of levels that ``static`` trees can have, on a GPU. On a CPU the device never leads (``compile``), or
         is a reference (``fixed``).
         """
-        if self.decoder.mode != "cuda-graph" or self._device_round(1, 0) is None:
+        if self.decoder.mode == "fixed" or self._device_round(1, 0) is None:
             return ()
         return tuple(size for size in self.decoder.capture_sizes if size <= MAX_CHILDREN)
 

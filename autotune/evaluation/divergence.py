@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autotune.evaluation.perplexity import answer_logits
+from autotune.execution import EAGER
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler
 
@@ -47,12 +48,20 @@ class Divergence:
 
 @torch.inference_mode()
 def first_divergence(
-    target: Target, inputs: dict[str, Any], tokens: list[int], other: list[int], sampler: TokenSampler | None = None
+    target: Target,
+    inputs: dict[str, Any],
+    tokens: list[int],
+    other: list[int],
+    sampler: TokenSampler | None = None,
+    *,
+    mode: str = EAGER,
 ) -> Divergence | None:
     """The first divergence of two answers to a prompt, with the target's margin there; None if they are equal.
 
     Args:
         sampler: chose the tokens, by default greedily; its processors must not read the prefix.
+        mode: of the decoding, in which the single steps run. The one forward is eager, so that the noise includes what
+            compiled steps round otherwise.
 
     Raises:
         ValueError: one answer continues where the other ends.
@@ -66,7 +75,11 @@ def first_divergence(
     together = answer_logits(target, inputs, tokens[: index + 1])
     (prompt,) = target.encode(inputs).prompts
     target.reserve(len(prompt) + index)
-    steps = [target.prefill(prompt).logits, *(target.step(token) for token in tokens[:index])]
+    target.use_mode(mode)
+    try:
+        steps = [target.prefill(prompt).logits, *(target.step(token) for token in tokens[:index])]
+    finally:
+        target.use_mode(EAGER)
     a, b = pairs[index]
     last_place = float(steps[-1][[a, b]].float().abs().max()) * torch.finfo(target.dtype).eps
     sampler = sampler or TokenSampler(device=target.device)

@@ -1,4 +1,4 @@
-"""Forward passes over fixed buffers, compiled by torch or captured as CUDA graphs.
+"""Forward passes over fixed buffers, compiled by torch, captured as CUDA graphs, or both.
 
 An eager forward pass shows attention the KV cache up to its last token, so its shapes change with every token. A CUDA
 graph needs the same shapes at the same addresses each time. A forward pass of n tokens therefore
@@ -13,6 +13,7 @@ one of them is captured: a context of 8,192 tokens has six.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.execution import AUTO, EAGER, MODES
+from autotune.execution import AUTO, EAGER, MODES, is_captured
 from autotune.modeling.graph_memory import CapturedForward, Outputs, graph_memory
 
 KV_LENGTH_STEP = 256
@@ -34,6 +35,8 @@ KV_LENGTH_STEP = 256
 Values = Mapping[str, NDArray[Any] | Tensor]
 Function = Callable[[Mapping[str, Tensor]], Outputs]
 """Maps named buffers to tensors."""
+Sequel = Callable[[Mapping[str, Tensor], Outputs], None]
+"""What follows a function, from its inputs and outputs; captured with it, but not compiled."""
 
 
 class KVSlots(NamedTuple):
@@ -65,7 +68,7 @@ class GraphRunner:
     that models and their memory are freed as soon as they are dropped.
 
     Args:
-        mode: ``fixed``, ``compile`` or ``cuda-graph``.
+        mode: ``fixed``, ``compile`` or ``cuda-graph``. On a GPU compiled work is captured too.
         device: where the buffers are allocated.
         description: what is run, for messages.
 
@@ -95,24 +98,28 @@ class GraphRunner:
             forward.drop()
         self._captured.clear()
 
-    def run(self, function: Function, key: Hashable, values: Values, dtype: torch.dtype) -> Outputs:
+    def run(
+        self, function: Function, key: Hashable, values: Values, dtype: torch.dtype, *, sequel: Sequel | None = None
+    ) -> Outputs:
         """Run a forward pass, preparing it if needed. Floating-point arrays are copied as ``dtype``; integer arrays and
         tensors keep their type. The outputs are overwritten when another forward pass of the device runs
         (``CapturedForward``).
         """
         forward = self._captured.get(key)
         if forward is None or forward.is_dropped:
-            forward = self._captured[key] = self._prepare(function, values, dtype)
+            forward = self._captured[key] = self._prepare(function, sequel, values, dtype)
         fill(forward.inputs, values)
         if self.runs_eagerly:
-            return function(forward.inputs)
+            return _in_turn(function, sequel, forward.inputs)
         return forward()
 
     @property
     def runs_eagerly(self) -> bool:
         return self.mode == "fixed" or self.why_eager is not None
 
-    def _prepare(self, function: Function, values: Values, dtype: torch.dtype) -> CapturedForward:
+    def _prepare(
+        self, function: Function, sequel: Sequel | None, values: Values, dtype: torch.dtype
+    ) -> CapturedForward:
         inputs = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -124,7 +131,10 @@ class GraphRunner:
         run: Callable[[], Outputs] = tuple  # never called where forward passes run eagerly
         if not self.runs_eagerly:
             try:
-                run = self._graph(function, inputs) if self.mode == "cuda-graph" else self._compile(function, inputs)
+                work = function if self.mode == "cuda-graph" else _compiled(function, inputs)
+                run = functools.partial(_in_turn, work, sequel, inputs)
+                if is_captured(self.mode, self.device.type):
+                    run = graph_memory(self.device).capture(run)
             except Exception as error:
                 lines = str(error).strip().splitlines()
                 self.why_eager = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -134,16 +144,6 @@ class GraphRunner:
                     stacklevel=2,
                 )
         return graph_memory(self.device).keep(CapturedForward(run, inputs))
-
-    def _graph(self, function: Function, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
-        return graph_memory(self.device).capture(lambda: function(inputs))
-
-    def _compile(self, function: Function, inputs: Mapping[str, Tensor]) -> Callable[[], Outputs]:
-        """Compile for these shapes only, and now, so that no timed round includes the compilation."""
-        compiled = torch.compile(_with_own_code(function), dynamic=False)
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            compiled(inputs)
-        return lambda: compiled(inputs)
 
 
 def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_states: bool = False) -> str:
@@ -193,6 +193,21 @@ def padded_lengths(capacity: int) -> list[int]:
     while lengths[-1] < capacity:
         lengths.append(padded_length(lengths[-1] + 1, capacity))
     return lengths
+
+
+def _in_turn(function: Function, sequel: Sequel | None, inputs: Mapping[str, Tensor]) -> Outputs:
+    outputs = function(inputs)
+    if sequel is not None:
+        sequel(inputs, outputs)
+    return outputs
+
+
+def _compiled(function: Function, inputs: Mapping[str, Tensor]) -> Function:
+    """Compile for these shapes only, and now, so that no timed round includes the compilation."""
+    compiled: Function = torch.compile(_with_own_code(function), dynamic=False)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        compiled(inputs)
+    return compiled
 
 
 def _with_own_code(function: Function) -> Function:

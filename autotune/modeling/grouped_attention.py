@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -38,6 +39,14 @@ def grouped_attention(
         mask: additive, broadcast to [batch, heads, n, m].
         scale: factor of the products; None: 1 / sqrt(head size).
     """
+    if torch.compiler.is_compiling() and mask is not None and query.shape[1] != key.shape[1]:
+        return _opaque(query, key, value, mask, scale)
+    return _grouped_attention(query, key, value, mask, scale=scale, is_causal=is_causal)
+
+
+def _grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, is_causal: bool
+) -> Tensor:
     batch, num_heads, n, _ = query.shape
     groups = num_heads // key.shape[1]
     if groups == 1 or batch > 1 or (mask is not None and mask.shape[1] > 1):
@@ -53,6 +62,17 @@ def grouped_attention(
         scale=scale,
     )
     return out.reshape(1, num_heads, n, -1)
+
+
+@torch.library.custom_op("autotune::grouped_attention", mutates_args=())
+def _opaque(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """As an operator that torch's compiler does not look into: it would copy the keys and values that are broadcast."""
+    return _grouped_attention(query, key, value, mask, scale=scale, is_causal=False)
+
+
+@_opaque.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    return _grouped_attention(query, key, value, mask, scale=scale, is_causal=False)
 
 
 def _attend(

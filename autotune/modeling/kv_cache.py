@@ -313,14 +313,12 @@ class CachedModel(ABC):
     def _run_on_device(
         self, step: DeviceStep, positions: Tensor, output_layers: tuple[int, ...] = (), **values: Tensor
     ) -> Outputs:
-        """Run a step inside a larger function that is captured as a whole. A CUDA graph of that function includes the
-        forward pass; a compiled forward pass stays compiled by itself.
-        """
+        """Run a step inside a larger function that is compiled or captured as a whole, the forward pass with it."""
         assert self.graph_runner is not None
         integers = torch.cat([torch.stack([step.tokens, step.kv_slots]), positions])
         masks = step.masks(self._masks.windows, mask_value=self.mask_value)
         inputs = {"integers": integers, **values, **masks}
-        if self.graph_runner.mode == "cuda-graph":
+        if self.graph_runner.mode != "fixed":
             return self._forward_over_buffers(inputs)
         key = GraphKey(
             len(step.tokens), step.padded_kv_length, output_layers, step.padded_crossing_length, len(positions)

@@ -17,7 +17,7 @@ from autotune.documents.condition import check_switches
 from autotune.documents.subnet import VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
-from autotune.execution import AUTO, capture_sizes_for
+from autotune.execution import AUTO, capture_sizes_for, is_captured
 from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
@@ -82,9 +82,9 @@ class Decoder:
             ``context_tokens`` are switched within a request, before a round; they must share one draft and its visual tokens.
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and the
             other modes use ``DEFAULT_CAPTURE_SIZES``.
-        mode: how forward passes after the prefill run: ``eager``, ``compile`` or ``cuda-graph``. In the latter two the
-            device leads the rounds that it can (``device_rounds.py``). ``auto``: ``cuda-graph`` for a target on one CUDA
-            device, else ``eager``.
+        mode: how forward passes after the prefill run: ``eager``, ``compile`` or ``cuda-graph``. In the latter two a GPU
+            leads the rounds that it can (``device_rounds.py``). On a GPU, ``compile`` captures what was compiled; compiling
+            takes minutes. ``auto``: ``cuda-graph`` for a target on one CUDA device, else ``eager``.
         threads: CPU threads after the prefill; None: as many as torch uses.
         prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
@@ -187,7 +187,7 @@ class Decoder:
         Raises:
             UserError: not enough memory for a KV cache of this length.
         """
-        if self.mode != "cuda-graph":
+        if not is_captured(self.mode, self.target.device.type):
             return Preparation(0, 0, 0.0)
         settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         return Preparer(

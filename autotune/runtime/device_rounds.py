@@ -1,9 +1,9 @@
 """Rounds that the device leads: drafting, verification, acceptance and commits run without the host, which receives the
 result in one transfer at the end.
 
-They need trees whose levels have the same sizes in every round, and forward passes over static buffers. In mode
-``cuda-graph`` a round is then two launches, one for the draft tree and one for its verification, with the sampling of
-tokens between them. In mode ``compile`` the forward passes are compiled one by one.
+They need trees whose levels have the same sizes in every round, and forward passes over static buffers. In the modes
+``cuda-graph`` and ``compile`` a round is then two launches, one for the draft tree and one for its verification, with the
+sampling of tokens between them. In mode ``compile`` torch fuses the operations of each before it is captured.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class DeviceRound:
         self.num_levels = len(grower.widths) + 1  # draft forwards of a round, the root's included
         self.num_nodes = grower.num_nodes + 1
         self.num_tokens = round_up(self.num_nodes, capture_sizes)
-        mode = mode if mode == "cuda-graph" else "fixed"
 
         def runner(step: str) -> GraphRunner:
             made = GraphRunner(mode, target.device, description=f"the {step} of {policy.policy} trees")
@@ -76,7 +75,7 @@ class DeviceRound:
         self._coupling_sampler = point.coupling_sampler(request.sampler)
         packed_tree = self._draft_tree(prefix_state)
         timer.mark()
-        report, slots, *hidden = self._verify_and_accept(packed_tree, request.sampler)
+        report, slots, _, *hidden = self._verify_and_accept(packed_tree, request.sampler)
         if not self.grower.is_chain:
             self.draft.compact_on_device(prefix_state, slots)
         timer.mark()
@@ -138,14 +137,16 @@ class DeviceRound:
         self._padded_kv_length = padded_length(target.length + self.num_tokens, target.cache.capacity)
         key = self.num_tokens, self._padded_kv_length, len(prefix_state)
         if sampler.is_greedy:
-            return self._greedy.run(self._verify_greedily, key, inputs, target.dtype)
+            return self._greedy.run(self._verify_greedily, key, inputs, target.dtype, sequel=self._compact)
         packed_tree = inputs["tree"] = (
             packed_tree.clone()
         )  # an output of the drafting, which the verification may overwrite
         logits, *hidden = self._verifying.run(self._verify, key, inputs, target.dtype)
         depths = DeviceTree.unpacked(packed_tree).depth
         tokens = sampler.tokens_on_device(logits, target.length + 1, depths, self.policy.max_depth + 1)
-        return self._accept(inputs, tokens, hidden)
+        outputs = self._accept(inputs, tokens, hidden)
+        self._compact(inputs, outputs)
+        return outputs
 
     # ------------------------------------- captured: these may use host values only if all rounds of a key share them
 
@@ -208,22 +209,26 @@ class DeviceRound:
         return self._accept(inputs, logits.argmax(-1), hidden)
 
     def _accept(self, inputs: Mapping[str, Tensor], target_tokens: Tensor, hidden: Sequence[Tensor]) -> Outputs:
-        """Accept a path and compact the target's cache.
-
-        A capture runs its work several times before the first replay, so this may change only what the verification
-        writes again.
+        """Accept a path.
 
         Returns:
-            The report that ``read_report`` reads; then, for the draft's commit, the slots of the accepted nodes and their
-            features, the root's first. Both are padded with other nodes to the longest possible path.
+            The report that ``read_report`` reads; for the draft's commit, the slots of the accepted nodes; the accepted nodes
+            themselves, the root first, and their features. All are padded with other nodes to the longest possible path.
         """
         tree, max_depth = DeviceTree.unpacked(inputs["tree"]), self.policy.max_depth
         accepted = is_accepted(tree, ancestors(tree.parent, max_depth), target_tokens)
         path = accepted.byte().sort(descending=True, stable=True).indices[: max_depth + 1]
-        if not self.grower.is_chain:  # the accepted nodes of a chain are contiguous already
-            self.target.cache.compact(inputs["target"][0], path)
         report = torch.cat([inputs["tree"], torch.stack([target_tokens, accepted.long()])])
-        return report, tree.kv_slot[path[1:]], *(states[path] for states in hidden)
+        return report, tree.kv_slot[path[1:]], path, *(states[path] for states in hidden)
+
+    def _compact(self, inputs: Mapping[str, Tensor], outputs: Outputs) -> None:
+        """Compact the target's cache to the path of ``_accept``.
+
+        A capture runs its work several times before the first replay, so this may change only what the verification
+        writes again. It is not compiled with the verification, whose layers write to views of the memory that this moves.
+        """
+        if not self.grower.is_chain:  # the accepted nodes of a chain are contiguous already
+            self.target.cache.compact(inputs["target"][0], outputs[2])
 
 
 def read_report(report: Ints, tree: Tree) -> tuple[Ints, int]:

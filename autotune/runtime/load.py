@@ -15,7 +15,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import NotComparable, UserError
-from autotune.execution import EAGER
+from autotune.execution import EAGER, is_captured
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
@@ -93,7 +93,7 @@ def load(
         adapt=adapt,
         corpus_tokens=corpus_tokens,
     )
-    if context_tokens > 0 and decoder.mode == "cuda-graph":
+    if context_tokens > 0 and is_captured(decoder.mode, decoder.target.device.type):
         prepare(decoder, context_tokens, console)
     return decoder
 
