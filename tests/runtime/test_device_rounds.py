@@ -226,11 +226,14 @@ def test_the_host_leads_where_it_must(pair: Pair, prompts: dict[str, Inputs], mo
 def test_rounds_of_compiled_forwards(
     pair: Pair, prompts: dict[str, Inputs], backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In mode ``compile`` the host leads on a CPU, where device rounds do not pay; elsewhere the device leads."""
+    """In mode ``compile`` the host leads on a CPU, where device rounds do not pay; elsewhere drafting and verification are
+    compiled, each as a whole.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     target = Target(pair.target)
     draft = make_draft("dream", pair, target, tmp_path)
-    options = {"tree": TREES["eagle2"], "mode": "compile", "capture_sizes": (4, 16)}
+    tree = {"policy": "eagle2", "depth": 2, "k": 3, "budget": 6}
+    options = {"tree": tree, "mode": "compile", "capture_sizes": (4, 16)}
     decoder = Decoder(target, draft, **options)
     decoder.generate(**prompts["text"], max_new_tokens=4)
     assert decoder._device_rounds.get(decoder.point, TokenSampler()) is None

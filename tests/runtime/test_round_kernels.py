@@ -20,7 +20,7 @@ from tests.rehearsal import Rehearsal
 from tests.tiny_models import Inputs, Pair, inputs_on, new_llama, on_device
 
 LAYERS = 32
-LARGEST_RATIO = 0.6  # of compiled kernels to captured ones; half of it is reached
+SHARE = 0.35  # of the captured kernels, at most, is left by the compiler
 
 
 def llama(num_layers: int) -> LlamaForCausalLM:
@@ -32,19 +32,18 @@ def one_layer(target: Target) -> Any:
     return as_draft(llama(1).to(target.device))
 
 
+@pytest.mark.nightly
 def test_compiling_leaves_a_third_of_a_round_s_kernels() -> None:
-    """Layers add the same number of kernels each, hence two targets give the number of any other."""
+    """Layers after the first add the same number of kernels each, hence two targets bound the number of any other."""
     tree = {"policy": "eagle2", "depth": 2, "k": 4, "budget": 8}
     small, large = (functools.partial(llama, number) for number in (1, 2))
     captured, compiled = captured_kernels(small, one_layer, tree), compiled_kernels(small, one_layer, tree)
     captured_layer = captured_kernels(large, one_layer, tree).verification - captured.verification
     compiled_layer = compiled_kernels(large, one_layer, tree).verification - compiled.verification
-    assert compiled_layer <= 12 < LARGEST_RATIO * captured_layer
-    verification = [
-        one.verification + (LAYERS - 1) * layer for one, layer in ((captured, captured_layer), (compiled, compiled_layer))
-    ]
-    assert verification[1] <= 0.35 * verification[0]
-    assert compiled.drafting <= 0.35 * captured.drafting
+    assert (captured, captured_layer) == ((283, 113), 40), "what the bounds below are relative to"
+    assert compiled.drafting <= 47 and compiled.verification <= 19 and compiled_layer <= 14
+    assert compiled.verification + (LAYERS - 1) * compiled_layer <= SHARE * (113 + (LAYERS - 1) * 40)
+    assert compiled.drafting <= SHARE * captured.drafting
 
 
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
