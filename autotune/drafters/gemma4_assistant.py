@@ -287,7 +287,7 @@ class Gemma4AssistantDraft(CachedDraft):
             "columns": torch.arange(step.padded_kv_length, device=self.device),
             "hidden": self._features(source),
         }
-        if self.graph_runner.mode == "cuda-graph":  # a part of what is captured
+        if self.graph_runner.mode != "fixed":  # a part of what is compiled or captured
             own, logits = self._forward_over_buffers(inputs)
         else:
             key = GraphKey(count, step.padded_kv_length)
