@@ -29,7 +29,7 @@ def test_repository_is_small() -> None:
 
 
 def test_every_kind_of_draft_is_bundled() -> None:
-    digits = {f"digits/{kind}" for kind in ("dream", "independent", "mtp", "specvlm", "star")}
+    digits = {f"digits/{kind}" for kind in ("dflash", "dream", "independent", "mtp", "specvlm", "star")}
     assert set(DRAFTS) == digits | {f"code/{kind}" for kind in ("eagle3", "independent", "mtp", "star")}
 
 
