@@ -1,27 +1,37 @@
-"""Peak memory of the prefill of a long prompt with many visual tokens, in one pass and in chunks: a LLaVA with random weights.
+"""A long prompt with many visual tokens: LLaVAs with random weights.
 
-Each is measured in a process of its own, because peak memory never falls. Takes a minute.
+* Peak memory of the target's prefill, in one pass and in chunks, each in a process of its own, because peak memory never falls.
+* The step of a draft of one layer that keeps all or some visual tokens, beside its price: interpolated between steps at
+  the longest and the shortest context, as a cost table does. Steps are interleaved; medians are printed.
+
+Takes two minutes.
 
     python benchmarks/long_prompts.py [--text-tokens 12288]
 """
 
 from __future__ import annotations
 
+import random
 import resource
 import subprocess
 import sys
 from typing import Any
 
 import click
+import numpy as np
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from autotune.cost.settings import ProfileSettings
+from autotune.cost.step_bench import StepBench
+from autotune.drafters.independent import IndependentDraft
 from autotune.modeling import tree_model
 from autotune.modeling.target import Target
 
 SIDE, PATCH = 512, 8  # pixels: 64 x 64 visual tokens
 NUM_VISUAL = (SIDE // PATCH) ** 2
 IMAGE_TOKEN = 9
+LEVEL_TOKENS, STEPS = 4, 60
 
 
 def new_model(num_layers: int) -> LlavaForConditionalGeneration:
@@ -58,6 +68,30 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def print_draft_steps(text_tokens: int) -> None:
+    target, draft, inputs = Target(new_model(1)), IndependentDraft(new_model(1)), inputs_of(text_tokens)
+    shortest, longest = text_tokens, text_tokens + NUM_VISUAL
+    lengths = {}
+    for keep in (1.0, 0.5, 0.1):
+        draft.visual_keep = keep
+        (prompt,) = draft.prompts(inputs, target.encode(inputs).prompts)
+        scores = torch.rand(prompt.num_visual_tokens)
+        draft.prefill(prompt, scores, capacity=longest + 256)
+        lengths[keep] = draft.length
+    bench = StepBench(target, draft, ProfileSettings(kv_lengths=(shortest, (shortest + longest) // 2, longest)))
+    times: dict[int, list[float]] = {length: [] for length in (*lengths.values(), shortest, longest)}
+    for _ in range(STEPS):
+        for length in random.sample(list(times), len(times)):
+            times[length].append(bench.draft_level_ms(LEVEL_TOKENS, length))
+    medians = {length: float(np.median(ms)) for length, ms in times.items()}
+    for keep, length in lengths.items():
+        price = np.interp(length, [shortest, longest], [medians[shortest], medians[longest]])
+        click.echo(
+            f"draft that keeps {keep:.0%} of the visual tokens: {length} tokens of context, a level of {LEVEL_TOKENS} tokens "
+            f"takes {medians[length] / medians[longest]:.3f} of that with all; its price says {price / medians[longest]:.3f}"
+        )
+
+
 @click.command()
 @click.option("--text-tokens", default=12_288, show_default=True)
 @click.option("--layers", default=4, show_default=True)
@@ -70,6 +104,7 @@ def main(text_tokens: int, layers: int, chunk: int | None) -> None:
             arguments = ["--text-tokens", text_tokens, "--layers", layers, "--chunk", size]
             found = subprocess.run([sys.executable, __file__, *map(str, arguments)], capture_output=True, check=True)
             click.echo(f"{name}: {found.stdout.decode().strip()}")
+        print_draft_steps(text_tokens)
         return
     tree_model.PREFILL_CHUNK = chunk
     target, inputs = Target(new_model(layers)), inputs_of(text_tokens)

@@ -31,8 +31,10 @@ LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
 ROUNDS_IN_A_ROW = 2
 PLAIN_STEPS = 3  # timed in a row, after warm-ups
 PLAIN_WARM_UPS = 8
+REFERENCE_STEPS = 3  # of which the last is the reference of the samples beside it
 SLOW_STEP_MS = 30.0
-"""A model whose plain steps take longer does not fit into caches. It has one plain step as warm-up, and no untimed rounds."""
+"""A model whose plain steps take longer does not fit into caches. It needs fewer warm-ups, and no untimed rounds."""
+UNTIMED_TOKENS = 9, 2, 4  # of the verification, the first draft forward and the levels of untimed rounds
 JOBS_PER_BLOCK = 12
 WARM_UPS = 2  # untimed rounds of a draft after those of another
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
@@ -88,9 +90,6 @@ class Round:
     verify: Size | None
     draft_first: Size | None
     draft_levels: tuple[Size | None, ...]
-
-
-UNTIMED = Round(None, None, (None,))
 
 
 @dataclass(frozen=True)
@@ -167,6 +166,7 @@ class Sampler:
         self._warm: set[tuple[str, Size]] = set()
         self._latest_draft: int | None = None
         self._latest_plain_ms = 0.0
+        self._untimed = _usual_round(settings)
         for block in () if log is None else log.blocks:
             self._add(block)
 
@@ -252,14 +252,19 @@ class Sampler:
         of_drafts: list[list[Round]] = [[] for _ in self.benches]
         for size, (draft, draft_first, draft_levels) in zip_longest(similar_first(verify), rounds):
             of_drafts[draft].append(Round(size, draft_first, draft_levels))
-        groups: list[list[Job]] = [[PlainSteps(m) for _, m in decode]]
+        groups: list[list[Job]] = []
         for draft, own_rounds in enumerate(of_drafts):
             self._random.shuffle(own_rounds)
             firsts_of_jobs = range(0, len(own_rounds), ROUNDS_IN_A_ROW)
             groups.append([Rounds(draft, tuple(own_rounds[i : i + ROUNDS_IN_A_ROW])) for i in firsts_of_jobs])
+        for (
+            _,
+            kv_length,
+        ) in decode:  # among the rounds, so that the plain steps beside them are like those beside rounds
+            self._random.choice(groups).append(PlainSteps(kv_length))
         for part, grids in ((_DEVICE_FIRST, self.device_firsts), (_DEVICE_LEVEL, self.device_levels)):
             for draft, device_grid in grids.items():
-                groups[1 + draft] += [DeviceDrafting(draft, part, size) for size in wanted(device_grid)]
+                groups[draft] += [DeviceDrafting(draft, part, size) for size in wanted(device_grid)]
         for group in groups:
             self._random.shuffle(group)
         self._random.shuffle(groups)
@@ -303,15 +308,18 @@ class Sampler:
 
     def _run_untimed_round(self, draft: int) -> None:
         if self._latest_plain_ms <= SLOW_STEP_MS:
-            self._round_samples(draft, UNTIMED)
+            self._round_samples(draft, self._untimed)
 
     def _plain_step_after_a_round(self) -> float:
         self._run_untimed_round(self._latest_draft or 0)
         return self._plain_step_ms()
 
     def _plain_step_ms(self) -> float:
-        """One plain step: more of them, or a first one that is discarded, were found to be no better a reference."""
-        self._latest_plain_ms = self.benches[0].decode_ms(self.settings.kv_lengths[0])
+        """The last of ``REFERENCE_STEPS`` plain steps: the first ones depend on the sizes of the round before."""
+        for _ in range(REFERENCE_STEPS):
+            self._latest_plain_ms = self.benches[0].decode_ms(self.settings.kv_lengths[0])
+            if self._latest_plain_ms > SLOW_STEP_MS:
+                break
         return self._latest_plain_ms
 
     def _samples(self, job: Job, until: float) -> Samples:
@@ -361,6 +369,14 @@ class Sampler:
             if (part, size) in self._warm:
                 samples.append((part, tokens, kv_length, ms))
             self._warm.add((part, size))
+
+
+def _usual_round(settings: ProfileSettings) -> Round:
+    def size(tokens: int) -> Size:
+        return min(settings.tokens, key=lambda n: abs(n - tokens)), settings.kv_lengths[0]
+
+    verified, draft_first, draft_level = map(size, UNTIMED_TOKENS)
+    return Round(verified, draft_first, (draft_level, draft_level))
 
 
 def _draft_first(draft: int) -> str:

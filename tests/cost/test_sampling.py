@@ -14,7 +14,16 @@ import pytest
 
 from autotune.cost.adaptive_grid import AdaptiveGrid
 from autotune.cost.block_log import BlockLog, LogHeader
-from autotune.cost.sampling import LEVELS_PER_ROUND, ROUNDS_IN_A_ROW, WARM_UPS, Sampler
+from autotune.cost.sampling import (
+    LEVELS_PER_ROUND,
+    PLAIN_STEPS,
+    PLAIN_WARM_UPS,
+    REFERENCE_STEPS,
+    ROUNDS_IN_A_ROW,
+    UNTIMED_TOKENS,
+    WARM_UPS,
+    Sampler,
+)
 from autotune.cost.settings import COARSE_TOKENS, HELD_OUT_TOKENS, ProfileSettings, Size
 from autotune.cost.surface import Surface, standard_error, uncertainty
 from autotune.cost.table import TOKENS
@@ -265,11 +274,11 @@ def test_sizes_and_drafts_come_in_random_order() -> None:
     draft_firsts = [entry for entry in log if entry[0] == "draft_first"]
     turns = [(name, list(entries)) for name, entries in groupby(draft_firsts, key=itemgetter(3))]
     turns = [(name, entries) for name, entries in turns if len(entries) > WARM_UPS]
-    num_sizes = 2 * len(COARSE_TOKENS) - 1
+    num_sizes, untimed = 2 * len(COARSE_TOKENS) - 1, (UNTIMED_TOKENS[1], 32)
     for _, entries in turns[:3]:
         sizes = [entry[1:3] for entry in entries]
-        assert sizes[:WARM_UPS] == [(1, 32)] * WARM_UPS
-        visited = [size for size in sizes if size != (1, 32)][:num_sizes]  # untimed rounds have that size
+        assert sizes[:WARM_UPS] == [untimed] * WARM_UPS
+        visited = [size for size in sizes if size != untimed][:num_sizes]
         assert visited != sorted(visited) and len(set(visited)) == num_sizes, "a sweep visits no size twice"
     names = [name for name, _ in turns]
     assert {tuple(names[i : i + 3]) for i in range(0, 30, 3)} > {("a", "b", "c")} or names[:3] != ["a", "b", "c"]
@@ -444,8 +453,10 @@ def bursts(seconds: float) -> float:
 
 
 def test_bursts_bias_unscaled_samples_only() -> None:
-    """Many of the few samples of a size may lie in bursts: scaled by the plain steps beside them, they agree."""
-    sampler = measured(Bench(speed=bursts), time_limit_s=12.0)
+    """Many of the few samples of a size may lie in bursts: scaled by the plain steps beside them, they agree. A plain step takes
+    3 to 4 ms.
+    """
+    sampler = measured(Bench(speed=lambda seconds: 0.3 * bursts(seconds)), time_limit_s=4.0)
     unscaled: dict[Size, list[float]] = {}
     for job in sampler.jobs:
         for part, tokens, kv_length, ms in job.samples:
@@ -455,7 +466,9 @@ def test_bursts_bias_unscaled_samples_only() -> None:
 
     def spread(samples: dict[Size, list[float]]) -> float:
         """Deviation of the sizes' medians over the truth: a factor common to all cancels in speedups."""
-        return float(np.std([np.median(found) / straight(*size) for size, found in samples.items() if size in scaled]))
+        return float(
+            np.std([np.median(found) / (0.3 * straight(*size)) for size, found in samples.items() if size in scaled])
+        )
 
     assert spread(unscaled) > 0.1 and spread(scaled) < 0.02
 
@@ -470,14 +483,13 @@ def test_plain_steps_scale_the_table_to_their_usual_time() -> None:
 def test_every_job_lies_between_plain_steps() -> None:
     log: list[tuple[Any, ...]] = []
     sampler = measured(Bench(log=log))
-    lone_plain_steps = sum(
-        before[0] == "draft_level" and now == ("decode", 1, 32) and after[0] != "decode"
-        for before, now, after in zip(log, log[1:], log[2:], strict=False)
-    )
-    assert lone_plain_steps >= 0.9 * len(sampler.jobs)
+    assert sampler.jobs
     for is_plain, steps in groupby(log, key=lambda entry: entry[0] == "decode"):
-        num_rounds = sum(entry[0] == "verify" for entry in steps)
-        assert is_plain or num_rounds <= 1 + ROUNDS_IN_A_ROW + WARM_UPS, "the plain steps are near"
+        kinds = [entry[0] for entry in steps]
+        if is_plain:
+            assert len(kinds) in (REFERENCE_STEPS, REFERENCE_STEPS + PLAIN_WARM_UPS + PLAIN_STEPS)
+        else:
+            assert kinds.count("verify") <= 1 + ROUNDS_IN_A_ROW + WARM_UPS, "the plain steps are near"
     assert all(len(job.plain_ms) == 2 for job in sampler.jobs)
 
 
