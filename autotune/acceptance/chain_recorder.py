@@ -118,7 +118,7 @@ def chain_traces(
             record_chains(recorder.target, draft, subnets, answer, reading, depth=bounds.depth, sampler=sampler)
         )
     return [
-        join(recorder.header(draft_reference, subnet, (layer,), workload, bounds), list(of_subnet))
+        join(recorder.header(draft, draft_reference, subnet, (layer,), workload, bounds), list(of_subnet))
         for subnet, *of_subnet in zip(subnets, *parts, strict=True)
     ]
 

@@ -177,8 +177,8 @@ class Recorder:
             parts.append(part)
             if report is not None:
                 report(done, len(workload.prompts))
-        header = self.header(draft_reference, subnet, draft.aux_layers, workload, bounds)
-        return join(header.model_copy(update={"visual_input": visual_input, "draft_kind": draft.kind}), parts)
+        header = self.header(draft, draft_reference, subnet, draft.aux_layers, workload, bounds)
+        return join(header.model_copy(update={"visual_input": visual_input}), parts)
 
     def _with_retrieved(self, forest: Forest, inputs: dict[str, Any]) -> Forest:
         """The forest with what the prompt and the answer hold of every token's continuation."""
@@ -193,6 +193,7 @@ class Recorder:
 
     def header(
         self,
+        draft: LoadedDraft,
         draft_reference: ModelReference,
         subnet: Subnet,
         aux_layers: tuple[int, ...],
@@ -204,6 +205,7 @@ class Recorder:
             provenance=stamp(),
             target=self.target_reference,
             draft=draft_reference,
+            draft_kind=draft.kind,
             subnet=subnet,
             aux_layers=aux_layers,
             workload=workload.name,

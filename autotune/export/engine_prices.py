@@ -80,7 +80,7 @@ class EnginePrices(Document, kind="engine-prices", version=1, made_by="autotune 
         return float(np.interp(batch, self.batch_sizes, steps)) / batch
 
     def draft_prefill_ms(self, batch: int) -> float:
-        """What the draft adds to the prefill of one request, the mean over draft lengths."""
+        """Time that the draft adds to the prefill of one request, the mean over draft lengths."""
         added = []
         for size in self.batch_sizes:
             plain = self._medians[size, 0][1]
