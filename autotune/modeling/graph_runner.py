@@ -36,7 +36,7 @@ Values = Mapping[str, NDArray[Any] | Tensor]
 Function = Callable[[Mapping[str, Tensor]], Outputs]
 """Maps named buffers to tensors."""
 Sequel = Callable[[Mapping[str, Tensor], Outputs], None]
-"""What follows a function, from its inputs and outputs; captured with it, but not compiled."""
+"""Work that follows a function, from its inputs and outputs; captured with it, but not compiled."""
 
 
 class KVSlots(NamedTuple):

@@ -1,4 +1,4 @@
-"""What an export predicts of each prompt: the target's answer, and the rounds that replay takes for it."""
+"""Predictions of an export for each prompt: the target's answer, and the rounds that replay takes for it."""
 
 from __future__ import annotations
 
