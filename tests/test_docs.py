@@ -198,9 +198,6 @@ def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) ->
             command += f" {quick}" + ("" if " -o " in command else f" -o profile{number}.json")
         for verb in ("bench", "check"):
             command = command.replace(f"autotune {verb}", f"autotune {verb} --workload prompts.jsonl")
-        command = command.replace(
-            "autotune export profile.json", "autotune export profile.json --draft digits/independent"
-        )
         run(command)
         if "--gpu h100" in command:
             point = json.loads((tmp_path / "h100.json").read_text())["points"][0]

@@ -24,7 +24,7 @@ VLLM_COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec
 
 
 class SmallEngine:
-    """What one server knows. Requests are decoded one at a time, by ``decoder``."""
+    """State of one server. Requests are decoded one at a time, by ``decoder``."""
 
     def __init__(self, decoder: Decoder, processor: Any, *, name: str = "vllm", **about: Any) -> None:
         self.decoder = decoder
