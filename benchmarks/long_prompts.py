@@ -4,7 +4,7 @@
 * The step of a draft of one layer that keeps all or some visual tokens, beside its price: interpolated between steps at
   the longest and the shortest context, as a cost table does. Steps are interleaved; medians are printed.
 
-Takes two minutes.
+Takes three minutes.
 
     python benchmarks/long_prompts.py [--text-tokens 12288]
 """
@@ -120,5 +120,5 @@ def main(text_tokens: int, layers: int, chunk: int | None) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    main()
+    with torch.inference_mode():
+        main()
