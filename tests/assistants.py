@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft, keys_of_another_model
+from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
+from autotune.drafters.gemma4_checkpoint import keys_of_another_model
 from autotune.modeling.target import Target
 from tests.families import Inputs
 

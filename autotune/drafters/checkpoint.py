@@ -17,7 +17,8 @@ from autotune.drafters.dflash_checkpoint import is_dflash, load_dflash
 from autotune.drafters.dream import DreamConfig, DreamNetwork
 from autotune.drafters.eagle3 import is_eagle3, load_eagle3
 from autotune.drafters.feature_draft import FeatureDraft
-from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft, load_assistant
+from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
+from autotune.drafters.gemma4_checkpoint import load_assistant
 from autotune.drafters.independent import IndependentDraft
 from autotune.drafters.mtp import MtpConfig, load_mtp
 from autotune.drafters.mtp_checkpoint import load_own_mtp

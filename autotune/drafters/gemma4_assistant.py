@@ -9,14 +9,12 @@ cached before it, so that nodes of a tree do not see each other, and a level is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 from autotune.device import check_room
 from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows, table_rows
@@ -26,7 +24,7 @@ from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, padded_length, rounded_capacity
 from autotune.modeling.grouped_attention import uncopied_groups
 from autotune.modeling.kv_cache import KVShape
-from autotune.modeling.loading import GEMMA4_ASSISTANT, load_model
+from autotune.modeling.loading import GEMMA4_ASSISTANT
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.text_model import MASKED_ATTENTION, TextModel
@@ -381,49 +379,6 @@ class Gemma4AssistantDraft(CachedDraft):
             logits = (self.model.lm_head.weight[tokens] @ part[..., None]).squeeze(-1)
             parts.append(logits.new_full((len(part), self.vocab_size), -torch.inf).scatter(1, tokens, logits))
         return torch.cat(parts)
-
-
-def load_assistant(name: str, target: Target, *, random_weights: bool = False) -> Gemma4AssistantDraft:
-    """Load an assistant in its target's precision.
-
-    Args:
-        random_weights: as in ``load_model``.
-
-    Raises:
-        UserError: as of ``load_model`` and ``attach``, or a checkpoint that lacks weights.
-    """
-    with keys_of_another_model():
-        model = load_model(
-            name, device=str(target.device), random_weights=random_weights, dtype=target.dtype, is_complete=True
-        )
-    draft = Gemma4AssistantDraft(model)
-    draft.attach(target)
-    return draft
-
-
-@contextmanager
-def keys_of_another_model() -> Iterator[None]:
-    """Within the context, transformers builds assistants. Release 5.23 looks for the layers that compute keys and values among
-    the assistant's own, of which there are none, and raises.
-    """
-    configs: tuple[Any, ...] = (Gemma4TextConfig, Gemma4UnifiedTextConfig)
-    originals = [config.kv_sharing_modes for config in configs]
-
-    def modes_by(original: Any) -> Any:
-        def modes(config: Any) -> list[str | None]:
-            if config.num_kv_shared_layers == config.num_hidden_layers:
-                return ["reuse"] * config.num_hidden_layers
-            return original.fget(config)  # type: ignore[no-any-return]
-
-        return property(modes)
-
-    for config, original in zip(configs, originals, strict=True):
-        config.kv_sharing_modes = modes_by(original)
-    try:
-        yield
-    finally:
-        for config, original in zip(configs, originals, strict=True):
-            config.kv_sharing_modes = original
 
 
 def _shared_layer(text: TextModel, layer_type: str) -> tuple[int, KVShape]:
