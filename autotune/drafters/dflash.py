@@ -25,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, KeysValues
-from autotune.drafters.network import DraftNetwork, NetworkConfig
+from autotune.drafters.network import DraftNetwork, NetworkConfig, require_layers, rotary_factors
 from autotune.errors import UserError
 from autotune.files import Document, describe
 from autotune.modeling.graph_runner import KVSlots
@@ -109,8 +109,7 @@ class DFlashNetwork(DraftNetwork):
     def factors(self, positions: Tensor) -> Tensor:
         """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision."""
         rotary = Qwen3RotaryEmbedding(self.layer_config).to(positions.device)
-        cos, sin = rotary(self.norm.weight, positions.reshape(1, -1))
-        return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
+        return rotary_factors(rotary, self.norm.weight, positions)
 
     def add_context(self, features: Tensor, factors: Tensor, context: AttentionContext) -> None:
         """Add the keys and values of committed tokens to all caches, from ``features`` [batch, m, hidden] alone."""
@@ -228,10 +227,7 @@ def new_dflash(sizes: Mapping[str, Any], target: Target, *, source: str) -> DFla
         raise UserError(f"{source}: draft: {describe(error, DFlashSizes)}") from None
     text, num_layers = target.text.config, len(target.text.layers)
     layers = given.layers or spaced_layers(num_layers)
-    if not all(0 <= number <= num_layers for number in layers):
-        raise UserError(
-            f"{source}: layers of the target are 0 to {num_layers}; got {list(layers)}; fix layers in draft"
-        )
+    require_layers(layers, num_layers, source=source)
     mask_token = given.mask_token if given.mask_token is not None else getattr(text, "pad_token_id", None)
     if mask_token is None or mask_token >= target.vocab_size:
         raise UserError(

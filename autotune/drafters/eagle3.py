@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing
-from autotune.drafters.network import DraftNetwork, NetworkConfig
+from autotune.drafters.network import DraftNetwork, NetworkConfig, require_layers, rotary_factors
 from autotune.errors import UserError
 from autotune.files import Document, describe, write_bytes
 from autotune.modeling.target import Target
@@ -108,8 +108,7 @@ class Eagle3Network(DraftNetwork):
     def factors(self, positions: Tensor) -> Tensor:
         """Cosines and sines, [..., n, 2, head size]. No buffer holds the angles, because they are float32 in every precision."""
         rotary = LlamaRotaryEmbedding(self.layer_config).to(positions.device)
-        cos, sin = rotary(self.norm.weight, positions.reshape(1, -1))
-        return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
+        return rotary_factors(rotary, self.norm.weight, positions)
 
     def forward(
         self,
@@ -178,10 +177,7 @@ def new_eagle3(sizes: Mapping[str, Any], target: Target, *, source: str) -> Eagl
         raise UserError(f"{source}: draft: {describe(error, Eagle3Sizes)}") from None
     text, num_layers = target.text.config, len(target.text.layers)
     layers = given.layers or published_layers(num_layers)
-    if not all(0 <= number <= num_layers for number in layers):
-        raise UserError(
-            f"{source}: layers of the target are 0 to {num_layers}; got {list(layers)}; fix layers in draft"
-        )
+    require_layers(layers, num_layers, source=source)
     if not target.text.has_plain_head:
         kind = target.text.quantization or f"of type {type(target.text.head).__name__}"
         raise UserError(

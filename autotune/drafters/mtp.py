@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, KeysValues
-from autotune.drafters.network import DraftNetwork, NetworkConfig
+from autotune.drafters.network import DraftNetwork, NetworkConfig, rotary_factors
 from autotune.errors import UserError
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.target import Target
@@ -99,8 +99,7 @@ class MtpNetwork(DraftNetwork):
         config, options = self.layer_config, {}
         if config.nested_rope_parameter_keys(config.rope_parameters):  # one for each type of layer
             options["layer_type"] = config.layer_types[0]
-        cos, sin = rotary(weight, positions.reshape(1, -1), **options)
-        return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
+        return rotary_factors(rotary, weight, positions, **options)
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """The projection of both, normalized: the embedding first, as in published checkpoints."""

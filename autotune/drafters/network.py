@@ -288,3 +288,21 @@ class BlocksNetwork(DraftNetwork):
             if number == 0 and early is not None:
                 early.append(stream)
         return self.norm(stream)  # type: ignore[no-any-return]
+
+
+def rotary_factors(rotary: nn.Module, like: Tensor, positions: Tensor, **options: Any) -> Tensor:
+    """Cosines and sines, [..., n, 2, head size], of a transformers rotary embedding, in the data type of ``like``."""
+    cos, sin = rotary(like, positions.reshape(1, -1), **options)
+    return torch.stack([cos, sin], -2).reshape(*positions.shape, 2, -1)
+
+
+def require_layers(layers: Sequence[int], num_layers: int, *, source: str) -> None:
+    """Check that a target of ``num_layers`` layers has outputs of these layers; 0 are its embeddings.
+
+    Raises:
+        UserError: it has not.
+    """
+    if not all(0 <= number <= num_layers for number in layers):
+        raise UserError(
+            f"{source}: layers of the target are 0 to {num_layers}; got {list(layers)}; fix layers in draft"
+        )
