@@ -144,7 +144,7 @@ def command(
         require_writable(speculation_profile, "--speculation-profile")
     chosen = workload_for(profile, workload, workload_format)
     if engine is not None:
-        given = {
+        of_arms = {
             "--against": against,
             "--draft": draft,
             "--lossy-sweep": lossy_sweep,
@@ -153,7 +153,7 @@ def command(
             "--wait-until-quiet": wait_until_quiet_s,
             "--table": table,
         }
-        if refused := [name for name, value in given.items() if value]:
+        if refused := [name for name, value in of_arms.items() if value]:
             raise UserError(f"--engine compares an engine with its export alone; leave {' and '.join(refused)} out")
         from autotune.cli.bench_engine import bench_engine
 
@@ -174,6 +174,14 @@ def command(
         return
     if prices is not None:
         raise UserError("--prices: prices are measured in an engine; give --engine vllm")
+    of_engines = {
+        "--engine-arguments": engine_arguments,
+        "--interleaved": interleaved,
+        "--export": export_folder,
+        "--requests-at-once": requests_at_once,
+    }
+    if given := [name for name, value in of_engines.items() if value]:
+        raise UserError(f"{' and '.join(given)}: for a serving engine only; give --engine, or leave them out")
 
     from autotune.console import Console
     from autotune.evaluation.bench import run_bench

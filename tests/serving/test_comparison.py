@@ -295,6 +295,11 @@ def test_options_and_prompts_that_cannot_be_compared(world: Path, address: str) 
         main, ["bench", str(world / "profile.json"), "--workload", "code", "--prices", "p.json"]
     )
     assert_refused(result, "--prices: prices are measured in an engine; give --engine vllm")
+    options = ["--interleaved", "--requests-at-once", "4"]
+    result = CliRunner().invoke(main, ["bench", str(world / "profile.json"), "--workload", "code", *options])
+    assert_refused(
+        result, "--interleaved and --requests-at-once: for a serving engine only; give --engine, or leave them out"
+    )
     missing = bench(world, "vllm", "--engine-executable", "no/such")
     assert_refused(missing, "vllm is no executable: 'no/such'; install vLLM, or name its executable with")
     assert_refused(
