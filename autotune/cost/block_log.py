@@ -18,6 +18,8 @@ class TimedJob(Document):
 
     plain_ms: tuple[float, float]
     samples: Samples
+    draft: int | None = None
+    """Index of the draft whose rounds were timed; None for plain steps."""
 
     @property
     def reference_ms(self) -> float:

@@ -15,9 +15,9 @@ from autotune.contention import ContentionMonitor
 from autotune.cost.block_log import BlockLog, LogHeader
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.cost.request_timing import (
+    DEVICE_TREES,
     HOST_TREES,
     LEAST_PREFILLS,
-    OVERHEAD_TREES,
     OverheadRuns,
     PrefillSamples,
     PrefillTimer,
@@ -109,9 +109,7 @@ def profile(
     for (draft, reference), bench in zip(drafts, benches, strict=True):
         if reference in runs:  # the number of heads does not change it
             continue
-        kinds = [(runs, OVERHEAD_TREES)]
-        if bench.device_tokens:
-            kinds = [(runs, HOST_TREES), (device_runs, OVERHEAD_TREES)]
+        kinds = [(runs, HOST_TREES), (device_runs, DEVICE_TREES)][: 2 if bench.device_tokens else 1]
         for found, trees in kinds:
             found[reference] = overhead_runs(
                 target,
@@ -184,6 +182,7 @@ def _draft_costs(
             draft_level=sampler.surface(sampler.draft_levels[number]),
             prefill=_prefill_cost(prefills.draft_samples[number], sampler.plain_ms),
             overhead=_overhead(runs[reference], sampler.plain_ms),
+            verify_ratio=sampler.verify_ratio(number),
             on_device=on_device.get(number),
         )
         for number, (draft, reference) in enumerate(drafts)
@@ -203,7 +202,7 @@ def _choose_threads(
 
 
 def _overhead(runs: OverheadRuns, unit_ms: float) -> Overhead:
-    return fit_overhead([(rounds, levels, nodes, unit_ms * outside) for rounds, levels, nodes, outside in runs])
+    return fit_overhead([(*run[:4], unit_ms * run[4]) for run in runs])
 
 
 def _prefill_cost(samples: PrefillSamples, unit_ms: float) -> PrefillCost:

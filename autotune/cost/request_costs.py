@@ -60,8 +60,10 @@ class Overhead(Document):
     """Per draft forward."""
     node_ms: float = Field(default=0.0, ge=0)
     """Per verified node."""
-    samples: list[tuple[int, int, int, float]] = Field(default_factory=list)
-    """(rounds, draft forwards, verified nodes, ms) per run."""
+    retrieval_ms: float = Field(default=0.0, ge=0)
+    """Added to a round of a tree with a second source, ``retrieval``."""
+    samples: list[tuple[int, int, int, int, float]] = Field(default_factory=list)
+    """(rounds, draft forwards, verified nodes, rounds with a second source, ms) per run."""
     held_out_error: float | None = None
     """Median relative error in leave-one-out cross-validation; None with one run."""
 
@@ -71,13 +73,20 @@ class Overhead(Document):
         return uncertainty((), self.held_out_error)
 
 
-def fit_overhead(samples: list[tuple[int, int, int, float]]) -> Overhead:
-    """Fit samples (rounds, draft forwards, verified nodes, ms)."""
+def fit_overhead(samples: list[tuple[int, int, int, int, float]]) -> Overhead:
+    """Fit samples (rounds, draft forwards, verified nodes, rounds with a second source, ms)."""
     if not samples:  # every output ended with its first token
         return Overhead(round_ms=0.0, level_ms=0.0)
-    counts = np.array([row[:3] for row in samples], np.float64)
-    (per_round, per_level, per_node), error = _fit(counts, np.maximum([row[3] for row in samples], 1e-6))
-    return Overhead(round_ms=per_round, level_ms=per_level, node_ms=per_node, samples=samples, held_out_error=error)
+    counts = np.array([row[:4] for row in samples], np.float64)
+    (per_round, per_level, per_node, retrieval), error = _fit(counts, np.maximum([row[4] for row in samples], 1e-6))
+    return Overhead(
+        round_ms=per_round,
+        level_ms=per_level,
+        node_ms=per_node,
+        retrieval_ms=retrieval,
+        samples=samples,
+        held_out_error=error,
+    )
 
 
 def _fit(counts: Floats, ms: Floats) -> tuple[list[float], float | None]:

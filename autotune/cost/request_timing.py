@@ -33,7 +33,7 @@ OVERHEAD_PROMPTS = 4
 OVERHEAD_TOKENS, FEW_OVERHEAD_TOKENS = 24, 8  # new tokens of a run; few where there is little time
 CUT_PROMPT_TOKENS = 16  # where there is little time
 # Chains have one node per level. A wide tree tells the cost of a node from that of a level.
-OVERHEAD_TREES: tuple[dict[str, Any], ...] = (
+DEVICE_TREES: tuple[dict[str, Any], ...] = (
     {"policy": "chain", "depth": 1},
     {"policy": "chain", "depth": 8},
     {"policy": "eagle2", "depth": 4, "k": 8, "budget": 31},
@@ -42,14 +42,15 @@ HOST_TREES: tuple[dict[str, Any], ...] = (
     {"policy": "chain", "depth": 1, "p_min": 1e-9},
     {"policy": "chain", "depth": 8, "p_min": 1e-9},
     {"policy": "sage", "n_max": 31},
+    {"policy": "priced", "retrieval": True},
 )
-"""Trees of the same kinds whose rounds the host leads in every mode."""
+"""Trees whose rounds the host leads in every mode, among them one with a second source."""
 PlainStep = Callable[[], float]
 """Times a plain step, in milliseconds."""
 PrefillSamples = list[tuple[int, int, float]]
 """(tokens, images, duration in plain steps)."""
-OverheadRuns = list[tuple[int, int, int, float]]
-"""(rounds, draft forwards, verified nodes, time outside the models in plain steps)."""
+OverheadRuns = list[tuple[int, int, int, int, float]]
+"""(rounds, draft forwards, verified nodes, rounds with a second source, time outside the models in plain steps)."""
 
 
 class PrefillTimer:
@@ -127,6 +128,7 @@ class PrefillTimer:
             if self._is_slow and len(samples) >= LEAST_PREFILLS:  # several shares of one prompt's visual tokens
                 continue
             for draft.visual_keep in (1.0, 0.5, 0.1) if has_image else (1.0,):
+                self.plain_step()  # evicts the draft's weights from the processor's caches, as the target's prefill does
                 started = now_ms(device)
                 draft_prompt: Any
                 (draft_prompt,) = draft.prompts(inputs, encoded)
@@ -181,7 +183,7 @@ def overhead_runs(
     threads: int | None = None,
     limit_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
-    trees: Sequence[dict[str, Any]] = OVERHEAD_TREES,
+    trees: Sequence[dict[str, Any]] = HOST_TREES,
 ) -> OverheadRuns:
     """Decode with shallow, deep and wide trees.
 
@@ -216,7 +218,8 @@ def overhead_runs(
                 stats = decoder.generate(**of_prompt, max_new_tokens=num_tokens).stats
                 reference_ms = math.sqrt(before * plain_step())
                 if stats.rounds > 0:
-                    counts = stats.rounds, stats.draft_forwards, sum(stats.verified_nodes)
+                    num_retrieving = stats.rounds if decoder.point.policy.uses_retrieval else 0
+                    counts = stats.rounds, stats.draft_forwards, sum(stats.verified_nodes), num_retrieving
                     runs.append((*counts, stats.overhead_ms / reference_ms))
     return runs
 

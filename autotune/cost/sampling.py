@@ -4,8 +4,9 @@ A plain step is timed before and after every job. Samples are kept as multiples 
 another process, throttling or another clock slow both down alike; the median of all plain steps turns them into milliseconds.
 
 A step is faster after steps of its own kind, which leave weights and code in the processor's caches: plain steps become up to
-15 % faster within ten of them, a draft's forwards are 12 % slower after a plain step. So rounds are timed after rounds, plain
-steps after plain steps, and the plain steps that samples are multiples of always after a round.
+15 % faster within ten of them, a draft's forwards are 12 % slower after a plain step, and verifications become 4 % slower from
+the second round after plain steps to the sixth. So rounds are timed in long rows, plain steps after plain steps, and the plain
+steps that samples are multiples of always after a round. A verification also depends on the draft that ran before it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from autotune.cost.surface import Surface, robust_deviation
 from autotune.cost.table import EVERY_ROW
 
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
-ROUNDS_IN_A_ROW = 2
+ROUNDS_IN_A_ROW, SLOW_ROUNDS_IN_A_ROW = 8, 2  # timed, after untimed ones; of models with slow steps
+UNTIMED_ROUNDS = 2
 PLAIN_STEPS = 3  # timed in a row, after warm-ups
 PLAIN_WARM_UPS = 8
 REFERENCE_STEPS = 3  # of which the last is the reference of the samples beside it
@@ -37,6 +39,8 @@ SLOW_STEP_MS = 30.0
 UNTIMED_TOKENS = 9, 2, 4  # of the verification, the first draft forward and the levels of untimed rounds
 JOBS_PER_BLOCK = 12
 WARM_UPS = 2  # untimed rounds of a draft after those of another
+LEAST_VERIFICATIONS = 8  # of a draft, and LEAST_AT_A_SIZE of a size, that tell it apart from the other drafts
+LEAST_AT_A_SIZE = 4
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
 DECODE, VERIFY = "decode", "verify"
 _DEVICE_FIRST, _DEVICE_LEVEL = "device_first", "device_level"
@@ -94,7 +98,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A job: consecutive rounds of a draft, after an untimed one."""
+    """A job: consecutive rounds of a draft, after untimed ones."""
 
     draft: int
     rounds: tuple[Round, ...]
@@ -181,6 +185,23 @@ class Sampler:
         """The surface of one of the grids, in milliseconds."""
         return grid.surface(self.plain_ms)
 
+    def verify_ratio(self, draft: int) -> float:
+        """A verification between rounds of a draft, as a multiple of the surface, which pools all drafts; 1.0 where the samples
+        do not tell the draft apart.
+        """
+        surface, plain_ms = self.surface(self.verify), self.plain_ms
+        logs = []
+        for job in self.jobs:
+            for part, tokens, kv_length, ms in job.samples if job.draft == draft else ():
+                if part == VERIFY and len(self.verify.samples[tokens, kv_length]) >= LEAST_AT_A_SIZE:
+                    pooled_ms = surface.latency_ms(np.array([tokens], float), np.array([kv_length], float)).item()
+                    logs.append(math.log(plain_ms * ms / job.reference_ms / pooled_ms))
+        if len(logs) < LEAST_VERIFICATIONS:
+            return 1.0
+        median = float(np.median(logs))
+        is_apart = abs(median) > 2 * robust_deviation(logs) / math.sqrt(len(logs))
+        return math.exp(median) if is_apart else 1.0
+
     @property
     def disturbed_samples(self) -> int:
         """Samples during which the device's speed changed by more than it usually does from one plain step to the next."""
@@ -255,8 +276,9 @@ class Sampler:
         groups: list[list[Job]] = []
         for draft, own_rounds in enumerate(of_drafts):
             self._random.shuffle(own_rounds)
-            firsts_of_jobs = range(0, len(own_rounds), ROUNDS_IN_A_ROW)
-            groups.append([Rounds(draft, tuple(own_rounds[i : i + ROUNDS_IN_A_ROW])) for i in firsts_of_jobs])
+            in_a_row = SLOW_ROUNDS_IN_A_ROW if self._is_slow else ROUNDS_IN_A_ROW
+            firsts_of_jobs = range(0, len(own_rounds), in_a_row)
+            groups.append([Rounds(draft, tuple(own_rounds[i : i + in_a_row])) for i in firsts_of_jobs])
         for (
             _,
             kv_length,
@@ -284,7 +306,8 @@ class Sampler:
                 before = self._begin_draft(job.draft)
             samples = self._samples(job, until)
             after = self._plain_step_ms() if isinstance(job, Rounds) else self._plain_step_after_a_round()
-            timed.append(TimedJob(plain_ms=(before, after), samples=samples))
+            draft = job.draft if isinstance(job, Rounds) else None
+            timed.append(TimedJob(plain_ms=(before, after), samples=samples, draft=draft))
             before = after
             if self._clock() >= until:
                 break
@@ -306,8 +329,12 @@ class Sampler:
             self._run_untimed_round(draft)
         return self._plain_step_after_a_round()
 
+    @property
+    def _is_slow(self) -> bool:
+        return self._latest_plain_ms > SLOW_STEP_MS
+
     def _run_untimed_round(self, draft: int) -> None:
-        if self._latest_plain_ms <= SLOW_STEP_MS:
+        if not self._is_slow:
             self._round_samples(draft, self._untimed)
 
     def _plain_step_after_a_round(self) -> float:
@@ -318,7 +345,7 @@ class Sampler:
         """The last of ``REFERENCE_STEPS`` plain steps: the first ones depend on the sizes of the round before."""
         for _ in range(REFERENCE_STEPS):
             self._latest_plain_ms = self.benches[0].decode_ms(self.settings.kv_lengths[0])
-            if self._latest_plain_ms > SLOW_STEP_MS:
+            if self._is_slow:
                 break
         return self._latest_plain_ms
 
@@ -327,7 +354,8 @@ class Sampler:
             return self._plain_samples(job)
         if isinstance(job, DeviceDrafting):
             return self._device_samples(job)
-        self._run_untimed_round(job.draft)
+        for _ in range(UNTIMED_ROUNDS):
+            self._run_untimed_round(job.draft)
         samples: Samples = []
         for of_job in job.rounds:
             samples += self._round_samples(job.draft, of_job)

@@ -94,6 +94,10 @@ class DraftCosts(Document):
     """Every other draft forward of a round; it runs after another draft forward."""
     prefill: PrefillCost
     overhead: Overhead
+    verify_ratio: float = Field(default=1.0, gt=0)
+    """Verification between rounds of this draft, as a multiple of the table's ``verify``, the mean over drafts. A draft's weights
+    take the place of the target's in the processor's caches, and the target keeps the outputs of the layers that it reads.
+    """
     on_device: DeviceCosts | None = None
     """None where the host leads all rounds."""
 
@@ -147,16 +151,26 @@ def _count_disturbed(content: dict[str, Any]) -> None:
     rename_keys(content, {"drifted_samples": "disturbed_samples"})
 
 
+def _tell_second_sources(content: dict[str, Any]) -> None:
+    """Version 6 did not price the rounds of trees with a second source apart, and had one verification for all drafts."""
+    for draft in content["drafts"]:
+        for costs in (draft, draft.get("on_device") or {}):
+            if "overhead" in costs:
+                runs = costs["overhead"].get("samples", [])
+                costs["overhead"]["samples"] = [[rounds, levels, nodes, 0, ms] for rounds, levels, nodes, ms in runs]
+
+
 class CostTable(
     Document,
     kind="cost-table",
-    version=6,
+    version=7,
     made_by="autotune profile",
     migrations={
         2: lambda content: None,  # version 3 added keys that have defaults
         3: _add_nodes,
         4: _rename_parts,
         5: _count_disturbed,
+        6: _tell_second_sources,
     },
 ):
     """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet). The
@@ -186,7 +200,7 @@ class CostTable(
     decode: Surface
     """A plain step: one token."""
     verify: Surface
-    """Verification: root and tree in one forward."""
+    """Verification: root and tree in one forward; the mean over drafts (``DraftCosts.verify_ratio``)."""
     prefill: PrefillCost
     drafts: list[DraftCosts]
 
@@ -360,11 +374,14 @@ class CostTable(
             decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],
             draft_first_ms=draft_ms("draft_first"),
             draft_level_ms=draft_ms("draft_level"),
-            verify_ms=np.concatenate([free, self.verify.latency_ms(tokens, lengths)]),
+            verify_ms=np.concatenate(
+                [free, between(attrgetter("verify_ratio")) * self.verify.latency_ms(tokens, lengths)]
+            ),
             kv_step=KV_STEP,
             overhead_round_ms=overhead.round_ms,
             overhead_level_ms=overhead.level_ms,
             overhead_node_ms=overhead.node_ms,
+            overhead_retrieval_ms=overhead.retrieval_ms,
             draft_prefill=costs.prefill.model_copy(
                 update={name: between(attrgetter(f"prefill.{name}")) for name in PREFILL_MS}
             ),
@@ -387,6 +404,8 @@ class DensePrices:
     draft_prefill: PrefillCost
     crossing_share: float = 0.0
     """As in ``ModelShape``, of the draft."""
+    overhead_retrieval_ms: float = 0.0
+    """Added to ``overhead_round_ms`` for trees with a second source."""
 
 
 def shipped_tables() -> dict[str, list[Path]]:

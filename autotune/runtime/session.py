@@ -240,15 +240,13 @@ class Session:
         """Give emitted tokens to the second source; returns what it finds after each, if points are chosen online."""
         if self._retrieval is None:
             return []
-        *others, last = tokens
+        steps = [tokens] if self._choice is None else [[token] for token in tokens]
         found = []
-        for token in others:
-            self._retrieval.append(token)
-            if self._choice is not None:
-                found.append(self._retrieval.continuation())
-        self._retrieval.append(last)
-        self._retrieved = self._retrieval.continuation()
-        return [*found, self._retrieved]
+        for step in steps:
+            self._retrieval.extend(step)
+            found.append(self._retrieval.continuation())
+        self._retrieved = found[-1]
+        return found
 
     def _plain_step(self) -> list[int]:
         token, stats = self._host_round.plain_step(self.request), self.request.stats

@@ -212,7 +212,8 @@ def print_table(table: CostTable, console: Console) -> None:
         f"{name}: prefill {p.intercept_ms:.1f} ms + {p.per_token_ms:.3f} ms/token + {p.image_ms:.1f} ms for images": p
         for name, p in prefills.items()
     } | {
-        f"{costs.draft.id}: overhead {o.round_ms:.2f} ms/round + {o.level_ms:.2f} ms/draft level + {1e3 * o.node_ms:.0f} us/node": o
+        f"{costs.draft.id}: overhead {o.round_ms:.2f} ms/round + {o.level_ms:.2f} ms/draft level + "
+        f"{1e3 * o.node_ms:.0f} us/node + {o.retrieval_ms:.2f} ms/round with retrieval": o
         for costs in table.drafts  # the same for all subnets of a draft
         for o in [costs.overhead]
     }
@@ -225,6 +226,10 @@ def print_table(table: CostTable, console: Console) -> None:
             console.say(
                 f"{costs.name}: {millions:.3g}M own parameters, {costs.kv_bytes_per_token} bytes of KV cache per token"
             )
+    ratios = {costs.name: costs.verify_ratio for costs in table.drafts if round(costs.verify_ratio, 2) != 1.0}
+    if ratios:
+        listed = ", ".join(f"{ratio:.2f} after {name}" for name, ratio in ratios.items())
+        console.say(f"verification as a multiple of the table's, which is the mean over drafts: {listed}")
     for kind, by_part in (("held-out error", table.held_out_errors), ("uncertainty", table.uncertainties)):
         if by_part:
             worst = max(by_part, key=lambda part: by_part[part])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -159,9 +159,12 @@ class Evaluator:
 
     def prices_for(self, variant: DraftVariant, policy: Policy, *, is_lossless: bool = True) -> DensePrices:
         """Prices of a policy's rounds, which the device leads where the table has such costs, and policy and verification
-        allow it.
+        allow it; those of a tree with a second source have its time too.
         """
-        return (self._device_prices if policy.has_fixed_levels and is_lossless else self.prices)[variant]
+        prices = (self._device_prices if policy.has_fixed_levels and is_lossless else self.prices)[variant]
+        if not policy.uses_retrieval:
+            return prices
+        return replace(prices, overhead_round_ms=prices.overhead_round_ms + prices.overhead_retrieval_ms)
 
     def _prices_of(self, trace: Trace, *, on_device: bool = False) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet

@@ -171,20 +171,26 @@ def _finalist(
     """
     summary = summarize("finalist", runs, elimination.runs[AR][: len(runs)])
     configuration = candidate.configuration
-    order = np.arange(len(runs)) % len(evaluator.tasks)
-    predicted_ms = evaluator.replay(configuration).decode_ms
-    predicted = float(evaluator.ar_ms[order].sum() / predicted_ms[order].sum())
-    low, high = speedup_interval(evaluator, configuration)
-    scale = predicted / evaluator.evaluate(configuration).speedup  # to the prompts that were run
+    predicted, interval90 = _prediction(evaluator, configuration, len(runs))
     return Finalist(
         configuration=configuration,
         predicted_speedup=predicted,
-        interval90=(low * scale, high * scale),
+        interval90=interval90,
         speedup=summary.speedup,
         ci95=summary.ci95,
         num_runs=len(runs),
         is_eliminated=is_eliminated,
     )
+
+
+def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: int) -> tuple[float, tuple[float, float]]:
+    """Predicted speedup on the prompts of so many runs, and its 90 % interval."""
+    order = np.arange(num_runs) % len(evaluator.tasks)
+    predicted_ms = evaluator.replay(configuration).decode_ms
+    predicted = float(evaluator.ar_ms[order].sum() / predicted_ms[order].sum())
+    low, high = speedup_interval(evaluator, configuration)
+    scale = predicted / evaluator.evaluate(configuration).speedup  # to the prompts that were run
+    return predicted, (low * scale, high * scale)
 
 
 def _winner(elimination: Elimination) -> str:
@@ -228,13 +234,14 @@ def print_finalists(
         for name, finalist in named.items()
     ]
     for default in defaults:
-        can_replay = evaluator.can_replay(default.configuration)
-        predicted = evaluator.evaluate(default.configuration).speedup if can_replay else None
+        predicted, interval90 = None, None
+        if evaluator.can_replay(default.configuration):
+            predicted, interval90 = _prediction(evaluator, default.configuration, default.num_runs)
         rows.append(
             [
                 default.name,
                 "-" if predicted is None else f"{predicted:.2f}x",
-                _interval(speedup_interval(evaluator, default.configuration) if can_replay else None),
+                _interval(interval90),
                 f"{default.speedup:.2f}x",
                 _interval(default.ci95),
                 "-" if predicted is None else f"{100 * (predicted / default.speedup - 1):+.1f} %",

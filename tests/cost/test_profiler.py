@@ -157,7 +157,7 @@ def test_samples_are_kept(table: CostTable) -> None:
             assert len(point.samples_ms) >= SETTINGS.min_samples and min(point.samples_ms) > 0
     overhead = costs.overhead
     assert overhead.round_ms >= 0 and overhead.level_ms >= 0
-    assert len(overhead.samples) == 3 * 4, "three kinds of trees, four prompts"
+    assert len(overhead.samples) == 4 * 4, "four kinds of trees, four prompts"
     for prefill in (table.prefill, costs.prefill):
         assert {images for _, images, _ in prefill.samples} == {0, 1}
         assert all(tokens > 0 and ms > 0 for tokens, _, ms in prefill.samples)
@@ -243,10 +243,11 @@ def test_overhead_of_a_single_prompt(pair: Pair, processor: Any, workload: Workl
     single = Workload(workload.name, workload.split, workload.prompts[:1])
     target, draft = Target(pair.target), IndependentDraft(pair.draft)
     runs = overhead_runs(target, draft, processor, single, lambda: 2.0, SETTINGS)
-    assert len(runs) == 3 and all(rounds <= levels <= nodes and ms > 0 for rounds, levels, nodes, ms in runs)
-    counts = np.array([run[:3] for run in runs], float) / [[run[0]] for run in runs]
-    assert np.linalg.cond(counts / np.linalg.norm(counts, axis=0)) < 6, (
-        "costs of rounds, levels and nodes can be separated"
+    assert all(rounds <= levels <= nodes and ms > 0 for rounds, levels, nodes, _, ms in runs)
+    assert [run[3] / run[0] for run in runs] == [0, 0, 0, 1], "the last tree has a second source"
+    counts = np.array([run[:4] for run in runs], float) / [[run[0]] for run in runs]
+    assert np.linalg.cond(counts / np.linalg.norm(counts, axis=0)) < 8, (
+        "costs of rounds, levels, nodes and a second source can be separated"
     )
 
 

@@ -526,6 +526,28 @@ def test_steps_have_the_prices_of_decoding_where_caches_matter() -> None:
         assert ms == pytest.approx(truth)
 
 
+def test_verifications_are_told_apart_by_draft() -> None:
+    """The surface is the mean over drafts; the ratio of each leads back to its own verifications."""
+    rng = np.random.default_rng(0)
+
+    def noise() -> float:
+        return float(rng.normal(0, 0.02))
+
+    sampler = measured(Bench(noise=noise), Bench(lambda n, m: 1.08 * straight(n, m), noise=noise))
+    ratios = [sampler.verify_ratio(draft) for draft in (0, 1)]
+    assert 1.04 < ratios[1] / ratios[0] < 1.1, (
+        "the medians of sizes that one draft has most samples of hide a part of it"
+    )
+    verified = sampler.surface(sampler.verify).latency_ms(np.array([9.0]), np.array([128.0]))[0, 0]
+    truth = 1.08 * straight(9, 128) / straight(1, 32)
+    assert ratios[1] * verified / sampler.plain_ms == pytest.approx(truth, rel=0.05)
+
+
+def test_equal_verifications_are_not_told_apart() -> None:
+    sampler = measured(Bench(), Bench())
+    assert [sampler.verify_ratio(draft) for draft in (0, 1)] == [1.0, 1.0]
+
+
 def test_small_changes_disturb_no_sample() -> None:
     assert measured(Bench(speed=throttled(1.0, 3.0, 1.1))).disturbed_samples == 0
 

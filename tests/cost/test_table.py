@@ -61,19 +61,25 @@ def test_only_prompt_with_an_image_is_not_cross_validated() -> None:
 
 
 def test_overhead_coefficients_are_recovered() -> None:
-    shapes = ((1, 1), (8, 8), (6, 30))  # levels and nodes of a round
-    counts = [(rounds, rounds * depth, rounds * nodes) for rounds in (5, 12, 20) for depth, nodes in shapes]
-    fitted = fit_overhead([(r, d, n, 0.3 * r + 0.05 * d + 0.01 * n) for r, d, n in counts])
-    assert (fitted.round_ms, fitted.level_ms, fitted.node_ms) == pytest.approx((0.3, 0.05, 0.01), abs=1e-9)
+    shapes = (
+        (1, 1, 0),
+        (8, 8, 0),
+        (6, 30, 0),
+        (3, 12, 1),
+    )  # levels and nodes of a round, and whether it has a second source
+    counts = [(n, n * depth, n * nodes, n * second) for n in (5, 12, 20) for depth, nodes, second in shapes]
+    fitted = fit_overhead([(r, d, n, s, 0.3 * r + 0.05 * d + 0.01 * n + 0.07 * s) for r, d, n, s in counts])
+    found = fitted.round_ms, fitted.level_ms, fitted.node_ms, fitted.retrieval_ms
+    assert found == pytest.approx((0.3, 0.05, 0.01, 0.07), abs=1e-9)
     assert fitted.held_out_error == pytest.approx(0.0, abs=1e-9)
-    assert [run[:3] for run in fitted.samples] == counts
+    assert [run[:4] for run in fitted.samples] == counts
 
 
 def test_overhead_error_is_cross_validated() -> None:
     """Each of two runs, of 1 and 2 ms per round, is predicted from the other."""
-    fitted = fit_overhead([(10, 0, 0, 10.0), (10, 0, 0, 20.0)])
+    fitted = fit_overhead([(10, 0, 0, 0, 10.0), (10, 0, 0, 0, 20.0)])
     assert fitted.held_out_error == pytest.approx((1.0 + 0.5) / 2)
-    assert fit_overhead([(10, 0, 0, 10.0)]).held_out_error is None
+    assert fit_overhead([(10, 0, 0, 0, 10.0)]).held_out_error is None
     assert fit_overhead([]) == Overhead(round_ms=0, level_ms=0)
 
 
@@ -318,7 +324,7 @@ def test_a_table_without_shares_of_crossing_blocks_loads(tmp_path: Path) -> None
 
 def test_table_of_an_old_schema_names_the_command(tmp_path: Path) -> None:
     path = tmp_path / "old.cost.json"
-    path.write_text(cost_table().dump().replace("cost-table/6", "cost-table/1"))
+    path.write_text(cost_table().dump().replace("cost-table/7", "cost-table/1"))
     with pytest.raises(UserError, match=r"cost-table/1' is older .*; make the file again with autotune profile"):
         CostTable.load(path)
 

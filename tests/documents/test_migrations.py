@@ -58,7 +58,7 @@ def test_a_cost_table_of_version_4() -> None:
     assert draft.kv_bytes_per_token == old_draft["cache_bytes_per_token"] == 512
     for surface, name in ((draft.draft_first, "commit"), (draft.draft_level, "propose")):
         assert surface.model_dump(mode="json") == old_draft[name]
-    assert draft.overhead.samples == [(3, 9, 20, 1.5)]
+    assert draft.overhead.samples == [(3, 9, 20, 0, 1.5)]
     assert (table.decode, table.verify) == (cost_table().decode, cost_table().verify)
 
 
