@@ -14,7 +14,7 @@ from autotune.documents.provenance import version_of
 from autotune.errors import UserError, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
-CHATTY = ("torchao", "torch.utils._pytree")
+CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 VERBS = ("devices", "doctor", "profile", "record", "search", "run", "bench", "check", "report", "export", "train")
 
 

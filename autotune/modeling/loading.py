@@ -11,7 +11,7 @@ from autotune.device import check_room
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, sha256_of
-from autotune.modeling.quantization import check_can_run, quantization_of
+from autotune.modeling.quantization import check_can_run, decompress, is_decompressed, quantization_of
 
 BUNDLED_TARGET = "digits/target"
 BUNDLED_DRAFT = "digits/independent"
@@ -126,14 +126,17 @@ def load_model(
             check_room(device, {"weights": _weight_bytes(factory, config)}, what=name, advice=advice)
             model = factory.from_config(config, dtype=dtype or config.dtype)
         else:
-            weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
-            check_room(device, {"weights": weights}, what=name, advice=advice)
             if is_quantized:
                 check_can_run(config, name=name, device=device)
+            weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
+            if is_decompressed(config):
+                weights = _weight_bytes(factory, config)
+            check_room(device, {"weights": weights}, what=name, advice=advice)
             # Some quantized models cannot be moved, so that they are loaded where they run.
             options: dict[str, Any] = {"device_map": {"": device}} if is_quantized else {}
             options |= {} if dtype is None else {"dtype": dtype}
             model, info = factory.from_pretrained(source, output_loading_info=True, **options)
+            decompress(model)
             if is_complete and (missing := sorted(info["missing_keys"])):
                 raise UserError(
                     f"{name}: its checkpoint has no weights {', '.join(missing[:3])}; give the whole checkpoint"

@@ -112,6 +112,19 @@ def check_can_run(config: Any, *, name: str, device: str) -> None:
         ) from None
 
 
+def is_decompressed(config: Any) -> bool:
+    """Whether the weights of a model with this config are dense once it runs: transformers has no kernels for them."""
+    return (quantization_of(config) or "").startswith("compressed-tensors")
+
+
+def decompress(model: Any) -> None:
+    """Make the weights of a model dense now (``is_decompressed``), as its own first forward pass would: forward passes of its
+    layers alone would not, and until then its memory is not that of decoding.
+    """
+    if is_decompressed(model.config) and hasattr(model, "ct_decompress_hook"):
+        model.hf_quantizer.compressor.decompress_model(model)
+
+
 def weight_bytes(module: nn.Module) -> int:
     """Bytes that the parameters and buffers of a module take, each once, scales and packed weights included."""
     tensors = {id(tensor): tensor for tensor in chain(module.parameters(), module.buffers())}

@@ -1,4 +1,6 @@
-"""Quantized models: names, refusals, real sizes, and decoding with every kind of draft. The int8 and int4 kernels are torchao's."""
+"""Quantized models: names, refusals, real sizes, and decoding with every kind of draft. The kernels are those of torchao and
+bitsandbytes; the weights of compressed-tensors are decompressed.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ import pytest
 import torch
 
 from autotune.cost.profiler import shape_of
+from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import Draft
 from autotune.drafters.eagle3 import new_eagle3
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
-from autotune.modeling.loading import load_model, load_processor
+from autotune.modeling.loading import load_model, load_processor, resolve
 from autotune.modeling.quantization import (
     num_parameters,
     quantization_of,
@@ -33,24 +36,62 @@ from tests.drafters.test_feature_draft import agreeing_draft
 from tests.tiny_models import Inputs, Pair
 
 TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10}
-KINDS = ("int8", "int4")
+TORCHAO = ("int8", "int4")
+KINDS = (*TORCHAO, "bitsandbytes 8-bit", "compressed int8", "compressed int4")
+VISION = ["vision_tower", "multi_modal_projector"]
 
 
 @pytest.fixture(scope="module")
 def quantized(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of the tiny target with weights in int8 and in int4."""
+    """Folders of the tiny target with weights of 8 and of 4 bits."""
     torchao = pytest.importorskip("torchao.quantization")
-    from transformers import AutoModelForImageTextToText, TorchAoConfig
+    from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, TorchAoConfig
 
-    folders = {}
-    int4 = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)
-    for name, kind in {"int8": torchao.Int8WeightOnlyConfig(), "int4": int4}.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        config = TorchAoConfig(kind)
+    configs = {
+        "int8": TorchAoConfig(torchao.Int8WeightOnlyConfig()),
+        "int4": TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
+        "bitsandbytes 8-bit": BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["lm_head", *VISION]),
+    }
+    folders = {name: tmp_path_factory.mktemp(name.replace(" ", "-")) for name in KINDS}
+    for name, config in configs.items():
         model = AutoModelForImageTextToText.from_pretrained(pair.target_folder, quantization_config=config)
         model.save_pretrained(folders[name])
-        load_processor(str(pair.target_folder)).save_pretrained(folders[name])
+    for name, num_bits in (("compressed int8", 8), ("compressed int4", 4)):
+        save_compressed(
+            AutoModelForImageTextToText.from_pretrained(pair.target_folder), folders[name], num_bits=num_bits
+        )
+    for folder in folders.values():
+        load_processor(str(pair.target_folder)).save_pretrained(folder)
     return folders
+
+
+def save_compressed(model: Any, folder: Path, *, num_bits: int) -> None:
+    """Save a model as llm-compressor does: weights of the language model's linear layers, one scale for each row."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization import apply_quantization_config as apply
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    weights = QuantizationArgs(num_bits=num_bits, type="int", symmetric=True, strategy="channel")
+    ignored = ["lm_head", *(f"re:.*{name}.*" for name in VISION)]
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    apply(model, QuantizationConfig(config_groups={"weights": scheme}, ignore=ignored))
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            rows = module.weight.data
+            scale, _ = calculate_qparams(rows.amin(1, keepdim=True), rows.amax(1, keepdim=True), weights)
+            module.weight_scale.data.copy_(scale)
+            module.weight_zero_point.data.zero_()
+    compressor = ModelCompressor.from_pretrained_model(
+        model, quantization_format="int-quantized" if num_bits == 8 else "pack-quantized"
+    )
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["quantization_config"]["ignore"] = ignored  # names of saved modules are not those of loaded ones
+    path.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +134,7 @@ def test_a_quantization_that_cannot_run_here_is_refused(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TORCHAO)
 def test_the_sizes_of_a_quantized_model_are_those_of_its_memory(
     pair: Pair, quantized: dict[str, Path], kind: str
 ) -> None:
@@ -109,6 +150,21 @@ def test_the_sizes_of_a_quantized_model_are_those_of_its_memory(
     assert weight_bytes(torch.nn.ModuleList(linears)) in range(numbers + 4 * rows, numbers + 13 * rows)
     assert weight_bytes(target.model) < 0.7 * weight_bytes(plain.model)
     assert all(parameter.is_meta for parameter in unquantized(target.model).parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"), [("bitsandbytes 8-bit", 1, 3), ("compressed int8", 4, 4.5), ("compressed int4", 4, 4.5)]
+)
+def test_bytes_per_parameter_are_those_of_decoding(
+    quantized: dict[str, Path], kind: str, least: float, most: float
+) -> None:
+    """They include the head, which is not quantized. compressed-tensors decompresses its weights before the first step."""
+    target = Target(load_model(str(quantized[kind])))
+    bytes_per_parameter = shape_of(target).bytes_per_parameter
+    assert least < bytes_per_parameter < most
+    with torch.inference_mode():
+        target.model(input_ids=torch.tensor([[1, 2]]))
+    assert shape_of(target).bytes_per_parameter == bytes_per_parameter
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,6 +189,24 @@ def test_a_quantized_target_decodes_its_own_tokens_with_every_draft(
     assert num_identical > 0
 
 
+@torch.inference_mode()
+def test_4_bit_weights_of_bitsandbytes(tmp_path: Path) -> None:
+    """The bundled target for code has rows that are as long as a block of weights with one scale, 64."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(resolve("code/target"), quantization_config=config).save_pretrained(tmp_path)
+    target = Target(load_model(str(tmp_path)))
+    assert target.text.precision == "float32, bitsandbytes 4-bit nf4"
+    inputs = load_processor("code/target")(["def length(values):\n    return "], return_tensors="pt")
+    expected = target.model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    found = Decoder(target, load_draft("code/star", target), tree=TREE).generate(**inputs, max_new_tokens=24).sequences
+    length = inputs["input_ids"].shape[1]
+    divergence = first_divergence(target, inputs, found[0, length:].tolist(), expected[0, length:].tolist())
+    assert divergence is None or divergence.is_near_tie, divergence
+    assert shape_of(target).bytes_per_parameter < 2.5, "embedding and head have 4 bytes"
+
+
 def test_a_quantized_target_is_neither_exact_nor_batched(quantized: dict[str, Path], pair: Pair) -> None:
     plain, target = Target(pair.target), Target(load_model(str(quantized["int8"])))
     assert (plain.text.precision, plain.text.is_exact) == ("float32", True)
@@ -143,11 +217,14 @@ def test_a_quantized_target_is_neither_exact_nor_batched(quantized: dict[str, Pa
 
 def test_documents_of_a_quantized_target_have_keys_of_their_own(quantized: dict[str, Path], pair: Pair) -> None:
     pools = [ModelPool(str(folder), ["retrieval"], "cpu") for folder in (pair.target_folder, *quantized.values())]
-    assert len({pool.key for pool in pools}) == 3
+    assert len({pool.key for pool in pools}) == 1 + len(KINDS)
     assert [pool.precision for pool in pools] == [
         "float32",
         "float32, torchao Int8WeightOnly",
         "float32, torchao IntxWeightOnly int4",
+        "float32, bitsandbytes 8-bit",
+        "float32, compressed-tensors int-quantized",
+        "float32, compressed-tensors pack-quantized",
     ]
 
 
