@@ -38,6 +38,10 @@ NUM_TOKENS = 64  # of each answer, the same for all subnets
 BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
 NUM_MEASURED_PROMPTS = 8
 ORDER_SEED = 0
+LEAST_SHARE = 0.75
+"""Share of the fastest chain's speedup below which a draft does not survive: its trees would have to gain a third more over
+its chains than those of the fastest draft.
+"""
 
 
 def screen(
@@ -210,11 +214,20 @@ def _ranked(records: Mapping[str, Record]) -> list[ScreenedSubnet]:
 
 
 def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVariant]:
-    """The variants whose trees are searched: the best subnet of each draft, then the best others, ``count`` in all."""
+    """The variants whose trees are searched: the best subnet of each draft that can still win, then the best others, ``count``
+    in all.
+
+    Args:
+        screened: the fastest first.
+    """
     best_of_draft = {subnet.draft: subnet for subnet in reversed(screened)}
-    chosen = sorted(best_of_draft.values(), key=lambda subnet: subnet.rank)
+    least = LEAST_SHARE * screened[0].best_speedup
+    chosen = sorted(
+        (one for one in best_of_draft.values() if one.best_speedup >= least), key=lambda subnet: subnet.rank
+    )
+    num_drafts = len(chosen)
     chosen += [subnet for subnet in screened if subnet not in chosen]
-    return [subnet.variant for subnet in chosen[: max(count, len(best_of_draft))]]
+    return [subnet.variant for subnet in chosen[: max(count, num_drafts)]]
 
 
 def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVariant], console: Console) -> None:
@@ -230,7 +243,7 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
         ]
         for name, subnet in named.items()
     ]
-    speedups = [subnet.measured_speedup or subnet.speedup for subnet in screened]
+    speedups = [subnet.best_speedup for subnet in screened]
     console.table(
         f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x), {len(chosen)} survivors",
         ["survivor", "best chain's depth", "M", "predicted", "measured"],
@@ -245,7 +258,7 @@ def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) ->
     """Compare a draft's best subnet with the best of those that keep one share of heads in all blocks, fastest first."""
     equal = [one for one in screened if len(set(one.subnet.head_shares)) == 1]
     if 0 < len(equal) < len(screened):
-        best, best_equal = (one[0].measured_speedup or one[0].speedup for one in (screened, equal))
+        best, best_equal = (one[0].best_speedup for one in (screened, equal))
         console.say(
             f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label}, "
             f"M {screened[0].tokens_per_round:.2f}); best of the {len(equal)} with one share of heads in all blocks "

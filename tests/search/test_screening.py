@@ -296,13 +296,16 @@ def test_every_subnet_can_be_measured(
     assert [one.measured_speedup for one in found] == sorted((one.measured_speedup for one in found), reverse=True)  # type: ignore[type-var]
 
 
-def test_survivors_include_the_best_subnet_of_each_draft() -> None:
+def test_survivors_include_the_best_subnet_of_each_draft_that_can_win() -> None:
     def one(draft: str, keep: float, speedup: float) -> ScreenedSubnet:
         return ScreenedSubnet(
             draft=draft, subnet=Subnet(visual_keep=keep), depth=1, tokens_per_round=2, ms_per_token=1, speedup=speedup
         )
 
-    ranked = [one("a", 1.0, 2.0), one("a", 0.5, 1.9), one("a", 0.4, 1.8), one("b", 1.0, 1.2), one("b", 0.5, 1.1)]
-    assert survivors(ranked, 3) == [ranked[0].variant, ranked[3].variant, ranked[1].variant]
-    assert survivors(ranked, 1) == [ranked[0].variant, ranked[3].variant], "every draft has a survivor"
+    ranked = [one("a", 1.0, 2.0), one("a", 0.5, 1.9), one("a", 0.4, 1.8), one("b", 1.0, 1.5), one("b", 0.5, 1.2)]
+    hopeless = [*ranked, one("c", 1.0, 1.1)]
+    for screened in (ranked, hopeless):
+        assert survivors(screened, 3) == [ranked[0].variant, ranked[3].variant, ranked[1].variant]
+        assert survivors(screened, 1) == [ranked[0].variant, ranked[3].variant], "both drafts survive"
     assert survivors(ranked, 9) == [ranked[n].variant for n in (0, 3, 1, 2, 4)]
+    assert survivors(hopeless, 9) == [hopeless[n].variant for n in (0, 3, 1, 2, 4, 5)], "there is room for all"
