@@ -226,9 +226,9 @@ class Session:
     def _prefill_draft(self, draft: Draft) -> None:
         """Prefill the draft: not before the first new token is out, which it does not delay."""
         assert self._prefilled is not None and self._drafting is not None
-        prompt = self.request.call.draft_prompt(draft, self.request.row)
         scores = self._prefilled.visual_scores.get(self._drafting.visual_ranking)
-        with limited_threads(self.prefill_threads):
+        with limited_threads(self.prefill_threads):  # a draft with an image encoder of its own runs it for its prompt
+            prompt = self.request.call.draft_prompt(draft, self.request.row)
             draft.prefill(prompt, scores, capacity=self.capacity)
         draft.append(self.request.tokens[-1])
         if self._retrieval is not None:

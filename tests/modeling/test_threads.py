@@ -38,9 +38,16 @@ def test_the_number_of_threads_is_restored_even_after_an_error() -> None:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("drafts", [True, False])
-def test_only_steps_are_limited(
-    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch, drafts: bool
+@pytest.mark.parametrize(("threads", "prefill_threads"), [(1, None), (None, 1)])
+def test_steps_and_prefills_have_their_own_threads(
+    pair: Pair,
+    prompts: dict[str, Inputs],
+    monkeypatch: pytest.MonkeyPatch,
+    drafts: bool,
+    threads: int | None,
+    prefill_threads: int | None,
 ) -> None:
+    """Image encoders are a part of the prefills, that of the draft too."""
     target, draft = Target(pair.target), IndependentDraft(pair.draft)
     seen: dict[str, set[int]] = {"prefill": set(), "step": set(), "caller": set()}
 
@@ -53,14 +60,15 @@ def test_only_steps_are_limited(
 
         monkeypatch.setattr(model, name, recording)
 
-    record(target, "prefill", "prefill")
-    record(target, "forward", "step")
-    record(draft, "prefill", "prefill")
-    record(draft, "forward", "step")
-    decoder = Decoder(target, draft if drafts else None, threads=1)
+    for model in (target, draft):
+        record(model, "prefill", "prefill")
+        record(model, "forward", "step")
+    record(target, "encode", "prefill")
+    record(draft, "prompts", "prefill")
+    decoder = Decoder(target, draft if drafts else None, threads=threads, prefill_threads=prefill_threads)
     for _ in decoder.stream(**prompts["image"], max_new_tokens=12):
         seen["caller"].add(torch.get_num_threads())
-    assert seen == {"prefill": {2}, "step": {1}, "caller": {2}}
+    assert seen == {"prefill": {prefill_threads or 2}, "step": {threads or 2}, "caller": {2}}
 
 
 class Bench:
