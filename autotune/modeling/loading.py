@@ -15,7 +15,7 @@ from autotune.modeling.quantization import check_can_run, decompress, is_decompr
 
 BUNDLED_TARGET = "digits/target"
 BUNDLED_DRAFT = "digits/independent"
-BUNDLED_DRAFTS = (BUNDLED_DRAFT, "digits/star", "digits/dream", "digits/specvlm")
+BUNDLED_DRAFTS = (BUNDLED_DRAFT, "digits/star", "digits/dream", "digits/specvlm", "digits/mtp")
 RETRIEVAL = "retrieval"
 """Name of the draft that needs no model; a folder of this name is ``./retrieval``."""
 MTP_SUFFIX = ":mtp"
