@@ -174,6 +174,7 @@ def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) ->
             example = make_example("held-out", task, 500_000 + index)
             Image.fromarray(example.image).save(tmp_path / f"{task}{index}.png")
             lines.append(json.dumps({"prompt": example.prompt, "images": [f"{task}{index}.png"], "max_new_tokens": 40}))
+        lines.append(json.dumps({"prompt": f"The number {index} is", "max_new_tokens": 40}))
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     Image.fromarray(make_example("held-out", "read", 500_000).image).save(tmp_path / "grid.png")
 
