@@ -109,7 +109,9 @@ def profile(
     for (draft, reference), bench in zip(drafts, benches, strict=True):
         if reference in runs:  # the number of heads does not change it
             continue
-        kinds = [(runs, HOST_TREES), (device_runs, DEVICE_TREES)][: 2 if bench.device_tokens else 1]
+        kinds = [(runs, HOST_TREES)]
+        if bench.device_tokens:
+            kinds.append((device_runs, DEVICE_TREES))
         for found, trees in kinds:
             found[reference] = overhead_runs(
                 target,

@@ -151,7 +151,7 @@ def _count_disturbed(content: dict[str, Any]) -> None:
     rename_keys(content, {"drifted_samples": "disturbed_samples"})
 
 
-def _tell_second_sources(content: dict[str, Any]) -> None:
+def _add_retrieving_rounds(content: dict[str, Any]) -> None:
     """Version 6 did not price the rounds of trees with a second source apart, and had one verification for all drafts."""
     for draft in content["drafts"]:
         for costs in (draft, draft.get("on_device") or {}):
@@ -170,7 +170,7 @@ class CostTable(
         3: _add_nodes,
         4: _rename_parts,
         5: _count_disturbed,
-        6: _tell_second_sources,
+        6: _add_retrieving_rounds,
     },
 ):
     """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet). The

@@ -221,9 +221,9 @@ def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVaria
         screened: the fastest first.
     """
     best_of_draft = {subnet.draft: subnet for subnet in reversed(screened)}
-    least = LEAST_SHARE * screened[0].best_speedup
+    least = LEAST_SHARE * screened[0].judged_speedup
     chosen = sorted(
-        (one for one in best_of_draft.values() if one.best_speedup >= least), key=lambda subnet: subnet.rank
+        (one for one in best_of_draft.values() if one.judged_speedup >= least), key=lambda subnet: subnet.rank
     )
     num_drafts = len(chosen)
     chosen += [subnet for subnet in screened if subnet not in chosen]
@@ -243,7 +243,7 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
         ]
         for name, subnet in named.items()
     ]
-    speedups = [subnet.best_speedup for subnet in screened]
+    speedups = [subnet.judged_speedup for subnet in screened]
     console.table(
         f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x), {len(chosen)} survivors",
         ["survivor", "best chain's depth", "M", "predicted", "measured"],
@@ -258,7 +258,7 @@ def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) ->
     """Compare a draft's best subnet with the best of those that keep one share of heads in all blocks, fastest first."""
     equal = [one for one in screened if len(set(one.subnet.head_shares)) == 1]
     if 0 < len(equal) < len(screened):
-        best, best_equal = (one[0].best_speedup for one in (screened, equal))
+        best, best_equal = (one[0].judged_speedup for one in (screened, equal))
         console.say(
             f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label}, "
             f"M {screened[0].tokens_per_round:.2f}); best of the {len(equal)} with one share of heads in all blocks "
