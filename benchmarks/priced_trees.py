@@ -4,7 +4,9 @@ Needs a study folder of ``autotune search``. For every recorded draft variant, e
 two thirds of the tuning prompts of each task; the fastest tree of each policy is then replayed over the others. Prints the
 predicted time of a token on both, and by how much ``priced`` is faster than the best other policy. Takes about a minute.
 
-    python benchmarks/priced_trees.py .autotune/STUDY [--space quick] [--swept 2048]
+With ``--measured N`` both trees also decode N prompts of the evaluation, in turns, three times (about 5 minutes a draft for 64).
+
+    python benchmarks/priced_trees.py .autotune/STUDY [--space quick] [--swept 2048] [--draft digits/star] [--measured 64]
 """
 
 from __future__ import annotations
@@ -18,11 +20,18 @@ from autotune.acceptance.trace import load_trace
 from autotune.console import Console
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
+from autotune.documents.decoding_profile import AR
+from autotune.evaluation.runs import Run
+from autotune.evaluation.summary import bootstrap_ratio
 from autotune.search.evaluator import Evaluator
+from autotune.search.model_pool import ModelPool
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.tuning_prompts import confirms
+from autotune.study.document import load_study
+from autotune.workloads.workload import load_workload
 
 SEED = 0
+PASSES = 3  # of measurements
 
 
 def trees_of(
@@ -34,22 +43,45 @@ def trees_of(
     return space.enumerated(policy) or space.sweep(policy, num_swept, SEED)
 
 
+def measured(
+    study: Path, costs: CostTable, trees: dict[str, Configuration], num_prompts: int
+) -> dict[str, list[float]]:
+    """Decoding times of trees and of plain decoding on prompts of the evaluation: the median of each prompt's passes, ms."""
+    document = load_study(study)
+    assert document is not None, "the folder holds no study"
+    runner = ModelPool(document.target.id, [draft.reference.id for draft in document.drafts], "cpu").runner(costs)
+    prompts = load_workload(document.workload, "evaluate", num_prompts=num_prompts)
+    arms = [runner.plain, *(runner.arm(name, tree) for name, tree in trees.items())]
+    passes: list[dict[str, list[Run]]] = [
+        runner.compare(arms, prompts, seed=number, min_prompts=num_prompts, repeat=number) for number in range(PASSES)
+    ]
+    return {
+        name: np.median([[run.decode_ms for run in runs[name]] for runs in passes], axis=0).tolist()
+        for name in passes[0]
+    }
+
+
 @click.command()
 @click.argument("study", type=click.Path(path_type=Path, exists=True))
 @click.option("--space", default="quick", show_default=True)
 @click.option("--swept", default=2048, show_default=True, help="Trees of a policy that cannot be enumerated.")
-def main(study: Path, space: str, swept: int) -> None:
+@click.option("--draft", "drafts", multiple=True, help="Compare with these drafts only.")
+@click.option("--measured", "num_measured", default=0, help="Prompts of the evaluation that both trees decode.")
+def main(study: Path, space: str, swept: int, drafts: tuple[str, ...], num_measured: int) -> None:
     console, trees = Console(), load_space(space)
     traces = [load_trace(path) for path in sorted(study.glob("traces/**/*.trace.json"))]
     tables = [CostTable.load(path) for path in study.glob("*.cost.json")]
-    evaluator = Evaluator(traces, max(tables, key=lambda table: table.provenance.created))
+    costs = max(tables, key=lambda table: table.provenance.created)
+    evaluator = Evaluator(traces, costs)
     is_held = confirms(evaluator.tasks)
     choosing, held = evaluator.select(np.flatnonzero(~is_held)), evaluator.select(np.flatnonzero(is_held))
     console.say(
         f"{(~is_held).sum()} prompts choose, {is_held.sum()} are held out; plain {held.ar_ms_per_token:.2f} ms/token"
     )
     for variant in evaluator.traces:
-        rows, ms_of = [], {}
+        if drafts and variant[0] not in drafts:
+            continue
+        rows, ms_of, best_of = [], {}, {}
         for policy in trees.trees:
             configurations = [
                 choosing.resolve(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
@@ -57,6 +89,7 @@ def main(study: Path, space: str, swept: int) -> None:
             ]
             results = choosing.replay_many(configurations)
             best = min(range(len(results)), key=lambda row: results[row].ms_per_token)
+            best_of[policy] = configurations[best]
             found = held.replay(configurations[best])
             ms_of[policy] = results[best].ms_per_token, found.ms_per_token
             rows.append(
@@ -77,6 +110,18 @@ def main(study: Path, space: str, swept: int) -> None:
             console.say(
                 f"priced is {100 * gain:+.1f} % faster on held-out prompts than {rival}, the best other where chosen"
             )
+            if num_measured:
+                times = {
+                    name: np.array(ms)
+                    for name, ms in measured(
+                        study, costs, {name: best_of[name] for name in ("priced", rival)}, num_measured
+                    ).items()
+                }
+                low, high = bootstrap_ratio(times[rival], times["priced"])
+                console.say(
+                    f"measured on {num_measured} prompts: {rival} takes {times[rival].sum() / times['priced'].sum():.3f} ({low:.3f}-{high:.3f}) of the time of priced, "
+                    f"which is {times[AR].sum() / times['priced'].sum():.2f}x as fast as plain decoding"
+                )
 
 
 if __name__ == "__main__":
