@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch._inductor.config
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 
-from autotune.modeling import graph_runner
+from autotune.modeling.graph_runner import GraphRunner
 from autotune.modeling.grouped_attention import grouped_attention
 from autotune.modeling.target import Target
 from autotune.runtime import device_rounds
@@ -80,19 +80,21 @@ def _generated_code() -> Iterator[dict[str, str]]:
     eagerly.
     """
     codes: dict[str, str] = {}
-    compile_now = graph_runner._compiled
+    compile_now = GraphRunner._compile
 
-    def generate(function: Any, inputs: Mapping[str, Tensor]) -> Any:
+    def generate(
+        runner: GraphRunner, function: Any, key: Hashable, inputs: Mapping[str, Tensor], padded: Collection[str]
+    ) -> Any:
         def keep(graph: GraphLowering) -> Any:
             codes[function.__name__] = graph.codegen()[0].value
             return SimpleNamespace(call=mock.Mock(side_effect=_Generated))
 
         with mock.patch.object(GraphLowering, "compile_to_module", keep), suppress(_Generated):
-            compile_now(function, inputs)
+            compile_now(runner, function, key, inputs, padded)
         return function
 
     without_caches = torch._inductor.config.patch(force_disable_caches=True)
-    with without_caches, mock.patch.object(graph_runner, "_compiled", generate):
+    with without_caches, mock.patch.object(GraphRunner, "_compile", generate):
         yield codes
 
 

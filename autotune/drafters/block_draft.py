@@ -77,16 +77,16 @@ class BlockDraft(FeatureDraft):
         else:
             size = round_up(count, self.capture_sizes)
             end = self.cache.length + size + self.num_block_tokens
-            key = GraphKey(size, padded_length(end, self.cache.capacity))
             integers = np.array([[*self.prefix_state, count, self._pending[-1]]])
-            # The padded length is a shape of the inputs, so that the function need not know the key.
-            columns = np.arange(key.padded_kv_length)[None]
+            columns = np.arange(padded_length(end, self.cache.capacity))[None]
             inputs: dict[str, Ints | Tensor] = {
                 "integers": integers,
                 "columns": columns,
                 "features": pad_rows(features, size),
             }
-            (logits,) = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
+            (logits,) = self.graph_runner.run(
+                self._forward_over_buffers, GraphKey(size), inputs, self.dtype, padded=("columns",)
+            )
             logits = logits.clone()  # the buffers are valid only until the next forward pass
         self._commit_pending(count)
         self._pending = []

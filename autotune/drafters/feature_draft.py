@@ -299,7 +299,7 @@ class FeatureDraft(CachedDraft, CachedModel):
             mask_value=self.mask_value,
         )
         integers = np.stack([positions, slots])
-        return self._run_captured(step, integers, step.offsets, (), crossing_length, features=features, **masks)
+        return self._run_captured(step, integers, step.offsets, (), masks, features=features)
 
     def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
         count, first = len(step.tokens), len(step.column_offsets) - len(step.tokens)
@@ -310,7 +310,7 @@ class FeatureDraft(CachedDraft, CachedModel):
             whole = step._replace(prefix_state=whole_prefix, padded_kv_length=step.padded_crossing_length)
             integers.append(whole.kv_slots)
             masks = whole.masks({CROSSING_MASK: None}, mask_value=self.mask_value)
-        states, logits = self._run_on_device(step, torch.stack(integers), (), features=self._features(source), **masks)
+        states, logits = self._run_on_device(step, torch.stack(integers), (), masks, features=self._features(source))
         self._own[1 + first : 1 + first + count] = states
         return logits
 

@@ -262,10 +262,10 @@ class Gemma4AssistantDraft(CachedDraft):
             num_visible = np.pad(num_visible, (0, count - len(num_visible)), mode="edge")
         hidden = pad_rows(self._features(source), count)
         if self.graph_runner is not None:
-            key = GraphKey(count, padded_length(int(num_visible.max()), self.cache.capacity))
-            integers, columns = np.stack([step.tokens, num_visible]), np.arange(key.padded_kv_length)
+            integers = np.stack([step.tokens, num_visible])
+            columns = np.arange(padded_length(int(num_visible.max()), self.cache.capacity))
             inputs: dict[str, Any] = {"integers": integers, "columns": columns, "hidden": hidden}
-            outputs = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
+            outputs = self._run_over_buffers(inputs)
             own, logits = (output.clone() for output in outputs)
             logits = logits[step.first_logits :]
         else:
@@ -288,8 +288,7 @@ class Gemma4AssistantDraft(CachedDraft):
         if self.graph_runner.mode != "fixed":  # a part of what is compiled or captured
             own, logits = self._forward_over_buffers(inputs)
         else:
-            key = GraphKey(count, step.padded_kv_length)
-            own, logits = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
+            own, logits = self._run_over_buffers(inputs)
         self._hidden[1 + first : 1 + first + count] = own
         return logits
 
@@ -298,6 +297,11 @@ class Gemma4AssistantDraft(CachedDraft):
         if isinstance(source, Mapping):
             return source[self.aux_layers[0]]
         return table_rows(self._hidden, source + 1)
+
+    def _run_over_buffers(self, inputs: Mapping[str, Any]) -> Outputs:
+        assert self.graph_runner is not None
+        key = GraphKey(inputs["integers"].shape[1])
+        return self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=("columns",))
 
     def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
         ids, num_visible = inputs["integers"]

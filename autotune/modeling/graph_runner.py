@@ -8,14 +8,15 @@ graph needs the same shapes at the same addresses each time. A forward pass of n
 * writes keys and values at cache indices (*KV slots*) that it reads from a buffer.
 
 All forward passes with the same n and padded KV length then share one ``CapturedForward``. Lengths are doubled, because every
-one of them is captured: a context of 8,192 tokens has six.
+one of them is captured: a context of 8,192 tokens has six. Compiled code is shared by all lengths: a function reads the padded
+lengths from the shapes of its inputs, and the compiler keeps these symbolic.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ KV_LENGTH_STEP = 256
 
 Values = Mapping[str, NDArray[Any] | Tensor]
 Function = Callable[[Mapping[str, Tensor]], Outputs]
-"""Maps named buffers to tensors."""
+"""Maps named buffers to tensors. It may depend on its key and on the shapes of the buffers, on no other value of the host."""
 Sequel = Callable[[Mapping[str, Tensor], Outputs], None]
 """Work that follows a function, from its inputs and outputs; captured with it, but not compiled."""
 
@@ -48,13 +49,10 @@ class KVSlots(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphKey:
-    """Forward passes with equal keys share one capture."""
+    """Forward passes with equal keys, and equal padded KV lengths, share one capture."""
 
     num_tokens: int
-    padded_kv_length: int
     output_layers: tuple[int, ...] = ()
-    padded_crossing_length: int | None = None
-    """As in ``DeviceStep``."""
     num_axes: int = 1
     """Position axes: images give some models three."""
 
@@ -83,6 +81,7 @@ class GraphRunner:
         self.why_eager: str | None = None
         """The error of the first failed capture. After it, all forward passes run eagerly over the same buffers."""
         self._captured: dict[Hashable, CapturedForward] = {}
+        self._compiled: dict[Hashable, Callable[[Function, Mapping[str, Tensor]], Outputs]] = {}
 
     def __len__(self) -> int:
         return sum(not forward.is_dropped for forward in self._captured.values())
@@ -97,17 +96,29 @@ class GraphRunner:
         for forward in self._captured.values():
             forward.drop()
         self._captured.clear()
+        self._compiled.clear()
 
     def run(
-        self, function: Function, key: Hashable, values: Values, dtype: torch.dtype, *, sequel: Sequel | None = None
+        self,
+        function: Function,
+        key: Hashable,
+        values: Values,
+        dtype: torch.dtype,
+        *,
+        padded: Collection[str] = (),
+        sequel: Sequel | None = None,
     ) -> Outputs:
         """Run a forward pass, preparing it if needed. Floating-point arrays are copied as ``dtype``; integer arrays and
         tensors keep their type. The outputs are overwritten when another forward pass of the device runs
         (``CapturedForward``).
+
+        Args:
+            padded: inputs whose last dimension is a padded KV length. Other shapes are those of the key.
         """
-        forward = self._captured.get(key)
+        capture_key = key, tuple(values[name].shape[-1] for name in padded)
+        forward = self._captured.get(capture_key)
         if forward is None or forward.is_dropped:
-            forward = self._captured[key] = self._prepare(function, sequel, values, dtype)
+            forward = self._captured[capture_key] = self._prepare(function, key, sequel, values, dtype, padded)
         fill(forward.inputs, values)
         if self.runs_eagerly:
             return _in_turn(function, sequel, forward.inputs)
@@ -118,7 +129,13 @@ class GraphRunner:
         return self.mode == "fixed" or self.why_eager is not None
 
     def _prepare(
-        self, function: Function, sequel: Sequel | None, values: Values, dtype: torch.dtype
+        self,
+        function: Function,
+        key: Hashable,
+        sequel: Sequel | None,
+        values: Values,
+        dtype: torch.dtype,
+        padded: Collection[str],
     ) -> CapturedForward:
         inputs = {}
         for name, value in values.items():
@@ -131,7 +148,7 @@ class GraphRunner:
         run: Callable[[], Outputs] = tuple  # never called where forward passes run eagerly
         if not self.runs_eagerly:
             try:
-                work = function if self.mode == "cuda-graph" else _compiled(function, inputs)
+                work = function if self.mode == "cuda-graph" else self._compile(function, key, inputs, padded)
                 run = functools.partial(_in_turn, work, sequel, inputs)
                 if is_captured(self.mode, self.device.type):
                     run = graph_memory(self.device).capture(run)
@@ -144,6 +161,18 @@ class GraphRunner:
                     stacklevel=2,
                 )
         return graph_memory(self.device).keep(CapturedForward(run, inputs))
+
+    def _compile(
+        self, function: Function, key: Hashable, inputs: Mapping[str, Tensor], padded: Collection[str]
+    ) -> Function:
+        """Compile for this key and all padded KV lengths, and now, so that no timed round includes the compilation."""
+        for name in padded:
+            torch._dynamo.maybe_mark_dynamic(inputs[name], inputs[name].dim() - 1)
+        if key not in self._compiled:
+            self._compiled[key] = torch.compile(_new_call(), dynamic=False)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            self._compiled[key](function, inputs)
+        return functools.partial(self._compiled[key], function)
 
 
 def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_states: bool = False) -> str:
@@ -202,23 +231,15 @@ def _in_turn(function: Function, sequel: Sequel | None, inputs: Mapping[str, Ten
     return outputs
 
 
-def _compiled(function: Function, inputs: Mapping[str, Tensor]) -> Function:
-    """Compile for these shapes only, and now, so that no timed round includes the compilation."""
-    compiled: Function = torch.compile(_with_own_code(function), dynamic=False)
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        compiled(inputs)
-    return compiled
+def _call(function: Function, inputs: Mapping[str, Tensor]) -> Outputs:
+    return function(inputs)
 
 
-def _with_own_code(function: Function) -> Function:
-    """The same function with a code object of its own. Dynamo stores compilations per code object, searches them linearly
-    at every call, and silently stops compiling after a few (``recompile_limit``).
+def _new_call() -> Callable[[Function, Mapping[str, Tensor]], Outputs]:
+    """``_call`` with a code object of its own. Dynamo stores compilations per code object, searches them linearly at every call,
+    and silently stops compiling after a few (``recompile_limit``).
     """
-
-    def run(inputs: Mapping[str, Tensor]) -> Outputs:
-        return function(inputs)
-
-    return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+    return FunctionType(_call.__code__.replace(), _call.__globals__)
 
 
 def fill(inputs: Mapping[str, Tensor], values: Values) -> None:

@@ -280,7 +280,7 @@ class CachedModel(ABC):
         positions: Ints,
         column_offsets: Ints,
         output_layers: tuple[int, ...] = (),
-        padded_crossing_length: int | None = None,
+        further_masks: Mapping[str, TreeMask] | None = None,
         **values: Tensor | TreeMask,
     ) -> Outputs:
         """Run a step through the graph runner.
@@ -288,42 +288,46 @@ class CachedModel(ABC):
         Args:
             positions: [axes, n].
             column_offsets: offsets of the uncommitted tokens and the n tokens.
-            output_layers, padded_crossing_length: as in ``GraphKey``.
+            output_layers: as in ``GraphKey``.
+            further_masks: beside those of the layer types, padded as well.
             values: further inputs of ``_forward_over_buffers``.
         """
         assert self.graph_runner is not None
         begin = self.cache.length + step.num_uncommitted
         end = begin + len(step.tokens)
-        padded_kv_length = padded_length(end, self.cache.capacity)
-        key = GraphKey(len(step.tokens), padded_kv_length, output_layers, padded_crossing_length, len(positions))
+        key = GraphKey(len(step.tokens), output_layers, len(positions))
         masks = padded_masks(
             self._masks.windows,
             step.tree_mask,
             self.cache.length,
             step.offsets,
             column_offsets,
-            padded_kv_length=key.padded_kv_length,
+            padded_kv_length=padded_length(end, self.cache.capacity),
             mask_value=self.mask_value,
         )
+        masks |= further_masks or {}
         integers = np.vstack([step.tokens, np.arange(begin, end), positions])
         inputs = {"integers": integers, **values, **masks}
-        outputs = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
+        outputs = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=masks)
         return tuple(output.clone() for output in outputs)  # the buffers are valid only until the next forward pass
 
     def _run_on_device(
-        self, step: DeviceStep, positions: Tensor, output_layers: tuple[int, ...] = (), **values: Tensor
+        self,
+        step: DeviceStep,
+        positions: Tensor,
+        output_layers: tuple[int, ...] = (),
+        further_masks: Mapping[str, Tensor] | None = None,
+        **values: Tensor,
     ) -> Outputs:
         """Run a step inside a larger function that is compiled or captured as a whole, the forward pass with it."""
         assert self.graph_runner is not None
         integers = torch.cat([torch.stack([step.tokens, step.kv_slots]), positions])
-        masks = step.masks(self._masks.windows, mask_value=self.mask_value)
+        masks = step.masks(self._masks.windows, mask_value=self.mask_value) | dict(further_masks or {})
         inputs = {"integers": integers, **values, **masks}
         if self.graph_runner.mode != "fixed":
             return self._forward_over_buffers(inputs)
-        key = GraphKey(
-            len(step.tokens), step.padded_kv_length, output_layers, step.padded_crossing_length, len(positions)
-        )
-        return self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype)
+        key = GraphKey(len(step.tokens), output_layers, len(positions))
+        return self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=masks)
 
     @property
     def mode(self) -> str:

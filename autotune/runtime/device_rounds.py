@@ -34,6 +34,9 @@ from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.policy import Policy
 from autotune.trees.tree import ROOT, Ints, Tree
 
+COLUMNS, CROSSING_COLUMNS = "columns", "crossing_columns"
+"""Inputs whose shapes hold the padded KV length of a step, and that of the draft's blocks that cross where it is another."""
+
 
 class DeviceRound:
     """Rounds of one tree policy and draft."""
@@ -64,8 +67,6 @@ class DeviceRound:
             runner("verification"),
             runner("verification"),
         )
-        self._padded_kv_length = 0  # of the step that runs
-        self._padded_crossing_length: int | None = None  # of the draft's step that runs
         self._coupling_sampler: TokenSampler | None = None  # of the round that runs
 
     def run(self, request: Request, point: LoadedPoint) -> RoundResult:
@@ -112,48 +113,61 @@ class DeviceRound:
     def _draft_tree(self, after_pending: Tensor) -> Tensor:
         """Returns the packed tree. ``after_pending`` is the draft's prefix state once it has read its pending tokens."""
         draft, prefix_state, sampler = self.draft, self.draft.prefix_state, self._coupling_sampler
+        pending = draft.pending_inputs()
+        num_tokens = len(pending["pending"]) - 1
+        num_uncommitted = self.num_uncommitted(num_tokens)
+        columns = {COLUMNS: padded_length(draft.length + num_uncommitted, draft.cache.capacity)}
+        if (crossing_length := draft.padded_crossing_length(num_uncommitted)) is not None:
+            columns[CROSSING_COLUMNS] = crossing_length
         inputs = {
             "before_pending": transfer.to_device(prefix_state, self.target.device),
             "after_pending": after_pending,
-            **draft.pending_inputs(),
+            **pending,
+            **{name: self._empty_columns(length) for name, length in columns.items()},
         }
-        num_tokens = len(inputs["pending"]) - 1
-        num_uncommitted = self.num_uncommitted(num_tokens)
-        self._padded_kv_length = padded_length(draft.length + num_uncommitted, draft.cache.capacity)
-        self._padded_crossing_length = draft.padded_crossing_length(num_uncommitted)
-        key: tuple[Hashable, ...]
-        key = num_tokens, self._padded_kv_length, self._padded_crossing_length, len(prefix_state)
+        key: tuple[Hashable, ...] = num_tokens, len(prefix_state), *columns
         if sampler is not None:
             first = self.target.length + 1
             inputs["noise"] = sampler.noise(range(first, first + self.num_levels), draft.target_vocab_size)
             key = *key, sampler.capture_key
-        (packed_tree,) = self._drafting.run(self._grow_tree, key, inputs, draft.dtype)
+        (packed_tree,) = self._drafting.run(self._grow_tree, key, inputs, draft.dtype, padded=columns)
         return packed_tree
 
     def _verify_and_accept(self, packed_tree: Tensor, sampler: TokenSampler) -> Outputs:
         """The outputs of ``_accept``. Sampling depends on the request's seed and is not captured."""
         target, prefix_state = self.target, self.target.prefix_state
-        inputs = {"target": transfer.to_device(prefix_state, target.device), "tree": packed_tree}
-        self._padded_kv_length = padded_length(target.length + self.num_tokens, target.cache.capacity)
-        key = self.num_tokens, self._padded_kv_length, len(prefix_state)
+        padded_kv_length = padded_length(target.length + self.num_tokens, target.cache.capacity)
+        inputs = {
+            "target": transfer.to_device(prefix_state, target.device),
+            "tree": packed_tree,
+            COLUMNS: self._empty_columns(padded_kv_length),
+        }
+        key, padded = (self.num_tokens, len(prefix_state)), (COLUMNS,)
         if sampler.is_greedy:
-            return self._greedy.run(self._verify_greedily, key, inputs, target.dtype, sequel=self._compact)
+            return self._greedy.run(
+                self._verify_greedily, key, inputs, target.dtype, padded=padded, sequel=self._compact
+            )
         packed_tree = inputs["tree"] = (
             packed_tree.clone()
         )  # an output of the drafting, which the verification may overwrite
-        logits, *hidden = self._verifying.run(self._verify, key, inputs, target.dtype)
+        logits, *hidden = self._verifying.run(self._verify, key, inputs, target.dtype, padded=padded)
         depths = DeviceTree.unpacked(packed_tree).depth
         tokens = sampler.tokens_on_device(logits, target.length + 1, depths, self.policy.max_depth + 1)
         outputs = self._accept(inputs, tokens, hidden)
         self._compact(inputs, outputs)
         return outputs
 
+    def _empty_columns(self, padded_kv_length: int) -> Tensor:
+        """A tensor [0, padded KV length]: only its shape is read."""
+        return torch.empty(0, padded_kv_length, device=self.target.device)
+
     # ------------------------------------- captured: these may use host values only if all rounds of a key share them
 
     def _grow_tree(self, inputs: Mapping[str, Tensor]) -> Outputs:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the packed tree."""
         draft, grower, device = self.draft, self.grower, self.target.device
-        padded_kv_length, padded_crossing_length = self._padded_kv_length, self._padded_crossing_length
+        padded_kv_length = inputs[COLUMNS].shape[-1]
+        padded_crossing_length = inputs[CROSSING_COLUMNS].shape[-1] if CROSSING_COLUMNS in inputs else None
         num_proposals = self.policy.num_proposals
         grower.plant(device)
         logits = draft.propose_on_device(
@@ -200,7 +214,7 @@ class DeviceRound:
         padding = self.num_tokens - self.num_nodes
         tokens, offsets = pad(tree.token.clamp(min=0), (0, padding)), pad(tree.depth, (0, padding))
         tree_mask = _tree_mask(target, ancestors(tree.parent, self.policy.max_depth), padding)
-        step = DeviceStep(inputs["target"], tokens, offsets, tree_mask, offsets, self._padded_kv_length)
+        step = DeviceStep(inputs["target"], tokens, offsets, tree_mask, offsets, inputs[COLUMNS].shape[-1])
         logits = target.forward_on_device(step)
         return logits[: self.num_nodes], *(target.hidden[layer] for layer in self.draft.aux_layers)
 

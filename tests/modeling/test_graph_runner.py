@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from autotune.errors import UserError
 from autotune.execution import DEFAULT_CAPTURE_SIZES
@@ -88,10 +89,10 @@ def test_an_answer_grows_past_its_padded_kv_length(text_pair: Pair) -> None:
         assert torch.equal(found.sequences, expected.sequences)
         graph_runner = runner_of(fixed.target, "fixed")
         keys: Any = graph_runner._captured.keys()
-        assert max(key.padded_kv_length for key in keys) == padded_length(
+        assert max(kv_length for _, (kv_length,) in keys) == padded_length(
             length + num_tokens, fixed.target.cache.capacity
         )
-        assert {key.num_tokens for key in keys} <= set(DEFAULT_CAPTURE_SIZES)
+        assert {key.num_tokens for key, _ in keys} <= set(DEFAULT_CAPTURE_SIZES)
 
 
 def test_a_key_is_captured_once(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ def test_a_key_is_captured_once(pair: Pair, prompts: dict[str, Inputs], monkeypa
     fixed.generate(**prompts["text"], max_new_tokens=20)
     graph_runner = runner_of(fixed.target, "fixed")
     captured: Any = graph_runner._captured
-    assert {key.num_tokens for key in captured} == {16}
+    assert {key.num_tokens for key, _ in captured} == {16}
     addresses = {key: forward.inputs["integers"].data_ptr() for key, forward in captured.items()}
     monkeypatch.setattr(GraphRunner, "_prepare", None)
     fixed.generate(**prompts["text"], max_new_tokens=20)
@@ -168,9 +169,39 @@ def test_every_size_is_compiled_once(compile_backend: Callable[[Any], None]) -> 
         for _ in range(2):
             for size in sizes:
                 values = {"x": np.arange(size, dtype=np.float32)}
-                (found,) = runner.run(doubling, GraphKey(size, KV_LENGTH_STEP), values, torch.float32)
+                (found,) = runner.run(doubling, GraphKey(size), values, torch.float32)
                 assert found.tolist() == [2.0 * number for number in range(size)]
     assert len(graphs) == len(sizes)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("independent", marks=pytest.mark.nightly), "star"])
+def test_all_padded_kv_lengths_share_compiled_code(
+    pair: Pair, prompts: dict[str, Inputs], compile_backend: Callable[[Any], None], kind: str
+) -> None:
+    """Also that of a draft that crosses. Only the whole cache, whose view is contiguous, is compiled apart."""
+    num_graphs = 0
+
+    def count(graph: Any, _: Any) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    compile_backend(aot_autograd(fw_compiler=count))
+    eager, compiled = decoders(pair, kind, TREES[1], "compile", capture_sizes=(16,))
+    for model in (compiled.target, compiled.draft):
+        model.reserve(6 * KV_LENGTH_STEP)  # a request that needs more would allocate another cache
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerNotice)
+        graphs = []
+        for length in (20, KV_LENGTH_STEP + 20, 2 * KV_LENGTH_STEP + 20, 5 * KV_LENGTH_STEP + 20):
+            inputs = {"input_ids": torch.arange(length)[None] % 40 + 5}
+            found = compiled.generate(**inputs, max_new_tokens=6)
+            assert torch.equal(found.sequences, eager.generate(**inputs, max_new_tokens=6).sequences)
+            graphs.append(num_graphs)
+    for model in (compiled.target, compiled.draft):
+        lengths = {kv_lengths[0] for _, kv_lengths in runner_of(model, "compile")._captured}
+        assert lengths == {KV_LENGTH_STEP * steps for steps in (1, 2, 4, 6)}
+    assert graphs[:3] == [graphs[0]] * 3 and graphs[3] <= 2 * graphs[0]
 
 
 def test_reaching_torch_s_recompile_limit_is_reported(compile_backend: Callable[[Any], None]) -> None:
@@ -191,7 +222,7 @@ def test_reaching_torch_s_recompile_limit_is_reported(compile_backend: Callable[
     with pytest.warns(EagerNotice, match="a doubling cannot run in mode compile"):
         for size in range(1, torch._dynamo.config.recompile_limit + 4):
             values = {"x": np.arange(size, dtype=np.float32)}
-            (found,) = runner.run(broken, GraphKey(size, KV_LENGTH_STEP), values, torch.float32)
+            (found,) = runner.run(broken, GraphKey(size), values, torch.float32)
             assert found.tolist() == [2.0 * number for number in range(size)]
     assert runner.why_eager is not None
 
