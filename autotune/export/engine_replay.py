@@ -7,6 +7,7 @@ round needs. Replay here charges for those shapes, so a tree that ends early cos
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -147,33 +148,32 @@ class EngineReplay:
         (k + 1)`` tokens, a draft level as one of ``batch`` tokens, a plain step as a verification of ``batch`` tokens;
         overhead outside the models counts once. Accepted lengths do not depend on the batch. The KV cache that every
         further request reads is not priced, neither in plain decoding nor in rounds. A larger batch never drafts more
-        tokens than a smaller one; the schedule ends where the table no longer prices the last length, without
-        extrapolation.
+        tokens than a smaller one (with measured prices: than one request); the schedule ends where the table no longer
+        prices the last length, without extrapolation.
         """
         if self.draft_tokens is not None:
             return []
         sizes = [(1, longest.depth, self.price(longest).predicted.speedup)]
         while self._is_priced(batch := sizes[-1][0] + 1, sizes[-1][1]):
-            shorter = [self.price(ChainPolicy(depth=depth), batch) for depth in range(1, sizes[-1][1] + 1)]
-            best = min(shorter, key=lambda priced: priced.rank, default=None)
+            lengths = range(1, (longest.depth if self.prices_batches else sizes[-1][1]) + 1)
+            priced = [self.price(ChainPolicy(depth=depth), batch) for depth in lengths]
+            best = min(priced, key=lambda one: one.rank, default=None)
             is_faster = best is not None and best.predicted.speedup > 1.0
             sizes.append(
                 (batch, best.tree.max_depth, best.predicted.speedup) if best and is_faster else (batch, 0, 1.0)
             )
         if len(sizes) == 1:
             return []
-        ranges: dict[int, list[tuple[int, float]]] = {}  # (batch size, speedup) by draft tokens, which never grow
-        for batch, depth, speedup in sizes:
-            ranges.setdefault(depth, []).append((batch, speedup))
+        ranges = [list(found) for _, found in itertools.groupby(sizes, key=lambda one: one[1])]
         return [
             BatchPrediction(
                 start=found[0][0],
                 end=found[-1][0],
-                draft_tokens=depth,
-                least_speedup=min(speedup for _, speedup in found),
+                draft_tokens=found[0][1],
+                least_speedup=min(speedup for _, _, speedup in found),
                 estimated=self.is_estimated or (found[-1][0] > 1 and not self.prices_batches),
             )
-            for depth, found in ranges.items()
+            for found in ranges
         ]
 
 
@@ -213,6 +213,14 @@ class MeasuredReplay(EngineReplay):
     def trees(self) -> Iterator[Eagle2Policy]:
         """None: only chains were measured."""
         return iter(())
+
+    def gains(self) -> dict[int, PricedTree]:
+        """The fastest chain at each measured number of requests at which it is faster than plain decoding."""
+        fastest = {
+            size: min((self.price(chain, size) for chain in self.chains()), key=lambda priced: priced.rank)
+            for size in self.measured.batch_sizes
+        }
+        return {size: priced for size, priced in fastest.items() if priced.predicted.speedup > 1.0}
 
     def price(self, tree: EngineTree, batch: int = 1) -> PricedTree:
         depth = tree.max_depth

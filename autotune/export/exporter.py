@@ -111,8 +111,13 @@ def export_profile(
     candidates = engine.search(pair, replayed)
     candidates.sort(key=lambda candidate: candidate.predicted.ms_per_token)
     if (best := candidates[0].predicted.speedup) <= 1.0 and draft_tokens is None:
+        gains = replayed.gains() if isinstance(replayed, MeasuredReplay) else {}
+        at_once = "".join(
+            f", and at {priced.predicted.speedup:.2f}x with {priced.tree.max_depth} draft tokens and {size} requests at once"
+            for size, priced in gains.items()
+        )
         raise UserError(
-            f"{engine_name}: its best configuration with {name} is predicted at {best:.2f}x of plain decoding; serve the target "
+            f"{engine_name}: its best configuration with {name} is predicted at {best:.2f}x of plain decoding{at_once}; serve the target "
             "alone, choose another draft with --draft, or export a chain all the same with --draft-tokens"
         )
     variants = [_variant(engine, pair, candidate, tuned, folder) for candidate in candidates]

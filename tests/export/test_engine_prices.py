@@ -23,7 +23,7 @@ from tests.sample_documents import DEVICE, DRAFT, PROVENANCE, TARGET, cost_table
 LENGTHS, SIZES = (0, 1, 4), (1, 4)
 
 
-def prices(round_ms: Callable[[int, int], float], **fields: Any) -> EnginePrices:
+def prices(round_ms: Callable[[int, int], float], *, sizes: tuple[int, ...] = SIZES, **fields: Any) -> EnginePrices:
     """Prices of ``round_ms`` by number of requests and draft tokens; a draft adds 0.5 ms to a prefill of 2 ms."""
     times = [
         RoundTimes(
@@ -32,7 +32,7 @@ def prices(round_ms: Callable[[int, int], float], **fields: Any) -> EnginePrices
             round_ms=[round_ms(size, length), 99.0, round_ms(size, length)],
             prefill_ms=[2.0 + 0.5 * (length > 0)],
         )
-        for size in SIZES
+        for size in sizes
         for length in LENGTHS
     ]
     known: dict[str, Any] = {
@@ -95,8 +95,23 @@ def test_the_fastest_chain_and_the_schedule_are_the_least_sums() -> None:
                 for depth in range(1, longest + 1)
             }
             assert one.draft_tokens == min(times, key=lambda depth: times[depth]), (batch, times)
-        longest = one.draft_tokens or longest
     assert len({one.draft_tokens for one in schedule}) > 1, "the batch size changes nothing here"
+
+
+def test_a_larger_batch_may_draft_more_where_its_prices_say_so() -> None:
+    """Two requests are dear to draft for, four are not."""
+
+    def round_ms(size: int, length: int) -> float:
+        return 3.0 + (50.0 if size == 2 else 0.0) * length
+
+    replayed = MeasuredReplay(trace_of(), cost_table(), prices(round_ms, sizes=(1, 2, 4)))
+    best = replayed.fastest(replayed.chains())
+    assert best is not None and isinstance(best.tree, ChainPolicy) and best.tree.depth == 4
+    lengths = {
+        batch: one.draft_tokens for one in replayed.schedule(best.tree) for batch in range(one.start, one.end + 1)
+    }
+    assert lengths[1] == lengths[4] == 4 and lengths[2] == 0
+    assert set(replayed.gains()) == {1, 4}
 
 
 def test_an_export_chooses_at_the_engines_prices(tmp_path: Path) -> None:
@@ -119,7 +134,12 @@ def test_an_export_chooses_at_the_engines_prices(tmp_path: Path) -> None:
     assert any("measured with 0, 1, 4 draft tokens and 1, 4 requests at once" in note for note in document.notes)
     assert not any("nothing was measured" in note or "were not measured" in note for note in document.notes)
     dear = export(prices(lambda size, length: 3.0 + 99.0 * length))
-    assert dear.exit_code == 2 and "serve the target alone" in dear.stderr
+    assert dear.exit_code == 2 and "serve the target alone" in dear.stderr and "at once" not in dear.stderr
+    together = export(prices(lambda size, length: 3.0 + (99.0 if size == 1 else 0.0) * length))
+    assert (
+        together.exit_code == 2
+        and "with 4 draft tokens and 4 requests at once; serve the target alone" in together.stderr
+    )
     for changed, what in (
         (prices(by_hand, engine="sglang"), "engine"),
         (prices(by_hand, engine_version="0.1"), "version"),
