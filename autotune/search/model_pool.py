@@ -226,11 +226,14 @@ class ModelPool:
         return self.target.has_states or any(isinstance(d, CachedModel) and d.has_states for d in drafts)
 
     def supernet_layers(self, draft: str) -> tuple[int, ...]:
-        """The layers of the target that a supernet can read; empty for other drafts."""
+        """The layers of the target that a supernet can read; empty for other drafts. Without a block that crosses it reads no
+        features, so that all layers would make one draft: the last one stands for them.
+        """
         full = self._full_drafts[draft]
         if full.kind != "star" or not isinstance(full, FeatureDraft):
             return ()
-        return full.network.config.injection_layers
+        layers = full.network.config.injection_layers
+        return layers if full.network.crosses else layers[-1:]
 
     def check_has_supernet(self) -> None:
         """Check that heads and layers can be chosen.

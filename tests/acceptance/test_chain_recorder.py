@@ -105,6 +105,7 @@ def test_chains_of_a_supernet_without_a_crossing_block(pair: Pair, workload: Wor
     recorder = pool.recorder(tmp_path / "records")
     (name,) = pool.references
     draft: Any = pool.draft(name)
+    assert pool.supernet_layers(name) == (4,), "it reads no features, so its layers do not differ"
     subnets = [Subnet(heads=shares, injection_layer=4) for shares in (None, (0.5, 1.0, 1.0), (1.0, 1.0, 0.5))]
     together = chain_traces(recorder, draft, pool.references[name], workload, subnets, BOUNDS)
     lengths = [figures(found, 6) for found in together]
