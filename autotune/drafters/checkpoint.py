@@ -162,7 +162,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     if folder is None:
         network: DraftNetwork = load_own_mtp(name, target, random_weights=random_weights)
     else:
-        network = _load_feature_network(name, folder, target, random_weights=random_weights)
+        network = load_feature_network(name, folder, target, random_weights=random_weights)
     if subnet.head_shares != (1.0, 1.0, 1.0):
         if not isinstance(network, StarNetwork):
             raise UserError(f"{name}: only a star draft has heads to choose; leave heads out")
@@ -179,7 +179,7 @@ def load_draft(name: str, target: Target, subnet: Subnet | None = None, *, rando
     return draft
 
 
-def _load_feature_network(name: str, folder: Path, target: Target, *, random_weights: bool) -> DraftNetwork:
+def load_feature_network(name: str, folder: Path, target: Target, *, random_weights: bool = False) -> DraftNetwork:
     """The network in a draft's folder, of whatever kind its config names."""
     content, text = read_json(folder / CONFIG), target.text
     sizes = {"hidden_size": text.config.hidden_size, "num_layers": len(text.layers)}

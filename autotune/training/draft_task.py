@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autotune.acceptance.recorder import Recorder
 from autotune.documents.subnet import Subnet
-from autotune.drafters.checkpoint import new_network, save_draft
+from autotune.drafters.checkpoint import load_feature_network, new_network, save_draft
 from autotune.drafters.dflash import DFlashNetwork, block_embeddings, new_dflash
 from autotune.drafters.dflash_checkpoint import save_dflash
 from autotune.drafters.eagle3 import Eagle3Network, new_eagle3, save_eagle3
@@ -30,7 +30,7 @@ from autotune.training.divergence import make_divergence
 from autotune.training.examples import BundledExamples, JsonlExamples, Line, Report, read_lines, split_file
 from autotune.training.losses import drafting_loss, sample_subnet
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
-from autotune.training.recipe import Recipe, Stage, teacher_name
+from autotune.training.recipe import Recipe, Stage, teacher_name, trained_folder
 from autotune.training.task import Task
 from autotune.training.teacher import DistillationRule, Examples, Teacher, TeacherBatch, TeacherBatches
 from autotune.training.unrolled import UnrolledNetwork, unrolled_loss
@@ -90,6 +90,8 @@ class DraftTask(Task):
 
     def _new_module(self) -> BlocksNetwork | UnrolledNetwork | DFlashNetwork:
         recipe, source = self.recipe, str(self.recipe_path)
+        if recipe.trained_stages > 0:
+            return self._trained_module(trained_folder(self.recipe_path))
         if recipe.model == "mtp":
             return new_mtp(self.target)
         if recipe.model == "eagle3":
@@ -97,6 +99,21 @@ class DraftTask(Task):
         if recipe.model == "dflash":
             return new_dflash(recipe.draft, self.target, source=source)
         return new_network(recipe.model, recipe.draft, self.target, source=source)
+
+    def _trained_module(self, folder: Path) -> BlocksNetwork | UnrolledNetwork | DFlashNetwork:
+        """The draft that the first stages made.
+
+        Raises:
+            UserError: it is of another kind.
+        """
+        network = load_feature_network(str(folder), folder, self.target)
+        if network.config.kind != self.recipe.model:
+            raise UserError(
+                f"{self.recipe_path}: trained_stages continues from the draft in {folder}, which is of kind {network.config.kind}; "
+                f"got model {self.recipe.model}; set trained_stages to 0"
+            )
+        assert isinstance(network, BlocksNetwork | UnrolledNetwork | DFlashNetwork)
+        return network.requires_grad_(True)
 
     def _examples(self, stage: Stage) -> tuple[Examples, Path]:
         """The examples of this process in a stage, and the folder in which their teacher batches are cached."""

@@ -174,6 +174,19 @@ def load_recipe(path: Path) -> Recipe:
     return recipe
 
 
+def trained_folder(recipe_path: Path) -> Path:
+    """The folder of the model from which a recipe with ``trained_stages`` continues.
+
+    Raises:
+        UserError: it has none.
+    """
+    if not (recipe_path.parent / "config.json").exists():
+        raise UserError(
+            f"{recipe_path}: trained_stages needs the model of these stages in {recipe_path.parent}; set it to 0"
+        )
+    return recipe_path.parent
+
+
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """The rules that a recipe breaks, with the value and the next step."""
     reads_features, num_layers = recipe.model in FEATURE_DRAFTS, recipe.text.get("num_hidden_layers")
@@ -183,6 +196,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield f"tasks must be among {', '.join(known)}; got {unknown}; remove or rename them"
     if recipe.trained_stages >= len(recipe.stages):
         yield f"trained_stages must leave a stage to train; got {recipe.trained_stages} of {len(recipe.stages)}; add a stage"
+    if recipe.trained_stages and recipe.workload == "digits" and not reads_features:
+        yield f"trained_stages is for models of the workload code and for drafts that read features; got it for {recipe.model}; set it to 0"
     if recipe.model != "target" and recipe.teacher is None:
         yield "a draft needs a teacher; add 'teacher: ../target' to the recipe"
     for stage in recipe.stages:

@@ -19,7 +19,7 @@ from autotune.training.build import build_text_model, train_code_tokenizer
 from autotune.training.code_batches import CodeBatches
 from autotune.training.divergence import make_divergence
 from autotune.training.model_task import copy_teacher_weights
-from autotune.training.recipe import Recipe, Stage, teacher_name
+from autotune.training.recipe import Recipe, Stage, teacher_name, trained_folder
 from autotune.training.task import Task
 
 HELD_OUT_SEED = 1
@@ -40,12 +40,8 @@ class TextTask(Task):
             assert recipe.vocabulary_size is not None
             self.tokenizer = train_code_tokenizer(recipe.vocabulary_size)
         if recipe.trained_stages > 0:
-            folder = recipe_path.parent
-            if not (folder / "config.json").exists():
-                raise UserError(
-                    f"{recipe_path}: trained_stages needs the model of these stages in {folder}; set it to 0"
-                )
-            self.tokenizer, self.model = load_processor(str(folder)), load_model(str(folder)).requires_grad_(True)
+            folder = str(trained_folder(recipe_path))
+            self.tokenizer, self.model = load_processor(folder), load_model(folder).requires_grad_(True)
         else:
             self.model = build_text_model(recipe, self.tokenizer)
             if recipe.teacher_layers is not None:

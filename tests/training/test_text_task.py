@@ -265,12 +265,37 @@ def test_drafts_of_a_text_target(tmp_path: Path, kind: str, values: dict[str, An
         assert torch.equal(plain, drafted)
 
 
+def test_a_draft_continues_from_the_stored_one(tmp_path: Path) -> None:
+    """The second stage moves the weights of the first a little; a recipe for another kind of draft is refused."""
+    train(write_recipe(tmp_path / "target", DEEP))
+    stage = {**DEEP, "objective": "drafting", "sequence_length": 48, "optimizer": "adamw"}
+    sizes = {"draft": {"num_heads": 4, "head_size": 8, "mlp_size": 32}, "text": {}}
+    for kind, values in (("mtp", {"text": {}}), ("star", sizes)):
+        values |= {"model": kind, "teacher": "../target"}
+        folder = train(write_recipe(tmp_path / kind, stage, **values))
+        first = load_file(folder / "model.safetensors")
+        (folder / ".checkpoint" / "state.safetensors").unlink()
+        train(write_recipe(folder, stage, {**stage, "learning_rate": 1e-5}, trained_stages=1, **values))
+        second = load_file(folder / "model.safetensors")
+        for name, value in first.items():
+            if name != "token_frequencies":
+                torch.testing.assert_close(second[name], value, atol=2e-4, rtol=0.01)
+    with pytest.raises(UserError, match="which is of kind star; got model mtp; set trained_stages to 0"):
+        (folder / ".checkpoint" / "state.safetensors").unlink()
+        train(write_recipe(folder, stage, stage, trained_stages=1, model="mtp", teacher="../target", text={}))
+
+
 @pytest.mark.parametrize(
     ("stages", "values", "message"),
     [
         ([{**SHALLOW, "num_layers": 3}], {}, "must divide the 4 layers of the model; got 3 in stage 1; give a divisor"),
         ([SHALLOW, DEEP], {"trained_stages": 1}, "trained_stages needs the model of these stages in .*; set it to 0"),
         ([{**SHALLOW, "objective": "distillation"}], {}, "distillation needs a teacher; add 'teacher: ../target'"),
+        (
+            [{**SHALLOW, "objective": "answers"}] * 2,
+            {"workload": "digits", "trained_stages": 1},
+            "trained_stages is for models of the workload code and for drafts that read features; got it for target; set it to 0",
+        ),
         ([SHALLOW], {"trained_stages": 1}, "trained_stages must leave a stage to train; got 1 of 1; add a stage"),
         (
             [{**SHALLOW, "tasks": {"read": 1.0}}],
