@@ -22,6 +22,7 @@ from typing import Any, TextIO
 # Keys that later versions added, with the value that means what versions without them do: hyperparameters of trees by
 # policy, choices of a subnet, and requirements of a condition.
 LATER_KEYS: dict[str, dict[str, Any]] = {
+    "chain": {"p_min": 0.0, "n_min": 0},
     "sage": {
         "below_threshold": "drop",
         "threshold": 0.1,
