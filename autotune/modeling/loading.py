@@ -11,7 +11,13 @@ from autotune.device import check_room
 from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, sha256_of
-from autotune.modeling.quantization import check_can_run, decompress, is_decompressed, quantization_of
+from autotune.modeling.quantization import (
+    check_is_read,
+    decompress,
+    is_dense_once_loaded,
+    quantization_of,
+    usable_quantizer,
+)
 
 BUNDLED_TARGET = "digits/target"
 BUNDLED_DRAFT = "digits/independent"
@@ -103,7 +109,8 @@ def load_model(
         is_complete: refuse a checkpoint that lacks weights, which transformers makes at random.
 
     Raises:
-        UserError: transformers cannot load it, it does not fit on the device, or it is quantized and cannot run there.
+        UserError: transformers cannot load it or read its packed weights, it does not fit on the device, or it is quantized and
+            cannot run there.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
@@ -126,16 +133,15 @@ def load_model(
             check_room(device, {"weights": _weight_bytes(factory, config)}, what=name, advice=advice)
             model = factory.from_config(config, dtype=dtype or config.dtype)
         else:
-            if is_quantized:
-                check_can_run(config, name=name, device=device)
             weights = sum(path.stat().st_size for path in Path(source).glob("*.safetensors"))  # 0 for an id
-            if is_decompressed(config):
+            if is_quantized and is_dense_once_loaded(usable_quantizer(config, name=name, device=device)):
                 weights = _weight_bytes(factory, config)
             check_room(device, {"weights": weights}, what=name, advice=advice)
             # Some quantized models cannot be moved, so that they are loaded where they run.
             options: dict[str, Any] = {"device_map": {"": device}} if is_quantized else {}
             options |= {} if dtype is None else {"dtype": dtype}
             model, info = factory.from_pretrained(source, output_loading_info=True, **options)
+            check_is_read(info["missing_keys"], info["unexpected_keys"], name=name)
             decompress(model)
             if is_complete and (missing := sorted(info["missing_keys"])):
                 raise UserError(

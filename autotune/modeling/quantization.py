@@ -6,7 +6,7 @@ packages to install.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -85,8 +85,8 @@ def _variant(content: Mapping[str, Any]) -> list[str]:
     return [f"{found}-bit" if isinstance(found, int) else str(found)]
 
 
-def check_can_run(config: Any, *, name: str, device: str) -> None:
-    """Check that the installed packages can run a quantized model on a device.
+def usable_quantizer(config: Any, *, name: str, device: str) -> Any:
+    """Transformers' quantizer of a quantized model, after a check that the installed packages can run it on a device.
 
     Args:
         name: the model in error messages.
@@ -97,32 +97,59 @@ def check_can_run(config: Any, *, name: str, device: str) -> None:
     from transformers.quantizers import AutoHfQuantizer
 
     quantization = str(quantization_of(config))
-    packages = " ".join(PACKAGES.get(quantization.split()[0], ()))
+    packages = PACKAGES.get(quantization.split()[0], ())
     try:
         quantizer = AutoHfQuantizer.from_config(deepcopy(config.quantization_config), pre_quantized=True)
         quantizer.validate_environment(device_map={"": device}, weights_only=True)
+        return quantizer
     except (ImportError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        is_missing = isinstance(error, ImportError) and packages
-        step = (
-            f"pip install {packages}" if is_missing else "give the checkpoint without quantization, or another device"
-        )
+        # Without gptqmodel, transformers asks for a GPU.
+        is_missing = isinstance(error, ImportError) or any(version_of(package) == "unknown" for package in packages)
+        step = "give the checkpoint without quantization, or another device"
+        if packages and is_missing:
+            step = f"pip install {' '.join(packages)}"
         raise UserError(
             f"{name}: quantized with {quantization}, which cannot run on {device} with the installed packages ({reason}); {step}"
         ) from None
 
 
-def is_decompressed(config: Any) -> bool:
-    """Whether the weights of a model with this config are dense once it runs: transformers has no kernels for them."""
-    return (quantization_of(config) or "").startswith("compressed-tensors")
+def is_dense_once_loaded(quantizer: Any) -> bool:
+    """Whether the weights of a model that this quantizer (``usable_quantizer``) loads are dense once it runs: transformers has
+    no kernels for those of compressed-tensors, and none for ``fp8`` on most devices, the CPU among them.
+    """
+    settings = quantizer.quantization_config
+    return settings.quant_method == "compressed-tensors" or bool(getattr(settings, "dequantize", False))
 
 
 def decompress(model: Any) -> None:
-    """Make the weights of a model dense now (``is_decompressed``), as its own first forward pass would: forward passes of its
+    """Make the weights of a model of compressed-tensors dense now, as its own first forward pass would: forward passes of its
     layers alone would not, and until then its memory is not that of decoding.
     """
-    if is_decompressed(model.config) and hasattr(model, "ct_decompress_hook"):
+    if hasattr(model, "ct_decompress_hook"):
         model.hf_quantizer.compressor.decompress_model(model)
+
+
+def check_is_read(missing: Iterable[str], unexpected: Iterable[str], *, name: str) -> None:
+    """Check that transformers has read the packed weights of a checkpoint. Where its config does not say how they are packed, or
+    transformers ignores it (as that of hqq), it makes the weights of these layers at random.
+
+    Args:
+        missing: names of the model's tensors that the checkpoint does not have.
+        unexpected: names of the checkpoint's tensors that the model does not have.
+        name: the model in error messages.
+
+    Raises:
+        UserError: the checkpoint has other tensors for a layer of the model.
+    """
+    layers = {tensor.rpartition(".")[0]: tensor for tensor in sorted(unexpected, reverse=True)}
+    for tensor in sorted(missing):
+        found = layers.get(tensor) or layers.get(tensor.rpartition(".")[0])
+        if found is not None:
+            raise UserError(
+                f"{name}: its checkpoint has {found} in place of {tensor}, which transformers cannot read and would make at random; "
+                "give a checkpoint whose quantization_config in config.json transformers supports, or one without quantization"
+            )
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -1,5 +1,5 @@
 """Quantized models: names, refusals, real sizes, and decoding with every kind of draft. The kernels are those of torchao and
-bitsandbytes; the weights of compressed-tensors are decompressed.
+bitsandbytes, and of gptqmodel and auto-round where these are installed; the weights of compressed-tensors and FP8 are made dense.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from autotune.cost.profiler import shape_of
+from autotune.documents.provenance import version_of
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.draft import Draft
 from autotune.drafters.eagle3 import new_eagle3
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
 from autotune.evaluation.divergence import first_divergence
+from autotune.modeling import loading, quantization
 from autotune.modeling.loading import load_model, load_processor, resolve
 from autotune.modeling.quantization import (
+    PACKAGES,
     num_parameters,
     quantization_of,
     quantization_versions,
     unquantized,
+    usable_quantizer,
     weight_bytes,
 )
 from autotune.modeling.target import Target
@@ -33,7 +38,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.greedy_batch import can_batch
 from autotune.search.model_pool import ModelPool
 from tests.drafters.test_feature_draft import agreeing_draft
-from tests.tiny_models import Inputs, Pair
+from tests.tiny_models import Inputs, Pair, new_llama, sharpen
 
 TREE = {"policy": "eagle2", "depth": 4, "k": 3, "budget": 10}
 TORCHAO = ("int8", "int4")
@@ -117,14 +122,21 @@ def test_a_quantization_is_named_by_method_and_variant(settings: dict[str, Any],
     ("settings", "message"),
     [
         ({"quant_method": "aqlm"}, "quantized with aqlm, which cannot run on cpu with the installed packages .*; pip install aqlm$"),
+        ({"quant_method": "auto-round", "bits": 4}, "; pip install auto-round$"),
         ({"quant_method": "awq", "bits": 4}, "; pip install gptqmodel$"),
+        ({"quant_method": "gptq", "bits": 4}, "; pip install gptqmodel optimum$"),
+        ({"quant_method": "hqq", "quant_config": {}}, "; pip install hqq$"),
+        ({"quant_method": "quanto", "weights": "int8"}, "; pip install optimum-quanto$"),
         ({"quant_method": "nonsense"}, "Unknown quantization type.*; give the checkpoint without quantization, or another device$"),
     ],
 )  # fmt: skip
 def test_a_quantization_that_cannot_run_here_is_refused(
     pair: Pair, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    """With the packages to install. Not installed for these tests: aqlm and gptqmodel."""
+    """With the packages to install, none of which is a requirement of these tests."""
+    installed = [name for name in PACKAGES.get(settings["quant_method"], ()) if version_of(name) != "unknown"]
+    if installed:
+        pytest.skip(f"{', '.join(installed)} is installed")
     folder = tmp_path / "target"
     shutil.copytree(pair.target_folder, folder)
     path = folder / "config.json"
@@ -132,6 +144,33 @@ def test_a_quantization_that_cannot_run_here_is_refused(
     with pytest.raises(UserError, match=message) as caught:
         load_model(str(folder))
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_package_is_named_whatever_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With optimum and without gptqmodel, transformers raises this error where there is no GPU."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("GPU is required to quantize or run quantize model.")
+
+    monkeypatch.setattr(AutoHfQuantizer, "from_config", refuse)
+    config = SimpleNamespace(quantization_config={"quant_method": "gptq", "bits": 4})
+    for version, step in (("unknown", "pip install gptqmodel optimum$"), ("9.9.9", "or another device$")):
+        monkeypatch.setattr(quantization, "version_of", lambda package, version=version: version)
+        with pytest.raises(UserError, match=rf"gptq 4-bit, which cannot run on cpu .*GPU is required.*; .*{step}"):
+            usable_quantizer(config, name="target", device="cpu")
+
+
+@pytest.mark.parametrize("packed", ["weight._data", "qweight"])
+def test_packed_weights_that_transformers_cannot_read_are_refused(text_pair: Pair, tmp_path: Path, packed: str) -> None:
+    """As optimum-quanto saves them, and GPTQ without the settings in config.json: transformers makes such layers at random."""
+    shutil.copytree(text_pair.target_folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    own = "model.layers.1.mlp.up_proj."
+    weights = {name.replace(f"{own}weight", own + packed): value for name, value in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"has {own}{packed} in place of {own}weight, .* at random; give a checkpoint"):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", TORCHAO)
@@ -205,6 +244,95 @@ def test_4_bit_weights_of_bitsandbytes(tmp_path: Path) -> None:
     divergence = first_divergence(target, inputs, found[0, length:].tolist(), expected[0, length:].tolist())
     assert divergence is None or divergence.is_near_tie, divergence
     assert shape_of(target).bytes_per_parameter < 2.5, "embedding and head have 4 bytes"
+
+
+@torch.inference_mode()
+def test_weights_of_fp8_are_dense_on_a_cpu(text_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is planned for the dense weights, not for those of the file, and outputs are those of the dense model."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    settings = FineGrainedFP8Config(weight_block_size=(16, 16), modules_to_not_convert=["lm_head"])
+    text_pair.target.save_pretrained(tmp_path)
+    quantize = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    path = tmp_path / "model.safetensors"
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in load_file(path).items():
+        weights |= quantize.convert({name: value}) if "proj" in name else {name: value}
+    save_file(weights, path, metadata={"format": "pt"})
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": settings.to_dict()}))
+    planned: list[int] = []
+    monkeypatch.setattr(loading, "check_room", lambda device, needs, **kwargs: planned.append(needs["weights"]))
+    target = Target(load_model(str(tmp_path)))
+    assert path.stat().st_size < 0.6 * planned[0] and planned == [4 * num_parameters(target.model)]
+    assert target.text.precision == "float32" and target.text.is_exact
+    weight = text_pair.target.model.layers[0].mlp.up_proj.weight
+    error = (target.model.model.layers[0].mlp.up_proj.weight - weight).abs() / weight.abs()
+    assert 0 < error.median() < 2**-4, "three bits of the mantissa"
+    decodes_its_own_tokens(target, IndependentDraft(text_pair.draft))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["gptq", "awq", "auto-round"])
+def test_checkpoints_of_packages_that_are_no_requirements(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """4-bit weights that the real packages quantize, where they are installed (``docs/supported.md`` has their versions)."""
+    for package in PACKAGES[method]:
+        pytest.importorskip(package.replace("-", "_"), reason=f"pip install {' '.join(PACKAGES[method])}")
+    monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")  # with one core, gptqmodel 7.6 would refuse its own default
+    base, folder = tmp_path / "base", tmp_path / "quantized"
+    torch.manual_seed(1)
+    model = new_llama(4, hidden_size=128, intermediate_size=256)
+    sharpen(model, model.model.layers, num_strong_layers=2)
+    model.save_pretrained(base)
+    load_processor(str(pair.target_folder)).tokenizer.save_pretrained(base)
+    save_of_package(method, base, folder, torch.randint(4, model.config.vocab_size, (8, 64)))
+    planned: list[int] = []
+    monkeypatch.setattr(loading, "check_room", lambda device, needs, **kwargs: planned.append(needs["weights"]))
+    target = Target(load_model(str(folder)))
+    assert quantization_of(target.model.config) == f"{method} 4-bit" and f", {method} 4-bit" in target.text.precision
+    assert shape_of(target).bytes_per_parameter < 1
+    assert num_parameters(target.model) == model.num_parameters()
+    with torch.inference_mode():
+        target.model(input_ids=torch.tensor([[5, 6, 7]]))
+        assert weight_bytes(target.model) < 1.2 * planned[0], "kernels pack weights anew at the first step"
+        decodes_its_own_tokens(target, IndependentDraft(target.model))
+
+
+def save_of_package(method: str, base: Path, folder: Path, calibration: torch.Tensor) -> None:
+    """Quantize a text model to 4 bits on the CPU, with prompts of random tokens [prompts, tokens]."""
+    if method == "auto-round":
+        from auto_round import AutoRound
+
+        prompts = list(calibration[:, None])
+        sizes = {"seqlen": calibration.shape[1], "nsamples": len(prompts), "batch_size": 1}
+        tuner = AutoRound(str(base), bits=4, group_size=32, iters=0, dataset=prompts, device_map="cpu", **sizes)
+        tuner.quantize_and_save(str(folder), format="auto_round")
+        (saved,) = folder.glob("**/config.json")
+        shutil.copytree(saved.parent, folder, dirs_exist_ok=True)
+        return
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+    options = {"quant_method": "awq", "format": "gemm"} if method == "awq" else {}
+    model = GPTQModel.load(str(base), QuantizeConfig(bits=4, group_size=32, device="cpu", **options))
+    prompts = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in calibration]
+    model.quantize(prompts, batch_size=1, backend=BACKEND.AWQ_TORCH if method == "awq" else BACKEND.AUTO)
+    model.save(str(folder))
+
+
+def decodes_its_own_tokens(target: Target, draft: Draft) -> None:
+    """Those of its own ``generate``, whatever the checkpoint's generation config says."""
+    for ids in ([5, 6, 7, 8], [11, 30, 40], [90, 3, 200, 17, 17]):
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        options = {"max_new_tokens": 24, "do_sample": False}
+        expected = target.model.generate(**inputs, **options)
+        found = Decoder(target, draft, tree=TREE).generate(**inputs, **options).sequences
+        own, other = found[0, len(ids) :].tolist(), expected[0, len(ids) :].tolist()
+        divergence = first_divergence(target, inputs, own, other)
+        assert divergence is None or divergence.is_near_tie, divergence
+        assert divergence is None or not target.text.is_exact
 
 
 def test_a_quantized_target_is_neither_exact_nor_batched(quantized: dict[str, Path], pair: Pair) -> None:
