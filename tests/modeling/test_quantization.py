@@ -282,6 +282,7 @@ def test_checkpoints_of_packages_that_are_no_requirements(
     for package in PACKAGES[method]:
         pytest.importorskip(package.replace("-", "_"), reason=f"pip install {' '.join(PACKAGES[method])}")
     monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")  # with one core, gptqmodel 7.6 would refuse its own default
+    monkeypatch.chdir(tmp_path)  # where gptqmodel writes logs
     base, folder = tmp_path / "base", tmp_path / "quantized"
     torch.manual_seed(1)
     model = new_llama(4, hidden_size=128, intermediate_size=256)
