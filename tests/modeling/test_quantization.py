@@ -324,7 +324,7 @@ def save_of_package(method: str, base: Path, folder: Path, calibration: torch.Te
 
 
 def decodes_its_own_tokens(target: Target, draft: Draft) -> None:
-    """Those of its own ``generate``, whatever the checkpoint's generation config says."""
+    """Check that greedy trees give the tokens of ``generate``, whatever the checkpoint's generation config says."""
     for ids in ([5, 6, 7, 8], [11, 30, 40], [90, 3, 200, 17, 17]):
         inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
         options = {"max_new_tokens": 24, "do_sample": False}
