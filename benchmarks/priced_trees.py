@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.acceptance.trace import load_trace
 from autotune.console import Console
@@ -45,7 +46,7 @@ def trees_of(
 
 def measured(
     study: Path, costs: CostTable, trees: dict[str, Configuration], num_prompts: int
-) -> dict[str, list[float]]:
+) -> dict[str, NDArray[np.float64]]:
     """Decoding times of trees and of plain decoding on prompts of the evaluation: the median of each prompt's passes, ms."""
     document = load_study(study)
     assert document is not None, "the folder holds no study"
@@ -55,10 +56,7 @@ def measured(
     passes: list[dict[str, list[Run]]] = [
         runner.compare(arms, prompts, seed=number, min_prompts=num_prompts, repeat=number) for number in range(PASSES)
     ]
-    return {
-        name: np.median([[run.decode_ms for run in runs[name]] for runs in passes], axis=0).tolist()
-        for name in passes[0]
-    }
+    return {name: np.median([[run.decode_ms for run in runs[name]] for runs in passes], axis=0) for name in passes[0]}
 
 
 @click.command()
@@ -111,16 +109,13 @@ def main(study: Path, space: str, swept: int, drafts: tuple[str, ...], num_measu
                 f"priced is {100 * gain:+.1f} % faster on held-out prompts than {rival}, the best other where chosen"
             )
             if num_measured:
-                times = {
-                    name: np.array(ms)
-                    for name, ms in measured(
-                        study, costs, {name: best_of[name] for name in ("priced", rival)}, num_measured
-                    ).items()
-                }
+                trees_measured = {name: best_of[name] for name in ("priced", rival)}
+                times = measured(study, costs, trees_measured, num_measured)
                 low, high = bootstrap_ratio(times[rival], times["priced"])
+                total = {name: ms.sum() for name, ms in times.items()}
                 console.say(
-                    f"measured on {num_measured} prompts: {rival} takes {times[rival].sum() / times['priced'].sum():.3f} ({low:.3f}-{high:.3f}) of the time of priced, "
-                    f"which is {times[AR].sum() / times['priced'].sum():.2f}x as fast as plain decoding"
+                    f"measured on {num_measured} prompts: priced is {total[rival] / total['priced']:.3f} times as fast as {rival} "
+                    f"({low:.3f}-{high:.3f}), and {total[AR] / total['priced']:.2f} times as plain decoding"
                 )
 
 

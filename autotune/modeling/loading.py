@@ -12,7 +12,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError, nearest
 from autotune.files import data_root, sha256_of
 from autotune.modeling.quantization import (
-    check_is_read,
+    check_packed_weights,
     decompress,
     is_dense_once_loaded,
     quantization_of,
@@ -141,7 +141,7 @@ def load_model(
             options: dict[str, Any] = {"device_map": {"": device}} if is_quantized else {}
             options |= {} if dtype is None else {"dtype": dtype}
             model, info = factory.from_pretrained(source, output_loading_info=True, **options)
-            check_is_read(info["missing_keys"], info["unexpected_keys"], name=name)
+            check_packed_weights(info["missing_keys"], info["unexpected_keys"], name=name)
             decompress(model)
             if is_complete and (missing := sorted(info["missing_keys"])):
                 raise UserError(

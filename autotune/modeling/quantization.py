@@ -130,7 +130,7 @@ def decompress(model: Any) -> None:
         model.hf_quantizer.compressor.decompress_model(model)
 
 
-def check_is_read(missing: Iterable[str], unexpected: Iterable[str], *, name: str) -> None:
+def check_packed_weights(missing: Iterable[str], unexpected: Iterable[str], *, name: str) -> None:
     """Check that transformers has read the packed weights of a checkpoint. Where its config does not say how they are packed, or
     transformers ignores it (as that of hqq), it makes the weights of these layers at random.
 
