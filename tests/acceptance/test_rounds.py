@@ -117,12 +117,13 @@ def test_rounds_are_those_of_replay() -> None:
             assert (counted.plain_steps.sum() > 0) == (fallback is not None)
 
 
-def test_replay_of_random_configurations_equals_their_rounds() -> None:
-    """200 of every policy on a trace that holds any tree, so that nothing is missing. Every third may fall back."""
+@pytest.mark.parametrize("of_each", [60, pytest.param(200, marks=pytest.mark.nightly)])
+def test_replay_of_random_configurations_equals_their_rounds(of_each: int) -> None:
+    """So many of every policy on a trace that holds any tree, so that nothing is missing. Every third may fall back."""
     trace, rng = hash_trace(0, num_prompts=2, num_tokens=60), random.Random(0)
     sizes = Sizes(depth=HASH_DEPTH, beam_depth=10, k=10, width=32, top_k=HASH_PROPOSALS, top_p=1.0)
     nodes_per_round, accepted, num_rounds, fell_back = [], set(), set(), []
-    for number, name in itertools.product(range(200), POLICIES):
+    for number, name in itertools.product(range(of_each), POLICIES):
         fallback = random_price(rng) if number % 3 == 1 else None
         counted = assert_same_rounds(trace, random_tree_policy(name, rng, sizes), fallback)
         assert counted.missing.sum() == 0

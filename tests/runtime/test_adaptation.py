@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -54,18 +55,18 @@ def test_choosing_changes_no_token(pair: Pair, prompts: dict[str, Inputs], kind:
     if kind != "independent":
         draft = RetrievalDraft() if kind == "lookup" else agreeing_draft(kind, target, injection_layer=4)
     num_switched = 0
-    for name, keep in (("image", 0.5), ("text", 1.0)):
+    for (name, keep), settings in itertools.product((("image", 0.5), ("text", 1.0)), SETTINGS):
+        inputs = {**prompts[name], "max_new_tokens": NEW_TOKENS, **settings}
+        expected = plain.generate(**inputs)
         for trees in (("chain", "sage"), ("eagle2-tight", "wetap"), ("static", "sage-wide")):
-            points = two_points(draft, *trees, visual_keep=keep)
-            for settings in SETTINGS:
-                inputs = {**prompts[name], "max_new_tokens": NEW_TOKENS, **settings}
-                expected = plain.generate(**inputs)
-                first, again = (Decoder(target, points=points, adapt=True).generate(**inputs) for _ in range(2))
-                assert torch.equal(first.sequences, expected.sequences), trees
-                assert first.stats.point == 1 and sum(first.stats.rounds_by_point) == first.stats.rounds
-                assert again.stats.accepted_lengths == first.stats.accepted_lengths
-                assert again.stats.rounds_by_point == first.stats.rounds_by_point
-                num_switched += min(first.stats.rounds_by_point) > 0
+            decoder = Decoder(target, points=two_points(draft, *trees, visual_keep=keep), adapt=True)
+            first = decoder.generate(**inputs)
+            assert torch.equal(first.sequences, expected.sequences), trees
+            assert first.stats.point == 1 and sum(first.stats.rounds_by_point) == first.stats.rounds
+            num_switched += min(first.stats.rounds_by_point) > 0
+        again = Decoder(target, points=decoder.points, adapt=True).generate(**inputs)
+        assert again.stats.accepted_lengths == first.stats.accepted_lengths
+        assert again.stats.rounds_by_point == first.stats.rounds_by_point
     assert num_switched >= 6
 
 

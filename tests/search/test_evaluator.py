@@ -19,17 +19,7 @@ from autotune.search.evaluator import SMALLEST, Candidate, Constraints, Evaluato
 from autotune.trees.policy import parse_policy
 from autotune.trees.verification import parse_verification
 from tests.sample_documents import DRAFT, cost_table, random_trace, surface
-
-KEEPS = (1.0, 0.5)
-
-
-def evaluator(constraints: Constraints | None = None, jobs: int | None = None) -> Evaluator:
-    traces = [random_trace(int(10 * keep), visual_keep=keep) for keep in KEEPS]
-    return Evaluator(traces, cost_table(), constraints=constraints, jobs=jobs)
-
-
-def variant(keep: float) -> tuple[str, Subnet]:
-    return DRAFT.id, Subnet(visual_keep=keep)
+from tests.search.small_searches import KEEPS, evaluator, variant
 
 
 def test_candidate_has_the_figures_of_its_replay() -> None:

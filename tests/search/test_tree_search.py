@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import subprocess
 import sys
@@ -21,36 +22,12 @@ from autotune.search import tree_search
 from autotune.search.evaluator import Candidate, Constraints, Evaluator
 from autotune.search.finalists import NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND, choose_finalists, confirmable
 from autotune.search.space import SearchSpace
-from autotune.search.tree_search import TreeSearchResult, search_trees
 from autotune.study.ledger import Ledger
 from autotune.trees.policy import parse_policy
 from tests.sample_documents import cost_table, random_trace, surface
-from tests.search.test_evaluator import KEEPS, evaluator, variant
+from tests.search.small_searches import KEEPS, LARGE, SMALL, evaluator, shared_search, space, stage, variant
 
 REPOSITORY = Path(__file__).parents[2]
-# The random traces have four levels and four children per node; all trees here fit.
-SMALL = {"chain": {"depth": {"low": 1, "high": 4}}, "sage": {"k": {"choices": [2, 4]}, "d_min": {"choices": [1, 2]}, "d_max": {"choices": [3, 4]}}}  # fmt: skip
-LARGE = {
-    "chain": {"depth": {"low": 1, "high": 4}},
-    "sage": {
-        "d_min": {"low": 1, "high": 4},
-        "d_max": {"low": 1, "high": 4},
-        "w_min": {"low": 1, "high": 4},
-        "w_max": {"low": 1, "high": 4},
-        "k": {"low": 2, "high": 4},
-        "n_max": {"low": 2, "high": 64, "log": True},
-        "upper": {"low": 2.0, "high": 6.0},
-    },
-}
-
-
-def space(trees: dict[str, Any]) -> SearchSpace:
-    return SearchSpace.model_validate({"name": "x", "visual_keep": {"choices": list(KEEPS)}, "trees": trees})
-
-
-def stage(found: Evaluator, trees: dict[str, Any], storage: Path | str, **options: Any) -> TreeSearchResult:
-    settings = {"num_trials": 30, "documents": "x", **options}
-    return search_trees(found, space(trees), Ledger(storage), **settings)
 
 
 def search(*args: Any, **options: Any) -> list[Candidate]:
@@ -208,24 +185,21 @@ def test_several_workers_have_the_result_of_one(tmp_path: Path) -> None:
 
 WORKER = """
 import sys
-from pathlib import Path
-from autotune.search import tree_search
-from autotune.study.ledger import Ledger
-from tests.search.test_tree_search import LARGE, evaluator, stage
-tree_search.NUM_SWEPT, tree_search.SWEEP_SIZE = 128, 32
-storage = sys.argv[1]
-found = stage(evaluator(jobs=1), LARGE, storage if "://" in storage else Path(storage), num_trials=100)
-print(found.num_replayed, found.fastest[0].key, found.fastest[0].ms_per_token)
+from tests.search.small_searches import shared_search
+print("ready", flush=True)
+print(shared_search(sys.argv[1]))
 """
 
 
 def test_workers_on_postgresql_have_the_result_of_one(postgresql: str, tmp_path: Path) -> None:
-    """Two processes share a database: both end with the same winner and the same number of replays."""
-    commands = [[sys.executable, "-c", WORKER, storage] for storage in (str(tmp_path / "l"), postgresql, postgresql)]
-    alone = subprocess.run(commands[0], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    workers = [subprocess.Popen(c, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for c in commands[1:]]
-    assert [worker.communicate(timeout=300)[0] for worker in workers] == [alone, alone]
-    assert [worker.returncode for worker in workers] == [0, 0]
+    """This process and another share a database: both end with the same winner and the same number of replays."""
+    command = [sys.executable, "-c", WORKER, postgresql]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        found = shared_search(postgresql)
+        printed, _ = other.communicate(timeout=300)
+    assert other.returncode == 0
+    assert found == ast.literal_eval(printed) == shared_search(tmp_path / "alone")
 
 
 def test_trials_are_published_to_optuna(tmp_path: Path) -> None:
