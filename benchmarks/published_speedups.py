@@ -22,8 +22,8 @@ import pandas as pd
 import yaml
 
 from autotune.cost import roofline
+from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import DeviceLimits, load_limits, step_ms
-from autotune.cost.table import ModelShape
 from autotune.trees.limits import Floats
 
 HERE = Path(__file__).parent

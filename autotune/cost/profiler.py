@@ -13,6 +13,7 @@ import torch
 
 from autotune.contention import ContentionMonitor
 from autotune.cost.block_log import BlockLog, LogHeader
+from autotune.cost.draft_costs import DeviceCosts, DraftCosts, ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.cost.request_timing import (
     DEVICE_TREES,
@@ -27,7 +28,7 @@ from autotune.cost.request_timing import (
 from autotune.cost.sampling import Sampler
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.step_bench import StepBench, choose_threads
-from autotune.cost.table import CostTable, DeviceCosts, DraftCosts, ModelShape
+from autotune.cost.table import CostTable
 from autotune.device import fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.drafters.checkpoint import LoadedDraft

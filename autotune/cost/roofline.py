@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
+from autotune.cost.draft_costs import DraftCosts, ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Point, Surface
-from autotune.cost.table import TOKENS, CostTable, DraftCosts, ModelShape
+from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet

@@ -1,4 +1,4 @@
-"""Times the steps of a target and its drafts in the order of decoding. A ``Bench`` runs and times the single steps.
+"""Times the steps of a target and its drafts in the order of decoding.
 
 A plain step is timed before and after every job. Samples are kept as multiples of the plain steps beside them, because
 another process, throttling or another clock slow both down alike; the median of all plain steps turns them into milliseconds.
@@ -16,14 +16,13 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
 
 import numpy as np
 
 from autotune.cost.adaptive_grid import AdaptiveGrid
 from autotune.cost.block_log import Block, BlockLog, Samples, TimedJob
+from autotune.cost.jobs import SLOW_STEP_MS, Bench, DeviceDrafting, Job, PlainSteps, Round, Rounds, plain_steps_ms
 from autotune.cost.settings import ProfileSettings, Size
 from autotune.cost.surface import Surface, robust_deviation
 from autotune.cost.table import EVERY_ROW
@@ -31,11 +30,7 @@ from autotune.cost.table import EVERY_ROW
 LEVELS_PER_ROUND = 4  # draft levels after the draft's first forward
 ROUNDS_IN_A_ROW, SLOW_ROUNDS_IN_A_ROW = 8, 2  # timed, after untimed ones; of models with slow steps
 UNTIMED_ROUNDS = 2
-PLAIN_STEPS = 3  # timed in a row, after warm-ups
-PLAIN_WARM_UPS = 8
 REFERENCE_STEPS = 3  # of which the last is the reference of the samples beside it
-SLOW_STEP_MS = 30.0
-"""A model whose plain steps take longer does not fit into caches. It needs fewer warm-ups, and no untimed rounds."""
 UNTIMED_TOKENS = 9, 2, 4  # of the verification, the first draft forward and the levels of untimed rounds
 JOBS_PER_BLOCK = 12
 WARM_UPS = 2  # untimed rounds of a draft after those of another
@@ -44,76 +39,6 @@ LEAST_AT_A_SIZE = 4
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
 DECODE, VERIFY = "decode", "verify"
 _DEVICE_FIRST, _DEVICE_LEVEL = "device_first", "device_level"
-
-
-class Bench(Protocol):
-    """Times single steps of a target and one draft, in milliseconds."""
-
-    def decode_ms(self, kv_length: int) -> float:
-        """A plain step."""
-
-    def verify_ms(self, tokens: int, kv_length: int) -> float:
-        """A verification."""
-
-    def draft_first_ms(self, tokens: int, kv_length: int) -> float:
-        """The draft's first forward of a round."""
-
-    def draft_level_ms(self, tokens: int, kv_length: int) -> float:
-        """Another draft level."""
-
-    @property
-    def device_tokens(self) -> tuple[int, ...]:
-        """Numbers of tokens of levels that the device drafts by itself; empty where the host leads all rounds."""
-
-    def device_first_ms(self, tokens: int, kv_length: int) -> float:
-        """A drafting by the device that ends with the root's children."""
-
-    def device_level_ms(self, tokens: int, kv_length: int) -> float:
-        """Another level of a drafting by the device."""
-
-
-def plain_steps_ms(bench: Bench, kv_length: int) -> list[float]:
-    """Times of consecutive plain steps, as in plain decoding, after untimed ones."""
-    for _ in range(PLAIN_WARM_UPS):
-        if bench.decode_ms(kv_length) > SLOW_STEP_MS:
-            break
-    return [bench.decode_ms(kv_length) for _ in range(PLAIN_STEPS)]
-
-
-@dataclass(frozen=True)
-class PlainSteps:
-    """A job: consecutive plain steps."""
-
-    kv_length: int
-
-
-@dataclass(frozen=True)
-class Round:
-    """Verification, the draft's first forward, draft levels. Without a size, a step is run small and untimed."""
-
-    verify: Size | None
-    draft_first: Size | None
-    draft_levels: tuple[Size | None, ...]
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """A job: consecutive rounds of a draft, after untimed ones."""
-
-    draft: int
-    rounds: tuple[Round, ...]
-
-
-@dataclass(frozen=True)
-class DeviceDrafting:
-    """A job: a drafting that the device leads, after an untimed verification."""
-
-    draft: int
-    part: str
-    size: Size
-
-
-Job = PlainSteps | Rounds | DeviceDrafting
 
 
 class Sampler:
@@ -279,10 +204,8 @@ class Sampler:
             in_a_row = SLOW_ROUNDS_IN_A_ROW if self._is_slow else ROUNDS_IN_A_ROW
             firsts_of_jobs = range(0, len(own_rounds), in_a_row)
             groups.append([Rounds(draft, tuple(own_rounds[i : i + in_a_row])) for i in firsts_of_jobs])
-        for (
-            _,
-            kv_length,
-        ) in decode:  # among the rounds, so that the plain steps beside them are like those beside rounds
+        # Among the rounds, so that the plain steps beside them are like those beside rounds.
+        for _, kv_length in decode:
             self._random.choice(groups).append(PlainSteps(kv_length))
         for part, grids in ((_DEVICE_FIRST, self.device_firsts), (_DEVICE_LEVEL, self.device_levels)):
             for draft, device_grid in grids.items():

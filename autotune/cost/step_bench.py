@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from autotune.cost.sampling import plain_steps_ms
+from autotune.cost.jobs import plain_steps_ms
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.surface import standard_error
 from autotune.drafters.checkpoint import LoadedDraft

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autotune.cost.jobs import plain_steps_ms
 from autotune.cost.profiler import shape_of
-from autotune.cost.sampling import plain_steps_ms
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.step_bench import StepBench
 from autotune.doctor.attention import attention_uses

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from autotune.device import check_room
+from autotune.drafters.borrowed_cache import BorrowedCache, shared_layer
 from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows, table_rows
 from autotune.drafters.draft import check_vocabulary
 from autotune.errors import UserError
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, padded_length, rounded_capacity
 from autotune.modeling.grouped_attention import uncopied_groups
-from autotune.modeling.kv_cache import KVShape
 from autotune.modeling.loading import GEMMA4_ASSISTANT
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import DeviceStep, Step
-from autotune.modeling.text_model import MASKED_ATTENTION, TextModel
+from autotune.modeling.text_model import MASKED_ATTENTION
 from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.limits import MAX_STEP
@@ -39,26 +39,6 @@ if TYPE_CHECKING:
 TARGET_TYPES = ("gemma4_text", "gemma4_unified_text")
 ROWS_AT_ONCE = 16
 """Rows whose logits of ordered embeddings are computed together: each gathers rows of the output head for itself."""
-
-
-class BorrowedCache:
-    """Stands for the KV cache that an assistant does not have, over the target's. ``length`` counts the tokens up to the root."""
-
-    memory_bytes = 0
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self.length = 0
-
-    @property
-    def capacity(self) -> int:
-        return int(self._target.cache.capacity)
-
-    def clear(self) -> None:
-        """Forget the request; the target's tokens are its own."""
-        self.length = 0
-
-    release = clear
 
 
 class Gemma4AssistantDraft(CachedDraft):
@@ -104,7 +84,7 @@ class Gemma4AssistantDraft(CachedDraft):
     @property
     def kv_bytes_read_per_token(self) -> int:
         """Bytes of a token's keys and values that a forward pass reads: every layer reads those of its type."""
-        shapes = [self._shapes[layer_type] for layer_type in self.config.layer_types]
+        shapes = [self.cache.shapes[layer_type] for layer_type in self.config.layer_types]
         return 2 * sum(heads * size for heads, size in shapes) * self.dtype.itemsize
 
     @property
@@ -139,11 +119,9 @@ class Gemma4AssistantDraft(CachedDraft):
         self.device, self.target_vocab_size = target.device, target.vocab_size
         self.model.to(target.device)
         self.aux_layers = (len(target.text.layers),)
-        self._shapes = {name: _shared_layer(target.text, name)[1] for name in set(self.config.layer_types)}
-        self._layers = {name: _shared_layer(target.text, name)[0] for name in self._shapes}
         self._embed = target.text.module.get_input_embeddings()
         self._hidden = torch.zeros(0, self.model.config.backbone_hidden_size, dtype=self.dtype, device=self.device)
-        self.cache = BorrowedCache(target)
+        self.cache = BorrowedCache(target, self.config.layer_types)
         self._allocate(DEFAULT_CAPACITY)
 
     def _check(self, target: Target) -> None:
@@ -161,7 +139,7 @@ class Gemma4AssistantDraft(CachedDraft):
         differences = [("hidden_size", self.model.config.backbone_hidden_size, text.config.hidden_size)]
         for number, layer_type in enumerate(config.layer_types):
             ours = config.per_layer_config[number]
-            heads, size = _shared_layer(text, layer_type)[1]
+            heads, size = shared_layer(text, layer_type)[1]
             differences.append((f"{layer_type} KV heads", ours.num_key_value_heads, heads))
             differences.append((f"{layer_type} head size", ours.head_dim, size))
         for name, for_ours, theirs in differences:
@@ -306,8 +284,8 @@ class Gemma4AssistantDraft(CachedDraft):
     def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
         ids, num_visible = inputs["integers"]
         columns = inputs["columns"]
-        keys_values = {name: self._keys_values(name, 0, len(columns)) for name in self._shapes}
-        masks = {name: self._mask(columns, num_visible, self._reach(name)) for name in self._shapes}
+        keys_values = {name: self.cache.keys_values(name, 0, len(columns)) for name in self.cache.shapes}
+        masks = {name: self._mask(columns, num_visible, self._reach(name)) for name in self.cache.shapes}
         states = self._states(ids, inputs["hidden"], num_visible, keys_values, masks)
         return self.model.post_projection(states), self._logits(states)
 
@@ -317,10 +295,10 @@ class Gemma4AssistantDraft(CachedDraft):
         positions = to_device(num_visible, self.device)
         keys_values: dict[str, tuple[Tensor, Tensor]] = {}
         masks: dict[str, Tensor | None] = {}
-        for name in self._shapes:
+        for name in self.cache.shapes:
             reach = self._reach(name)
             begin = 0 if reach is None else max(0, least - reach)
-            keys_values[name] = self._keys_values(name, begin, most)
+            keys_values[name] = self.cache.keys_values(name, begin, most)
             if count == 1:
                 masks[name] = None
             elif least == most:  # a level sees one slice of the cache
@@ -342,11 +320,6 @@ class Gemma4AssistantDraft(CachedDraft):
             is_hidden = is_hidden | (columns < num_visible[:, None] - reach)
         mask = torch.zeros(is_hidden.shape, dtype=self.dtype, device=columns.device)
         return mask.masked_fill(is_hidden, self.mask_value)[None, None]
-
-    def _keys_values(self, layer_type: str, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """The target's keys and values of a type of layer, [1, heads, end - begin, size] each."""
-        layer = self._target.cache.layers[self._layers[layer_type]]
-        return layer.keys[:, :, begin:end].to(self.device), layer.values[:, :, begin:end].to(self.device)
 
     def _states(
         self,
@@ -383,19 +356,3 @@ class Gemma4AssistantDraft(CachedDraft):
             logits = (self.model.lm_head.weight[tokens] @ part[..., None]).squeeze(-1)
             parts.append(logits.new_full((len(part), self.vocab_size), -torch.inf).scatter(1, tokens, logits))
         return torch.cat(parts)
-
-
-def _shared_layer(text: TextModel, layer_type: str) -> tuple[int, KVShape]:
-    """The target's last layer of a type that caches keys and values, which later layers and assistants read, and its shape.
-
-    Raises:
-        UserError: there is none.
-    """
-    for number in reversed(text.attending_layers):
-        shape = text.kv_shapes[number]
-        if text.layer_types[number] == layer_type and shape is not None:
-            return number, shape
-    raise UserError(
-        f"an assistant with layers of type {layer_type} reads keys and values of such a layer; this target has none; use a draft "
-        "made for this target"
-    )

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import DeviceLimits, device_bound_ms, find_limits
 from autotune.cost.surface import Surface
-from autotune.cost.table import CostTable, ModelShape
+from autotune.cost.table import CostTable
 from autotune.study.document import StudyDocument
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.acceptance.trace import Trace
+from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import (
     DeviceLimits,
     datasheets,
@@ -17,7 +18,6 @@ from autotune.cost.roofline import (
     operations,
     step_ms,
 )
-from autotune.cost.table import ModelShape
 from autotune.report.points import heads_label
 from autotune.report.sources import Sources
 from autotune.study.records import ScreenedSubnet

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.adaptation import Adaptation
 from autotune.runtime.device_rounds import DeviceRounds
+from autotune.runtime.former_names import accepts_former_names
 from autotune.runtime.generate_args import (
     Call,
     Request,
@@ -44,23 +43,7 @@ from autotune.trees.fallback import RoundPrice
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import DecodingProfile
 
-P = ParamSpec("P")
 DEFAULT_CONTEXT_TOKENS = 2048  # for which captures are made ahead
-
-
-def _accepts_old_names(init: Callable[P, None]) -> Callable[P, None]:
-    """Accept the argument names of the previous version."""
-
-    @functools.wraps(init)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
-        for old, new in (("ways", "points"), ("buckets", "capture_sizes"), ("runner", "mode")):
-            if old in kwargs:
-                warnings.warn(f"Decoder: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
-                value = kwargs.pop(old)
-                kwargs[new] = "cuda-graph" if value == "graph" else value
-        init(*args, **kwargs)
-
-    return wrapper
 
 
 class Decoder:
@@ -100,7 +83,7 @@ class Decoder:
             cannot be switched within a request or chosen online, or a tree that branches for a model with recurrent states.
     """
 
-    @_accepts_old_names
+    @accepts_former_names
     def __init__(
         self,
         target: Any,

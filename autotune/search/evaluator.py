@@ -11,7 +11,8 @@ import numpy as np
 
 from autotune.acceptance.replay import Replay, check_reach, plain_decode_ms, replay
 from autotune.acceptance.trace import Trace
-from autotune.cost.table import CostTable, DensePrices, DraftCosts
+from autotune.cost.draft_costs import DraftCosts
+from autotune.cost.table import CostTable, DensePrices
 from autotune.documents.configuration import Configuration, DraftVariant, Tree
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from autotune.cost.table import ModelShape
+from autotune.cost.draft_costs import ModelShape
 from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.migrations import with_its_rules

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.trace import Forest, RecordedPrompt, join
+from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import (
     DeviceLimits,
     anchored,
@@ -17,7 +18,7 @@ from autotune.cost.roofline import (
     step_ms,
 )
 from autotune.cost.surface import Surface
-from autotune.cost.table import CostTable, ModelShape
+from autotune.cost.table import CostTable
 from autotune.device import short_name
 from autotune.documents.subnet import Subnet
 from tests.sample_documents import DRAFT, TARGET, header

@@ -14,16 +14,8 @@ import pytest
 
 from autotune.cost.adaptive_grid import AdaptiveGrid
 from autotune.cost.block_log import BlockLog, LogHeader
-from autotune.cost.sampling import (
-    LEVELS_PER_ROUND,
-    PLAIN_STEPS,
-    PLAIN_WARM_UPS,
-    REFERENCE_STEPS,
-    ROUNDS_IN_A_ROW,
-    UNTIMED_TOKENS,
-    WARM_UPS,
-    Sampler,
-)
+from autotune.cost.jobs import PLAIN_STEPS, PLAIN_WARM_UPS
+from autotune.cost.sampling import LEVELS_PER_ROUND, REFERENCE_STEPS, ROUNDS_IN_A_ROW, UNTIMED_TOKENS, WARM_UPS, Sampler
 from autotune.cost.settings import COARSE_TOKENS, HELD_OUT_TOKENS, ProfileSettings, Size
 from autotune.cost.surface import Surface, standard_error, uncertainty
 from autotune.cost.table import TOKENS

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autotune.cost.draft_costs import DeviceCosts, ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
-from autotune.cost.table import KV_STEP, CostTable, DensePrices, DeviceCosts, ModelShape, shipped_tables
+from autotune.cost.table import KV_STEP, CostTable, DensePrices, shipped_tables
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError

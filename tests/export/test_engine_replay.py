@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from autotune.acceptance.replay import replay
+from autotune.cost.draft_costs import DraftCosts
 from autotune.cost.request_costs import Overhead, PrefillCost
-from autotune.cost.table import CostTable, DraftCosts
+from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration
 from autotune.export.engine_replay import EngineReplay
 from autotune.search.evaluator import Evaluator

@@ -9,8 +9,8 @@ import pytest
 
 from autotune.acceptance.replay import plain_decode_ms, replay
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, join
+from autotune.cost.draft_costs import ModelShape
 from autotune.cost.roofline import datasheets, estimate_table, load_limits, operations
-from autotune.cost.table import ModelShape
 from autotune.report.flops import estimated_speedup, on_front, round_operations, subnet_flops
 from autotune.report.sources import Sources
 from autotune.trees.policy import parse_policy
