@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,19 +65,19 @@ def compile_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 def test_fixed_mode_gives_the_tokens_and_counts_of_eager_mode(
     pair: Pair, prompts: dict[str, Inputs], kind: str
 ) -> None:
-    """Both decoders use the same models and caches in turn."""
+    """Both decoders use the same models and caches in turn. Every tree decodes greedily and samples."""
+    all_settings = itertools.cycle(({}, {"temperature": 1.0, "seed": 4}))
     for tree in TREES:
         eager, fixed = decoders(pair, kind, tree, "fixed", capture_sizes=(1, 3, 8, 16, 64))
-        for settings in ({}, {"temperature": 1.0, "seed": 4}):
-            for inputs in prompts.values():
-                expected = eager.generate(**inputs, max_new_tokens=24, **settings)
-                assert eager.target.graph_runner is None
-                found = fixed.generate(**inputs, max_new_tokens=24, **settings)
-                assert torch.equal(found.sequences, expected.sequences)
-                assert found.stats.accepted_lengths == expected.stats.accepted_lengths
-                # On the device, eagle2 always runs all levels.
-                assert found.stats.draft_forwards >= expected.stats.draft_forwards
-                assert tree["policy"] == "eagle2" or found.stats.draft_forwards == expected.stats.draft_forwards
+        for inputs, settings in zip(prompts.values(), all_settings, strict=False):
+            expected = eager.generate(**inputs, max_new_tokens=24, **settings)
+            assert eager.target.graph_runner is None
+            found = fixed.generate(**inputs, max_new_tokens=24, **settings)
+            assert torch.equal(found.sequences, expected.sequences)
+            assert found.stats.accepted_lengths == expected.stats.accepted_lengths
+            # On the device, eagle2 always runs all levels.
+            assert found.stats.draft_forwards >= expected.stats.draft_forwards
+            assert tree["policy"] == "eagle2" or found.stats.draft_forwards == expected.stats.draft_forwards
 
 
 def test_an_answer_grows_past_its_padded_kv_length(text_pair: Pair) -> None:
