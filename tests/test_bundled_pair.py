@@ -67,12 +67,12 @@ def pair(request):
     )
 
 
-@pytest.mark.parametrize("num_prompts", [8, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_prompts", [len(CONFIGURATIONS), pytest.param(200, marks=pytest.mark.nightly)])
 def test_greedy_output_equals_generate_on_held_out_prompts(pair, num_prompts):
     _, processor, target, draft = pair
     decoder = Decoder(target, draft)
     lengths = []
-    num_prompts = num_prompts if pair.name == "digits" else 6 if num_prompts == 8 else 24
+    num_prompts = min(num_prompts, 200 if pair.name == "digits" else 24)
     for number, prompt in enumerate(pair.held_out(num_prompts).prompts):
         inputs = prompt.inputs(processor)
         tree, keep = CONFIGURATIONS[number % len(CONFIGURATIONS)]
@@ -85,7 +85,7 @@ def test_greedy_output_equals_generate_on_held_out_prompts(pair, num_prompts):
     assert max(lengths) <= 250 and (min(lengths) >= 80 or pair.name == "code")
 
 
-@pytest.mark.parametrize("num_prompts", [8, pytest.param(48, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_prompts", [len(CONFIGURATIONS), pytest.param(48, marks=pytest.mark.nightly)])
 def test_sampled_output_equals_plain_decoding_with_the_same_seed(pair, num_prompts):
     _, processor, target, draft = pair
     decoder, plain = Decoder(target, draft), Decoder(target)
