@@ -15,8 +15,8 @@ import torch
 
 from autotune.cost.settings import ProfileSettings
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.clock import now_ms
-from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Coupling, Proposals, top_proposals
 from autotune.execution import round_up
-from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.step import DeviceStep, Step
 from autotune.modeling.transfer import rows_to_host, to_device
 from autotune.trees.limits import MAX_LEVEL_STEP, MAX_STEP

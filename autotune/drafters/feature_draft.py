@@ -15,9 +15,9 @@ from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows,
 from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
+from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import KVSlots, padded_length, padded_lengths
-from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.masks import MaskBuffer, padded_masks
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import DeviceStep, Step

@@ -27,7 +27,7 @@ from autotune.evaluation.arms import PROMPT_LOOKUP, UNCOUPLED, Arm, DecoderArm
 from autotune.evaluation.perplexity import Quality, quality
 from autotune.evaluation.runs import Run
 from autotune.files import append_line, content_key, read_lines
-from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.cached_model import CachedModel
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,19 +11,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from autotune.device import check_room, free_memory
 from autotune.errors import UserError
-from autotune.execution import EAGER
-from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, GraphRunner, KVSlots, check_mode, padded_length, rounded_capacity
-from autotune.modeling.masks import MaskBuffer, TreeMask, first_visible, padded_masks
-from autotune.modeling.step import DeviceStep, Step
+from autotune.modeling.graph_runner import KVSlots
+from autotune.modeling.masks import first_visible
 from autotune.modeling.transfer import to_device
-from autotune.trees.limits import Ints
 
 KVShape = tuple[int, int]
 """Number of KV heads, and head size."""
-MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
 
 
 class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -214,184 +205,3 @@ class SlabCache(Cache):  # type: ignore[misc]
             for slab in slabs:
                 moved = slab.index_select(3, (length + slots).to(slab.device))
                 slab.index_copy_(3, destination.to(slab.device), moved)
-
-
-class CachedModel(ABC):
-    """A model with a KV cache and the masks over it. Both are reallocated when a request needs more capacity."""
-
-    cache: Any
-    device: torch.device
-    dtype: torch.dtype
-    graph_runner: GraphRunner | None = None  # runs forward passes after the prefill; None in mode ``eager``
-    _masks: MaskBuffer
-
-    @cached_property
-    def _graph_runners(self) -> dict[str, GraphRunner]:
-        return {}
-
-    @cached_property
-    def readers(self) -> weakref.WeakSet[GraphRunner]:
-        """Graph runners whose captures refer to the memory of this cache."""
-        return weakref.WeakSet()
-
-    @property
-    def position_axes(self) -> tuple[int, ...]:
-        """Numbers of position axes that prompts may have."""
-        return (1,)
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices that the model is spread over."""
-        return 1
-
-    @property
-    def has_states(self) -> bool:
-        """Whether layers keep recurrent or convolution states, which follow one path."""
-        return False
-
-    @abstractmethod
-    def _allocate(self, capacity: int) -> None:
-        """Allocate a cache and masks for ``capacity`` tokens."""
-
-    @property
-    @abstractmethod
-    def description(self) -> str:
-        """The model, for messages."""
-
-    @property
-    @abstractmethod
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values in all layers."""
-
-    @abstractmethod
-    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """The function that ``GraphRunner`` compiles or captures. Input ``integers`` [2 + axes, n] holds tokens, KV slots and
-        positions.
-        """
-
-    @property
-    @abstractmethod
-    def prefix_state(self) -> Ints:
-        """Numbers that locate the end of the prefix; the first one is the number of committed tokens."""
-
-    def _run_captured(
-        self,
-        step: Step,
-        positions: Ints,
-        column_offsets: Ints,
-        output_layers: tuple[int, ...] = (),
-        further_masks: Mapping[str, TreeMask] | None = None,
-        **values: Tensor | TreeMask,
-    ) -> Outputs:
-        """Run a step through the graph runner.
-
-        Args:
-            positions: [axes, n].
-            column_offsets: offsets of the uncommitted tokens and the n tokens.
-            output_layers: as in ``GraphKey``.
-            further_masks: beside those of the layer types, padded as well.
-            values: further inputs of ``_forward_over_buffers``.
-        """
-        assert self.graph_runner is not None
-        begin = self.cache.length + step.num_uncommitted
-        end = begin + len(step.tokens)
-        key = GraphKey(len(step.tokens), output_layers, len(positions))
-        masks = padded_masks(
-            self._masks.windows,
-            step.tree_mask,
-            self.cache.length,
-            step.offsets,
-            column_offsets,
-            padded_kv_length=padded_length(end, self.cache.capacity),
-            mask_value=self.mask_value,
-        )
-        masks |= further_masks or {}
-        integers = np.vstack([step.tokens, np.arange(begin, end), positions])
-        inputs = {"integers": integers, **values, **masks}
-        outputs = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=masks)
-        return tuple(output.clone() for output in outputs)  # the buffers are valid only until the next forward pass
-
-    def _run_on_device(
-        self,
-        step: DeviceStep,
-        positions: Tensor,
-        output_layers: tuple[int, ...] = (),
-        further_masks: Mapping[str, Tensor] | None = None,
-        **values: Tensor,
-    ) -> Outputs:
-        """Run a step inside a larger function that is compiled or captured as a whole, the forward pass with it."""
-        assert self.graph_runner is not None
-        integers = torch.cat([torch.stack([step.tokens, step.kv_slots]), positions])
-        masks = step.masks(self._masks.windows, mask_value=self.mask_value) | dict(further_masks or {})
-        inputs = {"integers": integers, **values, **masks}
-        if self.graph_runner.mode != "fixed":
-            return self._forward_over_buffers(inputs)
-        key = GraphKey(len(step.tokens), output_layers, len(positions))
-        return self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=masks)
-
-    @property
-    def mode(self) -> str:
-        """How forward passes after the prefill run (``autotune.execution.MODES``)."""
-        return EAGER if self.graph_runner is None else self.graph_runner.mode
-
-    def check_mode(self, name: str) -> str:
-        """See ``graph_runner.check_mode``."""
-        return check_mode(name, self.device, self.num_devices, has_states=self.has_states)
-
-    def use_mode(self, name: str) -> None:
-        """Set ``mode``. Captures of other modes are kept.
-
-        Raises:
-            UserError: a mode that is unknown or not available on this device.
-        """
-        if name == EAGER:
-            self.graph_runner = None
-            return
-        if name not in self._graph_runners:
-            self.check_mode(name)
-            runner = self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
-            self.readers.add(runner)
-        self.graph_runner = self._graph_runners[name]
-
-    def __del__(self) -> None:
-        # A cache and its layers refer to each other, so that its memory would wait for the cycle collector.
-        if (cache := getattr(self, "cache", None)) is not None:
-            cache.release()
-
-    @property
-    def length(self) -> int:
-        """Committed tokens in the cache."""
-        return int(self.cache.length)
-
-    @property
-    def mask_value(self) -> float:
-        """The mask's value for hidden tokens."""
-        return self._masks.mask_value
-
-    def reserve(self, num_tokens: int) -> None:
-        """Empty the cache and give it room for ``num_tokens`` tokens.
-
-        Raises:
-            UserError: not enough memory.
-        """
-        if num_tokens > self.cache.capacity:
-            self._grow(num_tokens)
-        self.cache.clear()
-
-    def _grow(self, num_tokens: int) -> None:
-        """Replace cache and captures. Where forward passes are captured, the capacity is doubled if there is room, because
-        a request that needs more captures all of them anew.
-        """
-        capacity = rounded_capacity(num_tokens)
-        needs = {"cache": self.kv_bytes_per_token * num_tokens}
-        freed = self.cache.memory_bytes
-        what, advice = f"a sequence of {num_tokens} tokens", "shorten the prompt, or lower max_new_tokens"
-        check_room(self.device, needs, what=what, advice=advice, freed=freed)
-        if self.graph_runner is not None:
-            doubled = padded_length(num_tokens, 2 * capacity)
-            if self.kv_bytes_per_token * doubled <= MAX_DOUBLED_SHARE * (free_memory(self.device) + freed):
-                capacity = doubled
-        for runner in self.readers:
-            runner.reset()
-        self.cache.release()  # first, or both would be in memory
-        self._allocate(capacity)

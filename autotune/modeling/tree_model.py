@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from autotune.modeling.attention import choose_attention
+from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import uncopied_groups
 from autotune.modeling.hybrid_cache import new_cache
-from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.prompt import Encoded, Prompt, encode
 from autotune.modeling.step import DeviceStep, Step

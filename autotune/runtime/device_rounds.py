@@ -20,10 +20,10 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import Coupling
 from autotune.execution import EAGER, round_up
 from autotune.modeling import transfer
+from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.clock import DeviceTimer
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphRunner, padded_length
-from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.step import DeviceStep
 from autotune.modeling.target import Target
 from autotune.runtime.device_trees import DeviceGrower, DeviceTree, ancestors, device_grower, is_accepted

@@ -11,7 +11,7 @@ from autotune.drafters.draft import Draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
-from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
 from autotune.runtime.token_sampler import TokenSampler

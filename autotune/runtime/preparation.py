@@ -13,9 +13,9 @@ import torch
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.execution import round_up
+from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import padded_length, padded_lengths
-from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target

@@ -23,8 +23,8 @@ from autotune.errors import UserError
 from autotune.evaluation.runner import ArmRunner
 from autotune.execution import EAGER, capture_sizes_for
 from autotune.files import content_key
+from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_runner import check_mode
-from autotune.modeling.kv_cache import CachedModel
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.quantization import quantization_versions, weight_bytes
 from autotune.modeling.target import Target

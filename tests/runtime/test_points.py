@@ -19,7 +19,7 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, save_draft
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.errors import UserError
-from autotune.modeling.kv_cache import CachedModel
+from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
