@@ -15,13 +15,28 @@ MODES: dict[str, str] = {
     "fixed": "over static buffers, but run eagerly: the reference for the other two",
     "compile": "over static buffers, compiled by torch.compile; on a GPU then captured as CUDA graphs",
     "cuda-graph": "over static buffers, captured as CUDA graphs",
+    "fixed-flex": "as fixed, with attention that reads the KV length from a buffer (flex_attention)",
+    "compile-flex": "as compile, with this attention: one capture serves all KV lengths",
+    "cuda-graph-flex": "as cuda-graph, with this attention: one capture serves all KV lengths",
 }
+_FLEX = "-flex"
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, MAX_STEP)
 """Numbers of tokens, for every mode but eager."""
 
 
+def has_flex_attention(mode: str) -> bool:
+    """Whether attention of forward passes of this mode reads the KV length from a buffer."""
+    return mode.endswith(_FLEX)
+
+
+def without_flex_attention(mode: str) -> str:
+    """The mode that differs in attention alone: ``compile`` of ``compile-flex``."""
+    return mode.removesuffix(_FLEX)
+
+
 def is_captured(mode: str, device_type: str) -> bool:
     """Whether forward passes of this mode become CUDA graphs on a device of this type (``cpu``, ``cuda``)."""
+    mode = without_flex_attention(mode)
     return mode == "cuda-graph" or (mode == "compile" and device_type == "cuda")
 
 

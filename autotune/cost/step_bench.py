@@ -13,6 +13,7 @@ from autotune.cost.jobs import plain_steps_ms
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.surface import standard_error
 from autotune.drafters.checkpoint import LoadedDraft
+from autotune.execution import without_flex_attention
 from autotune.modeling.clock import now_ms
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
@@ -97,7 +98,7 @@ class StepBench:
         """The capture sizes of levels that ``static`` trees can have, on a GPU. On a CPU the device never leads (``compile``), or
         is a reference (``fixed``).
         """
-        if self.decoder.mode == "fixed" or self._device_round(1, 0) is None:
+        if without_flex_attention(self.decoder.mode) == "fixed" or self._device_round(1, 0) is None:
             return ()
         return tuple(size for size in self.decoder.capture_sizes if size <= MAX_CHILDREN)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.documents.subnet import Operator, Subnet
@@ -16,8 +17,9 @@ from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
 from autotune.modeling.cached_model import CachedModel
+from autotune.modeling.flex_attention import TREE_MASK, Mask, block_mask
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import KVSlots, padded_length, padded_lengths
+from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.masks import MaskBuffer, padded_masks
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import DeviceStep, Step
@@ -28,7 +30,8 @@ from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 if TYPE_CHECKING:
     from autotune.modeling.target import Target
 
-CROSSING_MASK = "crossing_mask"  # the input of that name over fixed buffers
+CROSSING_MASK, CROSSING_PREFIX = "crossing_mask", "crossing_prefix"
+"""Inputs over fixed buffers: the mask of blocks that cross, or what a block mask needs in its place, the length of their prefix []."""
 
 
 class FeatureCache:
@@ -236,7 +239,7 @@ class FeatureDraft(CachedDraft, CachedModel):
     def padded_crossing_length(self, num_tokens: int) -> int | None:
         if not self._is_crossing:
             return None
-        return padded_length(self.cache.length + self._num_condensed + num_tokens, self.cache.capacity)
+        return self.padded_length(self.cache.length + self._num_condensed + num_tokens)
 
     def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
         super().prepare_step(kv_length, num_pending=num_pending)
@@ -248,7 +251,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         """One for each padded length of the blocks that cross."""
         if visual_keep == 1.0 or not self.network.crosses:
             return [0]
-        return [0, 1, *(length - kv_length for length in padded_lengths(self.cache.capacity) if length > kv_length)]
+        return [0, 1, *(length - kv_length for length in self.padded_lengths if length > kv_length)]
 
     @property
     def prefix_state(self) -> Ints:
@@ -289,15 +292,19 @@ class FeatureDraft(CachedDraft, CachedModel):
             return self._run_captured(step, positions[None], step.offsets, features=features)
         whole_prefix = self.cache.length + self._num_condensed
         slots = np.arange(whole_prefix + first, whole_prefix + num_columns)
-        masks = padded_masks(
-            {CROSSING_MASK: None},
-            step.tree_mask,
-            whole_prefix,
-            step.offsets,
-            step.offsets,
-            padded_kv_length=crossing_length,
-            mask_value=self.mask_value,
-        )
+        masks: dict[str, NDArray[Any]] = {CROSSING_PREFIX: np.array(whole_prefix)}
+        if not self.has_block_masks:
+            masks = dict(
+                padded_masks(
+                    {CROSSING_MASK: None},
+                    step.tree_mask,
+                    whole_prefix,
+                    step.offsets,
+                    step.offsets,
+                    padded_kv_length=crossing_length,
+                    mask_value=self.mask_value,
+                )
+            )
         integers = np.stack([positions, slots])
         return self._run_captured(step, integers, step.offsets, (), masks, features=features)
 
@@ -309,7 +316,10 @@ class FeatureDraft(CachedDraft, CachedModel):
         if step.padded_crossing_length is not None:
             whole = step._replace(prefix_state=whole_prefix, padded_kv_length=step.padded_crossing_length)
             integers.append(whole.kv_slots)
-            masks = whole.masks({CROSSING_MASK: None}, mask_value=self.mask_value)
+            if self.has_block_masks:
+                masks = {CROSSING_PREFIX: whole_prefix[0]}
+            else:
+                masks = whole.masks({CROSSING_MASK: None}, mask_value=self.mask_value)
         states, logits = self._run_on_device(step, torch.stack(integers), (), masks, features=self._features(source))
         self._own[1 + first : 1 + first + count] = states
         return logits
@@ -333,13 +343,18 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
         ids, slots, positions, *crossing_slots = inputs["integers"]
-        mask, crossing = inputs["mask"], None
+        mask, crossing = self._layer_masks(inputs, slots)["mask"], None
         if crossing_slots:
-            crossing_mask = inputs[CROSSING_MASK]
+            crossing_mask = self._crossing_mask(inputs, crossing_slots[0])
             crossing = Crossing(crossing_mask, KVSlots(crossing_slots[0], crossing_mask.shape[-1]))
         context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, mask.shape[-1]))
         states = self._states(ids, inputs["features"], self._factors[positions], context, crossing)
         return states, self.logits(states)
+
+    def _crossing_mask(self, inputs: Mapping[str, Tensor], slots: Tensor) -> Mask:
+        if not self.has_block_masks:
+            return inputs[CROSSING_MASK]
+        return block_mask(inputs[TREE_MASK], inputs[CROSSING_PREFIX], slots, capacity=self.cache.capacity)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         if len(self._pending_features) == 1:

@@ -23,7 +23,7 @@ from autotune.drafters.draft import check_vocabulary
 from autotune.errors import UserError
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphKey, padded_length, rounded_capacity
-from autotune.modeling.grouped_attention import uncopied_groups
+from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.loading import GEMMA4_ASSISTANT
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import DeviceStep, Step
@@ -53,6 +53,7 @@ class Gemma4AssistantDraft(CachedDraft):
     kind = GEMMA4_ASSISTANT
     sees_images = False  # it has no visual tokens to choose
     reads_target_cache = True
+    takes_block_masks = False
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -263,7 +264,7 @@ class Gemma4AssistantDraft(CachedDraft):
             "columns": torch.arange(step.padded_kv_length, device=self.device),
             "hidden": self._features(source),
         }
-        if self.graph_runner.mode != "fixed":  # a part of what is compiled or captured
+        if not self.graph_runner.is_fixed:  # a part of what is compiled or captured
             own, logits = self._forward_over_buffers(inputs)
         else:
             own, logits = self._run_over_buffers(inputs)
@@ -331,7 +332,7 @@ class Gemma4AssistantDraft(CachedDraft):
     ) -> Tensor:
         """Outputs of the assistant's last layer for n tokens, [n, assistant's hidden size]."""
         rows = self.model.pre_projection(torch.cat([self._embed(ids), hidden], -1))
-        with uncopied_groups(self.config):
+        with attention_of_steps(self.config):
             out = self.model.model(
                 inputs_embeds=rows[None],
                 attention_mask=dict(masks),

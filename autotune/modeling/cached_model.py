@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from autotune.device import check_room, free_memory
-from autotune.execution import EAGER
+from autotune.execution import EAGER, has_flex_attention
+from autotune.modeling.flex_attention import TREE_MASK, Mask, block_masks, mask_inputs
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, GraphRunner, check_mode, padded_length, rounded_capacity
+from autotune.modeling.graph_runner import (
+    GraphKey,
+    GraphRunner,
+    check_mode,
+    padded_length,
+    padded_lengths,
+    rounded_capacity,
+)
 from autotune.modeling.masks import MaskBuffer, TreeMask, padded_masks
 from autotune.modeling.step import DeviceStep, Step
 from autotune.trees.limits import Ints
@@ -30,6 +38,8 @@ class CachedModel(ABC):
     device: torch.device
     dtype: torch.dtype
     graph_runner: GraphRunner | None = None  # runs forward passes after the prefill; None in mode ``eager``
+    takes_block_masks: bool = True
+    """Whether forward passes take block masks in modes with ``-flex``; others keep their additive masks."""
     _masks: MaskBuffer
 
     @cached_property
@@ -103,19 +113,11 @@ class CachedModel(ABC):
         begin = self.cache.length + step.num_uncommitted
         end = begin + len(step.tokens)
         key = GraphKey(len(step.tokens), output_layers, len(positions))
-        masks = padded_masks(
-            self._masks.windows,
-            step.tree_mask,
-            self.cache.length,
-            step.offsets,
-            column_offsets,
-            padded_kv_length=padded_length(end, self.cache.capacity),
-            mask_value=self.mask_value,
-        )
-        masks |= further_masks or {}
+        masks = self._padded_masks(step, column_offsets, end) | dict(further_masks or {})
         integers = np.vstack([step.tokens, np.arange(begin, end), positions])
         inputs = {"integers": integers, **values, **masks}
-        outputs = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=masks)
+        padded = self._padded_inputs(masks)
+        outputs = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=padded)
         return tuple(output.clone() for output in outputs)  # the buffers are valid only until the next forward pass
 
     def _run_on_device(
@@ -129,12 +131,61 @@ class CachedModel(ABC):
         """Run a step inside a larger function that is compiled or captured as a whole, the forward pass with it."""
         assert self.graph_runner is not None
         integers = torch.cat([torch.stack([step.tokens, step.kv_slots]), positions])
-        masks = step.masks(self._masks.windows, mask_value=self.mask_value) | dict(further_masks or {})
+        windows, mask_value = self._masks.windows, self.mask_value
+        if self.has_block_masks:
+            tree = step.tree_mask, step.prefix_state[0], step.offsets, step.column_offsets
+            masks = mask_inputs(windows, *tree, mask_value=mask_value)
+        else:
+            masks = step.masks(windows, mask_value=mask_value)
+        masks |= further_masks or {}
         inputs = {"integers": integers, **values, **masks}
-        if self.graph_runner.mode != "fixed":
+        if not self.graph_runner.is_fixed:
             return self._forward_over_buffers(inputs)
         key = GraphKey(len(step.tokens), output_layers, len(positions))
-        return self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=masks)
+        padded = self._padded_inputs(masks)
+        return self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=padded)
+
+    def _padded_masks(self, step: Step, column_offsets: Ints, num_tokens: int) -> dict[str, Any]:
+        """The inputs of ``_forward_over_buffers`` from which ``_layer_masks`` makes masks, up to ``num_tokens`` cached tokens."""
+        windows, prefix, mask_value = self._masks.windows, self.cache.length, self.mask_value
+        if self.has_block_masks:
+            tree_mask, *rest = map(torch.from_numpy, (step.tree_mask, np.array(prefix), step.offsets, column_offsets))
+            return mask_inputs(windows, tree_mask.to(self.dtype), *rest, mask_value=mask_value)
+        return padded_masks(
+            windows,
+            step.tree_mask,
+            prefix,
+            step.offsets,
+            column_offsets,
+            padded_kv_length=self.padded_length(num_tokens),
+            mask_value=mask_value,
+        )
+
+    def _padded_inputs(self, masks: Collection[str]) -> Collection[str]:
+        """Those of the masks whose last dimension is padded."""
+        return (TREE_MASK,) if self.has_block_masks else masks
+
+    def _layer_masks(self, inputs: Mapping[str, Tensor], slots: Tensor) -> Mapping[str, Mask]:
+        """Masks by layer type of tokens that are written at ``slots``, within ``_forward_over_buffers``."""
+        if self.has_block_masks:
+            return block_masks(inputs, slots, self._masks.windows, capacity=self.cache.capacity)
+        return {layer_type: inputs[layer_type] for layer_type in self._masks.windows}
+
+    @property
+    def has_block_masks(self) -> bool:
+        """Whether forward passes read the KV length from a buffer (``flex_attention.py``)."""
+        return self.takes_block_masks and has_flex_attention(self.mode)
+
+    def padded_length(self, num_tokens: int) -> int:
+        """KV length of forward passes over ``num_tokens`` cached tokens: with block masks that of the whole cache, of which they read
+        a part.
+        """
+        return int(self.cache.capacity) if self.has_block_masks else padded_length(num_tokens, self.cache.capacity)
+
+    @property
+    def padded_lengths(self) -> list[int]:
+        """All padded KV lengths, ascending."""
+        return [self.cache.capacity] if self.has_block_masks else padded_lengths(self.cache.capacity)
 
     @property
     def mode(self) -> str:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.execution import AUTO, EAGER, MODES, is_captured
+from autotune.execution import AUTO, EAGER, MODES, is_captured, without_flex_attention
 from autotune.modeling.graph_memory import CapturedForward, Outputs, graph_memory
 
 KV_LENGTH_STEP = 256
@@ -66,7 +66,7 @@ class GraphRunner:
     that models and their memory are freed as soon as they are dropped.
 
     Args:
-        mode: ``fixed``, ``compile`` or ``cuda-graph``. On a GPU compiled work is captured too.
+        mode: any but ``eager``. On a GPU compiled work is captured too.
         device: where the buffers are allocated.
         description: what is run, for messages.
 
@@ -126,7 +126,12 @@ class GraphRunner:
 
     @property
     def runs_eagerly(self) -> bool:
-        return self.mode == "fixed" or self.why_eager is not None
+        return self.is_fixed or self.why_eager is not None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its forward passes are neither compiled nor captured."""
+        return without_flex_attention(self.mode) == "fixed"
 
     def _prepare(
         self,
@@ -148,7 +153,8 @@ class GraphRunner:
         run: Callable[[], Outputs] = tuple  # never called where forward passes run eagerly
         if not self.runs_eagerly:
             try:
-                work = function if self.mode == "cuda-graph" else self._compile(function, key, inputs, padded)
+                is_compiled = without_flex_attention(self.mode) == "compile"
+                work = self._compile(function, key, inputs, padded) if is_compiled else function
                 run = functools.partial(_in_turn, work, sequel, inputs)
                 if is_captured(self.mode, self.device.type):
                     run = graph_memory(self.device).capture(run)
@@ -198,8 +204,8 @@ def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_sta
         raise UserError(
             f"mode {name} needs a model on one device; it is spread over {num_devices}; choose eager, or load it on one device"
         )
-    if name == "cuda-graph" and device.type != "cuda":
-        raise UserError(f"mode cuda-graph needs a CUDA device; the model is on {device}; choose eager or compile")
+    if without_flex_attention(name) == "cuda-graph" and device.type != "cuda":
+        raise UserError(f"mode {name} needs a CUDA device; the model is on {device}; choose eager or compile")
     return name
 
 

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from autotune.modeling.flex_attention import refuse_changed_scores, tree_attention
 
 _NAME = "autotune_grouped_sdpa"
 
@@ -26,7 +29,7 @@ def grouped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | BlockMask | None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
@@ -36,9 +39,11 @@ def grouped_attention(
     Args:
         query: [batch, heads, n, head size].
         key, value: [batch, KV heads, m, head size]; query head h reads KV head h // (heads / KV heads).
-        mask: additive, broadcast to [batch, heads, n, m].
+        mask: additive, broadcast to [batch, heads, n, m], or a block mask, with a batch of 1.
         scale: factor of the products; None: 1 / sqrt(head size).
     """
+    if isinstance(mask, BlockMask):
+        return tree_attention(query, key, value, mask, scale=scale)
     if torch.compiler.is_compiling() and mask is not None and query.shape[1] != key.shape[1]:
         return _opaque(query, key, value, mask, scale)
     return _grouped_attention(query, key, value, mask, scale=scale, is_causal=is_causal)
@@ -76,9 +81,12 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | No
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """``sdpa`` as transformers calls it; what is not a masked step of grouped queries is left to transformers."""
+    """``sdpa`` as transformers calls it; what is not a masked step of grouped queries is left to transformers, except block masks."""
+    if isinstance(mask, BlockMask):
+        refuse_changed_scores(kwargs)
+        return tree_attention(query, key, value, mask, scale=kwargs.get("scaling")).transpose(1, 2).contiguous(), None
     is_plain = mask is None or query.shape[1] == key.shape[1] or kwargs.get("softcap") is not None
     if is_plain or kwargs.get("position_bias") is not None or kwargs.get("dropout"):
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
@@ -91,8 +99,10 @@ AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 @contextmanager
-def uncopied_groups(config: Any) -> Iterator[None]:
-    """Within the context, a text model with this config and ``sdpa`` attention does not copy keys and values."""
+def attention_of_steps(config: Any) -> Iterator[None]:
+    """Within the context, a text model with this config and ``sdpa`` attention does not copy keys and values, and takes block
+    masks.
+    """
     name = config._attn_implementation
     if name != "sdpa":
         yield

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autotune.errors import UserError
+from autotune.execution import has_flex_attention, without_flex_attention
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import KVSlots
-from autotune.modeling.grouped_attention import uncopied_groups
+from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.prompt import Encoded, Prompt, encode
@@ -68,6 +70,17 @@ class TreeModel(CachedModel):
     @property
     def has_states(self) -> bool:
         return self.text.has_states
+
+    def check_mode(self, name: str) -> str:
+        """See ``graph_runner.check_mode``.
+
+        Raises:
+            UserError: also a model whose attention cannot take block masks, where the mode has them.
+        """
+        name = super().check_mode(name)
+        if has_flex_attention(name) and (problem := self.text.block_mask_problem) is not None:
+            raise UserError(f"mode {name} cannot run {self.description}: {problem}; choose {without_flex_attention(name)}")
+        return name
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -142,7 +155,11 @@ class TreeModel(CachedModel):
 
     def _attention(self) -> AbstractContextManager[None]:
         """The context of forward passes with a mask."""
-        return uncopied_groups(self.text.config) if self.text.has_grouped_queries else nullcontext()
+        return (
+            attention_of_steps(self.text.config)
+            if self.text.has_grouped_queries or self.has_block_masks
+            else nullcontext()
+        )
 
     def _forward(self, step: Step) -> Tensor:
         num_columns = step.tree_mask.shape[1]
@@ -183,7 +200,7 @@ class TreeModel(CachedModel):
 
     def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
         integers = inputs["integers"]
-        masks = {layer_type: inputs[layer_type] for layer_type in self.text.windows}
+        masks = self._layer_masks(inputs, integers[1])
         mask = next(iter(masks.values()))
         positions = integers[2:]
         self.cache.fixed_slots = KVSlots(integers[1], mask.shape[-1])

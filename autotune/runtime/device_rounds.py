@@ -18,12 +18,12 @@ from torch.nn.functional import pad
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import Coupling
-from autotune.execution import EAGER, round_up
+from autotune.execution import EAGER, round_up, without_flex_attention
 from autotune.modeling import transfer
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.clock import DeviceTimer
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphRunner, padded_length
+from autotune.modeling.graph_runner import GraphRunner
 from autotune.modeling.step import DeviceStep
 from autotune.modeling.target import Target
 from autotune.runtime.device_trees import DeviceGrower, DeviceTree, ancestors, device_grower, is_accepted
@@ -116,7 +116,7 @@ class DeviceRound:
         pending = draft.pending_inputs()
         num_tokens = len(pending["pending"]) - 1
         num_uncommitted = self.num_uncommitted(num_tokens)
-        columns = {COLUMNS: padded_length(draft.length + num_uncommitted, draft.cache.capacity)}
+        columns = {COLUMNS: draft.padded_length(draft.length + num_uncommitted)}
         if (crossing_length := draft.padded_crossing_length(num_uncommitted)) is not None:
             columns[CROSSING_COLUMNS] = crossing_length
         inputs = {
@@ -136,7 +136,7 @@ class DeviceRound:
     def _verify_and_accept(self, packed_tree: Tensor, sampler: TokenSampler) -> Outputs:
         """The outputs of ``_accept``. Sampling depends on the request's seed and is not captured."""
         target, prefix_state = self.target, self.target.prefix_state
-        padded_kv_length = padded_length(target.length + self.num_tokens, target.cache.capacity)
+        padded_kv_length = target.padded_length(target.length + self.num_tokens)
         inputs = {
             "target": transfer.to_device(prefix_state, target.device),
             "tree": packed_tree,
@@ -271,7 +271,7 @@ def _tree_mask(model: CachedModel, visible: Tensor, padding: int) -> Tensor:
 
 def _pays(device: torch.device, mode: str) -> bool:
     """On a CPU transfers are free, and compiled tree policies are faster than tensor operations."""
-    return mode != EAGER and (device.type != "cpu" or mode != "compile")
+    return mode != EAGER and (device.type != "cpu" or without_flex_attention(mode) != "compile")
 
 
 class DeviceRounds:

@@ -15,7 +15,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import NotComparable, UserError
-from autotune.execution import EAGER, is_captured
+from autotune.execution import EAGER, is_captured, without_flex_attention
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
@@ -135,7 +135,7 @@ def decoder_for(
         )
         for point in profile.points
     ]
-    cannot_capture = profile.mode == "cuda-graph" and target.device.type != "cuda"
+    cannot_capture = without_flex_attention(profile.mode) == "cuda-graph" and target.device.type != "cuda"
     return Decoder(
         target,
         points=points,

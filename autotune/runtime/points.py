@@ -11,6 +11,7 @@ from autotune.drafters.draft import Draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
+from autotune.execution import has_flex_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
@@ -134,8 +135,11 @@ def decoding_mode(mode: str, points: Iterable[LoadedPoint], target: Target) -> s
     """
     model: CachedModel = target
     for point in points:
-        if isinstance(point.draft, CachedModel) and point.draft.has_states:
-            model = point.draft
+        if isinstance(point.draft, CachedModel):
+            if point.draft.has_states:
+                model = point.draft
+            if has_flex_attention(mode):
+                point.draft.check_mode(mode)
     return model.check_mode(mode)
 
 

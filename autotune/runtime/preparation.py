@@ -15,7 +15,6 @@ from autotune.drafters.cached_draft import CachedDraft
 from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import graph_memory
-from autotune.modeling.graph_runner import padded_length, padded_lengths
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
@@ -125,8 +124,7 @@ class Preparer:
     def _lengths(self, model: CachedModel) -> list[int]:
         """Padded KV lengths that requests reach."""
         num_tokens = self.capacity + (model.num_block_tokens if isinstance(model, CachedDraft) else 0)
-        lengths = padded_lengths(model.cache.capacity)
-        return [length for length in lengths if length <= padded_length(num_tokens, model.cache.capacity)]
+        return [length for length in model.padded_lengths if length <= model.padded_length(num_tokens)]
 
     def _sizes(self, largest: int) -> list[int]:
         """Capture sizes of steps of 1 to ``largest`` tokens."""
