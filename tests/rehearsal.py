@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from autotune.modeling import flex_attention
 from autotune.modeling.graph_memory import graph_memory
+from tests.block_attention import block_attention
 from tests.rehearsed_cuda import Allocation, Call, CudaError, RehearsedCuda, caller, poison, tensors_of
 
 WAITS = {
@@ -166,6 +168,7 @@ class Rehearsal(TorchDispatchMode):
         new_generator = torch.Generator
         self._replace(torch, "Generator", lambda device="cpu": new_generator("cpu"))
         self._replace(torch, "compile", lambda function, **options: function)  # its code would be of a real device
+        self._replace(flex_attention, "flex_attention", block_attention)  # a kernel that only compiled code has
         for name in ("tensor", "as_tensor"):  # they copy to a device behind every dispatch mode's back
             self._replace(torch, name, self._copying(getattr(torch, name)))
         self._inference.__enter__()

@@ -21,7 +21,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from autotune.errors import UserError
 
-Mask = Tensor | BlockMask
 BLOCK = 128  # keys, and queries, of a block; cache capacities are multiples of it
 COLUMNS = 256
 TREE_MASK, PREFIX, ROW_OFFSETS, COLUMN_OFFSETS = "tree_mask", "prefix", "row_offsets", "column_offsets"
@@ -38,17 +37,8 @@ def padded_columns(num_columns: int) -> int:
     return columns
 
 
-def block_mask(
-    tree_mask: Tensor,
-    prefix: Tensor,
-    slots: Tensor,
-    *,
-    capacity: int,
-    window: int | None = None,
-    row_offsets: Tensor | None = None,
-    column_offsets: Tensor | None = None,
-) -> BlockMask:
-    """The mask of ``masks.padded_masks`` over a whole cache, for one layer type.
+class TreeMask(BlockMask):
+    """The block mask of a step for one layer type: of a tree after a prefix. It shows what ``masks.padded_masks`` show.
 
     All of its blocks are masked ones. flex_attention also takes a list of *full* blocks, to which it applies no mask, but its kernel
     for few queries then divides the cache's capacity over the GPU, not the blocks that are read (torch 2.13, template
@@ -57,54 +47,101 @@ def block_mask(
     Args:
         tree_mask: additive, [n, columns]; its padding is hidden.
         prefix: number of tokens before the first column, [].
-        slots: KV slots of the n tokens, ascending. No key after the last one is read.
-        capacity: of the cache.
+        num_blocks: blocks of keys that are read, [].
+        first_block: the first of them, [].
+        capacity: of the cache, in tokens.
         window: as in ``MaskBuffer``; it needs the offsets.
     """
-    num_rows, num_columns = tree_mask.shape
-    # Tensors that the function below uses must be inputs of the forward pass: on a CPU, torch's compiler refuses others.
 
-    def is_visible(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-        offset = slot - prefix
-        column = offset.clamp(0, num_columns - 1)
-        visible = (offset < 0) | ((offset < num_columns) & (tree_mask[row, column] >= 0))
-        if window is not None:
-            assert row_offsets is not None and column_offsets is not None
-            offset = torch.where(offset < 0, offset, column_offsets[column])
-            visible = visible & (offset > row_offsets[row] - window)
-        return visible
+    def __init__(
+        self,
+        tree_mask: Tensor,
+        prefix: Tensor,
+        num_blocks: Tensor,
+        first_block: Tensor,
+        *,
+        capacity: int,
+        window: int | None = None,
+        row_offsets: Tensor | None = None,
+        column_offsets: Tensor | None = None,
+    ) -> None:
+        self.tree_mask, self.prefix, self.num_blocks, self.first_block = tree_mask, prefix, num_blocks, first_block
+        self.window, self.row_offsets, self.column_offsets = window, row_offsets, column_offsets
+        num_rows, num_columns = tree_mask.shape
 
+        def is_visible(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:
+            offset = slot - prefix
+            column = offset.clamp(0, num_columns - 1)
+            visible = (offset < 0) | ((offset < num_columns) & (tree_mask[row, column] >= 0))
+            if window is not None:
+                assert row_offsets is not None and column_offsets is not None
+                offset = torch.where(offset < 0, offset, column_offsets[column])
+                visible = visible & (offset > row_offsets[row] - window)
+            return visible
+
+        blocks = torch.arange(capacity // BLOCK, device=prefix.device)
+        shape = 1, 1, -(-num_rows // BLOCK)
+        super().__init__(
+            seq_lengths=(num_rows, capacity),
+            kv_num_blocks=num_blocks.int().expand(shape).contiguous(),
+            kv_indices=(first_block + blocks).clamp(max=len(blocks) - 1).int().expand(*shape, -1).contiguous(),
+            full_kv_num_blocks=None,
+            full_kv_indices=None,
+            q_num_blocks=None,  # for gradients
+            q_indices=None,
+            full_q_num_blocks=None,
+            full_q_indices=None,
+            BLOCK_SIZE=(BLOCK, BLOCK),
+            mask_mod=is_visible,
+        )
+
+
+def tree_mask_of(
+    tree_mask: Tensor,
+    prefix: Tensor,
+    slots: Tensor,
+    *,
+    capacity: int,
+    window: int | None = None,
+    row_offsets: Tensor | None = None,
+    column_offsets: Tensor | None = None,
+) -> TreeMask:
+    """The mask of n tokens that are written at ``slots`` [n], ascending. No key after the last one is read, nor one that the window
+    hides from all of them. Other arguments as in ``TreeMask``.
+    """
     first = torch.zeros_like(prefix)
     if window is not None:
         assert row_offsets is not None
         first = (prefix + (row_offsets.min() - window + 1).clamp(max=0)).clamp(min=0) // BLOCK
-    num_blocks = capacity // BLOCK
-    indices = (first + torch.arange(num_blocks, device=slots.device)).clamp(max=num_blocks - 1)
-    count = slots[-1] // BLOCK + 1 - first
-    shape = 1, 1, -(-num_rows // BLOCK)
-    return BlockMask.from_kv_blocks(
-        count.int().expand(shape).contiguous(),
-        indices.int().expand(*shape, num_blocks).contiguous(),
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=is_visible,
-        seq_lengths=(num_rows, capacity),
-        compute_q_blocks=False,  # for gradients
+    return TreeMask(
+        tree_mask,
+        prefix,
+        slots[-1] // BLOCK + 1 - first,
+        first,
+        capacity=capacity,
+        window=window,
+        row_offsets=row_offsets,
+        column_offsets=column_offsets,
     )
 
 
-def block_masks(
+Mask = Tensor | TreeMask
+
+
+def tree_masks(
     inputs: Mapping[str, Tensor], slots: Tensor, windows: Mapping[str, int | None], *, capacity: int
-) -> dict[str, BlockMask]:
-    """Block masks by layer type, from the inputs of a forward pass over buffers."""
+) -> dict[str, TreeMask]:
+    """Masks by layer type, from the inputs of a forward pass over buffers."""
+    offsets = inputs.get(ROW_OFFSETS), inputs.get(COLUMN_OFFSETS)
     return {
-        layer_type: block_mask(
+        layer_type: tree_mask_of(
             inputs[TREE_MASK],
             inputs[PREFIX],
             slots,
             capacity=capacity,
             window=window,
-            row_offsets=inputs.get(ROW_OFFSETS),
-            column_offsets=inputs.get(COLUMN_OFFSETS),
+            row_offsets=offsets[0],
+            column_offsets=offsets[1],
         )
         for layer_type, window in windows.items()
     }
@@ -127,48 +164,69 @@ def mask_inputs(
     return inputs
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, *, scale: float | None = None) -> Tensor:
-    """Attention output [1, heads, n, head size] under a block mask; other arguments as in ``grouped_attention``.
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, *, scale: float | None = None) -> Tensor:
+    """Attention output [1, heads, n, head size] over a whole cache; arguments as in ``grouped_attention``.
 
-    Forward passes that are compiled contain the operator; on a GPU others call a kernel that is compiled for their shapes. On a CPU
-    others compute the same without flex_attention, which would trace itself anew in every call.
+    On a GPU it is a kernel that is compiled for the shapes, and so it is within forward passes that are compiled. Others on a CPU
+    compute the same without flex_attention, which would trace itself anew in every call.
     """
-    is_grouped = query.shape[1] != key.shape[1]
     if torch.compiler.is_compiling():
-        return _flex(query, key, value, mask, scale)
+        blocks = mask.num_blocks, mask.first_block
+        offsets = mask.window, mask.row_offsets, mask.column_offsets
+        return _opaque(query, key, value, mask.tree_mask, mask.prefix, *blocks, *offsets, scale)
     if query.is_cuda:
-        tensors = tuple((tensor.shape, tensor.stride()) for tensor in (query, key, value))
-        try:
-            return _compiled((*tensors, query.dtype, query.device))(query, key, value, mask, scale)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raise UserError(
-                f"flex_attention cannot be compiled for {query.shape[2]} queries of {query.shape[1]} heads of {query.shape[3]}, "
-                f"{key.shape[1]} KV heads ({lines[0] if lines else type(error).__name__}); choose a mode without -flex"
-            ) from error
+        return _run_kernel(query, key, value, mask, scale)
     rows, slots = (torch.arange(tensor.shape[2], device=query.device) for tensor in (query, key))
     visible = mask.mask_mod(rows, rows, rows[:, None], slots)  # it reads neither batch nor head
+    is_grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=is_grouped)
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
-    groups, options = query.shape[1] // key.shape[1], None
-    if query.is_cuda and query.shape[2] < BLOCK and groups & (groups - 1) == 0:
-        # The kernel for few queries takes the queries of a group as rows of one tile. By default it takes all of them, and is left
-        # without a configuration where they are more than a block (pytorch pull request 185349, which is not in torch 2.13).
-        rows = 1 << (query.shape[2] * groups - 1).bit_length()
-        options = {"BLOCK_M": min(BLOCK, max(16, rows))}
-    out = flex_attention(
-        query,
-        key,
-        value,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=groups > 1,
-        kernel_options=options,  # type: ignore[arg-type]
+@torch.library.custom_op("autotune::tree_attention", mutates_args=())
+def _opaque(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree_mask: Tensor,
+    prefix: Tensor,
+    num_blocks: Tensor,
+    first_block: Tensor,
+    window: int | None,
+    row_offsets: Tensor | None,
+    column_offsets: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """As an operator that torch's compiler does not look into. Where it does, torch 2.13 forgets what a function writes to attributes
+    after a call of flex_attention, among them the state in which transformers records hidden states.
+    """
+    mask = TreeMask(
+        tree_mask,
+        prefix,
+        num_blocks,
+        first_block,
+        capacity=key.shape[2],
+        window=window,
+        row_offsets=row_offsets,
+        column_offsets=column_offsets,
     )
-    assert isinstance(out, Tensor)
-    return out
+    return _run_kernel(query, key, value, mask, scale).contiguous()
+
+
+@_opaque.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def _run_kernel(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scale: float | None) -> Tensor:
+    shapes = tuple((tensor.shape, tensor.stride()) for tensor in (query, key, value))
+    try:
+        return _compiled((shapes, mask.tree_mask.shape, query.dtype, query.device))(query, key, value, mask, scale)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise UserError(
+            f"flex_attention cannot be compiled for {query.shape[2]} queries of {query.shape[1]} heads of {query.shape[3]}, "
+            f"{key.shape[1]} KV heads ({lines[0] if lines else type(error).__name__}); choose a mode without -flex"
+        ) from error
 
 
 @functools.cache
@@ -178,6 +236,24 @@ def _compiled(shapes: object) -> Callable[..., Tensor]:
     """
     function = FunctionType(_flex.__code__.replace(), _flex.__globals__)
     return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scale: float | None) -> Tensor:
+    groups, options = query.shape[1] // key.shape[1], None
+    if query.is_cuda and query.shape[2] < BLOCK and groups & (groups - 1) == 0:
+        # The kernel for few queries takes the queries of a group as rows of one tile. By default it takes all of them, and is left
+        # without a configuration where they are more than a block (pytorch pull request 185349, which is not in torch 2.13).
+        rows = 1 << (query.shape[2] * groups - 1).bit_length()
+        options = {"BLOCK_M": min(BLOCK, max(16, rows))}
+    return flex_attention(  # type: ignore[return-value]
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=groups > 1,
+        kernel_options=options,  # type: ignore[arg-type]
+    )
 
 
 def refuse_changed_scores(arguments: Mapping[str, Any]) -> None:
