@@ -95,6 +95,12 @@ class TreeMask(BlockMask):
             mask_mod=is_visible,
         )
 
+    def __getitem__(self, index: Any) -> TreeMask:
+        """The mask itself, to models that take a slice of all rows (Gemma 4)."""
+        if index != (slice(None), slice(None), slice(0, None), slice(None)):
+            raise NotImplementedError(f"a tree mask has no part {index}")
+        return self
+
 
 def tree_mask_of(
     tree_mask: Tensor,

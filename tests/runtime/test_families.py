@@ -333,6 +333,14 @@ class TestEveryFamily:
                 assert request.tokens == answer(example.sequences, example.inputs)[:limit]
         assert len(certain) >= 3
 
+    def test_attention_may_read_its_length_from_a_buffer(self, member: Member) -> None:
+        """Masks by layer type, positions of images and numbers of heads of every family."""
+        decoder = Decoder(member.target, member.draft, tree=TREES[2], visual_keep=0.5, mode="fixed-flex")
+        for example in {len(one.sequences[0]): one for one in member.examples[-2:]}.values():
+            found = decoder.generate(**example.inputs, max_new_tokens=NEW_TOKENS)
+            assert torch.equal(found.sequences, example.sequences)
+        assert decoder.last_stats.draft_forwards > 0
+
     def test_generate_takes_the_decoder(self, member: Member) -> None:
         """``model.generate(custom_generate=decoder)``, which prepares positions and pixels in its own way."""
         decoder = Decoder(member.target, member.draft, tree=TREES[4], visual_keep=0.5)
