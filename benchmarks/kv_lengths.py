@@ -3,7 +3,7 @@
     python benchmarks/kv_lengths.py [--context 2048 --context 8192]
 
 Captures: what ``Decoder.prepare`` makes for a context, with an ``independent`` draft on a rehearsed CUDA device, for trees in rounds that the device leads (``eagle2``) and
-that the host leads (``sage``). KV tokens: of the padded length that masks cover, and of the blocks that a tree mask lists, for a verification of 64 tokens; layers with a
+that the host leads (``sage``). KV tokens: of the padded length that masks cover, and of the blocks that a block mask lists, for a verification of 64 tokens; layers with a
 window of 1,024 tokens apart. The counts do not depend on the machine; they say nothing about time. It takes about two minutes.
 """
 
@@ -38,16 +38,16 @@ def num_captures(tree: dict[str, Any], mode: str, context: int) -> int:
 
 
 def tokens_read(context: int, capacity: int) -> tuple[int, int, int]:
-    """KV tokens that a layer reads for ``NUM_TOKENS`` tokens that end at ``context``: under masks, and under tree masks without and with
+    """KV tokens that a layer reads for ``NUM_TOKENS`` tokens that end at ``context``: under masks, and under block masks without and with
     a window.
     """
-    from autotune.modeling.flex_attention import BLOCK, mask_inputs, tree_masks
+    from autotune.modeling.flex_attention import BLOCK, block_masks, mask_inputs
     from autotune.modeling.graph_runner import padded_length
 
     prefix, offsets = context - NUM_TOKENS, torch.arange(NUM_TOKENS)
     windows = {"full": None, "sliding": WINDOW}
     step = torch.zeros(NUM_TOKENS, NUM_TOKENS), torch.tensor(prefix), offsets, offsets
-    masks = tree_masks(mask_inputs(windows, *step, mask_value=-1.0), prefix + offsets, windows, capacity=capacity)
+    masks = block_masks(mask_inputs(windows, *step, mask_value=-1.0), prefix + offsets, windows, capacity=capacity)
     full, sliding = (BLOCK * int(masks[name].num_blocks) for name in windows)
     return padded_length(context, capacity), full, sliding
 
@@ -62,7 +62,7 @@ def main(contexts: tuple[int, ...]) -> None:
         for context in contexts:
             counts = [str(num_captures(tree, mode, context)) for mode in MODES]
             click.echo(f"| {name} | {context} | {' | '.join(counts)} |")
-    click.echo("\n| KV length | masks | tree masks | tree masks, sliding |\n|---|---|---|---|")
+    click.echo("\n| KV length | masks | block masks | block masks, sliding |\n|---|---|---|---|")
     lengths = [length for length in (100, 300, 600, 1100, 2100, 3000, 5000, 8000) if length <= max(contexts)]
     for length in lengths:
         click.echo(f"| {length} | {' | '.join(map(str, tokens_read(length, max(contexts))))} |")

@@ -34,7 +34,7 @@ class BlockDraft(FeatureDraft):
 
     network: DFlashNetwork
     drafts_blocks = True
-    takes_tree_masks = False
+    takes_block_masks = False
 
     def attach(self, target: Target) -> None:
         if self._target is target:

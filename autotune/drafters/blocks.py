@@ -69,7 +69,7 @@ class BlockCache:
 class AttentionContext(NamedTuple):
     """The keys that a forward pass of n tokens attends to; by default causal attention among the n tokens."""
 
-    mask: Mask | None = None  # additive or bool, [batch or 1, 1, n, keys], or a tree mask; None: causal
+    mask: Mask | None = None  # additive or bool, [batch or 1, 1, n, keys], or a block mask; None: causal
     caches: Sequence[KeysValues | None] = (None,) * MAX_BLOCKS
     """Earlier keys and values of each block."""
     begin: int | KVSlots = 0  # where new keys and values are written to the caches

@@ -17,7 +17,7 @@ from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
 from autotune.modeling.cached_model import CachedModel
-from autotune.modeling.flex_attention import TREE_MASK, Mask, tree_mask_of
+from autotune.modeling.flex_attention import TREE_MASK, Mask, block_mask_of
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.masks import MaskBuffer, padded_masks
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from autotune.modeling.target import Target
 
 CROSSING_MASK, CROSSING_PREFIX = "crossing_mask", "crossing_prefix"
-"""Inputs over fixed buffers: the mask of blocks that cross, or what a tree mask needs in its place, the length of their prefix []."""
+"""Inputs over fixed buffers: the mask of blocks that cross, or what a block mask needs in its place, the length of their prefix []."""
 
 
 class FeatureCache:
@@ -293,7 +293,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         whole_prefix = self.cache.length + self._num_condensed
         slots = np.arange(whole_prefix + first, whole_prefix + num_columns)
         masks: dict[str, NDArray[Any]] = {CROSSING_PREFIX: np.array(whole_prefix)}
-        if not self.has_tree_masks:
+        if not self.has_block_masks:
             masks = dict(
                 padded_masks(
                     {CROSSING_MASK: None},
@@ -316,7 +316,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         if step.padded_crossing_length is not None:
             whole = step._replace(prefix_state=whole_prefix, padded_kv_length=step.padded_crossing_length)
             integers.append(whole.kv_slots)
-            if self.has_tree_masks:
+            if self.has_block_masks:
                 masks = {CROSSING_PREFIX: whole_prefix[0]}
             else:
                 masks = whole.masks({CROSSING_MASK: None}, mask_value=self.mask_value)
@@ -352,9 +352,9 @@ class FeatureDraft(CachedDraft, CachedModel):
         return states, self.logits(states)
 
     def _crossing_mask(self, inputs: Mapping[str, Tensor], slots: Tensor) -> Mask:
-        if not self.has_tree_masks:
+        if not self.has_block_masks:
             return inputs[CROSSING_MASK]
-        return tree_mask_of(inputs[TREE_MASK], inputs[CROSSING_PREFIX], slots, capacity=self.cache.capacity)
+        return block_mask_of(inputs[TREE_MASK], inputs[CROSSING_PREFIX], slots, capacity=self.cache.capacity)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         if len(self._pending_features) == 1:

@@ -53,7 +53,7 @@ class Gemma4AssistantDraft(CachedDraft):
     kind = GEMMA4_ASSISTANT
     sees_images = False  # it has no visual tokens to choose
     reads_target_cache = True
-    takes_tree_masks = False
+    takes_block_masks = False
 
     def __init__(self, model: Any) -> None:
         super().__init__()

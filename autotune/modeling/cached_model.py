@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autotune.device import check_room, free_memory
 from autotune.execution import EAGER, has_flex_attention
-from autotune.modeling.flex_attention import TREE_MASK, Mask, mask_inputs, tree_masks
+from autotune.modeling.flex_attention import TREE_MASK, Mask, block_masks, mask_inputs
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import (
     GraphKey,
@@ -38,8 +38,8 @@ class CachedModel(ABC):
     device: torch.device
     dtype: torch.dtype
     graph_runner: GraphRunner | None = None  # runs forward passes after the prefill; None in mode ``eager``
-    takes_tree_masks: bool = True
-    """Whether forward passes take tree masks in modes with ``-flex``; others keep their additive masks."""
+    takes_block_masks: bool = True
+    """Whether forward passes take block masks in modes with ``-flex``; others keep their additive masks."""
     _masks: MaskBuffer
 
     @cached_property
@@ -132,7 +132,7 @@ class CachedModel(ABC):
         assert self.graph_runner is not None
         integers = torch.cat([torch.stack([step.tokens, step.kv_slots]), positions])
         windows, mask_value = self._masks.windows, self.mask_value
-        if self.has_tree_masks:
+        if self.has_block_masks:
             tree = step.tree_mask, step.prefix_state[0], step.offsets, step.column_offsets
             masks = mask_inputs(windows, *tree, mask_value=mask_value)
         else:
@@ -148,7 +148,7 @@ class CachedModel(ABC):
     def _padded_masks(self, step: Step, column_offsets: Ints, num_tokens: int) -> dict[str, Any]:
         """The inputs of ``_forward_over_buffers`` from which ``_layer_masks`` makes masks, up to ``num_tokens`` cached tokens."""
         windows, prefix, mask_value = self._masks.windows, self.cache.length, self.mask_value
-        if self.has_tree_masks:
+        if self.has_block_masks:
             tree_mask, *rest = map(torch.from_numpy, (step.tree_mask, np.array(prefix), step.offsets, column_offsets))
             return mask_inputs(windows, tree_mask.to(self.dtype), *rest, mask_value=mask_value)
         return padded_masks(
@@ -162,30 +162,30 @@ class CachedModel(ABC):
         )
 
     def _padded_inputs(self, masks: Collection[str]) -> Collection[str]:
-        """Those of the masks whose last dimension is padded."""
-        return (TREE_MASK,) if self.has_tree_masks else masks
+        """Names of the masks whose last dimension is padded."""
+        return (TREE_MASK,) if self.has_block_masks else masks
 
     def _layer_masks(self, inputs: Mapping[str, Tensor], slots: Tensor) -> Mapping[str, Mask]:
         """Masks by layer type of tokens that are written at ``slots``, within ``_forward_over_buffers``."""
-        if self.has_tree_masks:
-            return tree_masks(inputs, slots, self._masks.windows, capacity=self.cache.capacity)
+        if self.has_block_masks:
+            return block_masks(inputs, slots, self._masks.windows, capacity=self.cache.capacity)
         return {layer_type: inputs[layer_type] for layer_type in self._masks.windows}
 
     @property
-    def has_tree_masks(self) -> bool:
+    def has_block_masks(self) -> bool:
         """Whether forward passes read the KV length from a buffer (``flex_attention.py``)."""
-        return self.takes_tree_masks and has_flex_attention(self.mode)
+        return self.takes_block_masks and has_flex_attention(self.mode)
 
     def padded_length(self, num_tokens: int) -> int:
-        """KV length of forward passes over ``num_tokens`` cached tokens: with tree masks that of the whole cache, of which they read
+        """KV length of forward passes over ``num_tokens`` cached tokens: with block masks that of the whole cache, of which they read
         a part.
         """
-        return int(self.cache.capacity) if self.has_tree_masks else padded_length(num_tokens, self.cache.capacity)
+        return int(self.cache.capacity) if self.has_block_masks else padded_length(num_tokens, self.cache.capacity)
 
     @property
     def padded_lengths(self) -> list[int]:
         """All padded KV lengths, ascending."""
-        return [self.cache.capacity] if self.has_tree_masks else padded_lengths(self.cache.capacity)
+        return [self.cache.capacity] if self.has_block_masks else padded_lengths(self.cache.capacity)
 
     @property
     def mode(self) -> str:

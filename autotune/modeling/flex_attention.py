@@ -1,8 +1,8 @@
 """Attention to a tree after a prefix whose length is in a buffer, with torch's ``flex_attention``.
 
 A captured forward pass with additive masks attends to a padded KV length, and there is one capture for each of these lengths.
-Here it attends to the whole cache under a *block mask*. The number of its blocks of keys that a kernel reads is computed on the
-device from the KV slots of the step, so that one capture serves all lengths, and only as many keys are read as there are.
+Here it attends to the whole cache under a *block mask*. The number of blocks of keys that a kernel reads is computed on the device
+from the KV slots of the step, so that one capture serves all lengths, and no blocks are read after the last token.
 
 Tree masks are padded to ``COLUMNS`` columns, doubled until they suffice: kernels are compiled for a number of rows and columns.
 """
@@ -37,8 +37,8 @@ def padded_columns(num_columns: int) -> int:
     return columns
 
 
-class TreeMask(BlockMask):
-    """The block mask of a step for one layer type: of a tree after a prefix. It shows what ``masks.padded_masks`` show.
+class TreeBlockMask(BlockMask):
+    """The block mask of a step for one layer type, of a tree after a prefix. It shows what ``masks.padded_masks`` show.
 
     All of its blocks are masked ones. flex_attention also takes a list of *full* blocks, to which it applies no mask, but its kernel
     for few queries then divides the cache's capacity over the GPU, not the blocks that are read (torch 2.13, template
@@ -95,14 +95,14 @@ class TreeMask(BlockMask):
             mask_mod=is_visible,
         )
 
-    def __getitem__(self, index: Any) -> TreeMask:
+    def __getitem__(self, index: Any) -> TreeBlockMask:
         """The mask itself, to models that take a slice of all rows (Gemma 4)."""
         if index != (slice(None), slice(None), slice(0, None), slice(None)):
-            raise NotImplementedError(f"a tree mask has no part {index}")
+            raise NotImplementedError(f"a block mask has no part {index}")
         return self
 
 
-def tree_mask_of(
+def block_mask_of(
     tree_mask: Tensor,
     prefix: Tensor,
     slots: Tensor,
@@ -111,15 +111,15 @@ def tree_mask_of(
     window: int | None = None,
     row_offsets: Tensor | None = None,
     column_offsets: Tensor | None = None,
-) -> TreeMask:
+) -> TreeBlockMask:
     """The mask of n tokens that are written at ``slots`` [n], ascending. No key after the last one is read, nor one that the window
-    hides from all of them. Other arguments as in ``TreeMask``.
+    hides from all of them. Other arguments as in ``TreeBlockMask``.
     """
     first = torch.zeros_like(prefix)
     if window is not None:
         assert row_offsets is not None
         first = (prefix + (row_offsets.min() - window + 1).clamp(max=0)).clamp(min=0) // BLOCK
-    return TreeMask(
+    return TreeBlockMask(
         tree_mask,
         prefix,
         slots[-1] // BLOCK + 1 - first,
@@ -131,16 +131,16 @@ def tree_mask_of(
     )
 
 
-Mask = Tensor | TreeMask
+Mask = Tensor | TreeBlockMask
 
 
-def tree_masks(
+def block_masks(
     inputs: Mapping[str, Tensor], slots: Tensor, windows: Mapping[str, int | None], *, capacity: int
-) -> dict[str, TreeMask]:
+) -> dict[str, TreeBlockMask]:
     """Masks by layer type, from the inputs of a forward pass over buffers."""
     offsets = inputs.get(ROW_OFFSETS), inputs.get(COLUMN_OFFSETS)
     return {
-        layer_type: tree_mask_of(
+        layer_type: block_mask_of(
             inputs[TREE_MASK],
             inputs[PREFIX],
             slots,
@@ -170,10 +170,12 @@ def mask_inputs(
     return inputs
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, *, scale: float | None = None) -> Tensor:
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeBlockMask, *, scale: float | None = None
+) -> Tensor:
     """Attention output [1, heads, n, head size] over a whole cache; arguments as in ``grouped_attention``.
 
-    On a GPU it is a kernel that is compiled for the shapes, and so it is within forward passes that are compiled. Others on a CPU
+    On a GPU, and within compiled forward passes, a kernel that is compiled for the shapes runs. Other forward passes on a CPU
     compute the same without flex_attention, which would trace itself anew in every call.
     """
     if torch.compiler.is_compiling():
@@ -202,10 +204,10 @@ def _opaque(
     column_offsets: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """As an operator that torch's compiler does not look into. Where it does, torch 2.13 forgets what a function writes to attributes
-    after a call of flex_attention, among them the state in which transformers records hidden states.
+    """As an operator that torch's compiler does not look into. Otherwise torch 2.13 loses what the compiled function writes to
+    attributes after a call of flex_attention, among them the state in which transformers records hidden states.
     """
-    mask = TreeMask(
+    mask = TreeBlockMask(
         tree_mask,
         prefix,
         num_blocks,
@@ -223,7 +225,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-def _run_kernel(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scale: float | None) -> Tensor:
+def _run_kernel(query: Tensor, key: Tensor, value: Tensor, mask: TreeBlockMask, scale: float | None) -> Tensor:
     shapes = tuple((tensor.shape, tensor.stride()) for tensor in (query, key, value))
     try:
         return _compiled((shapes, mask.tree_mask.shape, query.dtype, query.device))(query, key, value, mask, scale)
@@ -244,7 +246,7 @@ def _compiled(shapes: object) -> Callable[..., Tensor]:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scale: float | None) -> Tensor:
+def _flex(query: Tensor, key: Tensor, value: Tensor, mask: TreeBlockMask, scale: float | None) -> Tensor:
     groups, options = query.shape[1] // key.shape[1], None
     if query.is_cuda and query.shape[2] < BLOCK and groups & (groups - 1) == 0:
         # The kernel for few queries takes the queries of a group as rows of one tile. By default it takes all of them, and is left

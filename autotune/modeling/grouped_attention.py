@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from autotune.modeling.flex_attention import TreeMask, refuse_changed_scores, tree_attention
+from autotune.modeling.flex_attention import TreeBlockMask, refuse_changed_scores, tree_attention
 
 _NAME = "autotune_grouped_sdpa"
 
@@ -28,7 +28,7 @@ def grouped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | TreeMask | None,
+    mask: Tensor | TreeBlockMask | None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
@@ -38,10 +38,10 @@ def grouped_attention(
     Args:
         query: [batch, heads, n, head size].
         key, value: [batch, KV heads, m, head size]; query head h reads KV head h // (heads / KV heads).
-        mask: additive, broadcast to [batch, heads, n, m], or a tree mask, with a batch of 1.
+        mask: additive, broadcast to [batch, heads, n, m], or a block mask, with a batch of 1.
         scale: factor of the products; None: 1 / sqrt(head size).
     """
-    if isinstance(mask, TreeMask):
+    if isinstance(mask, TreeBlockMask):
         return tree_attention(query, key, value, mask, scale=scale)
     if torch.compiler.is_compiling() and mask is not None and query.shape[1] != key.shape[1]:
         return _opaque(query, key, value, mask, scale)
@@ -80,10 +80,10 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | No
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TreeMask | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TreeBlockMask | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """``sdpa`` as transformers calls it; what is not a masked step of grouped queries is left to transformers, except tree masks."""
-    if isinstance(mask, TreeMask):
+    """``sdpa`` as transformers calls it; what is not a masked step of grouped queries is left to transformers, except block masks."""
+    if isinstance(mask, TreeBlockMask):
         refuse_changed_scores(kwargs)
         return tree_attention(query, key, value, mask, scale=kwargs.get("scaling")).transpose(1, 2).contiguous(), None
     is_plain = mask is None or query.shape[1] == key.shape[1] or kwargs.get("softcap") is not None

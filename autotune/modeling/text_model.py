@@ -131,8 +131,8 @@ class TextModel:
         return any(heads != self.config.num_attention_heads for heads, _ in filter(None, self.kv_shapes))
 
     @property
-    def tree_mask_problem(self) -> str | None:
-        """Why its attention cannot take tree masks (``flex_attention.py``); None if it can."""
+    def block_mask_problem(self) -> str | None:
+        """Why its attention cannot take block masks (``flex_attention.py``); None if it can."""
         if self.config._attn_implementation != "sdpa":
             return f"its attention is {self.config._attn_implementation!r}, not 'sdpa'"
         if getattr(self.config, "attn_logit_softcapping", None) is not None:

@@ -75,10 +75,10 @@ class TreeModel(CachedModel):
         """See ``graph_runner.check_mode``.
 
         Raises:
-            UserError: also a model whose attention cannot take tree masks, where the mode has them.
+            UserError: also a model whose attention cannot take block masks, where the mode has them.
         """
         name = super().check_mode(name)
-        if has_flex_attention(name) and (problem := self.text.tree_mask_problem) is not None:
+        if has_flex_attention(name) and (problem := self.text.block_mask_problem) is not None:
             raise UserError(
                 f"mode {name} cannot run {self.description}: {problem}; choose {without_flex_attention(name)}"
             )
@@ -159,7 +159,7 @@ class TreeModel(CachedModel):
         """The context of forward passes with a mask."""
         return (
             attention_of_steps(self.text.config)
-            if self.text.has_grouped_queries or self.has_tree_masks
+            if self.text.has_grouped_queries or self.has_block_masks
             else nullcontext()
         )
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotune.errors import UserError
 from autotune.modeling import flex_attention
-from autotune.modeling.flex_attention import BLOCK, TreeMask, mask_inputs, tree_attention, tree_masks
+from autotune.modeling.flex_attention import BLOCK, TreeBlockMask, block_masks, mask_inputs, tree_attention
 from autotune.modeling.graph_runner import KV_LENGTH_STEP, EagerNotice
 from autotune.modeling.masks import padded_masks
 from autotune.modeling.target import Target
@@ -46,17 +46,17 @@ def random_step(
     return prefix, np.where(visible, np.float32(0), np.float32(HIDDEN)), offsets[-num_rows:], offsets
 
 
-def new_mask(step: tuple[int, Any, Any, Any], window: int | None, *, capacity: int) -> TreeMask:
+def new_mask(step: tuple[int, Any, Any, Any], window: int | None, *, capacity: int) -> TreeBlockMask:
     prefix, tree_mask, rows, columns = step
     windows = {"layers": window}
     tensors = map(torch.from_numpy, (tree_mask, np.array(prefix), rows, columns))
     slots = torch.arange(prefix + len(columns) - len(rows), prefix + len(columns))
     inputs = mask_inputs(windows, *tensors, mask_value=HIDDEN)
-    return tree_masks(inputs, slots, windows, capacity=capacity)["layers"]
+    return block_masks(inputs, slots, windows, capacity=capacity)["layers"]
 
 
 def dense_mask(step: tuple[int, Any, Any, Any], window: int | None, *, capacity: int) -> Tensor:
-    """What ``padded_masks`` show, [rows, capacity]."""
+    """Keys that ``padded_masks`` show, [rows, capacity]."""
     prefix, tree_mask, rows, columns = step
     masks = padded_masks(
         {"layers": window}, tree_mask, prefix, rows, columns, padded_kv_length=capacity, mask_value=HIDDEN
@@ -72,7 +72,7 @@ def block_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 140])
-def test_a_tree_mask_shows_what_padded_masks_show_and_reads_no_further_block(window: int | None) -> None:
+def test_a_block_mask_shows_what_padded_masks_show_and_reads_no_further_block(window: int | None) -> None:
     rng = np.random.default_rng(window or 0)
     for number in range(60):
         step = random_step(rng, num_rows=int(rng.integers(1, 160 if number == 0 else 20)), capacity=CAPACITY)
@@ -253,7 +253,7 @@ def test_shapes_that_the_kernel_does_not_take_are_refused(
         Decoder(model, mode="cuda-graph-flex").generate(**inputs_on(text_of(9), "cuda:0"), max_new_tokens=4)
 
 
-def test_a_part_of_a_tree_mask_is_refused() -> None:
+def test_a_part_of_a_block_mask_is_refused() -> None:
     """Models that take all rows of their masks get the mask itself."""
     mask = new_mask((3, np.zeros((2, 2), np.float32), np.arange(2), np.arange(2)), None, capacity=CAPACITY)
     assert mask[:, :, 0:, :] is mask
@@ -271,8 +271,8 @@ def test_attention_on_a_cpu_equals_the_kernel(block_kernel: None) -> None:
         torch.testing.assert_close(tree_attention(query, key, value, mask, scale=0.3), expected)
 
 
-def test_default_modes_make_no_tree_masks(pair: Pair) -> None:
+def test_default_modes_make_no_block_masks(pair: Pair) -> None:
     target = Target(pair.target)
-    for mode, has_tree_masks in (("fixed", False), ("compile", False), ("fixed-flex", True), ("eager", False)):
+    for mode, has_block_masks in (("fixed", False), ("compile", False), ("fixed-flex", True), ("eager", False)):
         target.use_mode(mode)
-        assert target.has_tree_masks is has_tree_masks
+        assert target.has_block_masks is has_block_masks

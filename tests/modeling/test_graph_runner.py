@@ -246,7 +246,7 @@ def test_a_forward_pass_that_cannot_be_compiled_runs_eagerly_with_a_notice(
 def test_an_unknown_or_unavailable_mode_is_refused(pair: Pair) -> None:
     for mode, message in (
         ("cuda-graph", "mode cuda-graph needs a CUDA device; the model is on cpu"),
-        ("jit", "mode must be eager, fixed, compile, cuda-graph; got 'jit'"),
+        ("jit", "mode must be eager, fixed, compile, cuda-graph, fixed-flex, compile-flex, cuda-graph-flex; got 'jit'"),
     ):
         with pytest.raises(UserError, match=message):
             Decoder(pair.target, pair.draft, mode=mode)
