@@ -14,7 +14,6 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from autotune.drafters.cached_draft import CachedDraft
 from autotune.drafters.draft import Coupling
@@ -26,11 +25,12 @@ from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import GraphRunner
 from autotune.modeling.step import DeviceStep
 from autotune.modeling.target import Target
-from autotune.runtime.device_trees import DeviceGrower, DeviceTree, ancestors, device_grower, is_accepted
+from autotune.runtime.device_trees import DeviceGrower, DeviceTree, device_grower
 from autotune.runtime.generate_args import Request
 from autotune.runtime.host_rounds import RoundResult
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
+from autotune.runtime.tree_operations import MaskFormat, TensorTrees
 from autotune.trees.policy import Policy
 from autotune.trees.tree import ROOT, Ints, Tree
 
@@ -55,6 +55,15 @@ class DeviceRound:
         self.num_levels = len(grower.widths) + 1  # draft forwards of a round, the root's included
         self.num_nodes = grower.num_nodes + 1
         self.num_tokens = round_up(self.num_nodes, capture_sizes)
+        self._trees = TensorTrees(
+            grower,
+            target.device,
+            max_depth=policy.max_depth,
+            level_sizes=self.level_sizes,
+            num_tokens=self.num_tokens,
+            draft_mask=_mask_format(draft),
+            target_mask=_mask_format(target),
+        )
 
         def runner(step: str) -> GraphRunner:
             made = GraphRunner(mode, target.device, description=f"the {step} of {policy.policy} trees")
@@ -165,41 +174,33 @@ class DeviceRound:
 
     def _grow_tree(self, inputs: Mapping[str, Tensor]) -> Outputs:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the packed tree."""
-        draft, grower, device = self.draft, self.grower, self.target.device
+        draft, trees = self.draft, self._trees
         padded_kv_length = inputs[COLUMNS].shape[-1]
         padded_crossing_length = inputs[CROSSING_COLUMNS].shape[-1] if CROSSING_COLUMNS in inputs else None
         num_proposals = self.policy.num_proposals
-        grower.plant(device)
+        trees.plant()
         logits = draft.propose_on_device(
             inputs["before_pending"],
             inputs,
             padded_kv_length=padded_kv_length,
             padded_crossing_length=padded_crossing_length,
         )
-        frontier = grower.grow(*draft.best_on_device(logits, num_proposals, self._coupling(inputs, level=0)))
-        visible = torch.zeros(1, 0, dtype=torch.bool, device=device)  # [frontier, slots]
-        offsets = torch.zeros(0, dtype=torch.long, device=device)  # [slots]
-        first_parent = -1  # slot of the first node of the level above; the root has none
-        for level, (width, size) in enumerate(zip(grower.widths, self.level_sizes, strict=True)):
-            first_slot, padding = visible.shape[1], size - width
-            itself = torch.eye(width, dtype=torch.bool, device=device)
-            visible = torch.cat([visible[frontier.row], itself], 1)
-            level_offsets = torch.full((size,), level, device=device)
+        level = trees.grow(*draft.best_on_device(logits, num_proposals, self._coupling(inputs, level=0)))
+        for depth, width in enumerate(self.grower.widths, 1):
+            assert level is not None
             step = DeviceStep(
                 inputs["after_pending"],
-                pad(frontier.token.clamp(min=0), (0, padding)),
-                level_offsets,
-                _tree_mask(draft, visible, padding),
-                torch.cat([offsets, level_offsets]),
+                level.tokens,
+                level.offsets,
+                level.tree_mask,
+                level.column_offsets,
                 padded_kv_length,
                 padded_crossing_length,
             )
-            logits = draft.forward_on_device(step, pad(frontier.row + first_parent, (0, padding)))
-            coupling = self._coupling(inputs, level + 1)
-            frontier = grower.grow(*draft.best_on_device(logits[:width], num_proposals, coupling))
-            offsets, first_parent = torch.cat([offsets, level_offsets[:width]]), first_slot
+            logits = draft.forward_on_device(step, level.parents)
+            level = trees.grow(*draft.best_on_device(logits[:width], num_proposals, self._coupling(inputs, depth)))
         root = inputs["pending"][inputs["pending"][:1]]  # "pending" is a count n followed by n tokens
-        return (grower.pruned(root).packed,)
+        return (trees.pruned(root),)
 
     def _coupling(self, inputs: Mapping[str, Tensor], level: int) -> Coupling | None:
         """The coupling of the nodes of one level. ``noise`` [levels, vocabulary] is an input, the other settings of the
@@ -210,13 +211,10 @@ class DeviceRound:
 
     def _verify(self, inputs: Mapping[str, Tensor]) -> Outputs:
         """The target's logits after each node, [nodes, vocabulary], and its outputs at the draft's auxiliary layers."""
-        tree, target = DeviceTree.unpacked(inputs["tree"]), self.target
-        padding = self.num_tokens - self.num_nodes
-        tokens, offsets = pad(tree.token.clamp(min=0), (0, padding)), pad(tree.depth, (0, padding))
-        tree_mask = _tree_mask(target, ancestors(tree.parent, self.policy.max_depth), padding)
+        tokens, offsets, tree_mask = self._trees.verification_step(inputs["tree"])
         step = DeviceStep(inputs["target"], tokens, offsets, tree_mask, offsets, inputs[COLUMNS].shape[-1])
-        logits = target.forward_on_device(step)
-        return logits[: self.num_nodes], *(target.hidden[layer] for layer in self.draft.aux_layers)
+        logits = self.target.forward_on_device(step)
+        return logits[: self.num_nodes], *(self.target.hidden[layer] for layer in self.draft.aux_layers)
 
     def _verify_greedily(self, inputs: Mapping[str, Tensor]) -> Outputs:
         logits, *hidden = self._verify(inputs)
@@ -229,11 +227,8 @@ class DeviceRound:
             The report that ``read_report`` reads; for the draft's commit, the slots of the accepted nodes; the accepted nodes
             themselves, the root first, and their features. All are padded with other nodes to the longest possible path.
         """
-        tree, max_depth = DeviceTree.unpacked(inputs["tree"]), self.policy.max_depth
-        accepted = is_accepted(tree, ancestors(tree.parent, max_depth), target_tokens)
-        path = accepted.byte().sort(descending=True, stable=True).indices[: max_depth + 1]
-        report = torch.cat([inputs["tree"], torch.stack([target_tokens, accepted.long()])])
-        return report, tree.kv_slot[path[1:]], path, *(states[path] for states in hidden)
+        report, slots, path = self._trees.accepted(inputs["tree"], target_tokens)
+        return report, slots, path, *(states[path] for states in hidden)
 
     def _compact(self, inputs: Mapping[str, Tensor], outputs: Outputs) -> None:
         """Compact the target's cache to the path of ``_accept``.
@@ -261,12 +256,8 @@ def read_report(report: Ints, tree: Tree) -> tuple[Ints, int]:
     return path, int(target_tokens[path[-1] if len(path) else ROOT])
 
 
-def _tree_mask(model: CachedModel, visible: Tensor, padding: int) -> Tensor:
-    """The additive mask of ``visible`` [rows, columns], padded by as many rows and columns."""
-    shape = visible.shape[0] + padding, visible.shape[1] + padding
-    tree_mask = torch.full(shape, model.mask_value, dtype=model.dtype, device=visible.device)
-    tree_mask[: visible.shape[0], : visible.shape[1]].masked_fill_(visible, 0.0)
-    return tree_mask
+def _mask_format(model: CachedModel) -> MaskFormat:
+    return MaskFormat(model.dtype, model.mask_value)
 
 
 def _pays(device: torch.device, mode: str) -> bool:
