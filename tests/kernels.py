@@ -39,9 +39,9 @@ class Kernels(NamedTuple):
     """Greedy; without the moves in the target's cache, which are the same in both modes and not compiled."""
 
 
-def captured_kernels(new_model: NewModel, new_draft: NewDraft, tree: Tree) -> Kernels:
-    """Kernels in mode ``cuda-graph``, on a rehearsed device."""
-    with Rehearsal() as rehearsal, mock.patch.object(device_rounds.DeviceRound, "_compact"):
+def captured_kernels(new_model: NewModel, new_draft: NewDraft, tree: Tree, *, triton: bool = False) -> Kernels:
+    """Kernels in mode ``cuda-graph``, on a rehearsed device, with or without kernels of Triton for tree operations."""
+    with Rehearsal(triton=triton) as rehearsal, mock.patch.object(device_rounds.DeviceRound, "_compact"):
         decoder = _decoded(new_model().to("cuda:0"), new_draft, tree, "cuda-graph")
         device_round = decoder._device_rounds.get(decoder.point, TokenSampler())
         assert device_round is not None

@@ -12,6 +12,7 @@ One *operation* of torch counts as one kernel; a real device runs one or several
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -124,12 +125,17 @@ class DeviceTensor(Tensor):
 
 
 class Rehearsal(TorchDispatchMode):
-    """Rehearsed devices, from ``__enter__`` to ``__exit__``. All tensors are inference tensors."""
+    """Rehearsed devices, from ``__enter__`` to ``__exit__``. All tensors are inference tensors.
+
+    Args:
+        triton: whether kernels of Triton run, in its interpreter; else the package seems not to be installed.
+    """
 
     current: ClassVar[Rehearsal | None] = None
 
-    def __init__(self, num_devices: int = 2) -> None:
+    def __init__(self, num_devices: int = 2, *, triton: bool = False) -> None:
         super().__init__()
+        self._has_triton = triton
         self.cuda = RehearsedCuda(num_devices)
         self.attention_shapes: Counter[tuple[Any, ...]] = Counter()
         """Calls of attention by the shapes of query and key."""
@@ -171,6 +177,13 @@ class Rehearsal(TorchDispatchMode):
         self._replace(flex_attention, "flex_attention", block_attention)  # a kernel that only compiled code has
         for name in ("tensor", "as_tensor"):  # they copy to a device behind every dispatch mode's back
             self._replace(torch, name, self._copying(getattr(torch, name)))
+        self._triton = sys.modules.get("triton")
+        if self._has_triton:
+            from triton.runtime.interpreter import GridExecutor
+
+            self._replace(GridExecutor, "__call__", self._launching(GridExecutor.__call__))
+        else:
+            sys.modules["triton"] = None  # type: ignore[assignment]
         self._inference.__enter__()
         super().__enter__()
         return self
@@ -181,6 +194,10 @@ class Rehearsal(TorchDispatchMode):
         for owner, name, value in reversed(self._replaced):
             setattr(owner, name, value)
         self._replaced.clear()
+        if self._triton is not None:
+            sys.modules["triton"] = self._triton
+        elif not self._has_triton:
+            del sys.modules["triton"]
         Rehearsal.current = None
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
@@ -196,6 +213,20 @@ class Rehearsal(TorchDispatchMode):
             return found if device is None else found.to(device)
 
         return made
+
+    def _launching(self, launch: Callable[..., None]) -> Callable[..., None]:
+        """A launch of a Triton kernel: one operation."""
+
+        def launched(executor: Any, *args: Any, **options: Any) -> None:
+            ours = [value for value in args if isinstance(value, Tensor)]
+            if {getattr(tensor, "device", None) for tensor in ours} != {torch.device("cuda", self.cuda.index)}:
+                self.cuda.refuse("a kernel needs tensors of the current device alone")
+            host_args, _ = _on_host(args, {})
+            launch(executor, *host_args, **options)
+            self._counts["operations"] += self.cuda.capture is None
+            self._record(Call(launch, (executor, *host_args), options, (), True), ours)
+
+        return launched
 
     # --------------------------------------------------------------------------------------------------------- dispatch
 
@@ -295,15 +326,20 @@ class Rehearsal(TorchDispatchMode):
 
         wrapped = tree_map(wrap, outputs)
         self._counts["operations"] += is_counted and self.cuda.capture is None
-        if (capture := self.cuda.capture) is not None:
-            if device.index != self.cuda.capture_index:
-                self.cuda.refuse(f"work on {device} is not captured on cuda:{self.cuda.capture_index}")
-            for tensor in ours:
-                if tensor.allocation.pool is None:
-                    what = f"{tuple(tensor.shape)} read @ {caller()}"
-                    capture.reads.setdefault(id(tensor.allocation), (weakref.ref(tensor.allocation), what))
-            capture.calls.append(Call(function, args, kwargs, outputs, is_counted))
+        if self.cuda.capture is not None and device.index != self.cuda.capture_index:
+            self.cuda.refuse(f"work on {device} is not captured on cuda:{self.cuda.capture_index}")
+        self._record(Call(function, args, kwargs, outputs, is_counted), ours)
         return wrapped
+
+    def _record(self, call: Call, ours: list[DeviceTensor]) -> None:
+        """Make a call part of the capture, if there is one."""
+        if (capture := self.cuda.capture) is None:
+            return
+        for tensor in ours:
+            if tensor.allocation.pool is None:
+                what = f"{tuple(tensor.shape)} read @ {caller()}"
+                capture.reads.setdefault(id(tensor.allocation), (weakref.ref(tensor.allocation), what))
+        capture.calls.append(call)
 
     # -------------------------------------------------------------------------------------------------------- transfers
 

@@ -31,6 +31,7 @@ from autotune.runtime.host_rounds import RoundResult
 from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.runtime.tree_operations import MaskFormat, TensorTrees
+from autotune.runtime.tree_selection import tree_operations
 from autotune.trees.policy import Policy
 from autotune.trees.tree import ROOT, Ints, Tree
 
@@ -55,15 +56,16 @@ class DeviceRound:
         self.num_levels = len(grower.widths) + 1  # draft forwards of a round, the root's included
         self.num_nodes = grower.num_nodes + 1
         self.num_tokens = round_up(self.num_nodes, capture_sizes)
-        self._trees = TensorTrees(
+        trees = TensorTrees(
             grower,
             target.device,
-            max_depth=policy.max_depth,
+            policy=policy,
             level_sizes=self.level_sizes,
             num_tokens=self.num_tokens,
             draft_mask=_mask_format(draft),
             target_mask=_mask_format(target),
         )
+        self._trees = tree_operations(trees, mode)
 
         def runner(step: str) -> GraphRunner:
             made = GraphRunner(mode, target.device, description=f"the {step} of {policy.policy} trees")

@@ -60,24 +60,33 @@ class Frontier(NamedTuple):
     """Index of each node's parent in the previous frontier."""
 
 
+class FixedLevel(NamedTuple):
+    """A level of a tree of fixed shape."""
+
+    row: Tensor  # index of each node's parent in the frontier, [nodes]
+    rank: Tensor  # [nodes]
+    expanded: Tensor  # indices of the nodes with children
+
+
 class FixedGrower:
     """``chain`` without a floor, and ``static``: the same rank paths in every round."""
 
     def __init__(self, policy: ChainPolicy | StaticPolicy, device: torch.device) -> None:
         paths = policy.ordered_paths
         self.num_nodes = len(paths)  # the root not counted
-        self._keeps_empty_nodes = policy.keeps_empty_nodes
+        self.keeps_empty_nodes = policy.keeps_empty_nodes
         parents = {path[:-1] for path in paths}
         frontier: list[tuple[int, ...]] = [()]
-        # For each level: indices of its nodes' parents in the frontier, ranks of the nodes, indices of those with children.
-        self._levels: list[list[Tensor]] = []
+        self.levels: list[FixedLevel] = []
         slot: dict[tuple[int, ...], int] = {}
         widths: list[int] = []
         for depth in range(1, policy.max_depth + 1):
             level = [path for path in paths if len(path) == depth]
             expanded = [index for index, path in enumerate(level) if path in parents]
             columns = ([frontier.index(path[:-1]) for path in level], [path[-1] for path in level], expanded)
-            self._levels.append([torch.tensor(column, dtype=torch.long, device=device) for column in columns])
+            self.levels.append(
+                FixedLevel(*(torch.tensor(column, dtype=torch.long, device=device) for column in columns))
+            )
             frontier = [level[index] for index in expanded]
             slot |= {path: len(slot) + index for index, path in enumerate(frontier)}
             widths.append(len(frontier))
@@ -93,7 +102,7 @@ class FixedGrower:
         self._logprobs = [self._frontier_logprob]
 
     def grow(self, tokens: Tensor, logprobs: Tensor) -> Frontier:
-        row, rank, expanded = self._levels[len(self._tokens)]
+        row, rank, expanded = self.levels[len(self._tokens)]
         logprob = self._frontier_logprob[row] + logprobs[row, rank].double()
         token = tokens[row, rank].masked_fill(logprob == ABSENT, NO_TOKEN)
         self._tokens.append(token)
@@ -104,7 +113,7 @@ class FixedGrower:
     def pruned(self, root: Tensor) -> DeviceTree:
         """A chain ends where the draft proposes nothing; ``static`` keeps such nodes without a token."""
         logprob = torch.cat(self._logprobs)
-        exists = torch.ones_like(logprob) if self._keeps_empty_nodes else logprob > ABSENT
+        exists = torch.ones_like(logprob) if self.keeps_empty_nodes else logprob > ABSENT
         token = torch.cat([root, *self._tokens])
         return DeviceTree(token, self._parent, self._depth, self._rank, self._slot, logprob, exists.long().sum())
 
@@ -121,7 +130,7 @@ class Eagle2Grower:
         self.widths = (width,) * (policy.depth - 1) if width else ()
         self.num_nodes = min(policy.budget, policy.k + sum(self.widths) * policy.k)
         self.is_chain = policy.k == 1 or policy.budget == 1
-        self._log_floor = float(np.log(policy.floor)) if policy.floor else ABSENT
+        self.log_floor = float(np.log(policy.floor)) if policy.floor else ABSENT
 
     def plant(self, device: torch.device) -> None:
         self._tokens: list[Tensor] = []
@@ -134,7 +143,7 @@ class Eagle2Grower:
         first = len(self._logprob)
         logprob = (self._frontier_logprob[:, None] + logprobs.double()).flatten()
         self._tokens.append(tokens.flatten())
-        self._logprob = torch.cat([self._logprob, logprob.masked_fill(logprob < self._log_floor, ABSENT)])
+        self._logprob = torch.cat([self._logprob, logprob.masked_fill(logprob < self.log_floor, ABSENT)])
         self._best = self._logprob.sort(descending=True, stable=True).indices
         # Expand the best new candidates that are among the best ``budget`` - 1 of all: a later one has no room for a child.
         best = self._best[: self.policy.budget - 1]

@@ -6,7 +6,7 @@ kernels in their place, where rounds are captured one operation by one. Both giv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autotune.runtime.device_trees import DeviceGrower, DeviceTree, ancestors, is_accepted
+from autotune.trees.policy import Policy
 
 
 class MaskFormat(NamedTuple):
@@ -72,6 +73,27 @@ class TreeOperations(Protocol):
         """Accept a path by the target's token after each node, [nodes]."""
 
 
+class Proposals(NamedTuple):
+    """The draft's proposals for one level, [width, proposals] each, best first."""
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+class Grown(NamedTuple):
+    """What growing one tree returned."""
+
+    levels: tuple[Level, ...]
+    packed_tree: Tensor
+
+
+def grown(trees: TreeOperations, proposals: Iterable[Proposals], root: Tensor) -> Grown:
+    """Grow a tree from proposals that are known ahead."""
+    trees.plant()
+    levels = [trees.grow(tokens, logprobs) for tokens, logprobs in proposals]
+    return Grown(tuple(level for level in levels if level is not None), trees.pruned(root))
+
+
 class TensorTrees:
     """Tree operations as operations of torch.
 
@@ -85,15 +107,20 @@ class TensorTrees:
         grower: DeviceGrower,
         device: torch.device,
         *,
-        max_depth: int,
+        policy: Policy,
         level_sizes: Sequence[int],
         num_tokens: int,
         draft_mask: MaskFormat,
         target_mask: MaskFormat,
     ) -> None:
-        self.grower, self.device, self.max_depth = grower, device, max_depth
+        self.grower, self.device, self.policy = grower, device, policy
         self.level_sizes, self.num_tokens = tuple(level_sizes), num_tokens
         self.draft_mask, self.target_mask = draft_mask, target_mask
+
+    @property
+    def proposal_shapes(self) -> list[tuple[int, int]]:
+        """Shapes of the proposals for the levels of a tree."""
+        return [(width, self.policy.num_proposals) for width in (1, *self.grower.widths)]
 
     def plant(self) -> None:
         self.grower.plant(self.device)
@@ -129,13 +156,13 @@ class TensorTrees:
         tree = DeviceTree.unpacked(packed_tree)
         padding = self.num_tokens - len(tree.token)
         tokens, offsets = pad(tree.token.clamp(min=0), (0, padding)), pad(tree.depth, (0, padding))
-        visible = ancestors(tree.parent, self.max_depth)
+        visible = ancestors(tree.parent, self.policy.max_depth)
         return VerificationStep(tokens, offsets, _additive(visible, padding, self.target_mask))
 
     def accepted(self, packed_tree: Tensor, target_tokens: Tensor) -> Accepted:
         tree = DeviceTree.unpacked(packed_tree)
-        is_on_path = is_accepted(tree, ancestors(tree.parent, self.max_depth), target_tokens)
-        path = is_on_path.byte().sort(descending=True, stable=True).indices[: self.max_depth + 1]
+        is_on_path = is_accepted(tree, ancestors(tree.parent, self.policy.max_depth), target_tokens)
+        path = is_on_path.byte().sort(descending=True, stable=True).indices[: self.policy.max_depth + 1]
         report = torch.cat([packed_tree, torch.stack([target_tokens, is_on_path.long()])])
         return Accepted(report, tree.kv_slot[path[1:]], path)
 
