@@ -99,7 +99,12 @@ def _compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], targe
     shared = binary.metadata.shared
     if backend == "hip":
         text = binary.asm["amdgcn"]
-        return Usage(_number(r"\.vgpr_count:\s*(\d+)", text), 4 * _number(r"\.vgpr_spill_count:\s*(\d+)", text), shared, num_warps)
+        return Usage(
+            _number(r"\.vgpr_count:\s*(\d+)", text),
+            4 * _number(r"\.vgpr_spill_count:\s*(\d+)", text),
+            shared,
+            num_warps,
+        )
     text = _resource_usage(binary.asm["cubin"])
     return Usage(_number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text), shared, num_warps)
 
@@ -118,7 +123,9 @@ def _resource_usage(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
 
 
 def _number(pattern: str, text: str) -> int:

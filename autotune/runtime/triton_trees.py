@@ -23,7 +23,9 @@ from autotune.trees.static import NO_TOKEN
 
 Tensors = TypeVar("Tensors", Level, VerificationStep, Accepted)
 FIELDS = len(DeviceTree._fields)
-TOKEN, PARENT, DEPTH, RANK, KV_SLOT, PATH_LOGPROB, SIZE = (tl.constexpr(row) for row in range(FIELDS))  # of a packed tree
+TOKEN, PARENT, DEPTH, RANK, KV_SLOT, PATH_LOGPROB, SIZE = (
+    tl.constexpr(row) for row in range(FIELDS)
+)  # of a packed tree
 EMPTY = tl.constexpr(NO_TOKEN)
 CHUNK = 32  # candidates that all others are compared with at a time
 MASK_ROWS = 16  # rows of a mask that one program of ``_verification_step`` writes
@@ -258,9 +260,7 @@ def _grow_fixed(
 
 
 @triton.jit(do_not_specialize=["stride"])
-def _prune_fixed(
-    tree: tl.tensor, root: tl.tensor, stride: int, KEEPS_EMPTY: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+def _prune_fixed(tree: tl.tensor, root: tl.tensor, stride: int, KEEPS_EMPTY: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Write the root's token and the size: ``FixedGrower.pruned``."""
     index = tl.arange(0, BLOCK)
     inside = index < stride
@@ -448,7 +448,16 @@ class TritonTrees:
         tokens, offsets, tree_mask = self._step
         _launch(
             _verification_step,
-            *(packed_tree, tokens, offsets, tree_mask, self._hidden, packed_tree.shape[1], len(tokens), self._max_depth),
+            *(
+                packed_tree,
+                tokens,
+                offsets,
+                tree_mask,
+                self._hidden,
+                packed_tree.shape[1],
+                len(tokens),
+                self._max_depth,
+            ),
             num_programs=triton.cdiv(len(tokens), MASK_ROWS),
             ROWS=MASK_ROWS,
             BLOCK=triton.next_power_of_2(len(tokens)),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from autotune.runtime.device_trees import DeviceTree, ancestors, device_grower, is_accepted
+from autotune.runtime.tree_operations import Proposals
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
 from autotune.trees.verification import accept_path
@@ -39,22 +40,25 @@ DRAFTS = [
 ]
 
 
-def grown_on_device(tree: dict[str, Any], draft: Draft) -> DeviceTree:
+def grown_on_device(tree: dict[str, Any], draft: Draft) -> tuple[DeviceTree, list[Proposals]]:
+    """The tree that a draft grows, and what it proposed level by level."""
     policy = parse_policy(tree)
     grower = device_grower(policy, CPU)
     assert grower is not None
     grower.plant(CPU)
     frontier: list[tuple[int, ...]] = [()]
+    proposals = []
     for level in range(len(grower.widths) + 1):
         if level > 0:
             assert len(frontier) == grower.widths[level - 1]
         logprobs = np.stack([proposed(draft, path, policy.num_proposals) for path in frontier])
         tokens = torch.arange(policy.num_proposals).repeat(len(frontier), 1)
-        found = grower.grow(tokens, torch.from_numpy(logprobs))
+        proposals.append(Proposals(tokens, torch.from_numpy(logprobs)))
+        found = grower.grow(*proposals[-1])
         frontier = [
             (*frontier[row], token) for row, token in zip(found.row.tolist(), found.token.tolist(), strict=True)
         ]
-    return grower.pruned(torch.tensor([ROOT_TOKEN]))
+    return grower.pruned(torch.tensor([ROOT_TOKEN])), proposals
 
 
 def without_empty_nodes(draft: Draft) -> Draft:
@@ -73,7 +77,7 @@ def test_trees_are_those_of_the_compiled_steps(tree: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     for draft in (without_empty_nodes(draft) for draft in DRAFTS):
         session.grow(draft)
-        expected, found = session.tree, grown_on_device(tree, draft)
+        expected, found = session.tree, grown_on_device(tree, draft)[0]
         size = int(expected.size[0])
         assert int(found.size) == size
         for name in ("token", "depth", "rank", "path_logprob"):
