@@ -1,15 +1,17 @@
-"""Kernels of a round that the device leads, in the modes ``cuda-graph`` and ``compile``, by draft and tree policy.
+"""Kernels of a round that the device leads, in the modes ``cuda-graph`` (without and with Triton) and ``compile``, by draft and tree policy.
 
     python benchmarks/round_kernels.py [--layers 32] [--draft independent ...]
 
 The target is a Llama with grouped queries, random weights and a small hidden size, in bfloat16; an ``independent`` draft is one of its layers. ``cuda-graph``: operations of
-torch in the captured graphs, on a rehearsed CUDA device, where an operation counts as one kernel. ``compile``: kernels and operations in the code that torch generates
+torch in the captured graphs, on a rehearsed CUDA device, where an operation counts as one kernel. ``Triton``: the same with the kernels of tree operations, which run in Triton's
+interpreter; one launch counts as one kernel. ``compile``: kernels and operations in the code that torch generates
 for a CPU; what it generates for a GPU may be fused otherwise. The counts do not depend on the machine. It takes about two minutes for each row.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ TREES: dict[str, dict[str, Any]] = {
     "chain": {"policy": "chain", "depth": 6},
 }
 DRAFTS = ("independent", "eagle3", "dream")
-COLUMNS = ("draft", "tree", "drafting: cuda-graph", "compile", "ratio", "verification: cuda-graph", "compile", "ratio")
+MEASURES = ("cuda-graph", "Triton", "ratio", "compile", "ratio")  # ratios to the first
+COLUMNS = ("draft", "tree", *(f"{step}: {measure}" for step in ("drafting", "verification") for measure in MEASURES))
 
 
 @click.command()
@@ -33,6 +36,7 @@ COLUMNS = ("draft", "tree", "drafting: cuda-graph", "compile", "ratio", "verific
 @click.option("--tree", "trees", multiple=True, type=click.Choice(list(TREES)), default=list(TREES), show_default=True)
 def main(layers: int, drafts: tuple[str, ...], trees: tuple[str, ...]) -> None:
     """Print one row for every draft and tree."""
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     from autotune.drafters.eagle3 import new_eagle3
     from autotune.drafters.feature_draft import FeatureDraft
     from autotune.modeling.target import Target
@@ -59,8 +63,11 @@ def main(layers: int, drafts: tuple[str, ...], trees: tuple[str, ...]) -> None:
         for tree in trees:
             given = functools.partial(model, layers), functools.partial(draft_for, kind), TREES[tree]
             row = [kind, tree]
-            for captured, compiled in zip(captured_kernels(*given), compiled_kernels(*given), strict=True):
-                row += [str(captured), str(compiled), f"{compiled / captured:.2f}"]
+            counts = captured_kernels(*given), captured_kernels(*given, triton=True), compiled_kernels(*given)
+            for captured, launched, compiled in zip(*counts, strict=True):
+                row.append(str(captured))
+                for count in (launched, compiled):
+                    row += [str(count), f"{count / captured:.2f}"]
             click.echo(f"| {' | '.join(row)} |")
 
 

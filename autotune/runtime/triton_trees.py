@@ -132,7 +132,7 @@ def _grow_eagle2(
     num_new_with_room = tl.sum((has_room & is_new).to(tl.int32), 0)
     place = tl.where(is_new, new_before, num_new_with_room + rank - new_before)
     is_next = has_room & (place < width)
-    is_read = is_next & is_new & (logprob != float("-inf"))
+    is_read = is_next & is_new
     proposal = tl.where(is_new, candidate - first, 0)
     row = proposal // k
     first_next_slot = tl.where(first_slot < 0, 0, first_slot + num_new // k)
@@ -142,7 +142,7 @@ def _grow_eagle2(
     tl.store(candidate_token + candidate, token, mask=is_new)
     tl.store(candidate_logprob + candidate, logprob, mask=is_new)
     tl.store(candidate_slot + candidate, tl.where(is_read, slot, -1), mask=is_new)
-    tl.store(next_tokens + place, tl.maximum(token, 0), mask=is_next)
+    tl.store(next_tokens + place, token, mask=is_next)
     tl.store(next_parents + place, first_slot + row, mask=is_next)
 
     # A node sees what its parent sees; that it sees itself is in the buffer already.

@@ -32,11 +32,13 @@ TREES: list[dict[str, Any]] = [
     {"policy": "eagle2", "depth": 6, "k": 1, "budget": 4},
     {"policy": "eagle2", "depth": 1, "k": 5, "budget": 2},
     {"policy": "eagle2", "depth": 6, "k": 4, "budget": 30, "floor": 0.05},
+    {"policy": "eagle2", "depth": 3, "k": 2, "budget": 20, "floor": 0.25},
 ]
 DRAFTS = [
     *(random_draft(seed, sharpness) for seed, sharpness in enumerate((0.05, 0.3, 1.0))),
     *(tied_draft(seed) for seed in range(6)),
     by_table({(): [0.6, 0.4], (0,): [1.0]}),  # no children below depth 2
+    by_table({(): [0.5, 0.5], (0,): [0.5, 0.5], (1,): [0.5, 0.5]}),  # 0.5 * 0.5 in float32 is just below a floor of 0.25
 ]
 
 
