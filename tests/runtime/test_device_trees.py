@@ -38,7 +38,9 @@ DRAFTS = [
     *(random_draft(seed, sharpness) for seed, sharpness in enumerate((0.05, 0.3, 1.0))),
     *(tied_draft(seed) for seed in range(6)),
     by_table({(): [0.6, 0.4], (0,): [1.0]}),  # no children below depth 2
-    by_table({(): [0.5, 0.5], (0,): [0.5, 0.5], (1,): [0.5, 0.5]}),  # 0.5 * 0.5 in float32 is just below a floor of 0.25
+    by_table(
+        {(): [0.5, 0.5], (0,): [0.5, 0.5], (1,): [0.5, 0.5]}
+    ),  # 0.5 * 0.5 in float32 is just below a floor of 0.25
 ]
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,11 +161,14 @@ def test_each_operation_is_one_kernel_and_nothing_else(name: str, monkeypatch: p
 @pytest.mark.nightly
 @pytest.mark.skipif(IN_INTERPRETER, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
-def test_kernels_compile_for_gpus(target: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few registers spilled, and shared memory that every GPU has."""
+def test_kernels_compile_for_gpus(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No register is spilled by trees of usual size, and few by the largest; every GPU has the shared memory."""
     from benchmarks import tree_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for tree in tree_kernels.TREES.values():
-        for kernel, usage in tree_kernels.compiled_usage(tree, target).items():
-            assert usage.spilled_bytes <= 16 and usage.shared_bytes <= 32 << 10, (tree, kernel, usage)
+    for name, tree in tree_kernels.TREES.items():
+        usages = tree_kernels.compiled_usage(tree, target)
+        assert len(usages) == 4
+        for kernel, usage in usages.items():
+            assert usage.spilled_bytes <= (512 if "largest" in name else 0), (name, kernel, usage)
+            assert usage.shared_bytes <= 32 << 10, (name, kernel, usage)
