@@ -67,7 +67,7 @@ def _launches(tree: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...], dict[str
     assert grower is not None
     sizes = {"level_sizes": grower.widths, "num_tokens": grower.num_nodes + 1}
     trees = TensorTrees(grower, cpu, policy=policy, draft_mask=mask, target_mask=mask, **sizes)
-    kernels = triton_trees.TritonTrees(trees)
+    kernels = triton_trees.triton_trees(trees)
     launches = {}
 
     def keep(kernel: Any, *args: Any, num_programs: int = 1, **options: Any) -> None:

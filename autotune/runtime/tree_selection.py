@@ -26,9 +26,9 @@ def tree_operations(trees: TensorTrees, mode: str) -> TreeOperations:
     if mode != "cuda-graph" or importlib.util.find_spec("triton") is None:
         return trees
     try:
-        from autotune.runtime.triton_trees import TritonTrees
+        from autotune.runtime.triton_trees import triton_trees
 
-        kernels = TritonTrees(trees)
+        kernels = triton_trees(trees)
         problem = first_difference(trees, kernels, num_trees=NUM_CHECKED)
     except Exception as error:  # compilers and drivers raise errors of many kinds
         lines = str(error).strip().splitlines()

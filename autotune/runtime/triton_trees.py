@@ -1,345 +1,33 @@
-"""Tree operations as Triton kernels, one for each: a level of ``eagle2`` or of a fixed tree, pruning, the input of the
-verification, and acceptance. A CUDA graph repeats torch's operations one by one, and these would be some 40 a level.
-
-Every kernel writes each value once and reads only what kernels before it wrote, so that its threads never wait for each other.
-Sizes are arguments, blocks are the next powers of two; trees of similar size share compiled kernels.
-
-``triton`` is imported with this module.
-"""
+"""Tree operations as Triton kernels. ``triton`` is imported with this module."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from autotune.runtime import triton_kernels as kernels
 from autotune.runtime.device_trees import DeviceTree, Eagle2Grower, FixedGrower
 from autotune.runtime.tree_operations import Accepted, Level, Proposals, TensorTrees, VerificationStep, grown
-from autotune.trees.static import NO_TOKEN
 
 Tensors = TypeVar("Tensors", Level, VerificationStep, Accepted)
-FIELDS = len(DeviceTree._fields)
-TOKEN, PARENT, DEPTH, RANK, KV_SLOT, PATH_LOGPROB, SIZE = (
-    tl.constexpr(row) for row in range(FIELDS)
-)  # of a packed tree
-EMPTY = tl.constexpr(NO_TOKEN)
 CHUNK = 32  # candidates that all others are compared with at a time
-MASK_ROWS = 16  # rows of a mask that one program of ``_verification_step`` writes
+MASK_ROWS = 16  # rows of the target's mask that one program writes
 
 
-@triton.jit
-def _ordered(value: tl.tensor) -> tl.tensor:
-    """An integer that orders float64 values as they order themselves. NaN has a place too, so that ranks are a permutation."""
-    bits = value.to(tl.int64, bitcast=True)
-    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
-
-
-@triton.jit
-def _ranked(
-    index: tl.tensor,
-    logprobs: tl.tensor,
-    candidate_logprob: tl.tensor,
-    candidate_at: tl.tensor,
-    best: tl.tensor,
-    first: tl.tensor,
-    num_new: tl.tensor,
-    first_slot: tl.tensor,
-    k: tl.tensor,
-    budget: tl.tensor,
-    LOG_FLOOR: tl.constexpr,
-) -> tl.tensor:
-    """Of those that a level ranks, the best candidates before it and then its own: number, log-probability, whether there is
-    one, and whether it is the level's own.
-    """
-    num_best = tl.minimum(first, budget)
-    is_old = index < num_best
-    is_new = (index >= num_best) & (index < num_best + num_new)
-    kept = tl.load(best + index, mask=is_old, other=0)
-    proposal = tl.where(is_new, index - num_best, 0)
-    slot = first_slot + proposal // k
-    parent = tl.load(candidate_at + slot, mask=is_new & (slot >= 0), other=-1)
-    parent_logprob = tl.load(candidate_logprob + parent, mask=parent >= 0, other=float("-inf"))
-    parent_logprob = tl.where(slot < 0, 0.0, parent_logprob)
-    logprob = parent_logprob + tl.load(logprobs + proposal, mask=is_new, other=0.0).to(tl.float64)
-    logprob = tl.where(logprob < tl.full([1], LOG_FLOOR, tl.float64), float("-inf"), logprob)
-    logprob = tl.where(is_new, logprob, tl.load(candidate_logprob + kept, mask=is_old, other=0.0))
-    return tl.where(is_new, first + proposal, kept), logprob, is_old | is_new, is_new
-
-
-@triton.jit(do_not_specialize=["first", "num_new", "first_slot", "k", "width", "budget", "stride", "next_stride"])
-def _grow_eagle2(
-    tokens: tl.tensor,  # proposals, [rows, k]
-    logprobs: tl.tensor,
-    candidate_token: tl.tensor,  # [candidates]
-    candidate_logprob: tl.tensor,
-    candidate_slot: tl.tensor,
-    candidate_at: tl.tensor,  # the candidate at each KV slot, -1 in padding, [slots]
-    best: tl.tensor,  # the best candidates before this level, best first
-    next_best: tl.tensor,
-    mask: tl.tensor,  # of the level, [rows, stride]
-    next_tokens: tl.tensor,  # of the next level; its mask is [width, next_stride]
-    next_parents: tl.tensor,
-    next_mask: tl.tensor,
-    first: int,  # number of candidates before this level
-    num_new: int,
-    first_slot: int,  # KV slot of the level's first row; -1 for the root
-    k: int,
-    width: int,  # of the next level; 0 after the last one
-    budget: int,
-    stride: int,
-    next_stride: int,
-    LOG_FLOOR: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least the best and the new candidates
-    CHUNK: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr,
-) -> None:
-    """Add a level's candidates, rank them among the best, and choose the next level: ``Eagle2Grower.grow``."""
-    index = tl.arange(0, BLOCK)
-    candidate, logprob, exists, is_new = _ranked(
-        index, logprobs, candidate_logprob, candidate_at, best, first, num_new, first_slot, k, budget, LOG_FLOOR
-    )
-    # The rank of a candidate is the number of those before it: more probable ones, and equal ones that were proposed earlier.
-    key = _ordered(logprob)
-    rank, new_before = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, BLOCK, CHUNK):
-        other, its_logprob, it_exists, it_is_new = _ranked(
-            start + tl.arange(0, CHUNK),
-            logprobs,
-            candidate_logprob,
-            candidate_at,
-            best,
-            first,
-            num_new,
-            first_slot,
-            k,
-            budget,
-            LOG_FLOOR,
-        )
-        its_key = _ordered(its_logprob)[None, :]
-        is_before = (its_key > key[:, None]) | ((its_key == key[:, None]) & (other[None, :] < candidate[:, None]))
-        is_before = is_before & it_exists[None, :]
-        rank += tl.sum(is_before.to(tl.int32), 1)
-        new_before += tl.sum((is_before & it_is_new[None, :]).to(tl.int32), 1)
-    tl.store(next_best + rank, candidate, mask=exists & (rank < budget))
-
-    # The next level: new candidates first, of those that have room for a child among the best.
-    has_room = exists & (rank < budget - 1)
-    num_new_with_room = tl.sum((has_room & is_new).to(tl.int32), 0)
-    place = tl.where(is_new, new_before, num_new_with_room + rank - new_before)
-    is_next = has_room & (place < width)
-    is_read = is_next & is_new
-    proposal = tl.where(is_new, candidate - first, 0)
-    row = proposal // k
-    first_next_slot = tl.where(first_slot < 0, 0, first_slot + num_new // k)
-    slot = first_next_slot + place
-    tl.store(candidate_at + slot, tl.where(is_read, candidate, -1), mask=is_next)
-    token = tl.load(tokens + proposal, mask=exists, other=0)
-    tl.store(candidate_token + candidate, token, mask=is_new)
-    tl.store(candidate_logprob + candidate, logprob, mask=is_new)
-    tl.store(candidate_slot + candidate, tl.where(is_read, slot, -1), mask=is_new)
-    tl.store(next_tokens + place, token, mask=is_next)
-    tl.store(next_parents + place, first_slot + row, mask=is_next)
-
-    # A node sees what its parent sees; that it sees itself is in the buffer already.
-    column_of_row = tl.arange(0, WIDTH_BLOCK)
-    chosen = is_next[:, None] & (place[:, None] == column_of_row[None, :])
-    row_of_next = tl.sum(tl.where(chosen, row[:, None], 0), 0)
-    for start in range(0, first_next_slot, COLUMN_BLOCK):
-        column = start + tl.arange(0, COLUMN_BLOCK)
-        inside = (column_of_row < width)[:, None] & (column < first_next_slot)[None, :]
-        visible = tl.load(mask + row_of_next[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        tl.store(next_mask + column_of_row[:, None] * next_stride + column[None, :], visible, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_kept", "k", "width"])
-def _prune_eagle2(
-    tree: tl.tensor,  # packed, [fields, 1 + num_kept]
-    root: tl.tensor,
-    candidate_token: tl.tensor,
-    candidate_logprob: tl.tensor,
-    candidate_slot: tl.tensor,
-    candidate_at: tl.tensor,
-    best: tl.tensor,
-    num_kept: int,
-    k: int,
-    width: int,  # of all levels below the root
-    BLOCK: tl.constexpr,  # above ``num_kept``
-    CHUNK: tl.constexpr,
-) -> None:
-    """Write the best candidates in the order in which they were proposed: ``Eagle2Grower.pruned``."""
-    index = tl.arange(0, BLOCK)
-    candidate = tl.load(best + index, mask=index < num_kept, other=0)
-    logprob = tl.load(candidate_logprob + candidate, mask=index < num_kept, other=float("-inf"))
-    exists = logprob != float("-inf")
-    count = tl.sum(exists.to(tl.int32), 0)
-    row = candidate // k
-    parent = tl.load(candidate_at + row - 1, mask=exists & (row > 0), other=-1)
-    # The number of a node is the number of kept candidates that were proposed before it, and the root.
-    node, parent_node = tl.full([BLOCK], 1, tl.int32), (row > 0).to(tl.int32)
-    for start in range(0, BLOCK, CHUNK):
-        rank = start + tl.arange(0, CHUNK)
-        other = tl.load(best + rank, mask=rank < num_kept, other=0)
-        its_logprob = tl.load(candidate_logprob + other, mask=rank < num_kept, other=float("-inf"))
-        it_exists = (its_logprob != float("-inf"))[None, :]
-        node += tl.sum((it_exists & (other[None, :] < candidate[:, None])).to(tl.int32), 1)
-        parent_node += tl.sum((it_exists & (other[None, :] < parent[:, None])).to(tl.int32), 1)
-
-    stride = num_kept + 1
-    tl.store(tree + TOKEN * stride + node, tl.load(candidate_token + candidate, mask=exists), mask=exists)
-    tl.store(tree + PARENT * stride + node, parent_node, mask=exists)
-    tl.store(tree + DEPTH * stride + node, 1 + (row + width - 1) // width, mask=exists)
-    tl.store(tree + RANK * stride + node, candidate % k, mask=exists)
-    tl.store(tree + KV_SLOT * stride + node, tl.load(candidate_slot + candidate, mask=exists), mask=exists)
-    tl.store(tree + PATH_LOGPROB * stride + node, logprob.to(tl.int64, bitcast=True), mask=exists)
-    # The root and the padding.
-    is_root, inside = index == 0, index < stride
-    rest = inside & (is_root | (index > count))
-    tl.store(tree + TOKEN * stride + index, tl.where(is_root, tl.load(root), EMPTY), mask=rest)
-    tl.store(tree + PARENT * stride + index, 0, mask=rest)
-    tl.store(tree + DEPTH * stride + index, 0, mask=rest)
-    tl.store(tree + RANK * stride + index, -1, mask=rest)
-    tl.store(tree + KV_SLOT * stride + index, -1, mask=rest)
-    root_logprob = tl.where(is_root, tl.zeros([BLOCK], tl.float64), float("-inf"))
-    tl.store(tree + PATH_LOGPROB * stride + index, root_logprob.to(tl.int64, bitcast=True), mask=rest)
-    tl.store(tree + SIZE * stride + index, count + 1, mask=inside)
-
-
-@triton.jit
-def _fixed_proposal(
-    tree: tl.tensor,
-    tokens: tl.tensor,
-    logprobs: tl.tensor,
-    row: tl.tensor,
-    node: tl.tensor,
-    inside: tl.tensor,
-    stride: tl.tensor,
-    num_proposals: tl.tensor,
-) -> tl.tensor:
-    """Token and log-probability of nodes whose frontier row is known."""
-    parent = tl.load(tree + PARENT * stride + node, mask=inside, other=0)
-    proposal = tl.load(row + node, mask=inside, other=0) * num_proposals
-    proposal += tl.load(tree + RANK * stride + node, mask=inside, other=0)
-    parent_logprob = tl.load(tree + PATH_LOGPROB * stride + parent, mask=inside, other=0).to(tl.float64, bitcast=True)
-    logprob = parent_logprob + tl.load(logprobs + proposal, mask=inside, other=0.0).to(tl.float64)
-    token = tl.load(tokens + proposal, mask=inside, other=0)
-    return tl.where(logprob == float("-inf"), EMPTY, token), logprob
-
-
-@triton.jit(do_not_specialize=["first", "count", "width", "stride", "num_proposals"])
-def _grow_fixed(
-    tree: tl.tensor,  # packed, [fields, stride]; complete but for tokens, log-probabilities and size
-    tokens: tl.tensor,  # proposals, [rows, num_proposals]
-    logprobs: tl.tensor,
-    row: tl.tensor,  # the row of each node's parent in the frontier, [stride]
-    expanded: tl.tensor,  # the nodes of the next level, [width]
-    next_tokens: tl.tensor,
-    first: int,  # first node of the level
-    count: int,
-    width: int,
-    stride: int,
-    num_proposals: int,
-    BLOCK: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
-) -> None:
-    """Add a level of a tree of fixed shape: ``FixedGrower.grow``."""
-    index = tl.arange(0, BLOCK)
-    inside, node = index < count, first + index
-    token, logprob = _fixed_proposal(tree, tokens, logprobs, row, node, inside, stride, num_proposals)
-    tl.store(tree + TOKEN * stride + node, token, mask=inside)
-    tl.store(tree + PATH_LOGPROB * stride + node, logprob.to(tl.int64, bitcast=True), mask=inside)
-    place = tl.arange(0, WIDTH_BLOCK)
-    is_next = place < width
-    node = tl.load(expanded + place, mask=is_next, other=0)
-    token, logprob = _fixed_proposal(tree, tokens, logprobs, row, node, is_next, stride, num_proposals)
-    tl.store(next_tokens + place, tl.maximum(token, 0), mask=is_next)
-
-
-@triton.jit(do_not_specialize=["stride"])
-def _prune_fixed(tree: tl.tensor, root: tl.tensor, stride: int, KEEPS_EMPTY: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Write the root's token and the size: ``FixedGrower.pruned``."""
-    index = tl.arange(0, BLOCK)
-    inside = index < stride
-    logprob = tl.load(tree + PATH_LOGPROB * stride + index, mask=inside, other=0).to(tl.float64, bitcast=True)
-    exists = inside & (KEEPS_EMPTY | (logprob > float("-inf")))
-    tl.store(tree + SIZE * stride + index, tl.sum(exists.to(tl.int32), 0), mask=inside)
-    tl.store(tree + TOKEN * stride, tl.load(root))
-
-
-@triton.jit(do_not_specialize=["num_nodes", "num_tokens", "max_depth"])
-def _verification_step(
-    tree: tl.tensor,
-    tokens: tl.tensor,  # [num_tokens]
-    offsets: tl.tensor,
-    mask: tl.tensor,  # [num_tokens, num_tokens]
-    hidden: tl.tensor,  # the value of what is not visible, [1]
-    num_nodes: int,
-    num_tokens: int,
-    max_depth: int,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Write the target's input for ``ROWS`` nodes: ``TensorTrees.verification_step``."""
-    node = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists, inside = node < num_nodes, node < num_tokens
-    token = tl.load(tree + TOKEN * num_nodes + node, mask=exists, other=0)
-    tl.store(tokens + node, tl.maximum(token, 0), mask=inside)
-    tl.store(offsets + node, tl.load(tree + DEPTH * num_nodes + node, mask=exists, other=0), mask=inside)
-    column = tl.arange(0, BLOCK)
-    seen = node
-    is_visible = seen[:, None] == column[None, :]
-    for _ in range(max_depth):
-        seen = tl.load(tree + PARENT * num_nodes + seen, mask=exists, other=0).to(tl.int32)
-        is_visible = is_visible | (seen[:, None] == column[None, :])
-    is_visible = is_visible & exists[:, None] & (column < num_nodes)[None, :]
-    shown = tl.zeros([ROWS, BLOCK], mask.dtype.element_ty)
-    at = mask + node[:, None] * num_tokens + column[None, :]
-    tl.store(at, tl.where(is_visible, shown, tl.load(hidden)), mask=inside[:, None] & (column < num_tokens)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_nodes", "max_depth"])
-def _accept(
-    tree: tl.tensor,
-    target_tokens: tl.tensor,  # [num_nodes]
-    report: tl.tensor,  # [fields + 2, num_nodes]
-    slots: tl.tensor,  # [max_depth]
-    path: tl.tensor,  # [max_depth + 1]
-    num_nodes: int,
-    max_depth: int,
-    FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Accept the nodes that hold the target's tokens, as all their ancestors do: ``TensorTrees.accepted``."""
-    node = tl.arange(0, BLOCK)
-    inside = node < num_nodes
-    for field in tl.static_range(FIELDS):
-        value = tl.load(tree + field * num_nodes + node, mask=inside)
-        tl.store(report + field * num_nodes + node, value, mask=inside)
-    is_on_path = inside
-    seen = node
-    for _ in range(max_depth):
-        parent = tl.load(tree + PARENT * num_nodes + seen, mask=inside, other=0).to(tl.int32)
-        token = tl.load(tree + TOKEN * num_nodes + seen, mask=inside, other=0)
-        said = tl.load(target_tokens + parent, mask=inside, other=0)
-        is_on_path = is_on_path & ((seen == 0) | (token == said))
-        seen = parent
-    said = tl.load(target_tokens + node, mask=inside, other=0)
-    tl.store(report + FIELDS * num_nodes + node, said, mask=inside)
-    tl.store(report + (FIELDS + 1) * num_nodes + node, is_on_path.to(tl.int64), mask=inside)
-    # Accepted nodes in their order, then the others in theirs.
-    num_until = tl.cumsum(is_on_path.to(tl.int32), 0)
-    place = tl.where(is_on_path, num_until - 1, tl.sum(is_on_path.to(tl.int32), 0) + node - num_until)
-    tl.store(path + place, node, mask=inside & (place <= max_depth))
-    slot = tl.load(tree + KV_SLOT * num_nodes + node, mask=inside, other=0)
-    tl.store(slots + place - 1, slot, mask=inside & (place >= 1) & (place <= max_depth))
+def triton_trees(trees: TensorTrees) -> TritonTrees:
+    """The same operations as kernels."""
+    if isinstance(trees.grower, FixedGrower):
+        return FixedTritonTrees(trees, trees.grower)
+    return Eagle2TritonTrees(trees, trees.grower)
 
 
 class TritonTrees:
-    """Tree operations as kernels.
+    """Verification and acceptance as kernels; subclasses grow and prune.
 
     Args:
         trees: the same operations of torch. What does not depend on proposals is taken from a tree that they grow: padding,
@@ -347,7 +35,7 @@ class TritonTrees:
     """
 
     def __init__(self, trees: TensorTrees) -> None:
-        self.grower, self.device = trees.grower, trees.device
+        self.device = trees.device
         self._max_depth = trees.policy.max_depth
         certain = [torch.zeros(shape, device=self.device) for shape in trees.proposal_shapes]
         root = torch.zeros(1, dtype=torch.long, device=self.device)
@@ -357,30 +45,6 @@ class TritonTrees:
         self._hidden = self._step.tree_mask.new_full((1,), trees.target_mask.hidden)
         self._accepted = _copied(trees.accepted(self._tree, self._tree[0]))
         self._depth = 0
-        if isinstance(self.grower, FixedGrower):
-            self._row = torch.cat([torch.zeros_like(self._tree[0, :1]), *(level.row for level in self.grower.levels)])
-            self._first_nodes = [1]
-            for level in self.grower.levels:
-                self._first_nodes.append(self._first_nodes[-1] + len(level.row))
-            self._expanded = [
-                first + level.expanded for first, level in zip(self._first_nodes, self.grower.levels, strict=False)
-            ]
-        else:
-            self._allocate(self.grower)
-
-    def _allocate(self, grower: Eagle2Grower) -> None:
-        k, budget = grower.policy.k, grower.policy.budget
-        num_candidates, num_slots = k * (1 + sum(grower.widths)), sum(grower.widths)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        self._candidate_token = empty(num_candidates, dtype=torch.long)
-        self._candidate_logprob = empty(num_candidates, dtype=torch.float64)
-        self._candidate_slot = empty(num_candidates)
-        self._candidate_at = empty(max(1, num_slots))
-        self._best = empty(len(grower.widths) + 2, budget)  # before each level, and after the last
-        self._block = triton.next_power_of_2(budget + k * max((1, *grower.widths)))
 
     def plant(self) -> None:
         self._depth = 0
@@ -388,97 +52,140 @@ class TritonTrees:
     def grow(self, tokens: Tensor, logprobs: Tensor) -> Level | None:
         assert tokens.is_contiguous() and logprobs.is_contiguous()
         following = self._levels[self._depth] if self._depth < len(self._levels) else None
-        if isinstance(self.grower, FixedGrower):
-            self._grow_fixed(self.grower, tokens, logprobs, following)
-        else:
-            self._grow_eagle2(self.grower, tokens, logprobs, following)
+        self._grow(tokens, logprobs, following)
         self._depth += 1
         return following
 
-    def _grow_fixed(self, grower: FixedGrower, tokens: Tensor, logprobs: Tensor, following: Level | None) -> None:
-        level, first = grower.levels[self._depth], self._first_nodes[self._depth]
-        _launch(
-            _grow_fixed,
-            *(self._tree, tokens, logprobs, self._row, self._expanded[self._depth]),
-            following.tokens if following else tokens,  # without a next level nothing is written
-            *(first, len(level.row), len(level.expanded), self._tree.shape[1], tokens.shape[1]),
-            BLOCK=triton.next_power_of_2(max(len(one.row) for one in grower.levels)),
-            WIDTH_BLOCK=triton.next_power_of_2(max((1, *grower.widths))),
-        )
-
-    def _grow_eagle2(self, grower: Eagle2Grower, tokens: Tensor, logprobs: Tensor, following: Level | None) -> None:
-        k, depth = grower.policy.k, self._depth
-        rows, width = (1, *grower.widths)[depth], (*grower.widths, 0)[depth]
-        first_row = sum((1, *grower.widths)[:depth])
-        mask = self._levels[depth - 1].tree_mask if depth else logprobs  # the root's level has no columns to copy
-        into = following if following is not None else Level(tokens, tokens, tokens, mask, tokens)  # nothing is written
-        _launch(
-            _grow_eagle2,
-            *(tokens, logprobs, self._candidate_token, self._candidate_logprob, self._candidate_slot),
-            *(self._candidate_at, self._best[depth], self._best[depth + 1], mask),
-            *(into.tokens, into.parents, into.tree_mask),
-            *(first_row * k, rows * k, first_row - 1, k, width, grower.policy.budget),
-            *(mask.shape[1], into.tree_mask.shape[1]),
-            num_warps=_num_warps(self._block),
-            LOG_FLOOR=grower.log_floor,
-            BLOCK=self._block,
-            CHUNK=min(self._block, CHUNK),
-            WIDTH_BLOCK=triton.next_power_of_2(max((1, *grower.widths))),
-            COLUMN_BLOCK=64,
-        )
+    def _grow(self, tokens: Tensor, logprobs: Tensor, following: Level | None) -> None:
+        """Add a level and write the tokens, parents and mask of the ``following`` one, if there is one."""
+        raise NotImplementedError
 
     def pruned(self, root: Tensor) -> Tensor:
-        grower, num_nodes = self.grower, self._tree.shape[1]
-        block = triton.next_power_of_2(num_nodes)
-        if isinstance(grower, FixedGrower):
-            _launch(_prune_fixed, self._tree, root, num_nodes, KEEPS_EMPTY=grower.keeps_empty_nodes, BLOCK=block)
-            return self._tree
-        _launch(
-            _prune_eagle2,
-            *(self._tree, root, self._candidate_token, self._candidate_logprob, self._candidate_slot),
-            *(self._candidate_at, self._best[len(grower.widths) + 1]),
-            *(num_nodes - 1, grower.policy.k, max((1, *grower.widths))),
-            num_warps=_num_warps(block),
-            BLOCK=block,
-            CHUNK=min(block, CHUNK),
-        )
-        return self._tree
+        raise NotImplementedError
 
     def verification_step(self, packed_tree: Tensor) -> VerificationStep:
-        tokens, offsets, tree_mask = self._step
+        num_tokens = len(self._step.tokens)
         _launch(
-            _verification_step,
-            *(
-                packed_tree,
-                tokens,
-                offsets,
-                tree_mask,
-                self._hidden,
-                packed_tree.shape[1],
-                len(tokens),
-                self._max_depth,
-            ),
-            num_programs=triton.cdiv(len(tokens), MASK_ROWS),
+            kernels.verification_step,
+            *(packed_tree, *self._step, self._hidden, packed_tree.shape[1], num_tokens, self._max_depth),
+            num_programs=triton.cdiv(num_tokens, MASK_ROWS),
             ROWS=MASK_ROWS,
-            BLOCK=triton.next_power_of_2(len(tokens)),
+            BLOCK=triton.next_power_of_2(num_tokens),
         )
         return self._step
 
     def accepted(self, packed_tree: Tensor, target_tokens: Tensor) -> Accepted:
         num_nodes = packed_tree.shape[1]
         _launch(
-            _accept,
+            kernels.accept,
             *(packed_tree, target_tokens, *self._accepted, num_nodes, self._max_depth),
             num_warps=_num_warps(num_nodes),
-            FIELDS=FIELDS,
+            FIELDS=len(DeviceTree._fields),
             BLOCK=triton.next_power_of_2(num_nodes),
         )
         return self._accepted
 
 
+class FixedTritonTrees(TritonTrees):
+    """``chain`` without a floor, and ``static``."""
+
+    def __init__(self, trees: TensorTrees, grower: FixedGrower) -> None:
+        super().__init__(trees)
+        self._keeps_empty_nodes = grower.keeps_empty_nodes
+        sizes = [len(level.row) for level in grower.levels]
+        root = torch.zeros(1, dtype=torch.long, device=self.device)
+        self._row = torch.cat([root, *(level.row for level in grower.levels)])  # of each node's parent in the frontier
+        self._nodes = [range(1 + sum(sizes[:depth]), 1 + sum(sizes[: depth + 1])) for depth in range(len(sizes))]
+        self._expanded = [nodes[0] + level.expanded for nodes, level in zip(self._nodes, grower.levels, strict=True)]
+        self._block, self._width_block = _block(sizes), _block(grower.widths)
+
+    def _grow(self, tokens: Tensor, logprobs: Tensor, following: Level | None) -> None:
+        nodes, expanded = self._nodes[self._depth], self._expanded[self._depth]
+        _launch(
+            kernels.grow_fixed,
+            *(self._tree, tokens, logprobs, self._row, expanded),
+            following.tokens if following else tokens,  # after the last level nothing is written
+            *(nodes[0], len(nodes), len(expanded), self._tree.shape[1], tokens.shape[1]),
+            BLOCK=self._block,
+            WIDTH_BLOCK=self._width_block,
+        )
+
+    def pruned(self, root: Tensor) -> Tensor:
+        num_nodes = self._tree.shape[1]
+        _launch(
+            kernels.prune_fixed,
+            *(self._tree, root, num_nodes),
+            KEEPS_EMPTY=self._keeps_empty_nodes,
+            BLOCK=triton.next_power_of_2(num_nodes),
+        )
+        return self._tree
+
+
+class Eagle2TritonTrees(TritonTrees):
+    """``eagle2``."""
+
+    def __init__(self, trees: TensorTrees, grower: Eagle2Grower) -> None:
+        super().__init__(trees)
+        self._policy, self._widths, self._log_floor = grower.policy, grower.widths, grower.log_floor
+        num_candidates, num_slots = self._policy.k * (1 + sum(self._widths)), sum(self._widths)
+
+        def buffer(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        self._candidate_token = buffer(num_candidates, torch.long)
+        self._candidate_logprob = buffer(num_candidates, torch.float64)
+        self._candidate_slot = buffer(num_candidates)
+        self._candidate_at = buffer(max(1, num_slots))
+        self._best = [
+            buffer(self._policy.budget) for _ in range(len(self._widths) + 2)
+        ]  # before each level, and at last
+        self._block = triton.next_power_of_2(self._policy.budget + self._policy.k * max((1, *self._widths)))
+        self._width_block = _block(self._widths)
+
+    def _grow(self, tokens: Tensor, logprobs: Tensor, following: Level | None) -> None:
+        k, depth = self._policy.k, self._depth
+        rows, width = (1, *self._widths)[depth], (*self._widths, 0)[depth]
+        first_row = sum((1, *self._widths)[:depth])
+        # The first level copies no columns of a mask, and the last one writes nothing for a next level.
+        next_tokens, next_parents, _, next_mask, _ = following or (self._levels[-1] if self._levels else [tokens] * 5)
+        mask = self._levels[depth - 1].tree_mask if depth else next_mask
+        _launch(
+            kernels.grow_eagle2,
+            *(tokens, logprobs, self._candidate_token, self._candidate_logprob, self._candidate_slot),
+            *(self._candidate_at, self._best[depth], self._best[depth + 1], mask),
+            *(next_tokens, next_parents, next_mask),
+            *(first_row * k, rows * k, first_row - 1, k, width, self._policy.budget),
+            *(mask.shape[1], next_mask.shape[1]),
+            num_warps=_num_warps(self._block),
+            LOG_FLOOR=self._log_floor,
+            BLOCK=self._block,
+            CHUNK=min(self._block, CHUNK),
+            WIDTH_BLOCK=self._width_block,
+            COLUMN_BLOCK=64,
+        )
+
+    def pruned(self, root: Tensor) -> Tensor:
+        num_nodes = self._tree.shape[1]
+        block = triton.next_power_of_2(num_nodes)
+        _launch(
+            kernels.prune_eagle2,
+            *(self._tree, root, self._candidate_token, self._candidate_logprob, self._candidate_slot),
+            *(self._candidate_at, self._best[-1], num_nodes - 1, self._policy.k, max((1, *self._widths))),
+            num_warps=_num_warps(block),
+            BLOCK=block,
+            CHUNK=min(block, CHUNK),
+        )
+        return self._tree
+
+
 def _copied(tensors: Tensors) -> Tensors:
     """Buffers with the contents of ``tensors``."""
     return type(tensors)(*(tensor.clone() for tensor in tensors))
+
+
+def _block(sizes: Sequence[int]) -> int:
+    """A block that holds as many values as each of ``sizes``."""
+    return int(triton.next_power_of_2(max((1, *sizes))))
 
 
 def _num_warps(block: int) -> int:

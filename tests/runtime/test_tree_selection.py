@@ -84,7 +84,7 @@ def test_every_wrong_field_is_found(tree: dict[str, Any]) -> None:
 def use_kernels(monkeypatch: pytest.MonkeyPatch, make: Callable[[TensorTrees], TensorTrees]) -> None:
     """``make`` stands for the kernels, and a package named ``triton`` seems to be installed."""
     module = ModuleType("autotune.runtime.triton_trees")
-    module.TritonTrees = make  # type: ignore[attr-defined]
+    module.triton_trees = make  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 

@@ -53,10 +53,10 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: "-".join(str(v) for v in tree.values())[:40])
 def test_trees_of_drafts_are_those_of_torch_s_operations(tree: dict[str, Any]) -> None:
     """Those of ``test_device_trees``, which are the trees of the compiled policies too."""
-    from autotune.runtime.triton_trees import TritonTrees
+    from autotune.runtime.triton_trees import triton_trees
 
     drafts = DRAFTS if num_pairs(tree) < 5_000 else DRAFTS[-2:]
-    kernels = TritonTrees(tensor_trees(tree, DEVICE))
+    kernels = triton_trees(tensor_trees(tree, DEVICE))
     for draft in (without_empty_nodes(draft) for draft in drafts):
         expected, proposals = grown_on_device(tree, draft)
         given = [Proposals(*(values.to(DEVICE) for values in one)) for one in proposals]
@@ -72,18 +72,18 @@ def num_pairs(tree: dict[str, Any]) -> int:
 
 @runs_kernels
 def test_random_trees_are_equal_in_every_field() -> None:
-    from autotune.runtime.triton_trees import TritonTrees
+    from autotune.runtime.triton_trees import triton_trees
 
     for number, tree in enumerate(tree for tree in TREES if num_pairs(tree) < 5_000):
         dtype = (torch.bfloat16, torch.float16, torch.float32, torch.float64)[number % 4]
         trees = tensor_trees(tree, DEVICE, padding=number % 3, dtype=dtype)
-        assert first_difference(trees, TritonTrees(trees), num_trees=2, seed=number) is None, tree
+        assert first_difference(trees, triton_trees(trees), num_trees=2, seed=number) is None, tree
 
 
 @pytest.mark.nightly
 @runs_kernels
 def test_random_policies_grow_equal_trees() -> None:
-    from autotune.runtime.triton_trees import TritonTrees
+    from autotune.runtime.triton_trees import triton_trees
 
     rng = torch.Generator().manual_seed(0)
 
@@ -94,7 +94,7 @@ def test_random_policies_grow_equal_trees() -> None:
         floor = [0.0, 0.0, 0.01, 0.25][draw(0, 3)]
         tree = {"policy": "eagle2", "depth": draw(1, 6), "k": draw(1, 16), "budget": draw(1, 128), "floor": floor}
         trees = tensor_trees(tree, DEVICE, padding=draw(0, 9))
-        assert first_difference(trees, TritonTrees(trees), num_trees=2, seed=number) is None, tree
+        assert first_difference(trees, triton_trees(trees), num_trees=2, seed=number) is None, tree
 
 
 NIGHTLY = [pytest.param(name, (0, 1), marks=pytest.mark.nightly) for name in ("eagle2", "eagle2-tight")]
@@ -144,7 +144,7 @@ def test_each_operation_is_one_kernel_and_nothing_else(name: str, monkeypatch: p
     from autotune.runtime import triton_trees
 
     trees, launches = tensor_trees(SMALL_TREES[name]), []
-    kernels = triton_trees.TritonTrees(trees)
+    kernels = triton_trees.triton_trees(trees)
     proposals = [Proposals(torch.zeros(shape).long(), torch.zeros(shape)) for shape in trees.proposal_shapes]
     root, target_tokens = torch.zeros(1).long(), torch.zeros(trees.grower.num_nodes + 1).long()
     monkeypatch.setattr(triton_trees, "_launch", lambda kernel, *args, **options: launches.append(kernel.__name__))
@@ -153,8 +153,8 @@ def test_each_operation_is_one_kernel_and_nothing_else(name: str, monkeypatch: p
         kernels.verification_step(packed_tree)
         kernels.accepted(packed_tree, target_tokens)
     kind = "eagle2" if name.startswith("eagle2") else "fixed"
-    levels = [f"_grow_{kind}"] * len(proposals)
-    assert launches == [*levels, f"_prune_{kind}", "_verification_step", "_accept"]
+    levels = [f"grow_{kind}"] * len(proposals)
+    assert launches == [*levels, f"prune_{kind}", "verification_step", "accept"]
     assert operations.count == 0
 
 
