@@ -33,10 +33,10 @@ WARP_SIZES = {"cuda": 32, "hip": 64}
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel takes of a GPU."""
+    """Resources of a GPU that a compiled kernel takes."""
 
     registers: int
-    """Of a thread; vector registers on AMD."""
+    """Per thread; vector registers on AMD."""
     spilled_bytes: int
     shared_bytes: int
     num_warps: int
@@ -116,7 +116,7 @@ def _type_name(arg: Any) -> str:
 
 
 def _resource_usage(cubin: bytes) -> str:
-    """What cuobjdump, which triton brings along, says of a kernel."""
+    """The report of cuobjdump, which triton brings along, on a kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

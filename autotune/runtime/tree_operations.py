@@ -1,4 +1,4 @@
-"""What a round on the device does with its tree: grow it level by level, prune it, verify it, accept a path.
+"""Tree operations of a round on the device: grow a tree level by level, prune it, verify it, accept a path.
 
 ``TreeOperations`` is the interface. ``TensorTrees`` here runs torch's own operations; ``triton_trees.TritonTrees`` runs a few
 kernels in their place, where rounds are captured one operation by one. Both give the same values, bit for bit.
@@ -81,7 +81,7 @@ class Proposals(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """What growing one tree returned."""
+    """Levels and tree that one growth returned."""
 
     levels: tuple[Level, ...]
     packed_tree: Tensor

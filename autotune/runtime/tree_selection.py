@@ -1,4 +1,4 @@
-"""Which implementation of the tree operations a round runs: kernels where they serve and pass a check, else torch's operations."""
+"""The implementation of the tree operations that a round runs: kernels where they serve and pass a check, else torch's operations."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def _ranked(
     budget: tl.tensor,
     LOG_FLOOR: tl.constexpr,
 ) -> tl.tensor:
-    """Of those that a level ranks, the best candidates before it and then its own: number, log-probability, whether there is
-    one, and whether it is the level's own.
+    """Candidates that a level ranks, the best ones before it and then its own: number, log-probability, whether there is one,
+    and whether it is the level's own.
     """
     num_best = tl.minimum(first, budget)
     is_old = index < num_best

@@ -52,7 +52,7 @@ def test_kernels_in_the_interpreter() -> None:
 @runs_kernels
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: "-".join(str(v) for v in tree.values())[:40])
 def test_trees_of_drafts_are_those_of_torch_s_operations(tree: dict[str, Any]) -> None:
-    """Those of ``test_device_trees``, which are the trees of the compiled policies too."""
+    """The trees are those of ``test_device_trees``, and so of the compiled policies."""
     from autotune.runtime.triton_trees import triton_trees
 
     drafts = DRAFTS if num_pairs(tree) < 5_000 else DRAFTS[-2:]
