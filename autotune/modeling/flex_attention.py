@@ -247,20 +247,19 @@ def _compiled(shapes: object) -> Callable[..., Tensor]:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: TreeBlockMask, scale: float | None) -> Tensor:
-    groups, options = query.shape[1] // key.shape[1], None
-    if query.is_cuda and query.shape[2] < BLOCK and groups & (groups - 1) == 0:
+    groups = query.shape[1] // key.shape[1]
+    options: Any = None
+    if not query.is_cuda:
+        # In partitions as large as the cache a single query is not split over the keys: torch 2.13's CPU kernel that splits does not
+        # compile without full blocks.
+        options = {"PARTITION_SIZE": key.shape[2]}
+    elif query.shape[2] < BLOCK and groups & (groups - 1) == 0:
         # The kernel for few queries takes the queries of a group as rows of one tile. By default it takes all of them, and is left
         # without a configuration where they are more than a block (pytorch pull request 185349, which is not in torch 2.13).
         rows = 1 << (query.shape[2] * groups - 1).bit_length()
         options = {"BLOCK_M": min(BLOCK, max(16, rows))}
     return flex_attention(  # type: ignore[return-value]
-        query,
-        key,
-        value,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=groups > 1,
-        kernel_options=options,  # type: ignore[arg-type]
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=groups > 1, kernel_options=options
     )
 
 
