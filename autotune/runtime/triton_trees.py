@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ def triton_trees(trees: TensorTrees) -> TritonTrees:
     return Eagle2TritonTrees(trees, trees.grower)
 
 
-class TritonTrees:
+class TritonTrees(ABC):
     """Verification and acceptance as kernels; subclasses grow and prune.
 
     Args:
@@ -56,12 +57,13 @@ class TritonTrees:
         self._depth += 1
         return following
 
+    @abstractmethod
     def _grow(self, tokens: Tensor, logprobs: Tensor, following: Level | None) -> None:
         """Add a level and write the tokens, parents and mask of the ``following`` one, if there is one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pruned(self, root: Tensor) -> Tensor:
-        raise NotImplementedError
+        """See ``TreeOperations``."""
 
     def verification_step(self, packed_tree: Tensor) -> VerificationStep:
         num_tokens = len(self._step.tokens)
