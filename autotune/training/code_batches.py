@@ -45,6 +45,13 @@ class CodeBatches:
         labels = self[step].labels
         return sum(len(self.tokenizer.decode(row[row != IGNORED]).encode()) for row in labels)
 
+    def prompt(self, rng: Generator) -> list[int]:
+        """Token ids of the prompt of a task, drawn by the tasks' frequencies."""
+        frequencies = {name: value for name, value in self.tasks.items() if name != FILES}
+        shares = np.array([*frequencies.values()]) / sum(frequencies.values())
+        example = make_example(self.split, str(rng.choice([*frequencies], p=shares)), int(rng.integers(MAX_INDEX)))
+        return self._encode(chat_text(self.tokenizer, example.prompt, num_images=0))
+
     def _row(self, rng: Generator) -> tuple[list[int], list[int]]:
         """Token ids and labels at the same positions, one more than the row has."""
         num_tokens = self.sequence_length + 1

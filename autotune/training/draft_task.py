@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from autotune.training.examples import BundledExamples, JsonlExamples, Line, Rep
 from autotune.training.losses import drafting_loss, sample_subnet
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
 from autotune.training.recipe import Recipe, Stage, teacher_name, trained_folder
+from autotune.training.sampled_batches import SampledBatches
 from autotune.training.task import Task
 from autotune.training.teacher import DistillationRule, Examples, Teacher, TeacherBatch, TeacherBatches
 from autotune.training.unrolled import UnrolledNetwork, unrolled_loss
@@ -45,12 +47,22 @@ EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.
 
 
 class DraftTask(Task):
-    """Trains a draft for the recipe's teacher."""
+    """Trains a draft for the recipe's teacher.
+
+    Args:
+        half_precision: in which the target samples answers. None: in its own precision.
+    """
 
     module: BlocksNetwork | UnrolledNetwork | DFlashNetwork
 
     def __init__(
-        self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator, *, report: Report | None = None
+        self,
+        recipe: Recipe,
+        recipe_path: Path,
+        accelerator: Accelerator,
+        *,
+        report: Report | None = None,
+        half_precision: torch.dtype | None = None,
     ) -> None:
         self.recipe = recipe
         self.recipe_path = recipe_path
@@ -80,6 +92,9 @@ class DraftTask(Task):
         torch.manual_seed(recipe.seed)
         self.module = self._new_module().to(accelerator.device)
         self._head_masks: list[Tensor] | None = None
+        self._sampler = self.target.model
+        if data.sampled_share > 0 and half_precision is not None:
+            self._sampler = copy.deepcopy(self.target.model).to(half_precision)
         self._compare = make_divergence(compiled=recipe.compile)
         self._training_lines: list[Line] | None = None
         if split is not None:
@@ -92,6 +107,9 @@ class DraftTask(Task):
         recipe, source = self.recipe, str(self.recipe_path)
         if recipe.trained_stages > 0:
             return self._trained_module(trained_folder(self.recipe_path))
+        if recipe.initial_weights == "stored":
+            needs = "initial_weights: stored needs a draft"
+            return self._trained_module(trained_folder(self.recipe_path, needs, "new"))
         if recipe.model == "mtp":
             return new_mtp(self.target)
         if recipe.model == "eagle3":
@@ -109,8 +127,8 @@ class DraftTask(Task):
         network = load_feature_network(str(folder), folder, self.target)
         if network.config.kind != self.recipe.model:
             raise UserError(
-                f"{self.recipe_path}: trained_stages continues from the draft in {folder}, which is of kind {network.config.kind}; "
-                f"got model {self.recipe.model}; set trained_stages to 0"
+                f"{self.recipe_path}: training continues from the draft in {folder}, which is of kind {network.config.kind}; "
+                f"got model {self.recipe.model}; set trained_stages to 0 and initial_weights to new"
             )
         assert isinstance(network, BlocksNetwork | UnrolledNetwork | DFlashNetwork)
         return network.requires_grad_(True)
@@ -145,12 +163,30 @@ class DraftTask(Task):
             return JsonlExamples(self._held_out_lines, self.target, self.processor, batch_size=batch_size)
         return BundledExamples(self._batches("held-out", batch_size, FIRST_SEED, stage), self.target)
 
-    def _batches(self, split: Split, batch_size: int, seed: int, stage: Stage) -> Batches | CodeBatches:
+    def _batches(
+        self, split: Split, batch_size: int, seed: int, stage: Stage
+    ) -> Batches | CodeBatches | SampledBatches:
         tasks = (stage.tasks if split == "train" else None) or self.recipe.tasks
         if self.recipe.workload == "digits":
             return Batches(self.processor, tasks, split=split, batch_size=batch_size, seed=seed)
         code_split: CodeSplit = "train" if split == "train" else "tune"
-        return CodeBatches(self.processor, tasks, code_split, batch_size, stage.sequence_length, seed)
+        batches = CodeBatches(self.processor, tasks, code_split, batch_size, stage.sequence_length, seed)
+        return self._sampled(batches) if split == "train" and self.recipe.data.sampled_share > 0 else batches
+
+    def _sampled(self, batches: CodeBatches) -> SampledBatches:
+        """The same batches, a share of which are answers that the target samples."""
+        data, dtype = self.recipe.data, self._sampler.dtype
+        content = [
+            batches.tasks,
+            batches.batch_size,
+            batches.sequence_length,
+            batches.seed,
+            data.temperatures,
+            str(dtype),
+        ]
+        key = content_key([self.target_reference.sha256 or self.target_reference.id, installed_versions(), content])
+        folder = WORKSPACE / "sampled-answers" / key
+        return SampledBatches(batches, self._sampler, data.sampled_share, data.temperatures, folder)
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
         self._teacher_batches = self._batches_of(stage, number)

@@ -20,6 +20,7 @@ from autotune.modeling.target import Target
 from autotune.training.batches import IGNORED, POOL_BATCHES, Batches
 from autotune.training.code_batches import CodeBatches
 from autotune.training.memory import BatchShape
+from autotune.training.sampled_batches import SampledBatches
 from autotune.training.teacher import Example
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, load_prompt
@@ -38,7 +39,7 @@ Report = Callable[[int, int], None]
 class BundledExamples:
     """Batches of a bundled workload, encoded by the target (``Examples``)."""
 
-    batches: Batches | CodeBatches
+    batches: Batches | CodeBatches | SampledBatches
     target: Target
     num_batches: int | None = None
     share: Share = (0, 1)

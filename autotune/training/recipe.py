@@ -86,7 +86,11 @@ class Stage(Document):
     draft's paper.
     """
     unrolled_steps: int = Field(default=6, ge=1)
-    """Drafting of ``eagle3`` and ``mtp``: number of tokens that are drafted at every position, one from the next."""
+    """Training of ``eagle3`` and ``mtp``: number of tokens that are drafted at every position, one from the next."""
+    mtp_weight: float = Field(default=0.0, ge=0)
+    """Text: weight of the loss of the recipe's ``mtp`` head, whose gradient reaches the model too. 0: the head is not trained."""
+    mtp_rows: int | None = Field(default=None, ge=1)
+    """Text: rows of each batch on which the head is trained. None: all."""
     gate_examples: int = Field(default=1, ge=1)
     """Drafting of ``specvlm`` with a selecting gate: examples of each batch on which the losses of all operators are
     compared to train the gate.
@@ -117,6 +121,12 @@ class Data(Document):
     """Number of different examples. They are repeated in another order each epoch, and the target's outputs on them are
     cached in ``.autotune/teacher-batches``. None: the whole file; for the bundled workload every example is new.
     """
+    sampled_share: float = Field(default=0.0, ge=0, le=1)
+    """Workload ``code``: share of the batches whose answers the target samples, so that a draft is trained on what the target
+    writes when it decodes (DistillSpec, arXiv 2310.08461). They are cached in ``.autotune/sampled-answers``.
+    """
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(default=(1.0,), min_length=1)
+    """Of these answers, in turns; 0 is greedy."""
     seed: int = 0
     """Recipes with the same seed share examples and cached teacher batches."""
 
@@ -149,6 +159,12 @@ class Recipe(Document, kind="recipe"):
         default_factory=lambda values: dict.fromkeys(WORKLOAD_TASKS[values.get("workload", "digits")], 1.0)
     )
     """Relative frequency of each task of the bundled workload in training."""
+    mtp: str | None = None
+    """Folder, relative to the recipe's, of a multi-token prediction head that is trained with the text model (DeepSeek-V3,
+    arXiv 2412.19437, section 2.2) in stages with an ``mtp_weight``.
+    """
+    initial_weights: Literal["new", "stored"] = "new"
+    """Weights with which training of a draft that reads features begins: new ones, or those stored beside the recipe."""
     trained_stages: int = Field(default=0, ge=0)
     """Number of stages, from the first, whose result is the model stored beside the recipe: without a checkpoint, training
     begins with the next one.
@@ -174,16 +190,16 @@ def load_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def trained_folder(recipe_path: Path) -> Path:
-    """The folder of the model from which a recipe with ``trained_stages`` continues.
+def trained_folder(
+    recipe_path: Path, setting: str = "trained_stages needs the model of these stages", value: str = "0"
+) -> Path:
+    """The folder of the model from which a recipe continues.
 
     Raises:
         UserError: it has none.
     """
     if not (recipe_path.parent / "config.json").exists():
-        raise UserError(
-            f"{recipe_path}: trained_stages needs the model of these stages in {recipe_path.parent}; set it to 0"
-        )
+        raise UserError(f"{recipe_path}: {setting} in {recipe_path.parent}; set it to {value}")
     return recipe_path.parent
 
 
@@ -198,6 +214,16 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield f"trained_stages must leave a stage to train; got {recipe.trained_stages} of {len(recipe.stages)}; add a stage"
     if recipe.trained_stages and recipe.workload == "digits" and not reads_features:
         yield f"trained_stages is for models of the workload code and for drafts that read features; got it for {recipe.model}; set it to 0"
+    if recipe.initial_weights == "stored" and not reads_features:
+        yield f"initial_weights is for {', '.join(FEATURE_DRAFTS)}; got stored for {recipe.model}; remove it"
+    trains_head = any(stage.mtp_weight > 0 for stage in recipe.stages)
+    if trains_head != (recipe.mtp is not None):
+        yield (
+            f"mtp names the head that stages with an mtp_weight train; got mtp {recipe.mtp} and "
+            f"{'such a stage' if trains_head else 'no such stage'}; give both or neither"
+        )
+    if recipe.mtp is not None and (recipe.model, recipe.workload) != ("target", "code"):
+        yield f"mtp is for targets of the workload code; got it for {recipe.model} of {recipe.workload}; remove it"
     if recipe.model != "target" and recipe.teacher is None:
         yield "a draft needs a teacher; add 'teacher: ../target' to the recipe"
     for stage in recipe.stages:
@@ -219,6 +245,13 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield f"an mtp head has the sizes of its target's layers; got draft {recipe.draft}; remove it"
     if recipe.data.file is not None and not reads_features:
         yield f"data.file is for {', '.join(FEATURE_DRAFTS)}; got it for {recipe.model}; remove it"
+    if recipe.data.sampled_share and (
+        recipe.workload == "digits" or not reads_features or recipe.data.file is not None
+    ):
+        yield (
+            f"sampled_share is for {', '.join(FEATURE_DRAFTS)} on the workload code; got it for {recipe.model} on "
+            f"{recipe.data.file or recipe.workload}; remove it"
+        )
     has_tasks = "tasks" in recipe.model_fields_set or any(stage.tasks is not None for stage in recipe.stages)
     if recipe.data.file is not None and has_tasks:
         yield f"tasks apply to the bundled workload only; got data.file {recipe.data.file!r} as well; remove one of them"

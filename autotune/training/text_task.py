@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autotune.drafters.mtp import MtpNetwork, load_mtp, new_mtp, save_mtp
 from autotune.errors import UserError
 from autotune.modeling.loading import load_model, load_processor
+from autotune.modeling.target import Target
 from autotune.training.batches import IGNORED, Batch
 from autotune.training.build import build_text_model, train_code_tokenizer
 from autotune.training.code_batches import CodeBatches
@@ -21,6 +23,7 @@ from autotune.training.divergence import make_divergence
 from autotune.training.model_task import copy_teacher_weights
 from autotune.training.recipe import Recipe, Stage, teacher_name, trained_folder
 from autotune.training.task import Task
+from autotune.training.unrolled import unrolled_divergence
 
 HELD_OUT_SEED = 1
 
@@ -46,7 +49,9 @@ class TextTask(Task):
             self.model = build_text_model(recipe, self.tokenizer)
             if recipe.teacher_layers is not None:
                 copy_teacher_weights(self.model, self.teacher, recipe.teacher_layers, recipe_path)
-        self.module = self.model
+        self.module, self.head = self.model, self._new_head(recipe_path)
+        if self.head is not None:
+            self.module = nn.ModuleDict({"model": self.model, "mtp": self.head})
         for number, stage in enumerate(recipe.stages):
             if self.num_layers % (stage.num_layers or 1):
                 raise UserError(
@@ -59,6 +64,15 @@ class TextTask(Task):
             for model in (self.model, self.teacher):
                 for layer in () if model is None else model.model.layers:
                     layer.compile(dynamic=False)
+
+    def _new_head(self, recipe_path: Path) -> MtpNetwork | None:
+        """The recipe's multi-token prediction head: the stored one of a model that continues, otherwise a new one."""
+        if self.recipe.mtp is None:
+            return None
+        target, folder = Target(self.model), recipe_path.parent / self.recipe.mtp
+        if self.recipe.trained_stages > 0 and (folder / "config.json").exists():
+            return load_mtp(folder, target).requires_grad_(True)
+        return new_mtp(target)
 
     @property
     def num_layers(self) -> int:
@@ -91,22 +105,32 @@ class TextTask(Task):
         )
         self._held_out, self._held_out_bytes = held_out[0], held_out.num_bytes(0)
         self._text = with_layers(self.model.model, self.running_layers(stage))
-        return list(self._text.parameters())
+        self._num_drafted = stage.unrolled_steps if stage.mtp_weight > 0 else 0
+        head = self.head if self._num_drafted else None
+        return [*self._text.parameters(), *(() if head is None else head.parameters())]
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
         batch = self._batches[step]
         if stage.objective == "distillation":
             return self._distillation(batch)
-        loss = self._loss(batch)
-        return loss, {"loss": loss.item()}
+        hidden = self._states(batch)
+        loss = self._token_loss(hidden, self.model.lm_head.weight, batch.labels)
+        if not self._num_drafted:
+            return loss, {"loss": loss.item()}
+        rows = slice(stage.mtp_rows)
+        drafting_loss, figures = self._head_loss(batch.input_ids[rows], hidden[rows], batch.labels[rows])
+        return loss + stage.mtp_weight * drafting_loss, {**figures, "loss": loss.item()}
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and bits per byte on rows of the tuning packages."""
-        labels = self._held_out.labels
-        loss = self._loss(self._held_out).item()
+        """Loss and bits per byte on rows of the tuning packages, and how often the head agrees with the model there."""
+        ids, labels = self._held_out.input_ids, self._held_out.labels
+        hidden = self._states(self._held_out)
+        loss = self._token_loss(hidden, self.model.lm_head.weight, labels).item()
         bits = loss / math.log(2) * int((labels != IGNORED).sum())
-        return {"held_out_loss": loss, "held_out_bits_per_byte": bits / self._held_out_bytes}
+        figures = self._head_loss(ids, hidden, labels)[1] if self._num_drafted else {}
+        of_head = {f"held_out_{name}": figures[name] for name in figures if name != "loss"}
+        return {"held_out_loss": loss, "held_out_bits_per_byte": bits / self._held_out_bytes, **of_head}
 
     def save(self, folder: Path) -> None:
         """Save in Hugging Face format: weights are stored as bfloat16 (half the bytes) and declared float32, in which they run."""
@@ -115,6 +139,9 @@ class TextTask(Task):
         config = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         self.tokenizer.save_pretrained(folder)
+        if self.head is not None:
+            assert self.recipe.mtp is not None
+            save_mtp(self.head, folder / self.recipe.mtp)
 
     def _distillation(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """KL(teacher || draft) at every labelled position."""
@@ -128,9 +155,30 @@ class TextTask(Task):
         loss = token_losses.mean()
         return loss, {"loss": loss.item(), "agreement": agrees.mean().item()}
 
-    def _loss(self, batch: Batch) -> Tensor:
-        hidden = self._text(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        return self._token_loss(hidden, self.model.lm_head.weight, batch.labels)
+    def _states(self, batch: Batch) -> Tensor:
+        """The model's last hidden states [batch, n, hidden], after its final norm."""
+        states: Tensor = self._text(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        return states
+
+    def _head_loss(self, ids: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """The divergence of the head's drafting from the model's distributions. Its gradient reaches the model through the
+        states ``hidden`` that the head reads, the embeddings and the output head, and not through the distributions.
+        """
+        assert self.head is not None
+        is_loss = labels[:, 1:] != IGNORED
+        with torch.no_grad():
+            logprobs = self.model.lm_head(hidden[:, 1:][is_loss]).float().log_softmax(-1)
+        stream = self.model.get_input_embeddings()(ids[:, 1:])
+        return unrolled_divergence(
+            self.head,
+            stream,
+            hidden[:, :-1],
+            is_loss,
+            logprobs,
+            self.model.lm_head,
+            num_steps=self._num_drafted,
+            compare=self._compare,
+        )
 
 
 def with_layers(text: Any, numbers: list[int]) -> Any:

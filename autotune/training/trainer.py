@@ -242,9 +242,10 @@ def train(
     if not accelerator.is_main_process:
         progress = notify = None
     torch.manual_seed(recipe.seed)
-    task = make_task(recipe, recipe_path, accelerator, progress)
+    dtype = autocast_dtype(accelerator.device)
+    task = make_task(recipe, recipe_path, accelerator, progress, half_precision=dtype)
     checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", checkpoint_key(recipe, recipe_path))
-    log, dtype = output / "training.jsonl", autocast_dtype(accelerator.device)
+    log = output / "training.jsonl"
     trainer = Trainer(recipe, task, accelerator, checkpoint, log, progress, dtype)
     if (estimate := task.check_memory(half_precision=dtype is not None)) is not None and notify is not None:
         notify(estimate)
@@ -257,11 +258,18 @@ def train(
     return output
 
 
-def make_task(recipe: Recipe, recipe_path: Path, accelerator: Accelerator, progress: Progress | None) -> Task:
+def make_task(
+    recipe: Recipe,
+    recipe_path: Path,
+    accelerator: Accelerator,
+    progress: Progress | None,
+    *,
+    half_precision: torch.dtype | None = None,
+) -> Task:
     if recipe.model not in FEATURE_DRAFTS:
         return (ModelTask if recipe.workload == "digits" else TextTask)(recipe, recipe_path)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
-    return DraftTask(recipe, recipe_path, accelerator, report=report)
+    return DraftTask(recipe, recipe_path, accelerator, report=report, half_precision=half_precision)
 
 
 def checkpoint_key(recipe: Recipe, recipe_path: Path) -> str:

@@ -19,8 +19,11 @@ from autotune.training import build, trainer
 from autotune.training.batches import IGNORED
 from autotune.training.code_batches import CodeBatches
 from autotune.training.recipe import Stage, load_recipe
+from autotune.training.sampled_batches import SampledBatches
+from autotune.training.teacher import Example, Teacher
 from autotune.training.text_task import TextTask
 from autotune.training.trainer import make_optimizers, train
+from autotune.training.unrolled import unrolled_loss
 from autotune.workloads.code import examples
 from autotune.workloads.code.corpus import CodeFile
 from autotune.workloads.workload import load_workload
@@ -44,6 +47,8 @@ SHALLOW = {
     "num_layers": 2,
 }
 DEEP = {**SHALLOW, "num_layers": None, "sequence_length": 96}
+JOINT = {**DEEP, "mtp_weight": 0.5, "mtp_rows": 1, "unrolled_steps": 2}
+"""Trains a multi-token prediction head with the model."""
 NAMES = tuple(f"name{letter}" for letter in "abcdefghijklmnop")
 
 
@@ -186,10 +191,10 @@ def test_muon_trains_the_matrices_of_a_drafts_blocks(target: Target) -> None:
 
 
 def test_an_interrupted_run_reaches_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed within a stage and between two stages."""
+    """Killed within a stage and between two stages, of which the second trains a head with the model."""
     monkeypatch.setattr(trainer, "CHECKPOINT_EVERY", 2)
-    whole = train(write_recipe(tmp_path / "whole", SHALLOW, DEEP))
-    path = write_recipe(tmp_path / "killed", SHALLOW, DEEP)
+    whole = train(write_recipe(tmp_path / "whole", SHALLOW, JOINT, mtp="head"))
+    path = write_recipe(tmp_path / "killed", SHALLOW, JOINT, mtp="head")
 
     def kill_at(steps: set[int]) -> Any:
         def progress(stage: str, step: int, of: int, metrics: dict[str, float]) -> None:
@@ -202,10 +207,72 @@ def test_an_interrupted_run_reaches_the_same_weights(tmp_path: Path, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             train(path, progress=kill_at(steps))
     train(path)
-    expected, found = (load_file(folder / "model.safetensors") for folder in (whole, path.parent))
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert torch.equal(value, found[name]), name
+    for weights in ("model.safetensors", "head/model.safetensors"):
+        expected, found = (load_file(folder / weights) for folder in (whole, path.parent))
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            assert torch.equal(value, found[name]), name
+
+
+def test_a_head_is_trained_with_the_model(tmp_path: Path) -> None:
+    """Its loss is that of unrolled drafting on the same row, reaches the model through what the head reads, and the head is a draft
+    from which its own recipe continues.
+    """
+    path = write_recipe(tmp_path / "target", JOINT, mtp="../mtp", tasks={"files": 1.0})
+    task, stage = TextTask(load_recipe(path), path), Stage(**JOINT)
+    parameters, batch = task.begin(stage, 0), task._batches[0]
+    with torch.no_grad():
+        loss, alone = (task.loss(stage.model_copy(update={"mtp_weight": weight}), 0)[0] for weight in (0.5, 0.0))
+    target = Target(task.model)
+    (prompt,) = target.encode({"input_ids": batch.input_ids[:1]}).prompts
+    one = Teacher(target).read([Example(prompt, 0)], layers=task.head.layers_read(None))
+    expected, _ = unrolled_loss(task.head, one, num_steps=2)
+    torch.testing.assert_close(loss - alone, 0.5 * expected)
+    hidden = task._states(batch).detach().requires_grad_()
+    task._head_loss(batch.input_ids, hidden, batch.labels)[0].backward()
+    assert hidden.grad[:, :-1].abs().sum(-1).min() > 0 and not hidden.grad[:, -1].any()
+    assert {*task.head.parameters()} < {*parameters}
+
+    train(path)
+    settings = {"model": "mtp", "teacher": "../target", "text": {}, "initial_weights": "stored"}
+    first = load_file(tmp_path / "mtp" / "model.safetensors")
+    drafting = {**DEEP, "objective": "drafting", "learning_rate": 1e-6, "optimizer": "adamw"}
+    folder = train(write_recipe(tmp_path / "mtp", drafting, **settings))
+    for name, value in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(value, first[name], atol=1e-3, rtol=0.01)
+    trained = Target(AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval())
+    tree = {"policy": "chain", "depth": 3}
+    inputs = (
+        load_workload("code", "tune", num_prompts=1)
+        .prompts[0]
+        .inputs(AutoTokenizer.from_pretrained(tmp_path / "target"))
+    )
+    plain, drafted = (
+        decoder.generate(**inputs, max_new_tokens=12).sequences
+        for decoder in (Decoder(trained), Decoder(trained, load_draft(str(folder), trained), tree=tree))
+    )
+    assert torch.equal(plain, drafted)
+
+
+def test_a_share_of_the_batches_is_sampled(tokenizer: Any, tmp_path: Path) -> None:
+    """Their answers are the target's own, greedily as it decodes them; they are sampled once."""
+    path = write_recipe(tmp_path / "target", DEEP)
+    task = TextTask(load_recipe(path), path)
+    rows = CodeBatches(tokenizer, {"files": 1.0, "explain": 1.0}, "train", 2, 600, seed=0)
+    sampled = SampledBatches(rows, task.model, 0.5, (0.0, 1.0), tmp_path / "rows")
+    for number in (0, 2):
+        assert torch.equal(sampled[number].input_ids, rows[number].input_ids)
+    decoder = Decoder(Target(task.model))
+    for ids, labels in zip(sampled[1].input_ids, sampled[1].labels, strict=True):
+        is_answer = labels != IGNORED
+        start = int(is_answer.int().argmax())
+        assert tokenizer.decode(ids[: start + 1]).endswith("<|assistant|>")
+        answer = decoder.generate(input_ids=ids[None, : start + 1], max_new_tokens=int(is_answer.sum()))
+        assert torch.equal(answer.sequences[0, start + 1 :], labels[is_answer])
+    again = SampledBatches(rows, None, 0.5, (0.0, 1.0), tmp_path / "rows")
+    assert torch.equal(again[3].labels, sampled[3].labels) and len(list((tmp_path / "rows").iterdir())) == 1
+    others = SampledBatches(rows, task.model, 1.0, (1.0,), tmp_path / "others")
+    assert not torch.equal(others[0].labels[:, -32:], sampled[1].labels[:, -32:])
 
 
 def test_a_later_run_continues_from_the_stored_model(tmp_path: Path) -> None:
@@ -280,7 +347,7 @@ def test_a_draft_continues_from_the_stored_one(tmp_path: Path) -> None:
         for name, value in first.items():
             if name != "token_frequencies":
                 torch.testing.assert_close(second[name], value, atol=2e-4, rtol=0.01)
-    with pytest.raises(UserError, match="which is of kind star; got model mtp; set trained_stages to 0"):
+    with pytest.raises(UserError, match="which is of kind star; got model mtp; set trained_stages to 0 and"):
         (folder / ".checkpoint" / "state.safetensors").unlink()
         train(write_recipe(folder, stage, stage, trained_stages=1, model="mtp", teacher="../target", text={}))
 
@@ -301,6 +368,22 @@ def test_a_draft_continues_from_the_stored_one(tmp_path: Path) -> None:
             [{**SHALLOW, "tasks": {"read": 1.0}}],
             {},
             "tasks must be among complete, .*; got read; remove or rename them",
+        ),
+        (
+            [JOINT],
+            {},
+            "mtp names the head that stages with an mtp_weight train; got mtp None and such a stage; give both",
+        ),
+        ([DEEP], {"mtp": "../mtp"}, "got mtp ../mtp and no such stage; give both or neither"),
+        (
+            [SHALLOW],
+            {"initial_weights": "stored"},
+            "initial_weights is for dream, .*; got stored for target; remove it",
+        ),
+        (
+            [SHALLOW],
+            {"data": {"sampled_share": 0.5}},
+            "sampled_share is for dream, .* on the workload code; got it for target on code; remove it",
         ),
         ([SHALLOW], {"tasks": {"read": 1.0}}, "tasks must be among complete, .*; got read; remove or rename them"),
         (
