@@ -126,7 +126,7 @@ class Data(Document):
     writes when it decodes (DistillSpec, arXiv 2310.08461). They are cached in ``.autotune/sampled-answers``.
     """
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(default=(1.0,), min_length=1)
-    """Of these answers, in turns; 0 is greedy."""
+    """Temperatures of these answers, in turns; 0 is greedy."""
     seed: int = 0
     """Recipes with the same seed share examples and cached teacher batches."""
 
@@ -171,7 +171,8 @@ class Recipe(Document, kind="recipe"):
     """
     compile: bool = False
     """Compile the comparison of draft and target, and the layers and the loss of a text model and of its teacher, with
-    ``torch.compile``, which needs a C++ compiler on the CPU.
+    ``torch.compile``, which needs a C++ compiler on the CPU. Text models then attend in blocks
+    (``training/causal_attention.py``).
     """
     data: Data = Data()
     seed: int = 0

@@ -34,7 +34,7 @@ class SampledBatches:
     share: float
     """Share of the batches that are sampled, evenly spaced."""
     temperatures: tuple[float, ...]
-    """Of the pools, in turns; 0 is greedy."""
+    """Temperatures of the pools, in turns; 0 is greedy."""
     cache: Path
     """Folder for this target and these prompts."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from autotune.modeling.loading import load_model, load_processor
 from autotune.modeling.target import Target
 from autotune.training.batches import IGNORED, Batch
 from autotune.training.build import build_text_model, train_code_tokenizer
+from autotune.training.causal_attention import causal_blocks
 from autotune.training.code_batches import CodeBatches
 from autotune.training.divergence import make_divergence
 from autotune.training.model_task import copy_teacher_weights
@@ -148,16 +150,20 @@ class TextTask(Task):
         assert self.teacher is not None
         is_labelled = batch.labels != IGNORED
         with torch.no_grad():
-            states = self.teacher.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+            states = self._read(self.teacher.model, batch)
             teacher_logprobs = self.teacher.lm_head(states[is_labelled]).float().log_softmax(-1)
-        states = self._text(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        states = self._states(batch)
         token_losses, agrees = self._compare(self.model.lm_head(states[is_labelled]), teacher_logprobs)
         loss = token_losses.mean()
         return loss, {"loss": loss.item(), "agreement": agrees.mean().item()}
 
     def _states(self, batch: Batch) -> Tensor:
         """The model's last hidden states [batch, n, hidden], after its final norm."""
-        states: Tensor = self._text(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        return self._read(self._text, batch)
+
+    def _read(self, text: Any, batch: Batch) -> Tensor:
+        with causal_blocks(text.config) if self.recipe.compile else nullcontext():
+            states: Tensor = text(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         return states
 
     def _head_loss(self, ids: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, float]]:
