@@ -343,6 +343,8 @@ def write(draft: Path) -> None:
     is_text = recipe.get("workload") == "code"
     borrowed = {"independent": "", "eagle3": "; embeddings are those of the target"}
     examples = f"{data:,} examples" if data else "every example once"
+    if share := recipe.get("data", {}).get("sampled_share"):
+        examples += f", {100 * share:.0f} % of the batches with answers that the target samples"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
     path = draft / "README.md"
     notes = path.read_text().partition("\n## Notes\n")[2] if path.exists() else ""

@@ -151,9 +151,11 @@ class TokenSampler:
             logits: the draft's, over the target's vocabulary, on any device; -inf for tokens that the draft does not know.
             positions: of the proposed tokens, [n], or [1] if all rows have one position. The temperature is above 0.
         """
+        if len(positions) == 1:
+            return self.perturbed(logits, self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device))
         distinct, inverse = np.unique(positions, return_inverse=True)
         noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
-        return self.perturbed(logits, noise if len(distinct) == 1 else noise[transfer.to_device(inverse, noise.device)])
+        return self.perturbed(logits, noise[transfer.to_device(inverse, noise.device)])
 
     def perturbed(self, logits: Tensor, noise: Tensor) -> Tensor:
         """``proposal_scores``, with the noise of the positions, [n, vocabulary] or [vocabulary]."""

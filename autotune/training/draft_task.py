@@ -95,7 +95,6 @@ class DraftTask(Task):
         self._sampler = self.target.model
         if data.sampled_share > 0 and half_precision is not None:
             self._sampler = copy.deepcopy(self.target.model).to(half_precision)
-        self._compare = make_divergence(compiled=recipe.compile)
         self._training_lines: list[Line] | None = None
         if split is not None:
             training, held_out = split
@@ -189,6 +188,7 @@ class DraftTask(Task):
         return SampledBatches(batches, self._sampler, data.sampled_share, data.temperatures, folder)
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
+        self._compare = make_divergence(stage.divergence, compiled=self.recipe.compile)
         self._teacher_batches = self._batches_of(stage, number)
         self._stage_number = number
         self._held_out = []

@@ -13,6 +13,7 @@ from autotune.drafters.checkpoint import NETWORKS
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.modeling.loading import resolve
+from autotune.training.divergence import DivergenceName
 from autotune.training.teacher import DistillationRule
 from autotune.workloads.code.examples import CODE_TASKS
 from autotune.workloads.digits import TASKS
@@ -84,6 +85,10 @@ class Stage(Document):
     feature_weight: float | None = Field(default=None, ge=0)
     """Drafting: weight of the SmoothL1 loss between the draft's states and the target's last features. None: that of the
     draft's paper.
+    """
+    divergence: DivergenceName = "kl"
+    """Distillation and drafting: how the draft's distributions are compared with the target's: ``kl``, or ``lk``, which weighs
+    the acceptance rate more the higher it is (``training/divergence.py``).
     """
     unrolled_steps: int = Field(default=6, ge=1)
     """Training of ``eagle3`` and ``mtp``: number of tokens that are drafted at every position, one from the next."""
@@ -236,6 +241,13 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         ):
             what = f"an {recipe.model} head" if recipe.model in UNROLLED else f"a {recipe.model} draft"
             yield f"{what} has no subnets and imitates no features; remove distillation, subnets and feature_weight"
+        compares = stage.objective == "drafting" or stage.mtp_weight > 0
+        compares |= stage.objective == "distillation" and recipe.workload == "code"
+        if stage.divergence != "kl" and not compares:
+            yield (
+                f"divergence is for drafts, and for stages with an mtp_weight; got {stage.divergence} for the objective "
+                f"{stage.objective} of {recipe.workload}; remove it"
+            )
         if stage.objective == "text" and recipe.workload == "digits":
             yield "objective text is for the workload code; got it for digits; change one of them"
         if recipe.workload == "code" and stage.objective in ("grounding", "answers"):

@@ -60,7 +60,7 @@ class TextTask(Task):
                     f"{recipe_path}: num_layers of a stage must divide the {self.num_layers} layers of the model; got "
                     f"{stage.num_layers} in stage {number + 1}; give a divisor"
                 )
-        self._token_loss, self._compare = token_loss, make_divergence(compiled=recipe.compile)
+        self._token_loss = token_loss
         if recipe.compile:
             self._token_loss = torch.compile(token_loss, dynamic=False)
             for model in (self.model, self.teacher):
@@ -107,6 +107,7 @@ class TextTask(Task):
         )
         self._held_out, self._held_out_bytes = held_out[0], held_out.num_bytes(0)
         self._text = with_layers(self.model.model, self.running_layers(stage))
+        self._compare = make_divergence(stage.divergence, compiled=self.recipe.compile)
         self._num_drafted = stage.unrolled_steps if stage.mtp_weight > 0 else 0
         head = self.head if self._num_drafted else None
         return [*self._text.parameters(), *(() if head is None else head.parameters())]

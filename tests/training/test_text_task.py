@@ -376,6 +376,11 @@ def test_a_draft_continues_from_the_stored_one(tmp_path: Path) -> None:
         ),
         ([DEEP], {"mtp": "../mtp"}, "got mtp ../mtp and no such stage; give both or neither"),
         (
+            [{**DEEP, "divergence": "lk"}],
+            {},
+            "divergence is for drafts, and for stages with an mtp_weight; got lk for the objective text of code; remove it",
+        ),
+        (
             [SHALLOW],
             {"initial_weights": "stored"},
             "initial_weights is for dream, .*; got stored for target; remove it",
