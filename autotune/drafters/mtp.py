@@ -167,6 +167,12 @@ def new_mtp(target: Target) -> MtpNetwork:
     config = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
     network = MtpNetwork(config, target)
     nn.init.normal_(network.eh_proj.weight, std=network.eh_proj.in_features**-0.5)
+    copy_last_layer(network, target)
+    return network
+
+
+def copy_last_layer(network: MtpNetwork, target: Target) -> None:
+    """Give a head the target's last layer and final norm, where it has the same."""
     last = target.text.layers[-1].state_dict()
     own = network.layer.state_dict()
     if target.text.quantization is None and {name: t.shape for name, t in last.items()} == {
@@ -176,7 +182,6 @@ def new_mtp(target: Target) -> MtpNetwork:
         final = getattr(target.text.module, "norm", None)
         if type(final) is type(network.norm):
             network.norm.load_state_dict(final.state_dict())
-    return network
 
 
 def save_mtp(network: MtpNetwork, folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.drafters.mtp import MtpNetwork, load_mtp, new_mtp, save_mtp
+from autotune.drafters.mtp import MtpNetwork, copy_last_layer, load_mtp, new_mtp, save_mtp
 from autotune.errors import UserError
 from autotune.modeling.loading import load_model, load_processor
 from autotune.modeling.target import Target
@@ -72,9 +72,8 @@ class TextTask(Task):
         if self.recipe.mtp is None:
             return None
         target, folder = Target(self.model), recipe_path.parent / self.recipe.mtp
-        if self.recipe.trained_stages > 0 and (folder / "config.json").exists():
-            return load_mtp(folder, target).requires_grad_(True)
-        return new_mtp(target)
+        self._is_new_head = self.recipe.trained_stages == 0 or not (folder / "config.json").exists()
+        return new_mtp(target) if self._is_new_head else load_mtp(folder, target).requires_grad_(True)
 
     @property
     def num_layers(self) -> int:
@@ -86,7 +85,9 @@ class TextTask(Task):
 
     @torch.no_grad()
     def grow(self, previous: Stage, stage: Stage) -> None:
-        """Copy the layers that ran into those that run from now on, which then share the residual update of their original."""
+        """Copy the layers that ran into those that run from now on, which then share the residual update of their original. A new
+        head that is trained from now on begins with the last layer.
+        """
         old, new = self.running_layers(previous), self.running_layers(stage)
         copies = max(1, len(new) // len(old))
         for number in new:
@@ -98,6 +99,8 @@ class TextTask(Task):
             layer = self.model.model.layers[number]
             for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 projection.weight.div_(copies)
+        if self.head is not None and self._is_new_head and stage.mtp_weight > 0 and previous.mtp_weight == 0:
+            copy_last_layer(self.head, Target(self.model))
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
         seed, tasks = 10 * self.recipe.seed + number, stage.tasks or self.recipe.tasks

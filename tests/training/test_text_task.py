@@ -214,6 +214,31 @@ def test_an_interrupted_run_reaches_the_same_weights(tmp_path: Path, monkeypatch
             assert torch.equal(value, found[name]), name
 
 
+@torch.no_grad()
+def test_a_new_head_begins_with_the_last_layer_of_the_trained_model(tmp_path: Path) -> None:
+    """Where stages without it came before."""
+    path = write_recipe(tmp_path, SHALLOW, JOINT, mtp="head")
+    task, without, with_head = TextTask(load_recipe(path), path), Stage(**SHALLOW), Stage(**JOINT)
+    layers = task.model.model.layers[-1].mlp.up_proj, task.head.layer.mlp.up_proj
+    layers[0].weight.add_(1.0)
+    task.grow(without, with_head)
+    assert torch.equal(layers[0].weight, layers[1].weight)
+    layers[1].weight.add_(1.0)
+    trained = layers[1].weight.clone()
+    task.grow(with_head, with_head)
+    assert torch.equal(layers[1].weight, trained), "its training goes on"
+
+
+def test_a_stored_head_goes_on_as_it_is(tmp_path: Path) -> None:
+    train(write_recipe(tmp_path, SHALLOW, JOINT, mtp="head"))
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    (tmp_path / ".checkpoint" / "state.safetensors").unlink()
+    quiet = {**JOINT, "learning_rate": 1e-9}
+    train(write_recipe(tmp_path, SHALLOW, SHALLOW, quiet, mtp="head", trained_stages=2))
+    for name, value in load_file(tmp_path / "head" / "model.safetensors").items():
+        assert torch.equal(value, stored[name]), name
+
+
 def test_a_head_is_trained_with_the_model(tmp_path: Path) -> None:
     """Its loss is that of unrolled drafting on the same row, reaches the model through what the head reads, and the head is a draft
     from which its own recipe continues.
