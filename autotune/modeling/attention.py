@@ -1,10 +1,14 @@
-"""The kernels of scaled dot-product attention that all models of a process may use on a GPU.
+"""The attention of a model: the function that its layers call, and the kernels that all models of a process may use on a GPU.
 
 cuDNN, which torch prefers on recent GPUs, is left out. It builds a plan for every new shape, and eager decoding meets a new
 shape with every token; and it was found to corrupt the output of models with few KV heads (pytorch issue 193893).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -24,3 +28,14 @@ def choose_attention(device: torch.device | str) -> tuple[str, ...]:
     torch.backends.cuda.enable_mem_efficient_sdp(True)
     torch.backends.cuda.enable_math_sdp(True)
     return ATTENTION_BACKENDS
+
+
+@contextmanager
+def attention_function(config: Any, name: str) -> Iterator[None]:
+    """Within the context, a text model with this config calls the attention that transformers knows by ``name``."""
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

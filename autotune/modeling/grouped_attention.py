@@ -8,8 +8,7 @@ bit on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
+from autotune.modeling.attention import attention_function
 from autotune.modeling.flex_attention import TreeBlockMask, refuse_changed_scores, tree_attention
 
 _NAME = "autotune_grouped_sdpa"
@@ -97,17 +97,8 @@ AttentionInterface.register(_NAME, _attend)
 AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-@contextmanager
-def attention_of_steps(config: Any) -> Iterator[None]:
+def attention_of_steps(config: Any) -> AbstractContextManager[None]:
     """Within the context, a text model with this config and ``sdpa`` attention does not copy keys and values, and takes block
     masks.
     """
-    name = config._attn_implementation
-    if name != "sdpa":
-        yield
-        return
-    config._attn_implementation = _NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = name
+    return attention_function(config, _NAME) if config._attn_implementation == "sdpa" else nullcontext()

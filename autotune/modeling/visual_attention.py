@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autotune.documents.subnet import VisualRanking
+from autotune.modeling.attention import attention_function
 from autotune.modeling.text_model import TextModel
 
 _NAME = "autotune_observed_attention"
@@ -80,11 +81,8 @@ def observed_attention(text: TextModel, callback: Callable[[LayerAttention], Non
 
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[inner_name])
-    text_config._attn_implementation = _NAME
-    try:
+    with attention_function(text_config, _NAME):
         yield
-    finally:
-        text_config._attn_implementation = inner_name
 
 
 def _eager_of(module: nn.Module) -> Any:

@@ -33,11 +33,10 @@ def lk_divergence(logits: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Ten
     overlap of all tokens. A small draft then spends less of its capacity on tokens that are hardly ever sampled.
     """
     logprobs = logits.float().log_softmax(-1)
-    kl = functional.kl_div(logprobs, teacher_logprobs, reduction="none", log_target=True).sum(-1)
+    kl, agrees = divergence(logprobs, teacher_logprobs)
     overlap = torch.minimum(logprobs, teacher_logprobs).exp().sum(-1)
     weight = torch.exp(-LK_DECAY * overlap.detach().mean())
-    found = weight * kl + (1.0 - weight) * (1.0 - overlap)
-    return found, (logprobs.argmax(-1) == teacher_logprobs.argmax(-1)).float()
+    return weight * kl + (1.0 - weight) * (1.0 - overlap), agrees
 
 
 def make_divergence(name: DivergenceName = "kl", *, compiled: bool) -> Divergence:
