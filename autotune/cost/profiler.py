@@ -90,7 +90,8 @@ def profile(
     if not drafts:
         raise UserError("a cost table needs a draft; name one with --draft")
     started, limit_s = clock(), settings.time_limit_s
-    settings = replace(settings, every_row=target.text.quantization is not None)
+    every_row = target.text.quantization is not None or target.device.type == "cpu"
+    settings = replace(settings, every_row=every_row)
     monitor = ContentionMonitor(str(target.device))
     loaded = [draft for draft, _ in drafts]
     benches = [StepBench(target, draft, settings) for draft in loaded]

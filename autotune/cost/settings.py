@@ -36,7 +36,7 @@ class ProfileSettings:
     time_limit_s: float = 90.0
     """For the whole table. Slow models get fewer samples, sizes and prompts."""
     every_row: bool = False
-    """Verifications of every number of tokens up to 33 are measured, for a quantized target."""
+    """Verifications of every number of tokens up to 33 are measured, for a quantized target and on a CPU."""
     seed: int = 0
 
     @property

@@ -32,7 +32,9 @@ KV_STEP = 16  # tokens between two KV lengths of the prices
 # the first eight; then full trees of 64 and 128 nodes with their root, and the widest level of wetap.
 TOKENS = (*range(1, 11), 12, 16, 17, 24, 32, 33, 48, 65, 129)
 EVERY_ROW = tuple(range(1, 34))
-"""Numbers of tokens measured in addition where kernels may change with any of them, as those of quantized products do."""
+"""Numbers of tokens measured in addition where kernels may change with any of them, as those of quantized products do, and those of
+CPUs, on some of which an odd number takes longer than the even one after it.
+"""
 
 
 def _add_nodes(content: dict[str, Any]) -> None:

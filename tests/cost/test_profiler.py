@@ -21,7 +21,7 @@ from autotune.cost.roofline import estimate_table
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.step_bench import StepBench
 from autotune.cost.surface import Surface
-from autotune.cost.table import TOKENS, CostTable
+from autotune.cost.table import EVERY_ROW, TOKENS, CostTable
 from autotune.device import fingerprint
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_draft, new_network, save_draft
@@ -127,8 +127,10 @@ def sizes(surface: Surface) -> set[tuple[int, int]]:
 
 def test_every_surface_is_a_full_grid_with_held_out_points(table: CostTable) -> None:
     coarse = {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)}
-    for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
-        assert coarse <= sizes(surface) <= {(n, m) for n in TOKENS for m in SETTINGS.kv_lengths}
+    draft = table.drafts[0]
+    finest = ((table.verify, {*TOKENS, *EVERY_ROW}), (draft.draft_first, TOKENS), (draft.draft_level, TOKENS))
+    for surface, tokens in finest:
+        assert coarse <= sizes(surface) <= {(n, m) for n in tokens for m in SETTINGS.kv_lengths}
         assert {(p.tokens, p.kv_length) for p in surface.held_out} == set(SETTINGS.held_out)
         surface.latency_ms(np.array([1.0, TOKENS[-1]]), np.array([16.0, 128.0]), model="linear")  # a full grid
     assert {(1, 32), (1, 128)} <= sizes(table.decode) <= {(1, m) for m in SETTINGS.kv_lengths}

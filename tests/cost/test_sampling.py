@@ -149,6 +149,18 @@ def test_any_number_of_tokens_may_be_a_step_of_a_quantized_kernel() -> None:
     assert tokens_of(every.surface(every.draft_levels[0])) == list(COARSE_TOKENS)
 
 
+def test_odd_numbers_of_tokens_that_take_longer_are_found() -> None:
+    """As on some CPUs: a tree that knows it has one node more."""
+
+    def uneven(n: int, m: int) -> float:
+        return straight(n, m) * (1.05 if n % 2 else 1.0)
+
+    sampler = measured(Bench(uneven), every_row=True)
+    prices = sampler.surface(sampler.verify).latency_ms(np.arange(1.0, 34.0), np.array([32.0]), model="linear")[:, 0]
+    odd, even_after = prices[10:30:2], prices[11:31:2]  # of 11 and 12 tokens, 13 and 14, ...
+    assert (odd > even_after).sum() == sum(uneven(n, 32) > uneven(n + 1, 32) for n in range(11, 31, 2)) > 5
+
+
 def test_surface_that_is_not_linear_in_kv_length_gets_the_middle_length() -> None:
     def bent(n: int, m: int) -> float:
         return straight(n, m) * (1.5 if m >= 64 else 1.0)
