@@ -24,13 +24,14 @@ from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.model_pool import ModelPool
 from autotune.search.uncertainty import ratio_interval, speedup_interval
 from autotune.study.document import Finalist, MeasuredDefault
+from autotune.trees.limits import Floats
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import Workload
 
 NAMES = [*ascii_uppercase, *map("".join, itertools.product(ascii_uppercase, repeat=2))]  # of rows: A to Z, AA, AB, ...
 MAX_SIMILAR = 2  # finalists with the same draft and policy
 NUM_CONFIRMED, NUM_CONFIRMED_OF_KIND = 64, 8
-MAX_TIE = 1.005  # times the fastest arm's total time
+MAX_TIE = 1.005  # ratio of speedups
 
 
 def published_defaults(model_pool: ModelPool) -> dict[str, Configuration]:
@@ -92,7 +93,7 @@ class MeasuredFinalists:
     """Results of finalists and published defaults in real runs on tuning prompts."""
 
     winner: Configuration
-    """The fastest of all; a difference inside the noise goes to the smaller tree."""
+    """The fastest of all (``_winner``)."""
     finalists: list[Finalist]
     defaults: list[MeasuredDefault]
     best_defaults: list[str]
@@ -104,6 +105,7 @@ def measure_finalists(
     defaults: Mapping[str, Configuration],
     runner: ArmRunner,
     evaluator: Evaluator,
+    every: Evaluator,
     prompts: Workload,
     console: Console,
     *,
@@ -114,7 +116,8 @@ def measure_finalists(
     """Run finalists and published defaults until the fastest is known or the time is over.
 
     Args:
-        prompts: the first of those that the evaluator has replayed.
+        every: an evaluator of more prompts, on which finalists that measure alike are told apart.
+        prompts: the first of those that ``evaluator`` has replayed.
         deadline: of ``time.monotonic``.
         prompts_per_round: number of prompts between two interim analyses.
     """
@@ -157,7 +160,11 @@ def measure_finalists(
     ratio = sum(run.decode_ms for run in elimination.runs[AR]) / evaluator.ar_ms[order].sum()
     console.say(f"plain decoding took {ratio:.2f} times as long as the cost table predicts")
     configurations = {name: candidate.configuration for name, candidate in by_arm.items()} | dict(defaults)
-    winner = _winner(elimination)
+    estimates = {
+        name: every.evaluate(finalist.configuration).speedup * finalist.speedup / finalist.predicted_speedup
+        for name, finalist in zip(by_arm, results, strict=True)
+    }
+    winner = _winner(elimination, estimates)
     return MeasuredFinalists(configurations[winner], results, measured_defaults, elimination.remaining_defaults)
 
 
@@ -193,23 +200,37 @@ def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: in
     return predicted, (low * scale, high * scale)
 
 
-def _winner(elimination: Elimination) -> str:
-    """The arm with the least time; of arms that are tied with it, the one with the smallest trees."""
+def _winner(elimination: Elimination, estimates: Mapping[str, float]) -> str:
+    """The finalist with the highest estimate, of those that are not significantly slower than the fastest arm and not slower than
+    a default; of estimates within ``MAX_TIE``, that of the smallest trees. The fastest default where one is faster than every finalist.
+
+    Args:
+        estimates: speedup of every finalist on all replayed prompts: the predicted one, times measured over predicted speedup on
+            the prompts that were run (a ratio estimator). Few prompts are run, and they differ more than the predictions err.
+    """
     runs = elimination.runs
     ms = {
         name: np.array([run.decode_ms for run in runs[name]])
         for name in (*elimination.remaining, *elimination.remaining_defaults)
     }
-    # Defaults that were eliminated late have as many runs as the fastest arm, or fewer: compare on the same runs.
+
+    def on_common_runs(name: str, other: str) -> tuple[Floats, Floats]:
+        count = min(len(ms[name]), len(ms[other]))  # defaults that were eliminated late have fewer
+        return ms[name][:count], ms[other][:count]
+
+    def is_open(name: str) -> bool:
+        own_and_others = [on_common_runs(name, default) for default in elimination.remaining_defaults]
+        return bootstrap_ratio(*on_common_runs(name, fastest))[0] <= 1.0 and all(
+            own.sum() <= other.sum() for own, other in own_and_others
+        )
+
     fastest = min(ms, key=lambda name: float(ms[name].mean()))
-    winner = fastest
-    for name in ms:
-        count = min(len(ms[name]), len(ms[fastest]))
-        own_ms, fastest_ms = ms[name][:count], ms[fastest][:count]
-        is_tied = bootstrap_ratio(own_ms, fastest_ms)[0] <= 1.0 and own_ms.sum() <= MAX_TIE * fastest_ms.sum()
-        if is_tied and _nodes_per_round(runs[name]) < _nodes_per_round(runs[winner]):
-            winner = name
-    return winner
+    open_finalists = [name for name in elimination.remaining if is_open(name)]
+    if not open_finalists:
+        return fastest
+    best = max(estimates[name] for name in open_finalists)
+    tied = [name for name in open_finalists if estimates[name] * MAX_TIE >= best]
+    return min(tied, key=lambda name: _nodes_per_round(runs[name]))
 
 
 def _nodes_per_round(runs: Sequence[Run]) -> float:

@@ -146,6 +146,7 @@ class ProfileSelection:
             defaults,
             self.runner,
             confirming,
+            self.evaluator,
             self.prompts.confirming_workload,
             self.console,
             seed=self.seed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,10 @@ from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
+from autotune.search import finalists as module
+from autotune.search.elimination import Elimination
 from autotune.search.evaluator import Candidate, Evaluator
+from autotune.search.finalists import _winner
 from autotune.search.held_out import gains_of
 from autotune.search.model_pool import ModelPool
 from autotune.search.operating_points import prompts_of
@@ -157,15 +160,51 @@ def test_a_published_default_wins_if_it_is_the_fastest(selection: ProfileSelecti
         assert {gain.over: gain.speedup for gain in document.evidence.gains}[name] == pytest.approx(1.0)
 
 
-def test_ties_go_to_the_smaller_tree(selection: ProfileSelection, clock: Callable[..., None]) -> None:
-    """Tree sizes are those of the runs."""
-    finalists = finalists_of(selection)
-    sizes = {"finalist 2": 10, "finalist 4": 5}
-    clock(
-        lambda arm, prompt: {AR: 10.0}.get(arm.name, 5.0 if "final" in arm.name else 6.0),
-        nodes=lambda arm: sizes.get(arm.name, 20),
-    )
-    assert selection.measure_finalists(finalists) == finalists[3].configuration
+def _eliminated(
+    ms: Mapping[str, Sequence[float]], nodes: Mapping[str, int], defaults: Sequence[str] = ()
+) -> Elimination:
+    """Runs with these decoding times of each arm, none of which was eliminated; every run is of one round."""
+    runs = {
+        name: [run(one, verified_nodes=nodes.get(name, 10), rounds=1) for one in of_arm] for name, of_arm in ms.items()
+    }
+    return Elimination(runs, [name for name in ms if name not in defaults], list(defaults))
+
+
+NOISY, NOISY_TOO = [4.0, 6.0, 5.0, 5.2], [6.0, 4.0, 5.3, 5.0]
+
+
+def test_finalists_that_measure_alike_are_told_apart_by_their_estimates() -> None:
+    """Which correct predictions for all prompts by what was measured; of estimates that are alike, the smaller tree wins."""
+    alike = _eliminated({"A": NOISY, "B": NOISY_TOO}, {"A": 5, "B": 20})
+    assert _winner(alike, {"A": 2.0, "B": 2.1}) == "B"
+    assert _winner(alike, {"A": 2.1, "B": 2.0}) == "A"
+    assert _winner(alike, {"A": 2.0, "B": 2.005}) == "A", "the smaller tree"
+    slower = _eliminated({"A": NOISY, "B": [9.0, 9.5, 9.0, 9.2]}, {})
+    assert _winner(slower, {"A": 2.0, "B": 3.0}) == "A", "B is significantly slower"
+
+
+def test_no_finalist_wins_that_measured_slower_than_a_default() -> None:
+    ms = {"A": NOISY, "B": NOISY_TOO, "sage": [4.5, 5.5, 5.1, 5.15]}
+    assert sum(NOISY) < sum(ms["sage"]) < sum(NOISY_TOO)
+    assert _winner(_eliminated(ms, {}, ["sage"]), {"A": 2.0, "B": 2.5}) == "A"
+    ms["sage"] = [4.0, 4.0, 4.0, 4.0]
+    assert _winner(_eliminated(ms, {}, ["sage"]), {"A": 2.0, "B": 2.5}) == "sage"
+
+
+def test_the_estimate_is_of_all_tuning_prompts(
+    selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The predicted speedup there, times measured over predicted speedup on the prompts that were run."""
+    finalists, seen = finalists_of(selection), {}
+    monkeypatch.setattr(module, "_winner", lambda elimination, estimates: seen.update(estimates) or "finalist 1")
+    clock(lambda arm, prompt: {AR: 10.0}.get(arm.name, 5.0 if "final" in arm.name else 6.0))
+    selection.measure_finalists(finalists)
+    for number, candidate in enumerate(finalists, start=1):
+        there, here = (
+            of.ar_ms.sum() / of.replay(candidate.configuration).decode_ms.sum()
+            for of in (selection.evaluator, selection.prompts.confirming)
+        )
+        assert seen[f"finalist {number}"] == pytest.approx(2.0 * there / here)
 
 
 def test_little_time_measures_fewer_arms(
