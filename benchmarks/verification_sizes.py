@@ -77,7 +77,9 @@ def main(study: Path, draft: str, space: str, policies: tuple[str, ...]) -> None
     bench = StepBench(pool.target, pool.draft(draft), ProfileSettings(kv_lengths=(KV_LENGTH,)))
     for threads in sorted({1, torch.get_num_threads()}):
         steps = verification_steps(bench, threads)
-        console.say(f"{threads} threads, plain steps: " + ", ".join(f"{n}: {steps[n]:.2f}" for n in steps))
+        console.say(
+            f"threads: {threads}; verifications in plain steps: " + ", ".join(f"{n}: {steps[n]:.2f}" for n in steps)
+        )
         truth = Evaluator(traces, with_verification(costs, steps, (*EVERY_ROW, *LARGEST)))
         (variant,) = truth.traces
         rows = []
@@ -96,7 +98,7 @@ def main(study: Path, draft: str, space: str, policies: tuple[str, ...]) -> None
                 speedups += [f"{predicted:.3f}x", f"{truth.ar_ms_per_token / true.ms_per_token:.3f}x"]
             rows.append([policy, *speedups])
         columns = ["tree", "every size: predicted", "with all prices", "grid: predicted", "with all prices"]
-        console.table(f"The fastest trees of {draft}, {threads} threads", columns, rows)
+        console.table(f"The fastest trees of {draft}, threads: {threads}", columns, rows)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class MeasuredFinalists:
     """Results of finalists and published defaults in real runs on tuning prompts."""
 
     winner: Configuration
-    """The fastest of all (``_winner``)."""
+    """The fastest of all, by estimates for all tuning prompts."""
     finalists: list[Finalist]
     defaults: list[MeasuredDefault]
     best_defaults: list[str]
@@ -213,18 +213,17 @@ def _winner(elimination: Elimination, estimates: Mapping[str, float]) -> str:
         name: np.array([run.decode_ms for run in runs[name]])
         for name in (*elimination.remaining, *elimination.remaining_defaults)
     }
+    fastest = min(ms, key=lambda name: float(ms[name].mean()))
 
     def on_common_runs(name: str, other: str) -> tuple[Floats, Floats]:
         count = min(len(ms[name]), len(ms[other]))  # defaults that were eliminated late have fewer
         return ms[name][:count], ms[other][:count]
 
     def is_open(name: str) -> bool:
-        own_and_others = [on_common_runs(name, default) for default in elimination.remaining_defaults]
-        return bootstrap_ratio(*on_common_runs(name, fastest))[0] <= 1.0 and all(
-            own.sum() <= other.sum() for own, other in own_and_others
-        )
+        beside_defaults = [on_common_runs(name, default) for default in elimination.remaining_defaults]
+        is_behind = any(own.sum() > others.sum() for own, others in beside_defaults)
+        return not is_behind and bootstrap_ratio(*on_common_runs(name, fastest))[0] <= 1.0
 
-    fastest = min(ms, key=lambda name: float(ms[name].mean()))
     open_finalists = [name for name in elimination.remaining if is_open(name)]
     if not open_finalists:
         return fastest

@@ -191,6 +191,20 @@ def test_no_finalist_wins_that_measured_slower_than_a_default() -> None:
     assert _winner(_eliminated(ms, {}, ["sage"]), {"A": 2.0, "B": 2.5}) == "sage"
 
 
+def test_ties_go_to_the_smaller_tree(
+    selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tree sizes are those of the runs. Where all tuning prompts are run, estimates are what was measured."""
+    monkeypatch.setattr(selection, "evaluator", selection.prompts.confirming)
+    finalists = finalists_of(selection)
+    sizes = {"finalist 2": 10, "finalist 4": 5}
+    clock(
+        lambda arm, prompt: {AR: 10.0}.get(arm.name, 5.0 if "final" in arm.name else 6.0),
+        nodes=lambda arm: sizes.get(arm.name, 20),
+    )
+    assert selection.measure_finalists(finalists) == finalists[3].configuration
+
+
 def test_the_estimate_is_of_all_tuning_prompts(
     selection: ProfileSelection, clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
