@@ -11,10 +11,8 @@ explanations that are exactly right.
 
 from __future__ import annotations
 
-import ast
 import gzip
 import math
-import textwrap
 from collections import defaultdict
 from typing import Any
 
@@ -29,6 +27,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.training.batches import IGNORED
 from autotune.training.code_batches import CodeBatches
 from autotune.workloads.code.corpus import corpus
+from autotune.workloads.code.judge import is_valid
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
 from autotune.workloads.workload import code_prompts
 
@@ -161,17 +160,6 @@ def answer(decoder: Decoder, tokenizer: Any, settings: Prompt) -> tuple[str, boo
     tokens = output.sequences[0, output.stats.prompt_tokens :]
     is_ended = bool(tokens[-1] == tokenizer.eos_token_id)
     return tokenizer.decode(tokens, skip_special_tokens=True), is_ended
-
-
-def is_valid(prompt: str, body: str) -> bool:
-    """Whether the function at the end of a prompt is valid Python with a body that is not empty."""
-    lines = prompt.partition("\n\n")[2].splitlines()
-    start = max(number for number, line in enumerate(lines) if line.lstrip().startswith(("def ", "async def ")))
-    try:
-        parsed = ast.parse(textwrap.dedent("\n".join([*lines[start:], body]))).body
-    except (SyntaxError, ValueError):
-        return False
-    return bool(body.strip()) and isinstance(parsed[0], ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 if __name__ == "__main__":

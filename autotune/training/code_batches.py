@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,20 @@ from numpy.random import Generator
 from autotune.training.batches import IGNORED, Batch
 from autotune.training.recipe import FILES
 from autotune.workloads.code.corpus import CodeSplit
-from autotune.workloads.code.examples import make_example, random_window
+from autotune.workloads.code.examples import CODE_TASKS, CodeExample, make_example, random_window
 from autotune.workloads.prompt import chat_text
 
 CHARS_PER_TOKEN = 6  # more than any text has on average, so that a window always fills its row
 MAX_INDEX = 2**31
+Answered = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its answer."""
 
 
 @dataclass(frozen=True)
 class CodeBatches:
     """Rows of one length, each a window of a file, or tasks one behind the other with a window behind them.
 
-    All tokens are trained on, apart from made-up prompts.
+    All tokens are trained on, apart from made-up prompts and the prompts of the model's own answers.
     """
 
     tokenizer: Any
@@ -33,6 +36,8 @@ class CodeBatches:
     batch_size: int
     sequence_length: int
     seed: int
+    own_answers: Mapping[str, Sequence[Answered]] = field(default_factory=dict)
+    """By task: answers of the model itself that take the place of the reference answers (``training/own_answers.py``)."""
 
     def __getitem__(self, step: int) -> Batch:
         rng = np.random.default_rng([self.seed, step])
@@ -45,11 +50,14 @@ class CodeBatches:
         labels = self[step].labels
         return sum(len(self.tokenizer.decode(row[row != IGNORED]).encode()) for row in labels)
 
-    def prompt(self, rng: Generator) -> list[int]:
-        """Token ids of the prompt of a task, drawn by the tasks' frequencies."""
-        frequencies = {name: value for name, value in self.tasks.items() if name != FILES}
+    def example(self, rng: Generator, tasks: Sequence[str] = CODE_TASKS) -> CodeExample:
+        """An example of one of the tasks, drawn by their frequencies."""
+        frequencies = {name: self.tasks[name] for name in tasks if name in self.tasks}
         shares = np.array([*frequencies.values()]) / sum(frequencies.values())
-        example = make_example(self.split, str(rng.choice([*frequencies], p=shares)), int(rng.integers(MAX_INDEX)))
+        return make_example(self.split, str(rng.choice([*frequencies], p=shares)), int(rng.integers(MAX_INDEX)))
+
+    def encode_prompt(self, example: CodeExample) -> list[int]:
+        """Token ids of a prompt as a chat, up to where the answer begins."""
         return self._encode(chat_text(self.tokenizer, example.prompt, num_images=0))
 
     def _row(self, rng: Generator) -> tuple[list[int], list[int]]:
@@ -78,8 +86,11 @@ class CodeBatches:
 
     def _item(self, task: str, index: int) -> tuple[list[int], list[int]]:
         """An example of a task: its prompt as a chat, its answer, and the end of text unless the answer has none."""
+        if own := self.own_answers.get(task):
+            prompt, answer = own[index % len(own)]
+            return [*prompt, *answer], [IGNORED] * len(prompt) + answer
         example = make_example(self.split, task, index)
-        prompt = self._encode(chat_text(self.tokenizer, example.prompt, num_images=0))
+        prompt = self.encode_prompt(example)
         answer = self._encode(example.answer) + [self.tokenizer.eos_token_id] * (not example.is_open)
         labels = prompt[1:] if example.is_prompt_text else [IGNORED] * (len(prompt) - 1)
         return [*prompt, *answer], [IGNORED, *labels, *answer]

@@ -16,6 +16,7 @@ from autotune.modeling.loading import resolve
 from autotune.training.divergence import DivergenceName
 from autotune.training.teacher import DistillationRule
 from autotune.workloads.code.examples import CODE_TASKS
+from autotune.workloads.code.judge import OPEN_TASKS
 from autotune.workloads.digits import TASKS
 
 Objective = Literal["grounding", "answers", "text", "distillation", "drafting"]
@@ -71,6 +72,13 @@ class Stage(Document):
     """Text: number of layers that run in this stage. When a later stage has more, the new ones begin as copies of those before
     them (Gong et al. 2019), with their share of the residual update. None: all layers.
     """
+    own_answers: int = Field(default=0, ge=0)
+    """Text: number of prompts of the open tasks (``complete``, ``document``, ``continue``) that the model answers when the stage begins.
+    Good answers (``workloads/code/judge.py``) take the place of the reference answers of these tasks (rejection sampling fine-tuning,
+    arXiv 2308.01825). They are stored in ``.autotune/sampled-answers``. 0: reference answers.
+    """
+    temperature: float = Field(default=1.0, gt=0)
+    """Text: sampling temperature of the model's own answers."""
     grounding_weight: float = Field(default=0.0, ge=0)
     min_visual_keep: float = Field(default=1.0, gt=0, le=1)
     """Distillation: half of the steps drop visual tokens at random, down to this share, so that the draft tolerates pruning."""
@@ -248,6 +256,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
                 f"divergence is for drafts, and for stages with an mtp_weight; got {stage.divergence} for the objective "
                 f"{stage.objective} of {recipe.workload}; remove it"
             )
+        if stage.own_answers > 0 and stage.objective != "text":
+            yield f"own_answers is for the objective text; got it for {stage.objective}; remove it"
+        if stage.own_answers > 0 and not set(OPEN_TASKS) & set(stage.tasks or recipe.tasks):
+            yield f"own_answers needs a task among {', '.join(OPEN_TASKS)}; got {', '.join(stage.tasks or recipe.tasks)}; add one"
         if stage.objective == "text" and recipe.workload == "digits":
             yield "objective text is for the workload code; got it for digits; change one of them"
         if recipe.workload == "code" and stage.objective in ("grounding", "answers"):

@@ -84,7 +84,7 @@ class SampledBatches:
     def _prompts(self, rng: np.random.Generator, number: int) -> list[list[int]]:
         prompts: list[list[int]] = []
         while len(prompts) < number:
-            prompt = self.batches.prompt(rng)
+            prompt = self.batches.encode_prompt(self.batches.example(rng))
             if len(prompt) <= self.batches.sequence_length - MIN_ANSWER:
                 prompts.append(prompt)
         return prompts

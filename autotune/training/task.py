@@ -23,6 +23,9 @@ class Task(ABC):
     def grow(self, previous: Stage, stage: Stage) -> None:  # noqa: B027
         """Called once between two stages, before the second one begins."""
 
+    def prepare(self, stage: Stage, number: int) -> None:  # noqa: B027
+        """Called once before the first step of a stage, and not when the stage is resumed."""
+
     @abstractmethod
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
         """The loss of one step, and metrics to display."""

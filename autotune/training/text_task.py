@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from autotune.drafters.mtp import MtpNetwork, copy_last_layer, load_mtp, new_mtp, save_mtp
 from autotune.errors import UserError
+from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor
 from autotune.modeling.target import Target
 from autotune.training.batches import IGNORED, Batch
@@ -22,21 +24,29 @@ from autotune.training.build import build_text_model, train_code_tokenizer
 from autotune.training.causal_attention import causal_blocks
 from autotune.training.code_batches import CodeBatches
 from autotune.training.divergence import make_divergence
+from autotune.training.examples import Report
 from autotune.training.model_task import copy_teacher_weights
+from autotune.training.own_answers import read_own_answers, write_own_answers
 from autotune.training.recipe import Recipe, Stage, teacher_name, trained_folder
 from autotune.training.task import Task
 from autotune.training.unrolled import unrolled_divergence
+from autotune.workloads.code.corpus import installed_versions
 
 HELD_OUT_SEED = 1
 
 
 class TextTask(Task):
-    """Trains a causal text model on rows of files and tasks. Stages may run only some of its layers."""
+    """Trains a causal text model on rows of files and tasks. Stages may run only some of its layers.
+
+    Args:
+        report: called while the model samples answers.
+    """
 
     model: Any
 
-    def __init__(self, recipe: Recipe, recipe_path: Path) -> None:
+    def __init__(self, recipe: Recipe, recipe_path: Path, report: Report | None = None) -> None:
         self.recipe = recipe
+        self.report = report
         self.teacher: Any | None = None
         if recipe.teacher is not None:
             name = teacher_name(recipe, recipe_path)
@@ -102,9 +112,23 @@ class TextTask(Task):
         if self.head is not None and self._is_new_head and stage.mtp_weight > 0 and previous.mtp_weight == 0:
             copy_last_layer(self.head, Target(self.model))
 
+    def prepare(self, stage: Stage, number: int) -> None:
+        """Sample the model's own answers of the stage."""
+        if stage.own_answers > 0:
+            write_own_answers(
+                self._own_answers_path(number),
+                copy.deepcopy(self.model),  # the copy's layers are not compiled
+                self._training_batches(stage, number),
+                num_prompts=stage.own_answers,
+                temperature=stage.temperature,
+                report=self.report,
+            )
+
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
-        seed, tasks = 10 * self.recipe.seed + number, stage.tasks or self.recipe.tasks
-        self._batches = CodeBatches(self.tokenizer, tasks, "train", stage.batch_size, stage.sequence_length, seed)
+        self._batches = self._training_batches(stage, number)
+        if stage.own_answers > 0:
+            own_answers = read_own_answers(self._own_answers_path(number))
+            self._batches = dataclasses.replace(self._batches, own_answers=own_answers)
         held_out = CodeBatches(
             self.tokenizer, self.recipe.tasks, "tune", stage.batch_size, stage.sequence_length, HELD_OUT_SEED
         )
@@ -114,6 +138,14 @@ class TextTask(Task):
         self._num_drafted = stage.unrolled_steps if stage.mtp_weight > 0 else 0
         head = self.head if self._num_drafted else None
         return [*self._text.parameters(), *(() if head is None else head.parameters())]
+
+    def _training_batches(self, stage: Stage, number: int) -> CodeBatches:
+        seed, tasks = 10 * self.recipe.seed + number, stage.tasks or self.recipe.tasks
+        return CodeBatches(self.tokenizer, tasks, "train", stage.batch_size, stage.sequence_length, seed)
+
+    def _own_answers_path(self, number: int) -> Path:
+        recipe = self.recipe.model_dump(mode="json", exclude_defaults=True)
+        return WORKSPACE / "sampled-answers" / f"{content_key([recipe, number, installed_versions()])}.json"
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
         batch = self._batches[step]

@@ -170,6 +170,8 @@ class Trainer:
         stage, module = self.recipe.stages[number], self.task.module
         if first_step == 0 and number > 0:
             self.task.grow(self.recipe.stages[number - 1], stage)
+        if first_step == 0:
+            self.task.prepare(stage, number)
         parameters = self.task.begin(stage, number)
         optimizers = make_optimizers(module, parameters, stage)
         if first_step > 0:
@@ -266,9 +268,9 @@ def make_task(
     *,
     half_precision: torch.dtype | None = None,
 ) -> Task:
-    if recipe.model not in FEATURE_DRAFTS:
-        return (ModelTask if recipe.workload == "digits" else TextTask)(recipe, recipe_path)
     report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
+    if recipe.model not in FEATURE_DRAFTS:
+        return ModelTask(recipe, recipe_path) if recipe.workload == "digits" else TextTask(recipe, recipe_path, report)
     return DraftTask(recipe, recipe_path, accelerator, report=report, half_precision=half_precision)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from autotune.drafters.checkpoint import load_draft, new_network
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.training import build, trainer
+from autotune.training import build, own_answers, trainer
 from autotune.training.batches import IGNORED
 from autotune.training.code_batches import CodeBatches
 from autotune.training.recipe import Stage, load_recipe
@@ -300,6 +301,50 @@ def test_a_share_of_the_batches_is_sampled(tokenizer: Any, tmp_path: Path) -> No
     assert not torch.equal(others[0].labels[:, -32:], sampled[1].labels[:, -32:])
 
 
+def test_good_answers_of_the_model_take_the_place_of_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are sampled once, before the stage's first step, from the weights that it begins with; a resumed stage reads them again."""
+    monkeypatch.setattr(own_answers, "is_good", lambda task, *args, **kwargs: task == "complete")
+    stage = {**DEEP, "own_answers": 6, "temperature": 1e-4, "sequence_length": 400}
+    tasks = {"continue": 1.0, "complete": 1.0, "explain": 1.0}
+    path = write_recipe(tmp_path / "target", DEEP, {**stage, "tasks": tasks})
+    reports: list[tuple[int, int]] = []
+    task, settings = TextTask(load_recipe(path), path, lambda *done: reports.append(done)), load_recipe(path).stages[1]
+    task.prepare(settings, 1)
+    assert reports == [(6, 6)]
+
+    task.begin(settings, 1)
+    own = task._batches.own_answers
+    assert {*own} == {"complete"} and 0 < len(own["complete"]) < 6
+    decoder = Decoder(Target(task.model))
+    for prompt, answer in own["complete"]:
+        assert task.tokenizer.decode(prompt).endswith("<|assistant|>")
+        greedy = decoder.generate(input_ids=torch.tensor([prompt]), max_new_tokens=len(answer))
+        assert greedy.sequences[0, len(prompt) :].tolist() == answer
+    prompt, answer = own["complete"][3 % len(own["complete"])]
+    assert task._batches._item("complete", 3) == ([*prompt, *answer], [IGNORED] * len(prompt) + answer)
+    references = dataclasses.replace(task._batches, own_answers={})
+    assert task._batches._item("continue", 3) == references._item("continue", 3)
+
+    with torch.no_grad():
+        for parameter in task.model.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(1))
+    task.begin(settings, 1)  # as a resumed stage does
+    assert task._batches.own_answers == own
+    task.prepare(settings, 1)
+    task.begin(settings, 1)
+    assert task._batches.own_answers != own
+
+
+def test_a_model_without_good_answers_cannot_learn_from_them(tmp_path: Path) -> None:
+    stage = {**DEEP, "own_answers": 2, "temperature": 0.5, "sequence_length": 400, "tasks": {"complete": 1.0}}
+    with pytest.raises(
+        UserError, match=r"got none of 2 that were sampled at temperature 0\.5; train the model further"
+    ):
+        train(write_recipe(tmp_path / "target", stage))
+
+
 def test_a_later_run_continues_from_the_stored_model(tmp_path: Path) -> None:
     """Only weights and tokenizer are needed; the log goes on."""
     folder = train(write_recipe(tmp_path / "model", SHALLOW))
@@ -414,6 +459,16 @@ def test_a_draft_continues_from_the_stored_one(tmp_path: Path) -> None:
             [SHALLOW],
             {"data": {"sampled_share": 0.5}},
             "sampled_share is for dream, .* on the workload code; got it for target on code; remove it",
+        ),
+        (
+            [{**SHALLOW, "own_answers": 4, "tasks": {"edit": 1.0}}],
+            {},
+            "own_answers needs a task among complete, document, continue; got edit; add one",
+        ),
+        (
+            [{**SHALLOW, "own_answers": 4, "objective": "distillation"}],
+            {"teacher": "../target"},
+            "own_answers is for the objective text; got it for distillation; remove it",
         ),
         ([SHALLOW], {"tasks": {"read": 1.0}}, "tasks must be among complete, .*; got read; remove or rename them"),
         (
