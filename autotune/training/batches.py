@@ -29,6 +29,8 @@ class Batch:
     """[images, 3, 192, 192]"""
     digits: Tensor | None
     """The class of the digit under every visual token, [images, visual tokens]."""
+    weights: Tensor | None = None
+    """Weight of the loss of every label, [batch, length]. None: 1."""
 
 
 @dataclass

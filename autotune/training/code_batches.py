@@ -20,6 +20,8 @@ CHARS_PER_TOKEN = 6  # more than any text has on average, so that a window alway
 MAX_INDEX = 2**31
 Answered = tuple[list[int], list[int]]
 """Token ids of a prompt and of its answer."""
+Row = tuple[list[int], list[int], list[float]]
+"""Token ids, labels and weights of the labels' losses, at the same positions."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,14 @@ class CodeBatches:
     seed: int
     own_answers: Mapping[str, Sequence[Answered]] = field(default_factory=dict)
     """By task: answers of the model itself that take the place of the reference answers (``training/own_answers.py``)."""
+    answer_weight: float = 1.0
+    """Weight of the loss of an answer's tokens; that of prompts and files is 1."""
 
     def __getitem__(self, step: int) -> Batch:
         rng = np.random.default_rng([self.seed, step])
         rows = [self._row(rng) for _ in range(self.batch_size)]
-        ids, labels = (torch.tensor(part) for part in zip(*rows, strict=True))
-        return Batch(ids[:, :-1].contiguous(), labels[:, 1:].contiguous(), None, None)
+        ids, labels, weights = (torch.tensor(part) for part in zip(*rows, strict=True))
+        return Batch(ids[:, :-1].contiguous(), labels[:, 1:].contiguous(), None, None, weights[:, 1:].contiguous())
 
     def num_bytes(self, step: int) -> int:
         """UTF-8 bytes of the labelled tokens of a batch."""
@@ -60,20 +64,22 @@ class CodeBatches:
         """Token ids of a prompt as a chat, up to where the answer begins."""
         return self._encode(chat_text(self.tokenizer, example.prompt, num_images=0))
 
-    def _row(self, rng: Generator) -> tuple[list[int], list[int]]:
-        """Token ids and labels at the same positions, one more than the row has."""
+    def _row(self, rng: Generator) -> Row:
+        """One position more than the row has."""
         num_tokens = self.sequence_length + 1
         ids: list[int] = []
         labels: list[int] = []
+        weights: list[float] = []
         frequencies = np.array([*self.tasks.values()]) / sum(self.tasks.values())
         while (task := str(rng.choice([*self.tasks], p=frequencies))) != FILES or not ids:
             if task == FILES:
                 break
-            item_ids, item_labels = self._item(task, int(rng.integers(MAX_INDEX)))
+            item_ids, item_labels, item_weights = self._item(task, int(rng.integers(MAX_INDEX)))
             if len(ids) + len(item_ids) > num_tokens:
                 break
             ids += item_ids
             labels += item_labels
+            weights += item_weights
         while len(ids) < num_tokens:
             room = num_tokens - len(ids)
             window = [
@@ -82,18 +88,23 @@ class CodeBatches:
             ]
             ids += window
             labels += [IGNORED, *window[1:]]
-        return ids[:num_tokens], labels[:num_tokens]
+            weights += [1.0] * len(window)
+        return ids[:num_tokens], labels[:num_tokens], weights[:num_tokens]
 
-    def _item(self, task: str, index: int) -> tuple[list[int], list[int]]:
+    def _item(self, task: str, index: int) -> Row:
         """An example of a task: its prompt as a chat, its answer, and the end of text unless the answer has none."""
         if own := self.own_answers.get(task):
             prompt, answer = own[index % len(own)]
-            return [*prompt, *answer], [IGNORED] * len(prompt) + answer
+            return self._join(prompt, [IGNORED] * len(prompt), answer)
         example = make_example(self.split, task, index)
         prompt = self.encode_prompt(example)
         answer = self._encode(example.answer) + [self.tokenizer.eos_token_id] * (not example.is_open)
         labels = prompt[1:] if example.is_prompt_text else [IGNORED] * (len(prompt) - 1)
-        return [*prompt, *answer], [IGNORED, *labels, *answer]
+        return self._join(prompt, [IGNORED, *labels], answer)
+
+    def _join(self, prompt: list[int], labels: list[int], answer: list[int]) -> Row:
+        weights = [1.0] * len(prompt) + [self.answer_weight] * len(answer)
+        return [*prompt, *answer], [*labels, *answer], weights
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.backend_tokenizer.encode(text).ids)

@@ -79,6 +79,8 @@ class Stage(Document):
     """
     temperature: float = Field(default=1.0, gt=0)
     """Text: sampling temperature of the model's own answers."""
+    answer_weight: float = Field(default=1.0, gt=0)
+    """Text: weight of the loss of an answer's tokens. That of prompts and files is 1."""
     grounding_weight: float = Field(default=0.0, ge=0)
     min_visual_keep: float = Field(default=1.0, gt=0, le=1)
     """Distillation: half of the steps drop visual tokens at random, down to this share, so that the draft tolerates pruning."""

@@ -141,7 +141,15 @@ class TextTask(Task):
 
     def _training_batches(self, stage: Stage, number: int) -> CodeBatches:
         seed, tasks = 10 * self.recipe.seed + number, stage.tasks or self.recipe.tasks
-        return CodeBatches(self.tokenizer, tasks, "train", stage.batch_size, stage.sequence_length, seed)
+        return CodeBatches(
+            self.tokenizer,
+            tasks,
+            "train",
+            stage.batch_size,
+            stage.sequence_length,
+            seed,
+            answer_weight=stage.answer_weight,
+        )
 
     def _own_answers_path(self, number: int) -> Path:
         recipe = self.recipe.model_dump(mode="json", exclude_defaults=True)
@@ -152,7 +160,7 @@ class TextTask(Task):
         if stage.objective == "distillation":
             return self._distillation(batch)
         hidden = self._states(batch)
-        loss = self._token_loss(hidden, self.model.lm_head.weight, batch.labels)
+        loss = self._text_loss(hidden, batch)
         if not self._num_drafted:
             return loss, {"loss": loss.item()}
         rows = slice(stage.mtp_rows)
@@ -164,7 +172,7 @@ class TextTask(Task):
         """Loss and bits per byte on rows of the tuning packages, and how often the head agrees with the model there."""
         ids, labels = self._held_out.input_ids, self._held_out.labels
         hidden = self._states(self._held_out)
-        loss = self._token_loss(hidden, self.model.lm_head.weight, labels).item()
+        loss = self._text_loss(hidden, self._held_out).item()
         bits = loss / math.log(2) * int((labels != IGNORED).sum())
         figures = self._head_loss(ids, hidden, labels)[1] if self._num_drafted else {}
         of_head = {f"held_out_{name}": figures[name] for name in figures if name != "loss"}
@@ -192,6 +200,11 @@ class TextTask(Task):
         token_losses, agrees = self._compare(self.model.lm_head(states[is_labelled]), teacher_logprobs)
         loss = token_losses.mean()
         return loss, {"loss": loss.item(), "agreement": agrees.mean().item()}
+
+    def _text_loss(self, hidden: Tensor, batch: Batch) -> Tensor:
+        assert batch.weights is not None
+        loss: Tensor = self._token_loss(hidden, self.model.lm_head.weight, batch.labels, batch.weights)
+        return loss
 
     def _states(self, batch: Batch) -> Tensor:
         """The model's last hidden states [batch, n, hidden], after its final norm."""
@@ -230,7 +243,8 @@ def with_layers(text: Any, numbers: list[int]) -> Any:
     return shallow
 
 
-def token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    """Mean next-token cross-entropy at the labelled positions."""
+def token_loss(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean of the next-token cross-entropy at the labelled positions."""
     logits = functional.linear(hidden, head).float()
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return (losses * weights.flatten()).sum() / weights[labels != IGNORED].sum()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from autotune.drafters.checkpoint import load_draft, new_network
@@ -150,6 +151,28 @@ def test_a_shallow_stage_trains_only_its_layers(tmp_path: Path) -> None:
     loss.backward()
     trained = {name for name, one in task.model.named_parameters() if one.grad is not None}
     assert trained == names
+
+
+def test_answers_may_weigh_more_than_prompts_and_files(tmp_path: Path) -> None:
+    stage = {**DEEP, "sequence_length": 400, "tasks": {"edit": 1.0, "files": 0.2}}
+    path = write_recipe(tmp_path, {**stage, "answer_weight": 3.0})
+    recipe = load_recipe(path)
+    task = TextTask(recipe, path)
+    task.begin(recipe.stages[0], 0)
+    batch = task._batches[0]
+    losses = cross_entropy(task.model(batch.input_ids).logits.mT, batch.labels, reduction="none")
+    is_answer = torch.zeros_like(batch.labels, dtype=torch.bool)
+    assistant, end = (task.tokenizer.convert_tokens_to_ids(token) for token in ("<|assistant|>", "<|end|>"))
+    for ids, row in zip(batch.input_ids.tolist(), is_answer, strict=True):
+        inside = False
+        for column, token in enumerate(ids):
+            inside = token == assistant or (inside and token != end)
+            row[column] = inside
+    is_labelled = batch.labels != IGNORED
+    assert is_answer[is_labelled].any() and not is_answer[is_labelled].all()
+    weights = torch.where(is_answer, 3.0, 1.0) * is_labelled
+    loss = task.loss(recipe.stages[0], 0)[0]
+    torch.testing.assert_close(loss, (losses * weights).sum() / weights.sum())
 
 
 def test_a_stage_may_have_tasks_of_its_own(tmp_path: Path) -> None:
@@ -323,7 +346,7 @@ def test_good_answers_of_the_model_take_the_place_of_references(
         greedy = decoder.generate(input_ids=torch.tensor([prompt]), max_new_tokens=len(answer))
         assert greedy.sequences[0, len(prompt) :].tolist() == answer
     prompt, answer = own["complete"][3 % len(own["complete"])]
-    assert task._batches._item("complete", 3) == ([*prompt, *answer], [IGNORED] * len(prompt) + answer)
+    assert task._batches._item("complete", 3)[:2] == ([*prompt, *answer], [IGNORED] * len(prompt) + answer)
     references = dataclasses.replace(task._batches, own_answers={})
     assert task._batches._item("continue", 3) == references._item("continue", 3)
 
