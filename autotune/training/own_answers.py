@@ -17,7 +17,7 @@ from autotune.files import write_bytes
 from autotune.training.code_batches import Answered, CodeBatches
 from autotune.training.sampled_batches import MIN_ANSWER, POOL_ROWS, sample_answers
 from autotune.workloads.code.examples import CodeExample
-from autotune.workloads.code.judge import OPEN_TASKS, is_good
+from autotune.workloads.code.judge import OPEN_TASKS, good_part
 
 
 def write_own_answers(
@@ -55,8 +55,9 @@ def write_own_answers(
             is_ended = answer[-1] == end
             tokens = answer[:-1] if is_ended else answer
             text = batches.tokenizer.decode(tokens)
-            if is_good(example.task, example.prompt, text, tokens, is_ended=is_ended):
-                good[example.task].append((prompt, answer))
+            length = good_part(example.task, example.prompt, text, tokens, is_ended=is_ended)
+            if length > 0:
+                good[example.task].append((prompt, answer if is_ended else answer[:length]))
         if report is not None:
             report(first + len(pool), num_prompts)
     if not good:

@@ -74,7 +74,7 @@ class Stage(Document):
     """
     own_answers: int = Field(default=0, ge=0)
     """Text: number of prompts of the open tasks (``complete``, ``document``, ``continue``) that the model answers when the stage begins.
-    Good answers (``workloads/code/judge.py``) take the place of the reference answers of these tasks (rejection sampling fine-tuning,
+    Their good parts (``workloads/code/judge.py``) take the place of the reference answers of these tasks (rejection sampling fine-tuning,
     arXiv 2308.01825). They are stored in ``.autotune/sampled-answers``. 0: reference answers.
     """
     temperature: float = Field(default=1.0, gt=0)

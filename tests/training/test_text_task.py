@@ -328,7 +328,7 @@ def test_good_answers_of_the_model_take_the_place_of_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are sampled once, before the stage's first step, from the weights that it begins with; a resumed stage reads them again."""
-    monkeypatch.setattr(own_answers, "is_good", lambda task, *args, **kwargs: task == "complete")
+    monkeypatch.setattr(own_answers, "good_part", lambda task, *args, **kwargs: 9 * (task == "complete"))
     stage = {**DEEP, "own_answers": 6, "temperature": 1e-4, "sequence_length": 400}
     tasks = {"continue": 1.0, "complete": 1.0, "explain": 1.0}
     path = write_recipe(tmp_path / "target", DEEP, {**stage, "tasks": tasks})
@@ -340,11 +340,11 @@ def test_good_answers_of_the_model_take_the_place_of_references(
     task.begin(settings, 1)
     own = task._batches.own_answers
     assert {*own} == {"complete"} and 0 < len(own["complete"]) < 6
-    decoder = Decoder(Target(task.model))
+    decoder, end = Decoder(Target(task.model)), task.tokenizer.eos_token_id
     for prompt, answer in own["complete"]:
         assert task.tokenizer.decode(prompt).endswith("<|assistant|>")
         greedy = decoder.generate(input_ids=torch.tensor([prompt]), max_new_tokens=len(answer))
-        assert greedy.sequences[0, len(prompt) :].tolist() == answer
+        assert greedy.sequences[0, len(prompt) :].tolist() == answer and (len(answer) == 9 or answer[-1] == end)
     prompt, answer = own["complete"][3 % len(own["complete"])]
     assert task._batches._item("complete", 3)[:2] == ([*prompt, *answer], [IGNORED] * len(prompt) + answer)
     references = dataclasses.replace(task._batches, own_answers={})

@@ -11,25 +11,30 @@ OPEN_TASKS = ("complete", "document", "continue")
 """Tasks with many good answers. The other tasks have one, the reference."""
 RUN_LENGTH, MAX_RUNS = 8, 2  # an answer repeats itself if it contains the same 8 tokens more than twice
 MIN_DOCSTRING = 15  # characters
+MIN_PASSAGE = 48  # tokens
 
 
-def is_good(task: str, prompt: str, answer: str, tokens: Sequence[int], *, is_ended: bool) -> bool:
-    """Whether an answer to one of the open tasks has the right form: it ends where an answer of its task has an end, it does not repeat
-    itself, and a completed function is valid Python.
+def good_part(task: str, prompt: str, answer: str, tokens: Sequence[int], *, is_ended: bool) -> int:
+    """Number of tokens of an answer to one of the open tasks that have the right form; 0 if it is wrong.
+
+    A completed function ends and is valid Python, a docstring ends and is one line, and neither repeats itself. A passage, which has
+    no end, is good up to where it begins to repeat itself.
 
     Args:
-        tokens: the answer's.
+        tokens: the answer's, without an end of text.
         is_ended: whether an end of text followed.
 
     Raises:
         KeyError: the task is not one of OPEN_TASKS.
     """
+    if task == "continue":
+        length = first_repetition(tokens)
+        return 0 if is_ended or length < MIN_PASSAGE else length
     has_form = {
-        "complete": lambda: is_ended and is_valid(prompt, answer),
-        "document": lambda: is_ended and "\n" not in answer and len(answer) >= MIN_DOCSTRING,
-        "continue": lambda: not is_ended,
+        "complete": lambda: is_valid(prompt, answer),
+        "document": lambda: "\n" not in answer and len(answer) >= MIN_DOCSTRING,
     }
-    return has_form[task]() and not repeats_itself(tokens)
+    return len(tokens) if has_form[task]() and is_ended and not repeats_itself(tokens) else 0
 
 
 def is_valid(prompt: str, body: str) -> bool:
@@ -45,5 +50,19 @@ def is_valid(prompt: str, body: str) -> bool:
 
 def repeats_itself(tokens: Sequence[int]) -> bool:
     """Whether the same run of tokens occurs more often than a text for people would have it."""
-    runs = Counter(tuple(tokens[start : start + RUN_LENGTH]) for start in range(len(tokens) - RUN_LENGTH + 1))
-    return max(runs.values(), default=0) > MAX_RUNS
+    return max(Counter(runs(tokens)).values(), default=0) > MAX_RUNS
+
+
+def first_repetition(tokens: Sequence[int]) -> int:
+    """Where a run of tokens begins that has occurred before; the number of tokens if there is none."""
+    seen: set[tuple[int, ...]] = set()
+    for start, run in enumerate(runs(tokens)):
+        if run in seen:
+            return start
+        seen.add(run)
+    return len(tokens)
+
+
+def runs(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """All runs of RUN_LENGTH tokens, in order."""
+    return [tuple(tokens[start : start + RUN_LENGTH]) for start in range(len(tokens) - RUN_LENGTH + 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.workloads.code.judge import is_good, is_valid, repeats_itself
+from autotune.workloads.code.judge import first_repetition, good_part, is_valid, repeats_itself
 
 PROMPT = 'Complete the function.\n\n    x = 1\n\n    def f(self, a):\n        """Doc."""\n'
 
@@ -14,6 +14,9 @@ def test_a_completion_is_judged_with_its_function() -> None:
     assert not is_valid(PROMPT, "        return (a")
     assert not is_valid(PROMPT, "  return a")
     assert not is_valid(PROMPT, "")
+
+
+RUN = [*range(8)]
 
 
 @pytest.mark.parametrize(
@@ -26,23 +29,31 @@ def test_a_completion_is_judged_with_its_function() -> None:
         ("document", "Return the first argument.", False, False),
         ("document", "Return.", True, False),
         ("document", "Return the first\nargument of it.", True, False),
-        ("continue", "x = 2", False, True),
-        ("continue", "x = 2", True, False),
     ],
 )
 def test_an_answer_has_the_form_of_its_task(task: str, answer: str, is_ended: bool, expected: bool) -> None:
-    assert is_good(task, PROMPT, answer, [1, 2, 3], is_ended=is_ended) == expected
-    assert not is_good(task, PROMPT, answer, [*range(8)] * 3, is_ended=is_ended)
+    tokens = [*range(30)]
+    assert good_part(task, PROMPT, answer, tokens, is_ended=is_ended) == 30 * expected
+    assert good_part(task, PROMPT, answer, RUN * 3, is_ended=is_ended) == 0
+
+
+def test_a_passage_is_good_up_to_where_it_repeats_itself() -> None:
+    passage = [*range(48)]
+    assert good_part("continue", PROMPT, "x", passage, is_ended=False) == 48
+    assert good_part("continue", PROMPT, "x", [*passage, *passage[:7], 99], is_ended=False) == 56
+    assert good_part("continue", PROMPT, "x", [*passage, *passage[:8], 99], is_ended=False) == 48
+    assert good_part("continue", PROMPT, "x", passage[1:], is_ended=False) == 0
+    assert good_part("continue", PROMPT, "x", passage, is_ended=True) == 0
 
 
 def test_only_open_tasks_are_judged() -> None:
     with pytest.raises(KeyError):
-        is_good("edit", PROMPT, "def f(): pass", [1], is_ended=True)
+        good_part("edit", PROMPT, "def f(): pass", [1], is_ended=True)
 
 
 def test_an_answer_repeats_itself_if_a_run_of_tokens_occurs_three_times() -> None:
-    run = [*range(8)]
-    assert repeats_itself([*run, 8, *run, 9, *run])
-    assert not repeats_itself([*run, 8, *run, 9, *run[:7]])
+    assert repeats_itself([*RUN, 8, *RUN, 9, *RUN])
+    assert not repeats_itself([*RUN, 8, *RUN, 9, *RUN[:7]])
     assert repeats_itself([5] * 10) and not repeats_itself([5] * 9)
     assert not repeats_itself([])
+    assert first_repetition([5] * 9) == 1 and first_repetition([5] * 8) == 8
