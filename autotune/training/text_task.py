@@ -109,7 +109,8 @@ class TextTask(Task):
             layer = self.model.model.layers[number]
             for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 projection.weight.div_(copies)
-        if self.head is not None and self._is_new_head and stage.mtp_weight > 0 and previous.mtp_weight == 0:
+        first_of_head = next((one for one in self.recipe.stages if one.mtp_weight > 0), None)
+        if self.head is not None and self._is_new_head and stage is first_of_head:
             copy_last_layer(self.head, Target(self.model))
 
     def prepare(self, stage: Stage, number: int) -> None:

@@ -240,17 +240,19 @@ def test_an_interrupted_run_reaches_the_same_weights(tmp_path: Path, monkeypatch
 
 @torch.no_grad()
 def test_a_new_head_begins_with_the_last_layer_of_the_trained_model(tmp_path: Path) -> None:
-    """Where stages without it came before."""
-    path = write_recipe(tmp_path, SHALLOW, JOINT, mtp="head")
-    task, without, with_head = TextTask(load_recipe(path), path), Stage(**SHALLOW), Stage(**JOINT)
+    """Where stages without it came before, and not again where such a stage lies between two that train it."""
+    path = write_recipe(tmp_path, SHALLOW, JOINT, JOINT, DEEP, JOINT, mtp="head")
+    recipe = load_recipe(path)
+    task, stages = TextTask(recipe, path), recipe.stages
     layers = task.model.model.layers[-1].mlp.up_proj, task.head.layer.mlp.up_proj
     layers[0].weight.add_(1.0)
-    task.grow(without, with_head)
+    task.grow(stages[0], stages[1])
     assert torch.equal(layers[0].weight, layers[1].weight)
     layers[1].weight.add_(1.0)
     trained = layers[1].weight.clone()
-    task.grow(with_head, with_head)
-    assert torch.equal(layers[1].weight, trained), "its training goes on"
+    for number in (2, 4):
+        task.grow(stages[number - 1], stages[number])
+        assert torch.equal(layers[1].weight, trained), "its training goes on"
 
 
 def test_a_stored_head_goes_on_as_it_is(tmp_path: Path) -> None:
