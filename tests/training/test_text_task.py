@@ -330,6 +330,7 @@ def test_good_answers_of_the_model_take_the_place_of_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are sampled once, before the stage's first step, from the weights that it begins with; a resumed stage reads them again."""
+    monkeypatch.chdir(tmp_path)  # where answers are stored
     monkeypatch.setattr(own_answers, "good_part", lambda task, *args, **kwargs: 9 * (task == "complete"))
     stage = {**DEEP, "own_answers": 6, "temperature": 1e-4, "sequence_length": 400}
     tasks = {"continue": 1.0, "complete": 1.0, "explain": 1.0}
