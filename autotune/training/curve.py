@@ -93,9 +93,8 @@ def draw_curve(log: Path, path: Path) -> None:
         if title == AGREEMENT:
             panel.yaxis.set_major_formatter(PercentFormatter(1.0))
     for stage, begin in begins.items():
-        text = f" stage {stage + 1}: {objectives[stage]}" + "\n" * (
-            stage % 2
-        )  # raised, so that short stages' do not overlap
+        raised = "\n" * (stage % 2)  # names of short stages do not overlap
+        text = f" stage {stage + 1}: {objectives[stage]}{raised}"
         panels[0].text(begin, 1.02, text, fontsize=8, transform=panels[0].get_xaxis_transform())
     last.set_xlabel("step")
     last.set_xlim(0, max(num_steps, 1))
