@@ -1,4 +1,4 @@
-"""What can be said about an answer to a task on source code without knowing the reference answer."""
+"""Judging answers to tasks on source code whose reference answer is not known."""
 
 from __future__ import annotations
 
