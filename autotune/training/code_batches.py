@@ -65,7 +65,7 @@ class CodeBatches:
         return self._encode(chat_text(self.tokenizer, example.prompt, num_images=0))
 
     def _row(self, rng: Generator) -> Row:
-        """One position more than the row has."""
+        """A row with one position more than it trains on: every token is the label of the one before."""
         num_tokens = self.sequence_length + 1
         ids: list[int] = []
         labels: list[int] = []

@@ -15,8 +15,7 @@ import numpy as np
 from autotune.errors import UserError
 from autotune.files import write_bytes
 from autotune.training.code_batches import Answered, CodeBatches
-from autotune.training.sampled_batches import MIN_ANSWER, POOL_ROWS, sample_answers
-from autotune.workloads.code.examples import CodeExample
+from autotune.training.sampled_batches import POOL_ROWS, draw_prompts, sample_answers
 from autotune.workloads.code.judge import OPEN_TASKS, good_part
 
 
@@ -39,11 +38,12 @@ def write_own_answers(
     Raises:
         UserError: no answer is good.
     """
-    examples = draw_prompts(batches, num_prompts)
+    drawn = draw_prompts(batches, np.random.default_rng([batches.seed, 2]), num_prompts, OPEN_TASKS)
+    drawn.sort(key=lambda pair: len(pair[0]))  # rows that are sampled at once are padded to the longest prompt
     end = batches.tokenizer.eos_token_id
     good: defaultdict[str, list[Answered]] = defaultdict(list)
     for first in range(0, num_prompts, POOL_ROWS):
-        pool = examples[first : first + POOL_ROWS]
+        pool = drawn[first : first + POOL_ROWS]
         answers = sample_answers(
             model,
             [prompt for prompt, _ in pool],
@@ -67,20 +67,6 @@ def write_own_answers(
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, json.dumps(good).encode())
-
-
-def draw_prompts(batches: CodeBatches, number: int) -> list[tuple[list[int], CodeExample]]:
-    """Prompts of the open tasks that leave room for an answer, as token ids, with their examples; shorter ones first, because rows
-    that are sampled at once are padded to the longest prompt.
-    """
-    rng = np.random.default_rng([batches.seed, 2])
-    drawn: list[tuple[list[int], CodeExample]] = []
-    while len(drawn) < number:
-        example = batches.example(rng, OPEN_TASKS)
-        prompt = batches.encode_prompt(example)
-        if len(prompt) <= batches.sequence_length - MIN_ANSWER:
-            drawn.append((prompt, example))
-    return sorted(drawn, key=lambda pair: len(pair[0]))
 
 
 def read_own_answers(path: Path) -> dict[str, list[Answered]]:

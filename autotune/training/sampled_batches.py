@@ -4,6 +4,7 @@ from what people wrote (on-policy data, DistillSpec, arXiv 2310.08461).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from autotune.files import write_bytes
 from autotune.training.batches import IGNORED, Batch
 from autotune.training.code_batches import CodeBatches
+from autotune.workloads.code.examples import CODE_TASKS, CodeExample
 
 POOL_ROWS = 64  # rows that the target samples at once
 MIN_ANSWER = 64  # tokens for which a prompt must leave room
@@ -64,7 +66,8 @@ class SampledBatches:
 
     def _sample(self, number: int) -> dict[str, Tensor]:
         batches, num_rows = self.batches, self._pool_batches * self.batches.batch_size
-        prompts = self._prompts(np.random.default_rng([batches.seed, number, 1]), num_rows)
+        drawn = draw_prompts(batches, np.random.default_rng([batches.seed, number, 1]), num_rows)
+        prompts = [prompt for prompt, _ in drawn]
         answers = sample_answers(
             self.model,
             prompts,
@@ -81,13 +84,18 @@ class SampledBatches:
             labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
         return {"ids": ids[:, :-1].contiguous(), "labels": labels[:, 1:].contiguous()}
 
-    def _prompts(self, rng: np.random.Generator, number: int) -> list[list[int]]:
-        prompts: list[list[int]] = []
-        while len(prompts) < number:
-            prompt = self.batches.encode_prompt(self.batches.example(rng))
-            if len(prompt) <= self.batches.sequence_length - MIN_ANSWER:
-                prompts.append(prompt)
-        return prompts
+
+def draw_prompts(
+    batches: CodeBatches, rng: np.random.Generator, number: int, tasks: Sequence[str] = CODE_TASKS
+) -> list[tuple[list[int], CodeExample]]:
+    """Prompts of these tasks that leave room for an answer in a row, as token ids, with their examples."""
+    drawn: list[tuple[list[int], CodeExample]] = []
+    while len(drawn) < number:
+        example = batches.example(rng, tasks)
+        prompt = batches.encode_prompt(example)
+        if len(prompt) <= batches.sequence_length - MIN_ANSWER:
+            drawn.append((prompt, example))
+    return drawn
 
 
 @torch.no_grad()

@@ -27,14 +27,14 @@ def good_part(task: str, prompt: str, answer: str, tokens: Sequence[int], *, is_
     Raises:
         KeyError: the task is not one of OPEN_TASKS.
     """
+    if task not in OPEN_TASKS:
+        raise KeyError(task)
     if task == "continue":
         length = first_repetition(tokens)
         return 0 if is_ended or length < MIN_PASSAGE else length
-    has_form = {
-        "complete": lambda: is_valid(prompt, answer),
-        "document": lambda: "\n" not in answer and len(answer) >= MIN_DOCSTRING,
-    }
-    return len(tokens) if has_form[task]() and is_ended and not repeats_itself(tokens) else 0
+    is_docstring = "\n" not in answer and len(answer) >= MIN_DOCSTRING
+    has_form = is_valid(prompt, answer) if task == "complete" else is_docstring
+    return len(tokens) if has_form and is_ended and not repeats_itself(tokens) else 0
 
 
 def is_valid(prompt: str, body: str) -> bool:
