@@ -77,7 +77,7 @@ class Stage(Document):
     Their good parts (``workloads/code/judge.py``) take the place of the reference answers of these tasks (rejection sampling fine-tuning,
     arXiv 2308.01825). They are stored in ``.autotune/sampled-answers``. 0: reference answers.
     """
-    temperature: float = Field(default=1.0, gt=0)
+    own_answers_temperature: float = Field(default=1.0, gt=0)
     """Text: sampling temperature of the model's own answers."""
     answer_weight: float = Field(default=1.0, gt=0)
     """Text: weight of the loss of an answer's tokens. That of prompts and files is 1."""
@@ -258,8 +258,15 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
                 f"divergence is for drafts, and for stages with an mtp_weight; got {stage.divergence} for the objective "
                 f"{stage.objective} of {recipe.workload}; remove it"
             )
-        if stage.own_answers > 0 and stage.objective != "text":
-            yield f"own_answers is for the objective text; got it for {stage.objective}; remove it"
+        of_text = {"own_answers", "own_answers_temperature", "answer_weight"} & stage.model_fields_set
+        if of_text and stage.objective != "text":
+            names = " and ".join(sorted(of_text))
+            yield f"{names} of a stage is for the objective text; got it for {stage.objective}; remove it"
+        if "own_answers_temperature" in stage.model_fields_set and stage.own_answers == 0:
+            yield (
+                f"own_answers_temperature is for stages with own_answers; got {stage.own_answers_temperature} without; "
+                "add own_answers, or remove it"
+            )
         if stage.own_answers > 0 and not set(OPEN_TASKS) & set(stage.tasks or recipe.tasks):
             yield f"own_answers needs a task among {', '.join(OPEN_TASKS)}; got {', '.join(stage.tasks or recipe.tasks)}; add one"
         if stage.objective == "text" and recipe.workload == "digits":

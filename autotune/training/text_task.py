@@ -121,13 +121,15 @@ class TextTask(Task):
                 copy.deepcopy(self.model),  # the copy's layers are not compiled
                 self._training_batches(stage, number),
                 num_prompts=stage.own_answers,
-                temperature=stage.temperature,
+                temperature=stage.own_answers_temperature,
                 report=self.report,
             )
 
     def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
         self._batches = self._training_batches(stage, number)
         if stage.own_answers > 0:
+            if not self._own_answers_path(number).exists():  # deleted before the stage was resumed
+                self.prepare(stage, number)
             own_answers = read_own_answers(self._own_answers_path(number))
             self._batches = dataclasses.replace(self._batches, own_answers=own_answers)
         held_out = CodeBatches(

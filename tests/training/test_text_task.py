@@ -332,7 +332,7 @@ def test_good_answers_of_the_model_take_the_place_of_references(
     """They are sampled once, before the stage's first step, from the weights that it begins with; a resumed stage reads them again."""
     monkeypatch.chdir(tmp_path)  # where answers are stored
     monkeypatch.setattr(own_answers, "good_part", lambda task, *args, **kwargs: 9 * (task == "complete"))
-    stage = {**DEEP, "own_answers": 6, "temperature": 1e-4, "sequence_length": 400}
+    stage = {**DEEP, "own_answers": 6, "own_answers_temperature": 1e-4, "sequence_length": 400}
     tasks = {"continue": 1.0, "complete": 1.0, "explain": 1.0}
     path = write_recipe(tmp_path / "target", DEEP, {**stage, "tasks": tasks})
     reports: list[tuple[int, int]] = []
@@ -360,11 +360,21 @@ def test_good_answers_of_the_model_take_the_place_of_references(
     assert task._batches.own_answers == own
     task.prepare(settings, 1)
     task.begin(settings, 1)
-    assert task._batches.own_answers != own
+    newer = task._batches.own_answers
+    assert newer != own
+    task._own_answers_path(1).unlink()
+    task.begin(settings, 1)
+    assert task._batches.own_answers == newer, "deleted answers are sampled again"
 
 
 def test_a_model_without_good_answers_cannot_learn_from_them(tmp_path: Path) -> None:
-    stage = {**DEEP, "own_answers": 2, "temperature": 0.5, "sequence_length": 400, "tasks": {"complete": 1.0}}
+    stage = {
+        **DEEP,
+        "own_answers": 2,
+        "own_answers_temperature": 0.5,
+        "sequence_length": 400,
+        "tasks": {"complete": 1.0},
+    }
     with pytest.raises(
         UserError, match=r"got none of 2 that were sampled at temperature 0\.5; train the model further"
     ):
@@ -494,7 +504,17 @@ def test_a_draft_continues_from_the_stored_one(tmp_path: Path) -> None:
         (
             [{**SHALLOW, "own_answers": 4, "objective": "distillation"}],
             {"teacher": "../target"},
-            "own_answers is for the objective text; got it for distillation; remove it",
+            "own_answers of a stage is for the objective text; got it for distillation; remove it",
+        ),
+        (
+            [{**SHALLOW, "answer_weight": 2.0, "objective": "distillation"}],
+            {"teacher": "../target"},
+            "answer_weight of a stage is for the objective text; got it for distillation; remove it",
+        ),
+        (
+            [{**SHALLOW, "own_answers_temperature": 0.5}],
+            {},
+            "own_answers_temperature is for stages with own_answers; got 0.5 without; add own_answers, or remove it",
         ),
         ([SHALLOW], {"tasks": {"read": 1.0}}, "tasks must be among complete, .*; got read; remove or rename them"),
         (
