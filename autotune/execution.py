@@ -1,4 +1,4 @@
-"""How forward passes run: eager, compiled or captured, and the capture sizes that their inputs are padded to."""
+"""How forward passes run, eagerly or captured, and the capture sizes that their inputs are padded to."""
 
 from __future__ import annotations
 
@@ -9,35 +9,14 @@ from autotune.errors import UserError
 from autotune.trees.limits import MAX_STEP
 
 EAGER = "eager"
+CUDA_GRAPH = "cuda-graph"
 AUTO = "auto"  # the best mode of the device, which is known once the models are loaded
-MODES: dict[str, str] = {
-    EAGER: "forwards as transformers runs them",
-    "fixed": "over static buffers, but run eagerly: the reference for the other two",
-    "compile": "over static buffers, compiled by torch.compile; on a GPU then captured as CUDA graphs",
-    "cuda-graph": "over static buffers, captured as CUDA graphs",
-    "fixed-flex": "as fixed, with attention that reads the KV length from a buffer (flex_attention)",
-    "compile-flex": "as compile, with this attention: one capture serves all KV lengths",
-    "cuda-graph-flex": "as cuda-graph, with this attention: one capture serves all KV lengths",
-}
-_FLEX = "-flex"
+MODES = (EAGER, CUDA_GRAPH)
+"""Forward passes as transformers runs them, or over static buffers and captured as CUDA graphs."""
+FIXED = "fixed"
+"""Over static buffers, but run eagerly: what the tests compare captures with. Users are not offered it."""
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, MAX_STEP)
 """Numbers of tokens, for every mode but eager."""
-
-
-def has_flex_attention(mode: str) -> bool:
-    """Whether attention of forward passes of this mode reads the KV length from a buffer."""
-    return mode.endswith(_FLEX)
-
-
-def without_flex_attention(mode: str) -> str:
-    """The mode that differs in attention alone: ``compile`` of ``compile-flex``."""
-    return mode.removesuffix(_FLEX)
-
-
-def is_captured(mode: str, device_type: str) -> bool:
-    """Whether forward passes of this mode become CUDA graphs on a device of this type (``cpu``, ``cuda``)."""
-    mode = without_flex_attention(mode)
-    return mode == "cuda-graph" or (mode == "compile" and device_type == "cuda")
 
 
 def check_capture_sizes(capture_sizes: Sequence[int]) -> tuple[int, ...]:

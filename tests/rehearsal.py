@@ -12,7 +12,6 @@ One *operation* of torch counts as one kernel; a real device runs one or several
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,9 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autotune.modeling import flex_attention
 from autotune.modeling.graph_memory import graph_memory
-from tests.block_attention import block_attention
 from tests.rehearsed_cuda import Allocation, Call, CudaError, RehearsedCuda, caller, poison, tensors_of
 
 WAITS = {
@@ -125,17 +122,12 @@ class DeviceTensor(Tensor):
 
 
 class Rehearsal(TorchDispatchMode):
-    """Rehearsed devices, from ``__enter__`` to ``__exit__``. All tensors are inference tensors.
-
-    Args:
-        triton: whether kernels of Triton run, in its interpreter; else the package seems not to be installed.
-    """
+    """Rehearsed devices, from ``__enter__`` to ``__exit__``. All tensors are inference tensors."""
 
     current: ClassVar[Rehearsal | None] = None
 
-    def __init__(self, num_devices: int = 2, *, triton: bool = False) -> None:
+    def __init__(self, num_devices: int = 2) -> None:
         super().__init__()
-        self._has_triton = triton
         self.cuda = RehearsedCuda(num_devices)
         self.attention_shapes: Counter[tuple[Any, ...]] = Counter()
         """Calls of attention by the shapes of query and key."""
@@ -173,17 +165,8 @@ class Rehearsal(TorchDispatchMode):
             self._replace(torch.cuda, name, function)
         new_generator = torch.Generator
         self._replace(torch, "Generator", lambda device="cpu": new_generator("cpu"))
-        self._replace(torch, "compile", lambda function, **options: function)  # its code would be of a real device
-        self._replace(flex_attention, "flex_attention", block_attention)  # a kernel that only compiled code has
         for name in ("tensor", "as_tensor"):  # they copy to a device behind every dispatch mode's back
             self._replace(torch, name, self._copying(getattr(torch, name)))
-        self._triton = sys.modules.get("triton")
-        if self._has_triton:
-            from triton.runtime.interpreter import GridExecutor
-
-            self._replace(GridExecutor, "__call__", self._launching(GridExecutor.__call__))
-        else:
-            sys.modules["triton"] = None  # type: ignore[assignment]
         self._inference.__enter__()
         super().__enter__()
         return self
@@ -194,10 +177,6 @@ class Rehearsal(TorchDispatchMode):
         for owner, name, value in reversed(self._replaced):
             setattr(owner, name, value)
         self._replaced.clear()
-        if self._triton is not None:
-            sys.modules["triton"] = self._triton
-        elif not self._has_triton:
-            del sys.modules["triton"]
         Rehearsal.current = None
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
@@ -213,20 +192,6 @@ class Rehearsal(TorchDispatchMode):
             return found if device is None else found.to(device)
 
         return made
-
-    def _launching(self, launch: Callable[..., None]) -> Callable[..., None]:
-        """A launch of a Triton kernel: one operation."""
-
-        def launched(executor: Any, *args: Any, **options: Any) -> None:
-            ours = [value for value in args if isinstance(value, Tensor)]
-            if {getattr(tensor, "device", None) for tensor in ours} != {torch.device("cuda", self.cuda.index)}:
-                self.cuda.refuse("a kernel needs tensors of the current device alone")
-            host_args, _ = _on_host(args, {})
-            launch(executor, *host_args, **options)
-            self._counts["operations"] += self.cuda.capture is None
-            self._record(Call(launch, (executor, *host_args), options, (), True), ours)
-
-        return launched
 
     # --------------------------------------------------------------------------------------------------------- dispatch
 

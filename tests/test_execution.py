@@ -24,9 +24,11 @@ def test_capture_sizes_are_sorted_without_duplicates() -> None:
 
 def test_default_capture_sizes_depend_on_the_mode() -> None:
     assert capture_sizes_for("eager", ()) == ()
-    assert capture_sizes_for("compile", ()) == DEFAULT_CAPTURE_SIZES
+    assert capture_sizes_for("cuda-graph", ()) == DEFAULT_CAPTURE_SIZES
     assert capture_sizes_for("eager", (8, 4)) == (4, 8)
-    assert capture_sizes_for("compile", (8, 4)) == (4, 8, 16, 32, 48, 64, 96, 128, 160), "larger steps are padded too"
+    assert capture_sizes_for("cuda-graph", (8, 4)) == (4, 8, 16, 32, 48, 64, 96, 128, 160), (
+        "larger steps are padded too"
+    )
     assert capture_sizes_for("cuda-graph", (160,)) == (160,)
 
 

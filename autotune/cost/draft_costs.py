@@ -35,18 +35,6 @@ class ModelShape(Document):
         return self.num_layers > 0
 
 
-class DeviceCosts(Document):
-    """Latencies of a draft in rounds that the device leads, in mode ``cuda-graph``: a whole tree is drafted by one launch, so
-    that a level costs no launch and no transfer.
-    """
-
-    draft_first: Surface
-    """Drafting of the root's children: what the drafting of any tree begins with."""
-    draft_level: Surface
-    """Every other draft level."""
-    overhead: Overhead
-
-
 class DraftCosts(Document):
     """Latencies of a draft, or of a subnet with fewer heads or a smaller vocabulary. Pruned visual tokens only shorten the KV cache, and the
     injection layer does not change latency.
@@ -75,8 +63,6 @@ class DraftCosts(Document):
     """Verification between rounds of this draft, as a multiple of the table's ``verify``, the mean over drafts. A draft's weights
     take the place of the target's in the processor's caches, and the target keeps the outputs of the layers that it reads.
     """
-    on_device: DeviceCosts | None = None
-    """None where the host leads all rounds."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Jobs of a profile: plain steps, rounds, or a drafting by the device, each timed in one go. A ``Bench`` runs and times their single steps."""
+"""Jobs of a profile: plain steps or rounds, timed in one go. A ``Bench`` runs and times their single steps."""
 
 from __future__ import annotations
 
@@ -27,16 +27,6 @@ class Bench(Protocol):
 
     def draft_level_ms(self, tokens: int, kv_length: int) -> float:
         """Another draft level."""
-
-    @property
-    def device_tokens(self) -> tuple[int, ...]:
-        """Numbers of tokens of levels that the device drafts by itself; empty where the host leads all rounds."""
-
-    def device_first_ms(self, tokens: int, kv_length: int) -> float:
-        """A drafting by the device that ends with the root's children."""
-
-    def device_level_ms(self, tokens: int, kv_length: int) -> float:
-        """Another level of a drafting by the device."""
 
 
 def plain_steps_ms(bench: Bench, kv_length: int) -> list[float]:
@@ -71,13 +61,4 @@ class Rounds:
     rounds: tuple[Round, ...]
 
 
-@dataclass(frozen=True)
-class DeviceDrafting:
-    """A job: a drafting that the device leads, after an untimed verification."""
-
-    draft: int
-    part: str
-    size: Size
-
-
-Job = PlainSteps | Rounds | DeviceDrafting
+Job = PlainSteps | Rounds

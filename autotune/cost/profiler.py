@@ -13,11 +13,9 @@ import torch
 
 from autotune.contention import ContentionMonitor
 from autotune.cost.block_log import BlockLog, LogHeader
-from autotune.cost.draft_costs import DeviceCosts, DraftCosts, ModelShape
+from autotune.cost.draft_costs import DraftCosts, ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.cost.request_timing import (
-    DEVICE_TREES,
-    HOST_TREES,
     LEAST_PREFILLS,
     OverheadRuns,
     PrefillSamples,
@@ -107,25 +105,10 @@ def profile(
     prefills.run(PREFILL_SHARE * limit_s, clock=clock)
     share_s = OVERHEAD_SHARE * limit_s / len({reference for _, reference in drafts})
     runs: dict[ModelReference, OverheadRuns] = {}
-    device_runs: dict[ModelReference, OverheadRuns] = {}
-    for (draft, reference), bench in zip(drafts, benches, strict=True):
-        if reference in runs:  # the number of heads does not change it
-            continue
-        kinds = [(runs, HOST_TREES)]
-        if bench.device_tokens:
-            kinds.append((device_runs, DEVICE_TREES))
-        for found, trees in kinds:
-            found[reference] = overhead_runs(
-                target,
-                draft,
-                processor,
-                workload,
-                plain_step,
-                settings,
-                threads=threads,
-                limit_s=share_s / len(kinds),
-                clock=clock,
-                trees=trees,
+    for draft, reference in drafts:
+        if reference not in runs:  # the number of heads does not change it
+            runs[reference] = overhead_runs(
+                target, draft, processor, workload, plain_step, settings, threads=threads, limit_s=share_s, clock=clock
             )
     spent_s = clock() - started
 
@@ -155,7 +138,7 @@ def profile(
         decode=sampler.surface(sampler.decode),
         verify=sampler.surface(sampler.verify),
         prefill=_prefill_cost(prefills.target_samples, sampler.plain_ms),
-        drafts=_draft_costs(drafts, sampler, prefills, runs, device_runs),
+        drafts=_draft_costs(drafts, sampler, prefills, runs),
     )
 
 
@@ -164,16 +147,7 @@ def _draft_costs(
     sampler: Sampler,
     prefills: PrefillTimer,
     runs: dict[ModelReference, OverheadRuns],
-    device_runs: dict[ModelReference, OverheadRuns],
 ) -> list[DraftCosts]:
-    on_device = {
-        number: DeviceCosts(
-            draft_first=sampler.surface(sampler.device_firsts[number]),
-            draft_level=sampler.surface(grid),
-            overhead=_overhead(device_runs[drafts[number][1]], sampler.plain_ms),
-        )
-        for number, grid in sampler.device_levels.items()
-    }
     return [
         DraftCosts(
             draft=reference,
@@ -187,7 +161,6 @@ def _draft_costs(
             prefill=_prefill_cost(prefills.draft_samples[number], sampler.plain_ms),
             overhead=_overhead(runs[reference], sampler.plain_ms),
             verify_ratio=sampler.verify_ratio(number),
-            on_device=on_device.get(number),
         )
         for number, (draft, reference) in enumerate(drafts)
     ]

@@ -32,19 +32,13 @@ MIN_PREFILL_PROMPTS, MAX_PREFILL_PROMPTS = 6, 12  # in between, two of every tas
 OVERHEAD_PROMPTS = 4
 OVERHEAD_TOKENS, FEW_OVERHEAD_TOKENS = 24, 8  # new tokens of a run; few where there is little time
 CUT_PROMPT_TOKENS = 16  # where there is little time
-# Chains have one node per level. A wide tree tells the cost of a node from that of a level.
-DEVICE_TREES: tuple[dict[str, Any], ...] = (
+# Chains have one node per level. A wide tree tells the cost of a node from that of a level; one tree has a second source.
+TREES: tuple[dict[str, Any], ...] = (
     {"policy": "chain", "depth": 1},
     {"policy": "chain", "depth": 8},
-    {"policy": "eagle2", "depth": 4, "k": 8, "budget": 31},
-)
-HOST_TREES: tuple[dict[str, Any], ...] = (
-    {"policy": "chain", "depth": 1, "p_min": 1e-9},
-    {"policy": "chain", "depth": 8, "p_min": 1e-9},
     {"policy": "sage", "n_max": 31},
     {"policy": "priced", "retrieval": True},
 )
-"""Trees whose rounds the host leads in every mode, among them one with a second source."""
 PlainStep = Callable[[], float]
 """Times a plain step, in milliseconds."""
 PrefillSamples = list[tuple[int, int, float]]
@@ -183,7 +177,6 @@ def overhead_runs(
     threads: int | None = None,
     limit_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
-    trees: Sequence[dict[str, Any]] = HOST_TREES,
 ) -> OverheadRuns:
     """Decode with shallow, deep and wide trees.
 
@@ -194,7 +187,7 @@ def overhead_runs(
     has_states = target.has_states or (isinstance(draft, CachedModel) and draft.has_states)
     decoders = [
         Decoder(target, draft, tree=tree, capture_sizes=settings.capture_sizes, mode=settings.mode, threads=threads)
-        for tree in trees
+        for tree in TREES
         if not has_states or parse_policy(tree).is_chain
     ]
     inputs = [prompt.inputs(processor, target.device) for prompt in workload.prompts[:OVERHEAD_PROMPTS]]

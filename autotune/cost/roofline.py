@@ -23,7 +23,7 @@ from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, stamp
 from autotune.documents.subnet import Subnet
-from autotune.execution import EAGER, is_captured
+from autotune.execution import CUDA_GRAPH, EAGER
 from autotune.files import Document, data_root
 from autotune.trees.limits import Floats
 
@@ -232,7 +232,7 @@ def estimate_table(
         and table.target_shape is not None
     ]
     datasheet = load_limits(name)
-    captured = is_captured(mode, "cuda")
+    captured = mode == CUDA_GRAPH
     limits = anchored(datasheet.model_copy(update={"eager_layer_ms": 0.0}) if captured else datasheet, anchors)
     prefill_limits = limits.model_copy(update={"eager_layer_ms": datasheet.eager_layer_ms}) if captured else limits
     tokens = capture_sizes or TOKENS

@@ -22,7 +22,7 @@ import numpy as np
 
 from autotune.cost.adaptive_grid import AdaptiveGrid
 from autotune.cost.block_log import Block, BlockLog, Samples, TimedJob
-from autotune.cost.jobs import SLOW_STEP_MS, Bench, DeviceDrafting, Job, PlainSteps, Round, Rounds, plain_steps_ms
+from autotune.cost.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Round, Rounds, plain_steps_ms
 from autotune.cost.settings import ProfileSettings, Size
 from autotune.cost.surface import Surface, robust_deviation
 from autotune.cost.table import EVERY_ROW
@@ -38,7 +38,6 @@ LEAST_VERIFICATIONS = 8  # of a draft, and LEAST_AT_A_SIZE of a size, that tell 
 LEAST_AT_A_SIZE = 4
 DISTURBANCE = 0.15  # relative difference of the plain steps before and after a job
 DECODE, VERIFY = "decode", "verify"
-_DEVICE_FIRST, _DEVICE_LEVEL = "device_first", "device_level"
 
 
 class Sampler:
@@ -80,17 +79,11 @@ class Sampler:
         self.draft_firsts = [grid(settings.tokens) for _ in benches]
         self.draft_levels = [grid(settings.tokens) for _ in benches]
         self.grids = {DECODE: self.decode, VERIFY: self.verify}
-        self.device_firsts: dict[int, AdaptiveGrid] = {}  # by draft that the device can lead
-        self.device_levels: dict[int, AdaptiveGrid] = {}
-        for number, bench in enumerate(benches):
+        for number in range(len(benches)):
             self.grids |= {
                 _draft_first(number): self.draft_firsts[number],
                 _draft_level(number): self.draft_levels[number],
             }
-            if sizes := bench.device_tokens:
-                for part, grids in ((_DEVICE_FIRST, self.device_firsts), (_DEVICE_LEVEL, self.device_levels)):
-                    grids[number] = AdaptiveGrid(sizes, sizes, settings.kv_lengths, [], settings)
-                    self.grids[f"{part} {number}"] = grids[number]
         self.jobs: list[TimedJob] = []
         self._warm: set[tuple[str, Size]] = set()
         self._latest_draft: int | None = None
@@ -207,9 +200,6 @@ class Sampler:
         # Among the rounds, so that the plain steps beside them are like those beside rounds.
         for _, kv_length in decode:
             self._random.choice(groups).append(PlainSteps(kv_length))
-        for part, grids in ((_DEVICE_FIRST, self.device_firsts), (_DEVICE_LEVEL, self.device_levels)):
-            for draft, device_grid in grids.items():
-                groups[draft] += [DeviceDrafting(draft, part, size) for size in wanted(device_grid)]
         for group in groups:
             self._random.shuffle(group)
         self._random.shuffle(groups)
@@ -275,8 +265,6 @@ class Sampler:
     def _samples(self, job: Job, until: float) -> Samples:
         if isinstance(job, PlainSteps):
             return self._plain_samples(job)
-        if isinstance(job, DeviceDrafting):
-            return self._device_samples(job)
         for _ in range(UNTIMED_ROUNDS):
             self._run_untimed_round(job.draft)
         samples: Samples = []
@@ -284,14 +272,6 @@ class Sampler:
             samples += self._round_samples(job.draft, of_job)
             if self._clock() >= until:
                 break
-        return samples
-
-    def _device_samples(self, job: DeviceDrafting) -> Samples:
-        bench = self.benches[job.draft]
-        bench.verify_ms(self.settings.tokens[0], job.size[1])
-        time_ms = bench.device_first_ms if job.part == _DEVICE_FIRST else bench.device_level_ms
-        samples: Samples = []
-        self._time(samples, f"{job.part} {job.draft}", time_ms, job.size, job.size)
         return samples
 
     def _plain_samples(self, job: PlainSteps) -> Samples:

@@ -13,24 +13,19 @@ from autotune.cost.jobs import plain_steps_ms
 from autotune.cost.settings import ProfileSettings
 from autotune.cost.surface import standard_error
 from autotune.drafters.checkpoint import LoadedDraft
-from autotune.execution import without_flex_attention
 from autotune.modeling.clock import now_ms
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
 from autotune.runtime.generate_args import Call, Request
-from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
-from autotune.trees.limits import MAX_CHILDREN, Floats
+from autotune.trees.limits import Floats
 from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Ints, Tree, add_child, new_tree, plant
 
 WARM_UPS = 3
 WARM_UP_MS = 500.0  # no warm-up begins after it, except the first
 THREAD_REPEATS = 15
-DEVICE_LEVELS = 3  # levels of a timed drafting by the device
-MIN_SHARE = 0.1  # of a drafting that its levels take, where noise says less
 
 
 class StepBench:
@@ -40,7 +35,6 @@ class StepBench:
         capacity = max(settings.kv_lengths) + 2 * MAX_STEP
         self.kv_length, self.max_tokens = settings.kv_lengths[0], max(settings.tokens)
         self.token_sampler = TokenSampler(device=target.device)
-        self._device_rounds_of: dict[tuple[int, int], DeviceRound | None] = {}
         with torch.inference_mode(), limited_threads(1 if target.device.type == "cpu" else None):
             target.reserve(capacity)
             draft.reserve(capacity)
@@ -71,7 +65,7 @@ class StepBench:
         self.decoder.target.output_layers = ()  # plain decoding needs no features
         self.decoder.target.cache.length = kv_length
         request = self._request()
-        self.decoder.host_round.plain_step(request)
+        self.decoder.rounds.plain_step(request)
         return request.stats.verify_ms
 
     def verify_ms(self, tokens: int, kv_length: int) -> float:
@@ -82,9 +76,9 @@ class StepBench:
         self.decoder.target.cache.length = kv_length
         _plant_star(self.tree, tokens - 1)
         request = self._request()
-        self.decoder.host_round.verify(request, self.decoder.point)
+        self.decoder.rounds.verify(request, self.decoder.point)
         if self.decoder.target.has_states:
-            self.decoder.host_round.keep(request, list(range((tokens + 1) // 2)))
+            self.decoder.rounds.keep(request, list(range((tokens + 1) // 2)))
         return request.stats.verify_ms
 
     def draft_first_ms(self, tokens: int, kv_length: int) -> float:
@@ -92,42 +86,6 @@ class StepBench:
         self.draft.prepare_step(kv_length, num_pending=self.draft.num_pending_after(tokens))
         _plant_star(self.tree, 0)
         return self._propose_ms(np.array([ROOT]))
-
-    @property
-    def device_tokens(self) -> tuple[int, ...]:
-        """The capture sizes of levels that ``static`` trees can have, on a GPU. On a CPU the device never leads (``compile``), or
-        is a reference (``fixed``).
-        """
-        if without_flex_attention(self.decoder.mode) == "fixed" or self._device_round(1, 0) is None:
-            return ()
-        return tuple(size for size in self.decoder.capture_sizes if size <= MAX_CHILDREN)
-
-    def _device_round(self, width: int, num_levels: int) -> DeviceRound | None:
-        """Rounds of trees with ``num_levels`` levels of ``width`` nodes after the root's."""
-        if (width, num_levels) not in self._device_rounds_of:
-            paths = [[first, *[0] * depth] for depth in range(num_levels + 1) for first in range(width)]
-            point = LoadedPoint(self.draft, tree={"policy": "static", "paths": paths})
-            rounds = DeviceRounds(self.decoder.target, self.decoder.capture_sizes, self.decoder.mode)
-            self._device_rounds_of[width, num_levels] = rounds.get(point, self.token_sampler)
-        return self._device_rounds_of[width, num_levels]
-
-    def _drafting_ms(self, device_round: DeviceRound | None, num_pending: int, kv_length: int) -> float:
-        assert device_round is not None
-        self.decoder.target.cache.length = kv_length
-        draft = device_round.draft
-        draft.prepare_step(kv_length, num_pending=draft.num_pending_after(num_pending))
-        started = now_ms(self.decoder.target.device)
-        device_round.prepare_drafting(None)
-        return now_ms(self.decoder.target.device) - started
-
-    def device_first_ms(self, tokens: int, kv_length: int) -> float:
-        return self._drafting_ms(self._device_round(1, 0), tokens, kv_length)
-
-    def device_level_ms(self, tokens: int, kv_length: int) -> float:
-        """A share of what ``DEVICE_LEVELS`` levels add to a drafting without them."""
-        whole = self._drafting_ms(self._device_round(tokens, DEVICE_LEVELS), 1, kv_length)
-        first = self._drafting_ms(self._device_round(tokens, 0), 1, kv_length)
-        return max(whole - first, MIN_SHARE * whole) / DEVICE_LEVELS
 
     def draft_level_ms(self, tokens: int, kv_length: int) -> float:
         self.draft.prepare_step(kv_length)

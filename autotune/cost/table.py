@@ -64,10 +64,8 @@ def _count_disturbed(content: dict[str, Any]) -> None:
 def _add_retrieving_rounds(content: dict[str, Any]) -> None:
     """Version 6 did not price the rounds of trees with a second source apart, and had one verification for all drafts."""
     for draft in content["drafts"]:
-        for costs in (draft, draft.get("on_device") or {}):
-            if "overhead" in costs:
-                runs = costs["overhead"].get("samples", [])
-                costs["overhead"]["samples"] = [[rounds, levels, nodes, 0, ms] for rounds, levels, nodes, ms in runs]
+        runs = draft["overhead"].get("samples", [])
+        draft["overhead"]["samples"] = [[rounds, levels, nodes, 0, ms] for rounds, levels, nodes, ms in runs]
 
 
 class CostTable(
@@ -137,10 +135,6 @@ class CostTable(
             for name in ("draft_first", "draft_level", "prefill"):
                 parts[f"{costs.name}: {name}"] = getattr(costs, name)
             parts[f"{costs.draft.id}: overhead"] = costs.overhead  # the same for all subnets of a draft
-            if (device := costs.on_device) is not None:
-                parts[f"{costs.name}: draft_first on the device"] = device.draft_first
-                parts[f"{costs.name}: draft_level on the device"] = device.draft_level
-                parts[f"{costs.draft.id}: overhead on the device"] = device.overhead
         return parts
 
     @property
@@ -155,9 +149,6 @@ class CostTable(
         for costs in self.drafts:
             surfaces[f"{costs.name}: draft_first"] = costs.draft_first
             surfaces[f"{costs.name}: draft_level"] = costs.draft_level
-            if (device := costs.on_device) is not None:
-                surfaces[f"{costs.name}: draft_first on the device"] = device.draft_first
-                surfaces[f"{costs.name}: draft_level on the device"] = device.draft_level
         return surfaces
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -245,19 +236,9 @@ class CostTable(
         )
 
     def prices(
-        self,
-        draft: ModelReference,
-        *,
-        max_tokens: int,
-        max_kv_length: int,
-        subnet: Subnet | None = None,
-        on_device: bool = False,
+        self, draft: ModelReference, *, max_tokens: int, max_kv_length: int, subnet: Subnet | None = None
     ) -> DensePrices:
-        """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``.
-
-        Args:
-            on_device: of rounds that the device leads, where the table has them (``DeviceCosts``).
-        """
+        """Prices for replay, for forwards of up to ``max_tokens`` tokens and KV lengths of up to ``max_kv_length``."""
         costs, other, weight = self.costs_around(draft, subnet or Subnet())
 
         def between(value_of: Callable[[DraftCosts], Any]) -> Any:
@@ -267,33 +248,19 @@ class CostTable(
         lengths = np.arange(0, max_kv_length + KV_STEP, KV_STEP, dtype=np.float64) + KV_STEP / 2
         free = np.zeros((1, len(lengths)))
 
-        device_costs = [one.on_device for one in (costs, other) if on_device and one.on_device is not None]
-        is_led_by_device = len(device_costs) == 2
-        overhead = (device_costs[0] if is_led_by_device else costs).overhead
-
-        def draft_ms(part: str) -> Floats:
-            host: Floats = between(lambda c: getattr(c, part).latency_ms(tokens, lengths))
-            if not is_led_by_device:
-                return np.concatenate([free, host])
-            largest = min(int(getattr(of_device, part).max_tokens) for of_device in device_costs)
-            measured = int(np.searchsorted(tokens, largest, side="right"))
-            device: Floats = between(lambda c: getattr(c.on_device, part).latency_ms(tokens[:measured], lengths))
-            # Wider levels save what the widest measured one saves.
-            saved = host[measured - 1] - device[-1]
-            return np.concatenate([free, device, np.maximum(host[measured:] - saved, device[-1])])
+        def dense(ms: Floats) -> Floats:
+            return np.concatenate([free, ms])
 
         return DensePrices(
             decode_ms=self.decode.latency_ms(np.ones(1), lengths)[0],
-            draft_first_ms=draft_ms("draft_first"),
-            draft_level_ms=draft_ms("draft_level"),
-            verify_ms=np.concatenate(
-                [free, between(attrgetter("verify_ratio")) * self.verify.latency_ms(tokens, lengths)]
-            ),
+            draft_first_ms=dense(between(lambda c: c.draft_first.latency_ms(tokens, lengths))),
+            draft_level_ms=dense(between(lambda c: c.draft_level.latency_ms(tokens, lengths))),
+            verify_ms=dense(between(attrgetter("verify_ratio")) * self.verify.latency_ms(tokens, lengths)),
             kv_step=KV_STEP,
-            overhead_round_ms=overhead.round_ms,
-            overhead_level_ms=overhead.level_ms,
-            overhead_node_ms=overhead.node_ms,
-            overhead_retrieval_ms=overhead.retrieval_ms,
+            overhead_round_ms=costs.overhead.round_ms,
+            overhead_level_ms=costs.overhead.level_ms,
+            overhead_node_ms=costs.overhead.node_ms,
+            overhead_retrieval_ms=costs.overhead.retrieval_ms,
             draft_prefill=costs.prefill.model_copy(
                 update={name: between(attrgetter(f"prefill.{name}")) for name in PREFILL_MS}
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from autotune.drafters.draft import Coupling, Proposals, kept_tokens
 from autotune.drafters.feature_draft import FeatureDraft
 from autotune.execution import round_up
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, KVSlots, padded_length
+from autotune.modeling.graph_runner import GraphKey, KVSlots
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.transfer import to_device
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
@@ -34,7 +35,6 @@ class BlockDraft(FeatureDraft):
 
     network: DFlashNetwork
     drafts_blocks = True
-    takes_block_masks = False
 
     def attach(self, target: Target) -> None:
         if self._target is target:
@@ -77,17 +77,12 @@ class BlockDraft(FeatureDraft):
             logits = self._block_logits(features, self._pending[-1])
         else:
             size = round_up(count, self.capture_sizes)
-            end = self.cache.length + size + self.num_block_tokens
-            integers = np.array([[*self.prefix_state, count, self._pending[-1]]])
-            columns = np.arange(padded_length(end, self.cache.capacity))[None]
+            key = GraphKey(size, (self.padded_length(self.cache.length + size + self.num_block_tokens),))
             inputs: dict[str, Ints | Tensor] = {
-                "integers": integers,
-                "columns": columns,
+                "integers": np.array([self.cache.length, self._num_condensed, count, self._pending[-1]]),
                 "features": pad_rows(features, size),
             }
-            (logits,) = self.graph_runner.run(
-                self._forward_over_buffers, GraphKey(size), inputs, self.dtype, padded=("columns",)
-            )
+            (logits,) = self.graph_runner.run(functools.partial(self._forward_over_buffers, key), key, inputs)
             logits = logits.clone()  # the buffers are valid only until the next forward pass
         self._commit_pending(count)
         self._pending = []
@@ -143,19 +138,21 @@ class BlockDraft(FeatureDraft):
         mask = torch.zeros(is_far.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(is_far, self.mask_value)[None, None]
 
-    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """As ``_block_logits``. The integers are those of ``prefix_state``, the number of features that are no padding, and the
-        root. The block overwrites the padding's keys and values; what remains of them is hidden.
+    def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
+        """As ``_block_logits``. The integers are the number of cached tokens, the number of prompt tokens that are not in the cache,
+        the number of features that are no padding, and the root. The block overwrites the padding's keys and values; what remains of
+        them is hidden.
         """
-        prefix, num_condensed, count, root = inputs["integers"][0].unsqueeze(1)
-        features, columns, size = inputs["features"], inputs["columns"][0], self.num_block_tokens
+        prefix, num_condensed, count, root = inputs["integers"].unsqueeze(1)
+        features, size, (length,) = inputs["features"], self.num_block_tokens, key.kv_lengths
+        columns = torch.arange(length, device=self.device)
         of_context = prefix + torch.arange(len(features), device=self.device)
         of_block = prefix + count + torch.arange(size, device=self.device)
         slots = torch.cat([of_context, of_block])
-        hidden = torch.zeros(1, 1, size, len(columns), dtype=self.dtype, device=self.device)
+        hidden = torch.zeros(1, 1, size, length, dtype=self.dtype, device=self.device)
         mask = hidden.masked_fill_(columns >= prefix + count + size, self.mask_value)
         window = self._window
         window_mask = None if window is None else torch.minimum(mask, self._window_mask(of_block, columns, window))
-        context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, len(columns)))
+        context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, length))
         factors = self._factors[slots + num_condensed]
         return (self._logits_of(root, features, factors, context, window_mask),)

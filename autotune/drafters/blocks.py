@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autotune.modeling.flex_attention import Mask
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import grouped_attention
 
@@ -69,7 +68,7 @@ class BlockCache:
 class AttentionContext(NamedTuple):
     """The keys that a forward pass of n tokens attends to; by default causal attention among the n tokens."""
 
-    mask: Mask | None = None  # additive or bool, [batch or 1, 1, n, keys], or a block mask; None: causal
+    mask: Tensor | None = None  # additive or bool, [batch or 1, 1, n, keys]; None: causal
     caches: Sequence[KeysValues | None] = (None,) * MAX_BLOCKS
     """Earlier keys and values of each block."""
     begin: int | KVSlots = 0  # where new keys and values are written to the caches
@@ -88,7 +87,7 @@ class Crossing(NamedTuple):
     the stream only (DREAM, section 3.1; STAR, section 3.1).
     """
 
-    mask: Mask | None = None  # as in ``AttentionContext``, with a column for every feature
+    mask: Tensor | None = None  # as in ``AttentionContext``, with a column for every feature
     begin: int | KVSlots = 0  # where new keys and values are written to the block's cache
     features: Tensor | None = None  # normalized features [batch, m, hidden]; None: those of the stream's tokens
     factors: Tensor | None = None  # their rotary factors, [batch or 1, m, 3, 1, head size / 2]

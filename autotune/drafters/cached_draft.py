@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,12 +14,12 @@ from autotune.documents.subnet import Subnet
 from autotune.drafters.draft import Coupling, Proposals, top_proposals
 from autotune.execution import round_up
 from autotune.modeling.cached_model import CachedModel
-from autotune.modeling.step import DeviceStep, Step
+from autotune.modeling.step import Step
 from autotune.modeling.transfer import rows_to_host, to_device
 from autotune.trees.limits import MAX_LEVEL_STEP, MAX_STEP
 from autotune.trees.tree import ROOT, Ints, Tree, write_frontier_mask
 
-FeatureSource = Ints | Tensor | Mapping[int, Tensor]
+FeatureSource = Ints | Mapping[int, Tensor]
 """Where a draft that reads features takes those of a step's tokens from. Tree nodes: KV slots of their parents among the
 uncommitted tokens, [n]; -1 is the last token of the prefix. Committed tokens: outputs of each of ``aux_layers`` for the
 token before, [n, hidden].
@@ -40,6 +40,7 @@ class CachedDraft(CachedModel):
     capture_sizes: tuple[int, ...] = ()
     reads_target_cache: bool = False
     token_ids: Tensor | None = None  # the target's id of each token of a smaller vocabulary; None: the same ids
+    least_columns = 1024  # more nodes than most rounds evaluate
     target_vocab_size: int  # known after ``attach``
     drafts_blocks: bool = False
     """Whether the root's forward pass proposes all levels of a tree."""
@@ -53,30 +54,12 @@ class CachedDraft(CachedModel):
         """Logits [n - ``first_logits``, vocabulary] of n tokens after the prefix and the uncommitted tokens."""
 
     @abstractmethod
-    def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
-        """``forward`` inside a larger captured function."""
-
-    @abstractmethod
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         """The feature source of the pending tokens."""
 
     @abstractmethod
     def _commit_pending(self, count: int) -> None:
         """Commit the pending tokens, which were just evaluated."""
-
-    def _commit_pending_on_device(self, count: Tensor) -> None:
-        """The device's part of ``_commit_pending`` of ``count`` [1] tokens."""
-
-    @abstractmethod
-    def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
-        """The host's part of ``commit`` after a round on the device.
-
-        Args:
-            hidden: outputs of each of ``aux_layers`` for the root and the accepted nodes.
-        """
-
-    def compact_on_device(self, prefix_state: Tensor, slots: Tensor) -> None:
-        """The device's part of ``commit``: move the accepted nodes at ``slots`` to the end of the prefix."""
 
     @property
     def subnet(self) -> Subnet:
@@ -97,10 +80,6 @@ class CachedDraft(CachedModel):
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers, once the cache is allocated."""
         return int(self.cache.memory_bytes // self.cache.capacity)
-
-    def padded_crossing_length(self, num_tokens: int) -> int | None:
-        """Padded KV length of the blocks that cross after ``num_tokens`` more tokens; None where it is that of all blocks."""
-        return None
 
     @property
     def num_pending(self) -> int:
@@ -182,35 +161,6 @@ class CachedDraft(CachedModel):
             self._num_evaluated = begin + count
         return self.best(logits, num_proposals, coupling)
 
-    def pending_inputs(self) -> dict[str, Tensor]:
-        """Inputs of ``propose_on_device``: the number of pending tokens and the tokens, padded to a capture size, and
-        their features.
-        """
-        count = len(self._pending)
-        size = round_up(count, self.capture_sizes)
-        return {
-            "pending": to_device(np.array([count, *self._pending] + [0] * (size - count), np.int64), self.device),
-            **{f"hidden.{layer}": pad_rows(states, size) for layer, states in self._pending_hidden().items()},
-        }
-
-    def propose_on_device(
-        self,
-        prefix_state: Tensor,
-        inputs: Mapping[str, Tensor],
-        *,
-        padded_kv_length: int,
-        padded_crossing_length: int | None,
-    ) -> Tensor:
-        """Evaluate the pending tokens; returns the logits after the last of them, the root, [1, vocabulary]."""
-        count, tokens = inputs["pending"][:1], inputs["pending"][1:]
-        size, device = len(tokens), tokens.device
-        offsets = torch.minimum(torch.arange(size, device=device), count - 1)
-        tree_mask = torch.full((size, size), self.mask_value, dtype=self.dtype, device=device).triu(1)
-        step = DeviceStep(prefix_state, tokens, offsets, tree_mask, offsets, padded_kv_length, padded_crossing_length)
-        logits = self.forward_on_device(step, {layer: inputs[f"hidden.{layer}"] for layer in self.aux_layers})
-        self._commit_pending_on_device(count)
-        return logits[count - 1]
-
     def best_on_device(
         self, logits: Tensor, num_proposals: int, coupling: Coupling | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -238,10 +188,8 @@ def pad_rows(states: Tensor, num_rows: int) -> Tensor:
     return states if len(states) == num_rows else pad(states, (0, 0, 0, num_rows - len(states)))
 
 
-def table_rows(table: Tensor, indices: Ints | Tensor) -> Tensor:
+def table_rows(table: Tensor, indices: Ints) -> Tensor:
     """Rows of a table; a single one, as in a chain, without a gather on the device."""
-    if isinstance(indices, Tensor):
-        return table[indices]
     if len(indices) == 1:
         return table.narrow(0, int(indices[0]), 1)
     return table[to_device(indices, table.device)]

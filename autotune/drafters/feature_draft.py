@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.documents.subnet import Operator, Subnet
@@ -17,21 +16,18 @@ from autotune.drafters.draft import kept_tokens
 from autotune.drafters.network import DraftNetwork, PromptRows
 from autotune.errors import UserError
 from autotune.modeling.cached_model import CachedModel
-from autotune.modeling.flex_attention import TREE_MASK, Mask, block_mask_of
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import KVSlots
-from autotune.modeling.masks import MaskBuffer, padded_masks
+from autotune.modeling.graph_runner import GraphKey, KVSlots
+from autotune.modeling.masks import MaskBuffer
+from autotune.modeling.packed_step import PackedStep
 from autotune.modeling.prompt import Prompt
-from autotune.modeling.step import DeviceStep, Step
+from autotune.modeling.step import Step
 from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
 if TYPE_CHECKING:
     from autotune.modeling.target import Target
-
-CROSSING_MASK, CROSSING_PREFIX = "crossing_mask", "crossing_prefix"
-"""Inputs over fixed buffers: the mask of blocks that cross, or what a block mask needs in its place, the length of their prefix []."""
 
 
 class FeatureCache:
@@ -176,7 +172,7 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.cache = FeatureCache(self.network, capacity, dtype=self.dtype, device=self.device)
         self._masks = MaskBuffer({"mask": None}, capacity, dtype=self.dtype, device=self.device)
         if self.network.crosses:
-            self._crossing_masks = MaskBuffer({CROSSING_MASK: None}, capacity, dtype=self.dtype, device=self.device)
+            self._crossing_masks = MaskBuffer({"mask": None}, capacity, dtype=self.dtype, device=self.device)
         self._factors = self.network.factors(torch.arange(2 * capacity, device=self.device))
         self._own = torch.zeros(capacity, self._own.shape[1], dtype=self.dtype, device=self.device)
 
@@ -236,11 +232,6 @@ class FeatureDraft(CachedDraft, CachedModel):
         """Whether blocks that cross attend to more tokens than the others."""
         return self._num_condensed > 0 and self.network.crosses
 
-    def padded_crossing_length(self, num_tokens: int) -> int | None:
-        if not self._is_crossing:
-            return None
-        return self.padded_length(self.cache.length + self._num_condensed + num_tokens)
-
     def prepare_step(self, kv_length: int, *, num_pending: int = 0, num_pruned: int = 0, axes: int = 1) -> None:
         super().prepare_step(kv_length, num_pending=num_pending)
         self._num_condensed = num_pruned
@@ -253,20 +244,15 @@ class FeatureDraft(CachedDraft, CachedModel):
             return [0]
         return [0, 1, *(length - kv_length for length in self.padded_lengths if length > kv_length)]
 
-    @property
-    def prefix_state(self) -> Ints:
-        """Number of cached tokens, and number of prompt tokens that are not in the stream."""
-        return np.array([self.cache.length, self._num_condensed])
-
     def forward(self, step: Step, source: FeatureSource) -> Tensor:
         count, first = len(step.tokens), step.num_uncommitted
-        features = pad_rows(self._features(source), count)
         prefix, whole_prefix = self.cache.length, self.cache.length + self._num_condensed
         positions = step.offsets + whole_prefix
         if self.graph_runner is not None:
-            states, logits = self._run_with_crossing(step, positions, features)
+            states, logits = self._run_with_features(step, positions, source)
             logits = logits[step.first_logits :]
         else:
+            features = pad_rows(self._features(source), count)
             mask: Any = None
             crossing_mask: Any = None
             if count > 1 or step.tree_mask.any():  # a node of a chain sees all tokens before it
@@ -284,45 +270,22 @@ class FeatureDraft(CachedDraft, CachedModel):
         self._own[1 + first : 1 + first + count] = states
         return logits
 
-    def _run_with_crossing(self, step: Step, positions: Ints, features: Tensor) -> Outputs:
-        """``_run_captured``, with the KV slots and the mask of blocks that cross where they differ."""
-        first, num_columns = step.num_uncommitted, step.tree_mask.shape[1]
-        crossing_length = self.padded_crossing_length(num_columns)
-        if crossing_length is None:
-            return self._run_captured(step, positions[None], step.offsets, features=features)
-        whole_prefix = self.cache.length + self._num_condensed
-        slots = np.arange(whole_prefix + first, whole_prefix + num_columns)
-        masks: dict[str, NDArray[Any]] = {CROSSING_PREFIX: np.array(whole_prefix)}
-        if not self.has_block_masks:
-            masks = dict(
-                padded_masks(
-                    {CROSSING_MASK: None},
-                    step.tree_mask,
-                    whole_prefix,
-                    step.offsets,
-                    step.offsets,
-                    padded_kv_length=crossing_length,
-                    mask_value=self.mask_value,
-                )
-            )
-        integers = np.stack([positions, slots])
-        return self._run_captured(step, integers, step.offsets, (), masks, features=features)
-
-    def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
-        count, first = len(step.tokens), len(step.column_offsets) - len(step.tokens)
-        whole_prefix = step.prefix_state[:1] + step.prefix_state[1:2]
-        integers = [whole_prefix + step.offsets]
-        masks: dict[str, Tensor] = {}
-        if step.padded_crossing_length is not None:
-            whole = step._replace(prefix_state=whole_prefix, padded_kv_length=step.padded_crossing_length)
-            integers.append(whole.kv_slots)
-            if self.has_block_masks:
-                masks = {CROSSING_PREFIX: whole_prefix[0]}
-            else:
-                masks = whole.masks({CROSSING_MASK: None}, mask_value=self.mask_value)
-        states, logits = self._run_on_device(step, torch.stack(integers), (), masks, features=self._features(source))
-        self._own[1 + first : 1 + first + count] = states
-        return logits
+    def _run_with_features(self, step: Step, positions: Ints, source: FeatureSource) -> Outputs:
+        """``_run_captured``. Rows of the step are the positions and the rows of ``_own`` that tree nodes read their features from."""
+        count, read = len(step.tokens), np.zeros_like(positions)
+        if isinstance(source, Mapping):
+            features = pad_rows(self.network.target_features(source), count)
+        else:
+            read[: len(source)] = source + 1
+        return self._run_captured(
+            step,
+            np.stack([positions, read]),
+            None,
+            further_prefixes=[self.cache.length + self._num_condensed] if self._is_crossing else [],
+            features=lambda rows: (
+                features if isinstance(source, Mapping) else self.network.own_features(self._own[rows[1]])
+            ),
+        )
 
     def _features(self, source: FeatureSource) -> Tensor:
         if isinstance(source, Mapping):
@@ -341,20 +304,24 @@ class FeatureDraft(CachedDraft, CachedModel):
         """Logits [..., vocabulary] of the network's states; over the tokens of a cut vocabulary alone, if it has one."""
         return self.network.logits(states, self._head)
 
-    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        ids, slots, positions, *crossing_slots = inputs["integers"]
-        mask, crossing = self._layer_masks(inputs, slots)["mask"], None
-        if crossing_slots:
-            crossing_mask = self._crossing_mask(inputs, crossing_slots[0])
-            crossing = Crossing(crossing_mask, KVSlots(crossing_slots[0], crossing_mask.shape[-1]))
-        context = AttentionContext(mask, self.cache.blocks, KVSlots(slots, mask.shape[-1]))
-        states = self._states(ids, inputs["features"], self._factors[positions], context, crossing)
+    def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
+        step = PackedStep.of(inputs["integers"], key)
+        length, *crossing_lengths = key.kv_lengths
+        crossing = None
+        if crossing_lengths:
+            masks = step.masks(
+                self._crossing_masks.windows,
+                padded_kv_length=crossing_lengths[0],
+                mask_value=self.mask_value,
+                dtype=self.dtype,
+                number=1,
+            )
+            crossing = Crossing(masks["mask"], KVSlots(step.slots(1), crossing_lengths[0]))
+        context = AttentionContext(
+            self._layer_masks(step, key)["mask"], self.cache.blocks, KVSlots(step.slots(), length)
+        )
+        states = self._states(step.tokens, inputs["features"], self._factors[step.rows[0]], context, crossing)
         return states, self.logits(states)
-
-    def _crossing_mask(self, inputs: Mapping[str, Tensor], slots: Tensor) -> Mask:
-        if not self.has_block_masks:
-            return inputs[CROSSING_MASK]
-        return block_mask_of(inputs[TREE_MASK], inputs[CROSSING_PREFIX], slots, capacity=self.cache.capacity)
 
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         if len(self._pending_features) == 1:
@@ -366,20 +333,12 @@ class FeatureDraft(CachedDraft, CachedModel):
         self.cache.length += count
         self._pending_features = []
 
-    def _commit_pending_on_device(self, count: Tensor) -> None:
-        self._own[:1] = self._own[count]
-
-    def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
-        self.cache.length += len(self._pending)
-        self._pending = [*tree.token[path].tolist(), next_token]
-        # Copies, because outputs of captured work are overwritten (``CapturedForward``).
-        self._pending_features = [
-            {layer: rows[: len(self._pending)].clone() for layer, rows in zip(self.aux_layers, hidden, strict=True)}
-        ]
-
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         """See ``Draft``. The features of the new pending tokens come from the verification of the tree."""
         self._make_room_for_pending(len(path) + 1)
-        rows = to_device(np.array([ROOT, *path]), self.device)
         self._pending += [*(int(token) for token in tree.token[path]), next_token]
-        self._pending_features.append({layer: self._target.hidden[layer][rows] for layer in self.aux_layers})
+        # Views of single rows, because indices would have to be sent to the device.
+        hidden = {layer: self._target.hidden[layer].split(1) for layer in self.aux_layers}
+        self._pending_features.append(
+            {layer: torch.cat([rows[node] for node in (ROOT, *path)]) for layer, rows in hidden.items()}
+        )

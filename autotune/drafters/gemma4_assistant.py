@@ -9,6 +9,7 @@ cached before it, so that nodes of a tree do not see each other, and a level is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,11 @@ from autotune.drafters.cached_draft import CachedDraft, FeatureSource, pad_rows,
 from autotune.drafters.draft import check_vocabulary
 from autotune.errors import UserError
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import GraphKey, padded_length, rounded_capacity
+from autotune.modeling.graph_runner import GraphKey, rounded_capacity
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.loading import GEMMA4_ASSISTANT
 from autotune.modeling.prompt import Prompt
-from autotune.modeling.step import DeviceStep, Step
+from autotune.modeling.step import Step
 from autotune.modeling.text_model import MASKED_ATTENTION
 from autotune.modeling.transfer import to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
@@ -53,7 +54,6 @@ class Gemma4AssistantDraft(CachedDraft):
     kind = GEMMA4_ASSISTANT
     sees_images = False  # it has no visual tokens to choose
     reads_target_cache = True
-    takes_block_masks = False
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -91,11 +91,6 @@ class Gemma4AssistantDraft(CachedDraft):
     @property
     def description(self) -> str:
         return f"a {self.kind} draft"
-
-    @property
-    def prefix_state(self) -> Ints:
-        """Number of tokens up to the root."""
-        return np.array([self.cache.length])
 
     @property
     def mask_value(self) -> float:
@@ -159,7 +154,7 @@ class Gemma4AssistantDraft(CachedDraft):
     def use_mode(self, name: str) -> None:
         super().use_mode(name)
         if self.graph_runner is not None:  # its captures refer to the memory of the target's cache
-            self._target.readers.add(self.graph_runner)
+            self._target.dependent_graphs.add(self.graph_runner)
 
     def _allocate(self, capacity: int) -> None:
         """Make room for the states of ``capacity`` tokens of one round."""
@@ -179,7 +174,7 @@ class Gemma4AssistantDraft(CachedDraft):
             needs = {"states": capacity * self._hidden.shape[1] * self.dtype.itemsize}
             what, advice = f"a tree of {num_tokens} tokens", "draft smaller trees"
             check_room(self.device, needs, what=what, advice=advice)
-            for runner in self.readers:
+            for runner in self.dependent_graphs:
                 runner.reset()
             self._allocate(capacity)
         self.cache.clear()
@@ -202,11 +197,6 @@ class Gemma4AssistantDraft(CachedDraft):
         hidden = self._target.hidden[self.aux_layers[0]]
         self._set_root(next_token, len(self._pending) + len(path), hidden[last : last + 1])
 
-    def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
-        (rows,) = hidden
-        # A copy, because outputs of captured work are overwritten (``CapturedForward``).
-        self._set_root(next_token, len(self._pending) + len(path), rows[len(path) : len(path) + 1].clone())
-
     def _set_root(self, token: int, num_tokens: int, hidden: Tensor) -> None:
         """Make ``token`` the root, ``num_tokens`` after those counted so far. ``hidden`` is the target's state before it, [1, hidden]."""
         self.cache.length += num_tokens
@@ -224,9 +214,6 @@ class Gemma4AssistantDraft(CachedDraft):
         self._hidden[0], self._num_visible[0] = self._hidden[count], self._num_visible[count]
         self.cache.length += count
 
-    def _commit_pending_on_device(self, count: Tensor) -> None:
-        self._hidden[:1] = self._hidden[count]
-
     # -------------------------------------------------------------------------------------------------- forward passes
 
     def forward(self, step: Step, source: FeatureSource) -> Tensor:
@@ -239,36 +226,15 @@ class Gemma4AssistantDraft(CachedDraft):
         else:
             num_visible = self._num_visible[np.asarray(source) + 1]
             num_visible = np.pad(num_visible, (0, count - len(num_visible)), mode="edge")
-        hidden = pad_rows(self._features(source), count)
         if self.graph_runner is not None:
-            integers = np.stack([step.tokens, num_visible])
-            columns = np.arange(padded_length(int(num_visible.max()), self.cache.capacity))
-            inputs: dict[str, Any] = {"integers": integers, "columns": columns, "hidden": hidden}
-            outputs = self._run_over_buffers(inputs)
-            own, logits = (output.clone() for output in outputs)
+            own, logits = self._run_over_buffers(step.tokens, num_visible, source)
             logits = logits[step.first_logits :]
         else:
+            hidden = pad_rows(self._features(source), count)
             states = self._states(to_device(step.tokens, self.device), hidden, *self._visible(num_visible))
             own, logits = self.model.post_projection(states), self._logits(states[step.first_logits :])
         rows = slice(1 + first, 1 + first + count)
         self._hidden[rows], self._num_visible[rows] = own, num_visible
-        return logits
-
-    def forward_on_device(self, step: DeviceStep, source: FeatureSource) -> Tensor:
-        assert self.graph_runner is not None
-        count, first = len(step.tokens), len(step.column_offsets) - len(step.tokens)
-        last = step.prefix_state[:1] - 1  # the root ends the prefix of drafted tokens
-        num_visible = step.prefix_state[0] + step.offsets if isinstance(source, Mapping) else last.expand(count)
-        inputs = {
-            "integers": torch.stack([step.tokens, num_visible]),
-            "columns": torch.arange(step.padded_kv_length, device=self.device),
-            "hidden": self._features(source),
-        }
-        if not self.graph_runner.is_fixed:  # a part of what is compiled or captured
-            own, logits = self._forward_over_buffers(inputs)
-        else:
-            own, logits = self._run_over_buffers(inputs)
-        self._hidden[1 + first : 1 + first + count] = own
         return logits
 
     def _features(self, source: FeatureSource) -> Tensor:
@@ -277,15 +243,26 @@ class Gemma4AssistantDraft(CachedDraft):
             return source[self.aux_layers[0]]
         return table_rows(self._hidden, source + 1)
 
-    def _run_over_buffers(self, inputs: Mapping[str, Any]) -> Outputs:
+    def _run_over_buffers(self, tokens: Ints, num_visible: Ints, source: FeatureSource) -> Outputs:
         assert self.graph_runner is not None
-        key = GraphKey(inputs["integers"].shape[1])
-        return self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=("columns",))
+        read = np.zeros_like(tokens)
+        if not isinstance(source, Mapping):
+            read[: len(source)] = source + 1
+        integers = to_device(np.stack([tokens, num_visible, read]), self.device)
+        if isinstance(source, Mapping):
+            hidden = pad_rows(self._features(source), len(tokens))
+        else:
+            hidden = self._hidden[integers[2]]
+        key = GraphKey(len(tokens), (self.padded_length(int(num_visible.max())),))
+        inputs = {"integers": integers, "hidden": hidden}
+        outputs = self.graph_runner.run(functools.partial(self._forward_over_buffers, key), key, inputs)
+        return tuple(output.clone() for output in outputs)  # the buffers are valid only until the next forward pass
 
-    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        ids, num_visible = inputs["integers"]
-        columns = inputs["columns"]
-        keys_values = {name: self.cache.keys_values(name, 0, len(columns)) for name in self.cache.shapes}
+    def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
+        ids, num_visible, _ = inputs["integers"]
+        (length,) = key.kv_lengths
+        columns = torch.arange(length, device=self.device)
+        keys_values = {name: self.cache.keys_values(name, 0, length) for name in self.cache.shapes}
         masks = {name: self._mask(columns, num_visible, self._reach(name)) for name in self.cache.shapes}
         states = self._states(ids, inputs["hidden"], num_visible, keys_values, masks)
         return self.model.post_projection(states), self._logits(states)

@@ -19,7 +19,7 @@ from autotune.errors import UserError
 from autotune.modeling.prompt import Prompt, placeholders_of, rows_of
 from autotune.modeling.quantization import num_parameters
 from autotune.modeling.self_check import check_tree_decoding
-from autotune.modeling.step import DeviceStep, Step
+from autotune.modeling.step import Step
 from autotune.modeling.tree_model import TreeModel
 from autotune.trees.tree import Ints, Tree
 
@@ -107,32 +107,15 @@ class IndependentDraft(CachedDraft, TreeModel):
         )  # ids in the padding of the target's vocabulary
         return TreeModel.forward(self, step._replace(tokens=tokens))[:, : self._num_common]
 
-    def forward_on_device(self, step: DeviceStep, source: FeatureSource | None = None) -> Tensor:
-        tokens = step.tokens.masked_fill(step.tokens >= self.vocab_size, 0)
-        return TreeModel.forward_on_device(self, step._replace(tokens=tokens))[:, : self._num_common]
-
     def _pending_hidden(self) -> Mapping[int, Tensor]:
         return {}
 
     def _commit_pending(self, count: int) -> None:
         self.cache.advance(count)
 
-    def compact_on_device(self, prefix_state: Tensor, slots: Tensor) -> None:
-        self.cache.compact(prefix_state[0], slots.clamp(min=0))
-
     def commit(self, tree: Tree, path: Ints, next_token: int) -> None:
         self._make_room_for_pending(len(path) + 1)
-        self.cache.keep(self._evaluated(tree, path))
-        self._add_pending(tree, path, next_token)
-
-    def end_device_round(self, tree: Tree, path: Ints, next_token: int, hidden: Sequence[Tensor]) -> None:
-        self.cache.advance(len(self._pending) + len(self._evaluated(tree, path)))
-        self._pending = []
-        self._add_pending(tree, path, next_token)
-
-    def _evaluated(self, tree: Tree, path: Ints) -> list[int]:
-        """KV slots of the expanded nodes, which precede the others of the path."""
-        return [int(slot) for slot in tree.kv_slot[path] if slot >= 0]
-
-    def _add_pending(self, tree: Tree, path: Ints, next_token: int) -> None:
-        self._pending += [*tree.token[path][len(self._evaluated(tree, path)) :].tolist(), next_token]
+        # KV slots of the expanded nodes, which precede the others of the path.
+        evaluated = [int(slot) for slot in tree.kv_slot[path] if slot >= 0]
+        self.cache.keep(evaluated)
+        self._pending += [*tree.token[path][len(evaluated) :].tolist(), next_token]

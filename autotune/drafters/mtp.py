@@ -22,7 +22,6 @@ from torch.nn.functional import pad
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, KeysValues
 from autotune.drafters.network import DraftNetwork, NetworkConfig, rotary_factors
 from autotune.errors import UserError
-from autotune.modeling.flex_attention import Mask
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.target import Target
@@ -125,7 +124,7 @@ class MtpNetwork(DraftNetwork):
         keys = None if cache is None else _LayerCache(cache, context.begin)
         return self.norm(self._run_layer(stream, factors, context.mask, keys))  # type: ignore[no-any-return]
 
-    def _run_layer(self, stream: Tensor, factors: Tensor, mask: Mask | None, cache: Any) -> Tensor:
+    def _run_layer(self, stream: Tensor, factors: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         cosines_sines = (factors[..., 0, :], factors[..., 1, :]) if factors.shape[-1] else None
         with nullcontext() if mask is None or isinstance(mask, Tensor) else attention_of_steps(self.layer_config):
             out = self.layer(stream, attention_mask=mask, position_embeddings=cosines_sines, past_key_values=cache)

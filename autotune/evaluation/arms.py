@@ -61,8 +61,7 @@ class DecoderArm(Arm):
 
     def warm_up(self, inputs: dict[str, Any], settings: Prompt) -> None:
         """Capture what the answer needs, and decode its first tokens, for a second at most, in buffers for all of it."""
-        sampling = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
-        self.decoder.prepare(inputs["input_ids"].shape[1] + settings.max_new_tokens, **sampling)
+        self.decoder.prepare(inputs["input_ids"].shape[1] + settings.max_new_tokens)
         stream = self.decoder.stream(**inputs, **settings.generation, workload=settings.task)
         until = time.monotonic() + WARM_UP_S
         for _ in itertools.islice(stream, WARM_UP_TOKENS):

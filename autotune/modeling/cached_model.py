@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.device import check_room, free_memory
-from autotune.execution import EAGER, has_flex_attention
-from autotune.modeling.flex_attention import TREE_MASK, Mask, block_masks, mask_inputs
+from autotune.execution import EAGER
 from autotune.modeling.graph_memory import Outputs
 from autotune.modeling.graph_runner import (
     GraphKey,
@@ -24,8 +25,10 @@ from autotune.modeling.graph_runner import (
     padded_lengths,
     rounded_capacity,
 )
-from autotune.modeling.masks import MaskBuffer, TreeMask, padded_masks
-from autotune.modeling.step import DeviceStep, Step
+from autotune.modeling.masks import MaskBuffer
+from autotune.modeling.packed_step import PackedStep, pack, padded_columns
+from autotune.modeling.step import Step
+from autotune.modeling.transfer import to_device
 from autotune.trees.limits import Ints
 
 MAX_DOUBLED_SHARE = 0.25  # of the free memory: a larger cache grows to what a request needs
@@ -38,8 +41,8 @@ class CachedModel(ABC):
     device: torch.device
     dtype: torch.dtype
     graph_runner: GraphRunner | None = None  # runs forward passes after the prefill; None in mode ``eager``
-    takes_block_masks: bool = True
-    """Whether forward passes take block masks in modes with ``-flex``; others keep their additive masks."""
+    least_columns: int = 0
+    """Columns that tree masks of captured steps have at least, so that steps after more or fewer uncommitted tokens share a capture."""
     _masks: MaskBuffer
 
     @cached_property
@@ -47,7 +50,7 @@ class CachedModel(ABC):
         return {}
 
     @cached_property
-    def readers(self) -> weakref.WeakSet[GraphRunner]:
+    def dependent_graphs(self) -> weakref.WeakSet[GraphRunner]:
         """Graph runners whose captures refer to the memory of this cache."""
         return weakref.WeakSet()
 
@@ -81,115 +84,64 @@ class CachedModel(ABC):
         """Bytes of a token's keys and values in all layers."""
 
     @abstractmethod
-    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        """The function that ``GraphRunner`` compiles or captures. Input ``integers`` [2 + axes, n] holds tokens, KV slots and
-        positions.
-        """
-
-    @property
-    @abstractmethod
-    def prefix_state(self) -> Ints:
-        """Numbers that locate the end of the prefix; the first one is the number of committed tokens."""
+    def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
+        """The function that ``GraphRunner`` captures. Input ``integers`` is a ``PackedStep``, unless a draft has another."""
 
     def _run_captured(
         self,
         step: Step,
-        positions: Ints,
-        column_offsets: Ints,
+        rows: Ints,
+        column_offsets: Ints | None,
+        *,
+        further_prefixes: Sequence[int] = (),
         output_layers: tuple[int, ...] = (),
-        further_masks: Mapping[str, TreeMask] | None = None,
-        **values: Tensor | TreeMask,
+        features: Callable[[Tensor], Tensor] | None = None,
     ) -> Outputs:
-        """Run a step through the graph runner.
+        """Run a step through the graph runner, with one copy from the host.
 
         Args:
-            positions: [axes, n].
-            column_offsets: offsets of the uncommitted tokens and the n tokens.
+            rows: the model's own integers of each token, [rows, n].
+            column_offsets: offsets of the uncommitted tokens and the n tokens; None if no layer has a window.
+            further_prefixes: lengths of the prefix in layers that see another one.
             output_layers: as in ``GraphKey``.
-            further_masks: beside those of the layer types, padded as well.
-            values: further inputs of ``_forward_over_buffers``.
+            features: gives the input ``features`` of ``_forward_over_buffers`` from ``rows`` on the device.
         """
         assert self.graph_runner is not None
-        begin = self.cache.length + step.num_uncommitted
-        end = begin + len(step.tokens)
-        key = GraphKey(len(step.tokens), output_layers, len(positions))
-        masks = self._padded_masks(step, column_offsets, end) | dict(further_masks or {})
-        integers = np.vstack([step.tokens, np.arange(begin, end), positions])
-        inputs = {"integers": integers, **values, **masks}
-        padded = self._padded_inputs(masks)
-        outputs = self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=padded)
+        num_tokens, num_columns = step.tree_mask.shape
+        prefixes = [self.length, *further_prefixes]
+        key = GraphKey(
+            num_tokens,
+            tuple(self.padded_length(prefix + num_columns) for prefix in prefixes),
+            padded_columns(num_columns, self.least_columns),
+            len(rows),
+            output_layers,
+        )
+        integers = pack(step, prefixes, rows, column_offsets, key.num_columns)
+        inputs: dict[str, NDArray[np.int64] | Tensor] = {"integers": integers}
+        if features is not None:
+            inputs["integers"] = on_device = to_device(integers, self.device)
+            inputs["features"] = features(PackedStep.of(on_device, key).rows)
+        outputs = self.graph_runner.run(functools.partial(self._forward_over_buffers, key), key, inputs)
         return tuple(output.clone() for output in outputs)  # the buffers are valid only until the next forward pass
 
-    def _run_on_device(
-        self,
-        step: DeviceStep,
-        positions: Tensor,
-        output_layers: tuple[int, ...] = (),
-        further_masks: Mapping[str, Tensor] | None = None,
-        **values: Tensor,
-    ) -> Outputs:
-        """Run a step inside a larger function that is compiled or captured as a whole, the forward pass with it."""
-        assert self.graph_runner is not None
-        integers = torch.cat([torch.stack([step.tokens, step.kv_slots]), positions])
-        windows, mask_value = self._masks.windows, self.mask_value
-        if self.has_block_masks:
-            tree = step.tree_mask, step.prefix_state[0], step.offsets, step.column_offsets
-            masks = mask_inputs(windows, *tree, mask_value=mask_value)
-        else:
-            masks = step.masks(windows, mask_value=mask_value)
-        masks |= further_masks or {}
-        inputs = {"integers": integers, **values, **masks}
-        if not self.graph_runner.is_fixed:
-            return self._forward_over_buffers(inputs)
-        key = GraphKey(len(step.tokens), output_layers, len(positions))
-        padded = self._padded_inputs(masks)
-        return self.graph_runner.run(self._forward_over_buffers, key, inputs, self.dtype, padded=padded)
-
-    def _padded_masks(self, step: Step, column_offsets: Ints, num_tokens: int) -> dict[str, Any]:
-        """The inputs of ``_forward_over_buffers`` from which ``_layer_masks`` makes masks, up to ``num_tokens`` cached tokens."""
-        windows, prefix, mask_value = self._masks.windows, self.cache.length, self.mask_value
-        if self.has_block_masks:
-            tree_mask, *rest = map(torch.from_numpy, (step.tree_mask, np.array(prefix), step.offsets, column_offsets))
-            return mask_inputs(windows, tree_mask.to(self.dtype), *rest, mask_value=mask_value)
-        return padded_masks(
-            windows,
-            step.tree_mask,
-            prefix,
-            step.offsets,
-            column_offsets,
-            padded_kv_length=self.padded_length(num_tokens),
-            mask_value=mask_value,
+    def _layer_masks(self, step: PackedStep, key: GraphKey) -> dict[str, Tensor]:
+        """Masks by layer type, within ``_forward_over_buffers``."""
+        return step.masks(
+            self._masks.windows, padded_kv_length=key.kv_lengths[0], mask_value=self.mask_value, dtype=self.dtype
         )
 
-    def _padded_inputs(self, masks: Collection[str]) -> Collection[str]:
-        """Names of the masks whose last dimension is padded."""
-        return (TREE_MASK,) if self.has_block_masks else masks
-
-    def _layer_masks(self, inputs: Mapping[str, Tensor], slots: Tensor) -> Mapping[str, Mask]:
-        """Masks by layer type of tokens that are written at ``slots``, within ``_forward_over_buffers``."""
-        if self.has_block_masks:
-            return block_masks(inputs, slots, self._masks.windows, capacity=self.cache.capacity)
-        return {layer_type: inputs[layer_type] for layer_type in self._masks.windows}
-
-    @property
-    def has_block_masks(self) -> bool:
-        """Whether forward passes read the KV length from a buffer (``flex_attention.py``)."""
-        return self.takes_block_masks and has_flex_attention(self.mode)
-
     def padded_length(self, num_tokens: int) -> int:
-        """KV length of forward passes over ``num_tokens`` cached tokens: with block masks that of the whole cache, of which they read
-        a part.
-        """
-        return int(self.cache.capacity) if self.has_block_masks else padded_length(num_tokens, self.cache.capacity)
+        """Padded KV length of forward passes over ``num_tokens`` cached tokens."""
+        return padded_length(num_tokens, self.cache.capacity)
 
     @property
     def padded_lengths(self) -> list[int]:
         """All padded KV lengths, ascending."""
-        return [self.cache.capacity] if self.has_block_masks else padded_lengths(self.cache.capacity)
+        return padded_lengths(self.cache.capacity)
 
     @property
     def mode(self) -> str:
-        """How forward passes after the prefill run (``autotune.execution.MODES``)."""
+        """How forward passes after the prefill run: ``eager``, ``cuda-graph`` or ``fixed``."""
         return EAGER if self.graph_runner is None else self.graph_runner.mode
 
     def check_mode(self, name: str) -> str:
@@ -208,7 +160,7 @@ class CachedModel(ABC):
         if name not in self._graph_runners:
             self.check_mode(name)
             runner = self._graph_runners[name] = GraphRunner(name, self.device, description=self.description)
-            self.readers.add(runner)
+            self.dependent_graphs.add(runner)
         self.graph_runner = self._graph_runners[name]
 
     def __del__(self) -> None:
@@ -249,7 +201,7 @@ class CachedModel(ABC):
             doubled = padded_length(num_tokens, 2 * capacity)
             if self.kv_bytes_per_token * doubled <= MAX_DOUBLED_SHARE * (free_memory(self.device) + freed):
                 capacity = doubled
-        for runner in self.readers:
+        for runner in self.dependent_graphs:
             runner.reset()
         self.cache.release()  # first, or both would be in memory
         self._allocate(capacity)

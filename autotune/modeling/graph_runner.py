@@ -1,4 +1,4 @@
-"""Forward passes over fixed buffers, compiled by torch, captured as CUDA graphs, or both.
+"""Forward passes over fixed buffers, captured as CUDA graphs.
 
 An eager forward pass shows attention the KV cache up to its last token, so its shapes change with every token. A CUDA
 graph needs the same shapes at the same addresses each time. A forward pass of n tokens therefore
@@ -8,17 +8,15 @@ graph needs the same shapes at the same addresses each time. A forward pass of n
 * writes keys and values at cache indices (*KV slots*) that it reads from a buffer.
 
 All forward passes with the same n and padded KV length then share one ``CapturedForward``. Lengths are doubled, because every
-one of them is captured: a context of 8,192 tokens has six. Compiled code is shared by all lengths: a function reads the padded
-lengths from the shapes of its inputs, and the compiler keeps these symbolic.
+one of them is captured: a context of 8,192 tokens has six.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autotune.errors import UserError
-from autotune.execution import AUTO, EAGER, MODES, is_captured, without_flex_attention
+from autotune.execution import AUTO, CUDA_GRAPH, EAGER, FIXED, MODES
 from autotune.modeling.graph_memory import CapturedForward, Outputs, graph_memory
 
 KV_LENGTH_STEP = 256
@@ -36,8 +34,6 @@ KV_LENGTH_STEP = 256
 Values = Mapping[str, NDArray[Any] | Tensor]
 Function = Callable[[Mapping[str, Tensor]], Outputs]
 """Maps named buffers to tensors. It may depend on its key and on the shapes of the buffers, on no other value of the host."""
-Sequel = Callable[[Mapping[str, Tensor], Outputs], None]
-"""Work that follows a function, from its inputs and outputs; captured with it, but not compiled."""
 
 
 class KVSlots(NamedTuple):
@@ -49,16 +45,20 @@ class KVSlots(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphKey:
-    """Forward passes with equal keys, and equal padded KV lengths, share one capture."""
+    """Forward passes with equal keys share one capture."""
 
     num_tokens: int
+    kv_lengths: tuple[int, ...]
+    """Padded KV length of all layers; a second one for the blocks of a draft that cross, where it is another."""
+    num_columns: int = 0
+    """Padded number of columns of the tree mask."""
+    num_rows: int = 1
+    """Integers of each token besides the token and its offset: three position axes for images with some models."""
     output_layers: tuple[int, ...] = ()
-    num_axes: int = 1
-    """Position axes: images give some models three."""
 
 
 class EagerNotice(UserWarning):
-    """A forward pass could not be compiled or captured and runs eagerly."""
+    """A forward pass could not be captured and runs eagerly."""
 
 
 class GraphRunner:
@@ -66,7 +66,7 @@ class GraphRunner:
     that models and their memory are freed as soon as they are dropped.
 
     Args:
-        mode: any but ``eager``. On a GPU compiled work is captured too.
+        mode: any but ``eager``.
         device: where the buffers are allocated.
         description: what is run, for messages.
 
@@ -81,7 +81,6 @@ class GraphRunner:
         self.why_eager: str | None = None
         """The error of the first failed capture. After it, all forward passes run eagerly over the same buffers."""
         self._captured: dict[Hashable, CapturedForward] = {}
-        self._compiled: dict[Hashable, Callable[[Function, Mapping[str, Tensor]], Outputs]] = {}
 
     def __len__(self) -> int:
         return sum(not forward.is_dropped for forward in self._captured.values())
@@ -96,68 +95,28 @@ class GraphRunner:
         for forward in self._captured.values():
             forward.drop()
         self._captured.clear()
-        self._compiled.clear()
 
-    def run(
-        self,
-        function: Function,
-        key: Hashable,
-        values: Values,
-        dtype: torch.dtype,
-        *,
-        padded: Collection[str] = (),
-        sequel: Sequel | None = None,
-    ) -> Outputs:
-        """Run a forward pass, preparing it if needed. Floating-point arrays are copied as ``dtype``; integer arrays and
-        tensors keep their type. The outputs are overwritten when another forward pass of the device runs
+    def run(self, function: Function, key: Hashable, values: Values) -> Outputs:
+        """Run a forward pass, preparing it if needed. The outputs are overwritten when another forward pass of the device runs
         (``CapturedForward``).
-
-        Args:
-            padded: inputs whose last dimension is a padded KV length. Other shapes are those of the key.
         """
-        capture_key = key, tuple(values[name].shape[-1] for name in padded)
-        forward = self._captured.get(capture_key)
+        forward = self._captured.get(key)
         if forward is None or forward.is_dropped:
-            forward = self._captured[capture_key] = self._prepare(function, key, sequel, values, dtype, padded)
+            forward = self._captured[key] = self._prepare(function, values)
         fill(forward.inputs, values)
-        if self.runs_eagerly:
-            return _in_turn(function, sequel, forward.inputs)
-        return forward()
+        return function(forward.inputs) if self.runs_eagerly else forward()
 
     @property
     def runs_eagerly(self) -> bool:
-        return self.is_fixed or self.why_eager is not None
+        return self.mode == FIXED or self.why_eager is not None
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether its forward passes are neither compiled nor captured."""
-        return without_flex_attention(self.mode) == "fixed"
-
-    def _prepare(
-        self,
-        function: Function,
-        key: Hashable,
-        sequel: Sequel | None,
-        values: Values,
-        dtype: torch.dtype,
-        padded: Collection[str],
-    ) -> CapturedForward:
-        inputs = {}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                buffer_dtype = value.dtype
-            else:
-                buffer_dtype = dtype if np.issubdtype(value.dtype, np.floating) else torch.long
-            inputs[name] = torch.empty(value.shape, dtype=buffer_dtype, device=self.device)
-        fill(inputs, values)  # compiling and capturing run the function, so its inputs must be valid
+    def _prepare(self, function: Function, values: Values) -> CapturedForward:
+        inputs = {name: torch.empty_like(_tensor(value), device=self.device) for name, value in values.items()}
+        fill(inputs, values)  # a capture runs the function, so its inputs must be valid
         run: Callable[[], Outputs] = tuple  # never called where forward passes run eagerly
         if not self.runs_eagerly:
             try:
-                is_compiled = without_flex_attention(self.mode) == "compile"
-                work = self._compile(function, key, inputs, padded) if is_compiled else function
-                run = functools.partial(_in_turn, work, sequel, inputs)
-                if is_captured(self.mode, self.device.type):
-                    run = graph_memory(self.device).capture(run)
+                run = graph_memory(self.device).capture(functools.partial(function, inputs))
             except Exception as error:
                 lines = str(error).strip().splitlines()
                 self.why_eager = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -167,18 +126,6 @@ class GraphRunner:
                     stacklevel=2,
                 )
         return graph_memory(self.device).keep(CapturedForward(run, inputs))
-
-    def _compile(
-        self, function: Function, key: Hashable, inputs: Mapping[str, Tensor], padded: Collection[str]
-    ) -> Function:
-        """Compile for this key and all padded KV lengths, and now, so that no timed round includes the compilation."""
-        for name in padded:
-            torch._dynamo.maybe_mark_dynamic(inputs[name], inputs[name].dim() - 1)
-        if key not in self._compiled:
-            self._compiled[key] = torch.compile(_new_call(), dynamic=False)
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            self._compiled[key](function, inputs)
-        return functools.partial(self._compiled[key], function)
 
 
 def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_states: bool = False) -> str:
@@ -193,9 +140,9 @@ def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_sta
         UserError: an unknown mode, CUDA graphs without CUDA, or any mode but eager for a model on several devices.
     """
     if name == AUTO:
-        return "cuda-graph" if device.type == "cuda" and num_devices == 1 and not has_states else EAGER
-    if name not in MODES:
-        raise UserError(f"mode must be {', '.join(MODES)}; got {name!r}; choose one of these")
+        return CUDA_GRAPH if device.type == "cuda" and num_devices == 1 and not has_states else EAGER
+    if name not in (*MODES, FIXED):
+        raise UserError(f"mode must be {' or '.join(MODES)}; got {name!r}; choose one of these")
     if name != EAGER and has_states:
         raise UserError(
             f"mode {name} cannot take back the recurrent or convolution states of a hybrid model; choose eager"
@@ -204,8 +151,8 @@ def check_mode(name: str, device: torch.device, num_devices: int = 1, *, has_sta
         raise UserError(
             f"mode {name} needs a model on one device; it is spread over {num_devices}; choose eager, or load it on one device"
         )
-    if without_flex_attention(name) == "cuda-graph" and device.type != "cuda":
-        raise UserError(f"mode {name} needs a CUDA device; the model is on {device}; choose eager or compile")
+    if name == CUDA_GRAPH and device.type != "cuda":
+        raise UserError(f"mode {name} needs a CUDA device; the model is on {device}; choose eager")
     return name
 
 
@@ -230,25 +177,11 @@ def padded_lengths(capacity: int) -> list[int]:
     return lengths
 
 
-def _in_turn(function: Function, sequel: Sequel | None, inputs: Mapping[str, Tensor]) -> Outputs:
-    outputs = function(inputs)
-    if sequel is not None:
-        sequel(inputs, outputs)
-    return outputs
-
-
-def _call(function: Function, inputs: Mapping[str, Tensor]) -> Outputs:
-    return function(inputs)
-
-
-def _new_call() -> Callable[[Function, Mapping[str, Tensor]], Outputs]:
-    """``_call`` with a code object of its own. Dynamo stores compilations per code object, searches them linearly at every call,
-    and silently stops compiling after a few (``recompile_limit``).
-    """
-    return FunctionType(_call.__code__.replace(), _call.__globals__)
-
-
 def fill(inputs: Mapping[str, Tensor], values: Values) -> None:
+    """Copy values into buffers. No synchronization is needed: pageable host memory is staged before the call returns."""
     for name, value in values.items():
-        # No synchronization is needed: pageable host memory is staged before the call returns.
-        inputs[name].copy_(torch.from_numpy(value) if isinstance(value, np.ndarray) else value, non_blocking=True)
+        inputs[name].copy_(_tensor(value), non_blocking=True)
+
+
+def _tensor(value: NDArray[Any] | Tensor) -> Tensor:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

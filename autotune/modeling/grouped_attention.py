@@ -11,7 +11,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -19,7 +18,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from autotune.modeling.attention import attention_function
-from autotune.modeling.flex_attention import TreeBlockMask, refuse_changed_scores, tree_attention
 
 _NAME = "autotune_grouped_sdpa"
 
@@ -28,7 +26,7 @@ def grouped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | TreeBlockMask | None,
+    mask: Tensor | None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
@@ -38,19 +36,9 @@ def grouped_attention(
     Args:
         query: [batch, heads, n, head size].
         key, value: [batch, KV heads, m, head size]; query head h reads KV head h // (heads / KV heads).
-        mask: additive, broadcast to [batch, heads, n, m], or a block mask, with a batch of 1.
+        mask: additive, broadcast to [batch, heads, n, m].
         scale: factor of the products; None: 1 / sqrt(head size).
     """
-    if isinstance(mask, TreeBlockMask):
-        return tree_attention(query, key, value, mask, scale=scale)
-    if torch.compiler.is_compiling() and mask is not None and query.shape[1] != key.shape[1]:
-        return _opaque(query, key, value, mask, scale)
-    return _grouped_attention(query, key, value, mask, scale=scale, is_causal=is_causal)
-
-
-def _grouped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, is_causal: bool
-) -> Tensor:
     batch, num_heads, n, _ = query.shape
     groups = num_heads // key.shape[1]
     if groups == 1 or batch > 1 or (mask is not None and mask.shape[1] > 1):
@@ -68,24 +56,10 @@ def _grouped_attention(
     return out.reshape(1, num_heads, n, -1)
 
 
-@torch.library.custom_op("autotune::grouped_attention", mutates_args=())
-def _opaque(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """As an operator that torch's compiler does not look into: it would copy the keys and values that are broadcast."""
-    return _grouped_attention(query, key, value, mask, scale=scale, is_causal=False)
-
-
-@_opaque.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    return _grouped_attention(query, key, value, mask, scale=scale, is_causal=False)
-
-
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | TreeBlockMask | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """``sdpa`` as transformers calls it; what is not a masked step of grouped queries is left to transformers, except block masks."""
-    if isinstance(mask, TreeBlockMask):
-        refuse_changed_scores(kwargs)
-        return tree_attention(query, key, value, mask, scale=kwargs.get("scaling")).transpose(1, 2).contiguous(), None
+    """``sdpa`` as transformers calls it; what is not a masked step of grouped queries is left to transformers."""
     is_plain = mask is None or query.shape[1] == key.shape[1] or kwargs.get("softcap") is not None
     if is_plain or kwargs.get("position_bias") is not None or kwargs.get("dropout"):
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
@@ -98,7 +72,5 @@ AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def attention_of_steps(config: Any) -> AbstractContextManager[None]:
-    """Within the context, a text model with this config and ``sdpa`` attention does not copy keys and values, and takes block
-    masks.
-    """
+    """Within the context, a text model with this config and ``sdpa`` attention does not copy keys and values."""
     return attention_function(config, _NAME) if config._attn_implementation == "sdpa" else nullcontext()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from autotune.errors import UserError
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.masks import first_visible
-from autotune.modeling.transfer import to_device
 
 KVShape = tuple[int, int]
 """Number of KV heads, and head size."""
@@ -190,18 +189,8 @@ class SlabCache(Cache):  # type: ignore[misc]
     def keep(self, slots: list[int]) -> None:
         """Commit some of the tokens after ``length``, from which ``slots`` count in ascending order; drop the others."""
         if slots and slots != list(range(len(slots))):
-            for slabs in self._slabs.values():
-                source = to_device(np.array(slots), slabs[0].device) + self.length
-                for slab in slabs:
-                    slab[:, :, :, self.length : self.length + len(slots)] = slab.index_select(3, source)
+            for slab in itertools.chain(*self._slabs.values()):
+                # Views of single tokens, because indices would have to be sent to the device.
+                kept = torch.cat([slab.narrow(3, self.length + slot, 1) for slot in slots], 3)
+                slab[:, :, :, self.length : self.length + len(slots)] = kept
         self.length += len(slots)
-
-    def compact(self, length: Tensor, slots: Tensor) -> None:
-        """The device's part of ``keep``: move the tokens at ``slots`` directly after ``length``. How many of them are
-        then committed does not matter.
-        """
-        destination = length + torch.arange(len(slots), device=slots.device)
-        for slabs in self._slabs.values():
-            for slab in slabs:
-                moved = slab.index_select(3, (length + slots).to(slab.device))
-                slab.index_copy_(3, destination.to(slab.device), moved)

@@ -60,6 +60,10 @@ class MaskBuffer:
             if window is not None
         }
 
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._sliding)
+
     def write(
         self, tree_mask: TreeMask, prefix: int, row_offsets: Ints, column_offsets: Ints
     ) -> Tensor | dict[str, Tensor]:
@@ -95,33 +99,6 @@ class MaskBuffer:
             tree_mask = np.where(column_offsets <= last_hidden, np.float32(self.mask_value), tree_mask)
         num_columns = prefix - first + tree_mask.shape[1]
         return self._sliding[layer_type].write(num_columns, (prefix - first, tree_mask), (0, head))
-
-
-def padded_masks(
-    windows: Mapping[str, int | None],
-    tree_mask: TreeMask,
-    prefix: int,
-    row_offsets: Ints,
-    column_offsets: Ints,
-    *,
-    padded_kv_length: int,
-    mask_value: float,
-) -> dict[str, NDArray[np.float32]]:
-    """Masks [1, 1, rows, padded KV length] by layer type: the prefix as far as the window reaches, ``tree_mask``
-    [rows, columns], and hidden padding.
-    """
-    rows, columns = tree_mask.shape
-    full = np.full((1, 1, rows, padded_kv_length), mask_value, np.float32)
-    full[..., :prefix] = 0.0
-    full[..., prefix : prefix + columns] = tree_mask
-    masks = {}
-    for layer_type, window in windows.items():
-        masks[layer_type] = full
-        if window is not None and prefix + int(row_offsets.max()) >= window:
-            offsets = np.arange(-prefix, padded_kv_length - prefix)
-            offsets[prefix : prefix + columns] = column_offsets
-            masks[layer_type] = np.where(offsets <= (row_offsets - window)[:, None], np.float32(mask_value), full)
-    return masks
 
 
 def first_visible(length: int, window: int | None) -> int:

@@ -131,17 +131,6 @@ class TextModel:
         return any(heads != self.config.num_attention_heads for heads, _ in filter(None, self.kv_shapes))
 
     @property
-    def block_mask_problem(self) -> str | None:
-        """Why its attention cannot take block masks (``flex_attention.py``); None if it can."""
-        if self.config._attn_implementation != "sdpa":
-            return f"its attention is {self.config._attn_implementation!r}, not 'sdpa'"
-        if getattr(self.config, "attn_logit_softcapping", None) is not None:
-            return "it caps attention scores"
-        if any(hasattr(part, "sinks") for layer in self.layers for part in layer.modules()):
-            return "its attention has sinks"
-        return None
-
-    @property
     def num_devices(self) -> int:
         """Number of devices that the model is spread over."""
         return len({self.device, *map(device_of, self.layers), device_of(self.head)})

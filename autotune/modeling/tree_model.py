@@ -12,20 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.errors import UserError
-from autotune.execution import has_flex_attention, without_flex_attention
 from autotune.modeling.attention import choose_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.graph_memory import Outputs
-from autotune.modeling.graph_runner import KVSlots
+from autotune.modeling.graph_runner import GraphKey, KVSlots
 from autotune.modeling.grouped_attention import attention_of_steps
 from autotune.modeling.hybrid_cache import new_cache
 from autotune.modeling.masks import MaskBuffer
+from autotune.modeling.packed_step import PackedStep
 from autotune.modeling.prompt import Encoded, Prompt, encode
-from autotune.modeling.step import DeviceStep, Step
+from autotune.modeling.step import Step
 from autotune.modeling.text_model import text_model_of
 from autotune.modeling.transfer import to_device
-from autotune.trees.limits import Ints
 
 DEFAULT_CAPACITY = 1024  # tokens; the cache grows when a request needs more
 PREFILL_CHUNK = 1024  # tokens of a prompt that are read at once
@@ -71,27 +69,9 @@ class TreeModel(CachedModel):
     def has_states(self) -> bool:
         return self.text.has_states
 
-    def check_mode(self, name: str) -> str:
-        """See ``graph_runner.check_mode``.
-
-        Raises:
-            UserError: also a model whose attention cannot take block masks, where the mode has them.
-        """
-        name = super().check_mode(name)
-        if has_flex_attention(name) and (problem := self.text.block_mask_problem) is not None:
-            raise UserError(
-                f"mode {name} cannot run {self.description}: {problem}; choose {without_flex_attention(name)}"
-            )
-        return name
-
     @property
     def kv_bytes_per_token(self) -> int:
         return self.text.kv_bytes_per_token
-
-    @property
-    def prefix_state(self) -> Ints:
-        """Number of cached tokens, number of pruned tokens, and the RoPE delta on each axis."""
-        return np.concatenate([[self.cache.length, self._num_pruned], self._rope_delta])
 
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
@@ -102,7 +82,7 @@ class TreeModel(CachedModel):
         """Images give models with M-RoPE three."""
         return (1, 3) if hasattr(getattr(self.model, "model", None), "get_rope_index") else (1,)
 
-    def place(self, length: int, *, axes: int = 1) -> None:
+    def set_length(self, length: int, *, axes: int = 1) -> None:
         """Pretend that ``length`` tokens are cached, so that a step after them can be prepared."""
         self.cache.length = length
         self._num_pruned, self._rope_delta = 0, np.zeros(axes, np.int64)
@@ -157,11 +137,7 @@ class TreeModel(CachedModel):
 
     def _attention(self) -> AbstractContextManager[None]:
         """The context of forward passes with a mask."""
-        return (
-            attention_of_steps(self.text.config)
-            if self.text.has_grouped_queries or self.has_block_masks
-            else nullcontext()
-        )
+        return attention_of_steps(self.text.config) if self.text.has_grouped_queries else nullcontext()
 
     def _forward(self, step: Step) -> Tensor:
         num_columns = step.tree_mask.shape[1]
@@ -172,7 +148,8 @@ class TreeModel(CachedModel):
         prefix = self.cache.length + self._num_pruned
         positions = prefix + np.minimum(step.offsets, self.text.max_context - 1 - prefix) + self._rope_delta[:, None]
         if self.graph_runner is not None:
-            outputs = self._run_captured(step, positions, column_offsets, self.output_layers)
+            offsets = column_offsets if self._masks.has_windows else None
+            outputs = self._run_captured(step, positions, offsets, output_layers=self.output_layers)
             return self._keep_hidden(outputs)[step.first_logits :]
         # A single token directly after the prefix needs no mask.
         mask = None
@@ -186,31 +163,20 @@ class TreeModel(CachedModel):
             )
         return self.text.logits(hidden[step.first_logits :])
 
-    def forward_on_device(self, step: DeviceStep) -> Tensor:
-        """``forward`` inside a larger captured function."""
-        prefix = step.prefix_state[0] + step.prefix_state[1]
-        positions = (
-            prefix + torch.minimum(step.offsets, self.text.max_context - 1 - prefix) + step.prefix_state[2:, None]
-        )
-        with self._attention():
-            return self._keep_hidden(self._run_on_device(step, positions, self.output_layers))
-
     def _keep_hidden(self, outputs: Outputs) -> Tensor:
         logits, *hidden = outputs
         self.hidden = dict(zip(self.output_layers, hidden, strict=True))
         return logits
 
-    def _forward_over_buffers(self, inputs: Mapping[str, Tensor]) -> Outputs:
-        integers = inputs["integers"]
-        masks = self._layer_masks(inputs, integers[1])
-        mask = next(iter(masks.values()))
-        positions = integers[2:]
-        self.cache.fixed_slots = KVSlots(integers[1], mask.shape[-1])
+    def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
+        step = PackedStep.of(inputs["integers"], key)
+        masks, positions = self._layer_masks(step, key), step.rows
+        self.cache.fixed_slots = KVSlots(step.slots(), key.kv_lengths[0])
         try:
             hidden = self._run(
-                input_ids=integers[:1],
+                input_ids=step.tokens[None],
                 position_ids=positions if len(positions) == 1 else positions[:, None],
-                attention_mask=masks if len(masks) > 1 else mask,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             )
         finally:
             self.cache.fixed_slots = None

@@ -15,12 +15,11 @@ from autotune.documents.condition import check_switches
 from autotune.documents.subnet import VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
-from autotune.execution import AUTO, capture_sizes_for, is_captured
+from autotune.execution import AUTO, CUDA_GRAPH, capture_sizes_for
 from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.adaptation import Adaptation
-from autotune.runtime.device_rounds import DeviceRounds
 from autotune.runtime.former_names import accepts_former_names
 from autotune.runtime.generate_args import (
     Call,
@@ -31,10 +30,10 @@ from autotune.runtime.generate_args import (
     prepare_call,
     prepared_call,
 )
-from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.metrics import Observer, log_request
 from autotune.runtime.points import LoadedPoint, check_paths, decoding_mode, switched_points
 from autotune.runtime.preparation import Preparation, Preparer, Report
+from autotune.runtime.rounds import Round
 from autotune.runtime.session import Session
 from autotune.runtime.stats import DecodingOutput, DecodingStats
 from autotune.runtime.token_sampler import TokenSampler
@@ -63,18 +62,17 @@ class Decoder:
         points: operating points with their conditions, in place of the seven arguments above. A request is decoded by the
             first point whose condition it meets; every request must meet the last one's. Points that differ only in
             ``context_tokens`` are switched within a request, before a round; they must share one draft and its visual tokens.
-        capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and the
-            other modes use ``DEFAULT_CAPTURE_SIZES``.
-        mode: how forward passes after the prefill run: ``eager``, ``compile`` or ``cuda-graph``. In the latter two a GPU
-            leads the rounds that it can (``device_rounds.py``). On a GPU, ``compile`` captures what was compiled; compiling
-            takes minutes. ``auto``: ``cuda-graph`` for a target on one CUDA device, else ``eager``.
+        capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and
+            ``cuda-graph`` uses ``DEFAULT_CAPTURE_SIZES``.
+        mode: how forward passes after the prefill run: ``eager``, or ``cuda-graph``, which captures them as CUDA graphs. ``auto``:
+            ``cuda-graph`` for a target on one CUDA device, else ``eager``.
         threads: CPU threads after the prefill; None: as many as torch uses.
         prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
         profile: the decoding profile that the points are from.
         adapt: choose among the points online, before every round, by what their trees would have cost on the tokens so far
             (``acceptance/online_choice.py``); labels of requests are not needed. The points must share one draft and its visual
-            tokens. The host then leads all rounds.
+            tokens.
         corpus_tokens: limit, in tokens, on the earlier answers of this decoder in which trees with ``retrieval`` look too. 0:
             they look in the request's own prompt and output, as a search does.
 
@@ -139,8 +137,7 @@ class Decoder:
         """Output of the latest ``generate``, also when it was called through the Hugging Face model."""
         self.observers: list[Observer] = [log_request]
         """Called with the statistics of every request, once it is finished, abandoned or has failed."""
-        self.host_round = HostRound(self.target, self.capture_sizes, corpus_tokens)
-        self._device_rounds = DeviceRounds(self.target, self.capture_sizes, self.mode)
+        self.rounds = Round(self.target, self.mode, self.capture_sizes, corpus_tokens)
 
     def configure(self, tree: Any, **options: Any) -> None:
         """Decode all further requests with the same draft and another tree; ``options`` are those of ``LoadedPoint``."""
@@ -148,39 +145,24 @@ class Decoder:
         check_paths([self.point], self.target)
         self.points = (self.point,)
         self._adaptation = None
-        self._device_rounds = DeviceRounds(self.target, self.capture_sizes, self.mode)
 
     def prepare(
-        self,
-        context_tokens: int = DEFAULT_CONTEXT_TOKENS,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        report: Report = lambda done, total: None,
+        self, context_tokens: int = DEFAULT_CONTEXT_TOKENS, *, report: Report = lambda done, total: None
     ) -> Preparation:
         """Capture everything that requests can need, in mode ``cuda-graph``; nothing in the other modes. What is captured
-        already is kept. Longer requests, and other temperatures, are captured when they come.
+        already is kept. Longer requests are captured when they come.
 
         Args:
             context_tokens: longest prompt and answer together; at most the target's context.
-            temperature, top_k, top_p: of the requests.
             report: called as report(done, total).
 
         Raises:
             UserError: not enough memory for a KV cache of this length.
         """
-        if not is_captured(self.mode, self.target.device.type):
+        if self.mode != CUDA_GRAPH:
             return Preparation(0, 0, 0.0)
-        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        return Preparer(
-            self.target,
-            self.points,
-            self._device_rounds,
-            self.capture_sizes,
-            capacity=min(context_tokens, self.target.max_context) + self._largest_tree,
-            sampler=self.sampler(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.target.device), **settings),
-        ).run(report)
+        capacity = min(context_tokens, self.target.max_context) + self._largest_tree
+        return Preparer(self.target, self.points, self.rounds, capacity).run(report)
 
     @property
     def _largest_tree(self) -> int:
@@ -377,8 +359,7 @@ class Decoder:
             request,
             switched_points(self.points, request.stats.point),
             adaptation=self._adaptation,
-            host_round=self.host_round,
-            device_rounds=self._device_rounds,
+            rounds=self.rounds,
             capacity=len(request.prompt) + request.call.max_new_tokens + self._largest_tree,
             threads=self.threads,
             prefill_threads=self.prefill_threads,

@@ -15,7 +15,7 @@ from autotune.documents.provenance import ModelReference
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import NotComparable, UserError
-from autotune.execution import EAGER, is_captured, without_flex_attention
+from autotune.execution import CUDA_GRAPH, EAGER
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import DEFAULT_CONTEXT_TOKENS, Decoder
@@ -93,20 +93,18 @@ def load(
         adapt=adapt,
         corpus_tokens=corpus_tokens,
     )
-    if context_tokens > 0 and is_captured(decoder.mode, decoder.target.device.type):
+    if context_tokens > 0 and decoder.mode == CUDA_GRAPH:
         prepare(decoder, context_tokens, console)
     return decoder
 
 
 def prepare(decoder: Decoder, context_tokens: int, console: Console | None = None) -> None:
-    """Capture what requests of the decoder's profile can need."""
-    assert decoder.profile is not None
-    temperature = decoder.profile.workload.temperature or 0.0
+    """Capture what requests can need."""
     if console is None:
-        decoder.prepare(context_tokens, temperature=temperature)
+        decoder.prepare(context_tokens)
         return
     with console.stage("captures") as update:
-        done = decoder.prepare(context_tokens, temperature=temperature, report=lambda count, of: update(count, of, ""))
+        done = decoder.prepare(context_tokens, report=lambda count, of: update(count, of, ""))
     console.say(f"{done.num_captures} forward passes captured for {context_tokens} tokens, {gib(done.memory_bytes)}")
 
 
@@ -135,7 +133,7 @@ def decoder_for(
         )
         for point in profile.points
     ]
-    cannot_capture = without_flex_attention(profile.mode) == "cuda-graph" and target.device.type != "cuda"
+    cannot_capture = profile.mode == CUDA_GRAPH and target.device.type != "cuda"
     return Decoder(
         target,
         points=points,

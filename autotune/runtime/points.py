@@ -11,7 +11,6 @@ from autotune.drafters.draft import Draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError, nearest
-from autotune.execution import has_flex_attention
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.loading import is_assistant
 from autotune.modeling.target import Target
@@ -135,11 +134,8 @@ def decoding_mode(mode: str, points: Iterable[LoadedPoint], target: Target) -> s
     """
     model: CachedModel = target
     for point in points:
-        if isinstance(point.draft, CachedModel):
-            if point.draft.has_states:
-                model = point.draft
-            if has_flex_attention(mode):
-                point.draft.check_mode(mode)
+        if isinstance(point.draft, CachedModel) and point.draft.has_states:
+            model = point.draft
     return model.check_mode(mode)
 
 

@@ -1,4 +1,4 @@
-"""Prepares forward passes and rounds ahead of requests, so that no request and no measurement captures anything."""
+"""Prepares forward passes ahead of requests, so that no request and no measurement captures anything."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.modeling.tree_model import TreeModel
-from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
 from autotune.runtime.points import LoadedPoint
+from autotune.runtime.rounds import Round
 from autotune.runtime.session import close_session
-from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import MAX_LEVEL_STEP
 
 Report = Callable[[int, int], None]
@@ -40,27 +39,17 @@ class Preparation(NamedTuple):
 
 
 class Preparer:
-    """Runs every forward pass and round that requests of a decoder can need, on caches of arbitrary contents.
+    """Runs every forward pass that requests of a decoder can need, on caches of arbitrary contents.
 
     Args:
         points: operating points.
+        rounds: mode and capture sizes.
         capacity: KV cache length that requests can reach, trees included.
-        sampler: of the requests.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        points: Sequence[LoadedPoint],
-        device_rounds: DeviceRounds,
-        capture_sizes: Sequence[int],
-        *,
-        capacity: int,
-        sampler: TokenSampler,
-    ) -> None:
-        self.target, self.points, self.capture_sizes = target, points, tuple(capture_sizes)
-        self.capacity, self.sampler = capacity, sampler
-        self._device_rounds = device_rounds
+    def __init__(self, target: Target, points: Sequence[LoadedPoint], rounds: Round, capacity: int) -> None:
+        self.target, self.points, self.mode, self.capacity = target, points, rounds.mode, capacity
+        self.capture_sizes = tuple(rounds.capture_sizes)
 
     @torch.inference_mode()
     def run(self, report: Report) -> Preparation:
@@ -76,7 +65,7 @@ class Preparer:
             for model in models:
                 cleanup.callback(model.use_mode, model.mode)
                 cleanup.callback(model.reserve, 1)
-                model.use_mode(self._device_rounds.mode)
+                model.use_mode(self.mode)
                 model.reserve(self.capacity)
                 if isinstance(model, TreeModel):  # allocates the cache, which no capture may do
                     token = torch.zeros(1, dtype=torch.long, device=model.device)
@@ -96,30 +85,19 @@ class Preparer:
             yield from (self._target_step(layers, 1, length) for length in lengths)
         if draft is None:
             return
-        device_round = self._device_rounds.get(point, self.sampler)
-        if device_round is None:
-            yield from (
-                self._target_step(layers, n, length)
-                for n in self._sizes(point.policy.max_nodes + 1)
-                for length in lengths
-            )
-        else:
-            yield from (self._verification(device_round, point, length) for length in lengths)
+        sizes = self._sizes(point.policy.max_nodes + 1)
+        yield from (self._target_step(layers, n, length) for n in sizes for length in lengths)
         if isinstance(draft, CachedDraft):
-            yield from self._draft_jobs(draft, point, device_round)
+            yield from self._draft_jobs(draft, point)
 
-    def _draft_jobs(self, draft: CachedDraft, point: LoadedPoint, device_round: DeviceRound | None) -> Iterator[Job]:
+    def _draft_jobs(self, draft: CachedDraft, point: LoadedPoint) -> Iterator[Job]:
         policy = point.policy
         pending = self._sizes(draft.num_pending_after(policy.max_depth + 1))  # accepted nodes and the next root
+        levels = [] if draft.drafts_blocks else self._sizes(min(policy.max_width, MAX_LEVEL_STEP))
+        sizes = sorted({*pending, *levels})
         for length in self._lengths(draft):
-            kinds = itertools.product(draft.pruned_lengths(point.visual_keep, length), draft.position_axes)
-            for num_pruned, axes in kinds:
-                if device_round is not None:
-                    yield from (self._drafting(device_round, point, n, length, num_pruned, axes) for n in pending)
-                    continue
-                levels = [] if draft.drafts_blocks else self._sizes(min(policy.max_width, MAX_LEVEL_STEP))
-                sizes = {*pending, *levels}
-                yield from (self._draft_step(draft, n, length, num_pruned, axes) for n in sorted(sizes))
+            kinds = itertools.product(sizes, draft.pruned_lengths(point.visual_keep, length), draft.position_axes)
+            yield from (self._draft_step(draft, n, length, num_pruned, axes) for n, num_pruned, axes in kinds)
 
     def _lengths(self, model: CachedModel) -> list[int]:
         """Padded KV lengths that requests reach."""
@@ -135,7 +113,7 @@ class Preparer:
             target = self.target
             target.output_layers = layers
             for axes in target.position_axes:
-                target.place(length - num_tokens, axes=axes)
+                target.set_length(length - num_tokens, axes=axes)
                 target.forward(Step.causal(np.zeros(num_tokens, np.int64), target.mask_value))
 
         return run
@@ -147,27 +125,5 @@ class Preparer:
             before = length - 1 - num_tokens - draft.num_block_tokens
             draft.prepare_step(before, num_pending=num_tokens, num_pruned=num_pruned, axes=axes)
             draft.read_pending()
-
-        return run
-
-    def _verification(self, device_round: DeviceRound, point: LoadedPoint, length: int) -> Job:
-        def run() -> None:
-            self.target.output_layers = device_round.draft.aux_layers
-            for axes in self.target.position_axes:
-                self.target.place(length - device_round.num_tokens, axes=axes)
-                device_round.prepare_verification(self.sampler)
-
-        return run
-
-    def _drafting(
-        self, device_round: DeviceRound, point: LoadedPoint, size: int, length: int, num_pruned: int, axes: int
-    ) -> Job:
-        def run() -> None:
-            draft = device_round.draft
-            draft.capture_sizes = self.capture_sizes
-            draft.prepare_step(0, num_pending=size)
-            if (before := length - 1 - device_round.num_uncommitted(size)) > 0:
-                draft.prepare_step(before, num_pending=size, num_pruned=num_pruned, axes=axes)
-                device_round.prepare_drafting(point.coupling_sampler(self.sampler))
 
         return run

@@ -17,10 +17,9 @@ from autotune.modeling.clock import host_ms, now_ms
 from autotune.modeling.target import Prefilled
 from autotune.modeling.threads import limited_threads
 from autotune.runtime.adaptation import Adaptation
-from autotune.runtime.device_rounds import DeviceRound, DeviceRounds
 from autotune.runtime.generate_args import Request
-from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.points import LoadedPoint, reachable_points
+from autotune.runtime.rounds import Round
 from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
 from autotune.trees.policy import NOTHING
 from autotune.trees.tree import Retrieved
@@ -58,8 +57,7 @@ class Session:
         request: Request,
         points: Mapping[int, LoadedPoint],
         *,
-        host_round: HostRound,
-        device_rounds: DeviceRounds,
+        rounds: Round,
         capacity: int,
         threads: int | None,
         prefill_threads: int | None = None,
@@ -68,17 +66,16 @@ class Session:
         self.request = request
         self.number = next(iter(points))
         """Index of the point of the next round."""
-        self.target = host_round.target
+        self.target = rounds.target
         self.draft: Draft | None = None
         """The points' draft, unless their fallbacks leave it out of this request, or no later round needs it."""
         self.capacity, self.threads, self.prefill_threads = capacity, threads, prefill_threads
-        self._host_round, self._device_rounds = host_round, device_rounds
+        self._rounds = rounds
         self._own = points  # those that the conditions choose among
         candidates = {} if adaptation is None else adaptation.candidates(request)
         self._choice = adaptation.choice(candidates) if adaptation is not None and len(candidates) > 1 else None
         self._points = {**points, **candidates}
         self._reachable = self._points_in(request.contexts)  # points that may still decode a round
-        self._device_round_of: dict[int, DeviceRound | None] = {}  # by point
         self._speculates: dict[int, bool] = {}  # by point that has been chosen: whether its fallback lets it draft
         self._drafting: LoadedPoint | None = None  # names the draft and the visual tokens of all points
         self._prefilled: Prefilled | None = None
@@ -143,19 +140,14 @@ class Session:
             _open_sessions[model] = self
             self._cleanup.callback(_open_sessions.pop, model)
         if any(point.policy.uses_retrieval for point in self._reachable.values()):
-            self._retrieval = self._host_round.retrieval
+            self._retrieval = self._rounds.retrieval
             self._retrieval.attach(self.target)
         self._drafting = next((point for number, point in self._reachable.items() if self._may_draft(number)), None)
         draft = self.draft = None if self._drafting is None else self._drafting.draft
         self._configure(self.target, output_layers=() if draft is None else draft.aux_layers)
         if self._drafting is not None:
-            capture_sizes = self._host_round.capture_sizes
-            self._configure(draft, visual_keep=self._drafting.visual_keep, capture_sizes=capture_sizes)
-            rounds, sampler = self._device_rounds, self.request.sampler
-            if self._choice is None:
-                self._device_round_of = {
-                    number: rounds.get(point, sampler) for number, point in self._reachable.items()
-                }
+            visual_keep, capture_sizes = self._drafting.visual_keep, self._rounds.capture_sizes
+            self._configure(draft, visual_keep=visual_keep, capture_sizes=capture_sizes)
         if self._choice is not None:
             self._choice.begin_request(self.request.stats.point)
         self._choose_point(len(self.request.prompt))
@@ -190,7 +182,7 @@ class Session:
     def _configure(self, model: Any, **settings: Any) -> None:
         """Set the mode and other attributes of a model until the session is closed."""
         self._cleanup.callback(model.use_mode, model.mode)
-        model.use_mode(self._device_rounds.mode)
+        model.use_mode(self._rounds.mode)
         for name, value in settings.items():
             self._cleanup.callback(setattr, model, name, getattr(model, name))
             setattr(model, name, value)
@@ -249,7 +241,7 @@ class Session:
         return found
 
     def _plain_step(self) -> list[int]:
-        token, stats = self._host_round.plain_step(self.request), self.request.stats
+        token, stats = self._rounds.plain_step(self.request), self.request.stats
         stats.target_forwards += 1
         stats.plain_steps += 1
         stats.verified_nodes.append(0)
@@ -266,10 +258,7 @@ class Session:
         point, stats = self.point, self.request.stats
         context_tokens = self.target.length
         is_near_image = context_tokens < self._near_image_until
-        if (device_round := self._device_round_of.get(self.number)) is not None:
-            path, next_token, draft_forwards = device_round.run(self.request, point)
-        else:
-            path, next_token, draft_forwards = self._host_round.run(self.request, point, self._retrieved, self._choice)
+        path, next_token, draft_forwards = self._rounds.run(self.request, point, self._retrieved, self._choice)
         tree = point.grower.tree
         num_nodes = int(tree.size[0]) - 1
         stats.draft_forwards += draft_forwards

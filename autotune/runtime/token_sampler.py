@@ -10,9 +10,8 @@ A draft that ranks tokens by the same function of its own logits, with the same 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,6 @@ PREFIX_FREE = frozenset(
         "SuppressTokensLogitsProcessor",
     }
 )
-# Those of them that can be captured as CUDA graphs and whose attributes are numbers.
-CAPTURABLE = frozenset({"MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"})
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -120,25 +117,13 @@ class TokenSampler:
         """The tokens at ``positions`` [n], from logits [n, vocabulary]."""
         return transfer.to_host(self.scores(logits, positions).argmax(-1))
 
-    def tokens_on_device(self, logits: Tensor, first: int, depths: Tensor, num_depths: int) -> Tensor:
-        """``tokens`` at the positions ``first + depths``, where ``depths`` [n] < ``num_depths`` is known to the device only.
-        The result stays on the device.
-        """
-        positions = range(first, first + num_depths)
-        return self._scores(logits, positions, depths).argmax(-1)
-
     def scores(self, logits: Tensor, positions: NDArray[np.int64]) -> Tensor:
         """The scores whose argmax is the token, [n, vocabulary]."""
         if self.temperature == 0.0:
             return self._warped(logits)
         distinct, inverse = np.unique(positions, return_inverse=True)
-        return self._scores(logits, distinct.tolist(), transfer.to_device(inverse, logits.device))
-
-    def _scores(self, logits: Tensor, positions: Sequence[int], index: Tensor) -> Tensor:
-        """Scores of rows at ``positions[index]``."""
-        if self.temperature == 0.0:
-            return self._warped(logits)
-        return self._with_noise(logits, self.noise(positions, logits.shape[-1])[index])
+        noise = self.noise(distinct.tolist(), logits.shape[-1])
+        return self._with_noise(logits, noise[transfer.to_device(inverse, logits.device)])
 
     def _with_noise(self, logits: Tensor, noise: Tensor) -> Tensor:
         return self._warped(logits.float() / self.temperature) + noise
@@ -152,23 +137,12 @@ class TokenSampler:
             positions: of the proposed tokens, [n], or [1] if all rows have one position. The temperature is above 0.
         """
         if len(positions) == 1:
-            return self.perturbed(logits, self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device))
-        distinct, inverse = np.unique(positions, return_inverse=True)
-        noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
-        return self.perturbed(logits, noise[transfer.to_device(inverse, noise.device)])
-
-    def perturbed(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """``proposal_scores``, with the noise of the positions, [n, vocabulary] or [vocabulary]."""
+            noise = self._noise_at(int(positions[0]), logits.shape[-1]).to(logits.device)
+        else:
+            distinct, inverse = np.unique(positions, return_inverse=True)
+            noise = self.noise(distinct.tolist(), logits.shape[-1]).to(logits.device)
+            noise = noise[transfer.to_device(inverse, noise.device)]
         return _warped(logits.float() / self.temperature, self._proposal_warpers) + noise
-
-    @functools.cached_property
-    def capture_key(self) -> Hashable | None:
-        """Identifies ``perturbed`` as a part of captured work, which repeats it with other logits and noise; None if it
-        cannot be captured.
-        """
-        if any(type(warper).__name__ not in CAPTURABLE for warper in self._proposal_warpers):
-            return None
-        return self.temperature, *((type(warper).__name__, *vars(warper).items()) for warper in self._proposal_warpers)
 
     def logprobs(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Log-probabilities of ``tokens`` [n] in the rows ``rows`` [n] of ``logits``, after a 0 for the root, [n + 1].

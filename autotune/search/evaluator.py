@@ -145,7 +145,6 @@ class Evaluator:
             )
         self.max_kv_length = max(int((t.prompt_length + np.diff(t.answer_start)).max()) for t in self.traces.values())
         self.prices = {variant: self._prices_of(trace) for variant, trace in self.traces.items()}
-        self._device_prices = {v: self._prices_of(trace, on_device=True) for v, trace in self.traces.items()}
         self.tree_pricing = {v: TreePricing(trace, self.prices[v]) for v, trace in self.traces.items()}
         self.ar_ms = plain_decode_ms(any_trace, next(iter(self.prices.values())))
         """Predicted time of plain decoding [prompts]."""
@@ -158,23 +157,19 @@ class Evaluator:
         traces = [trace.select(prompts) for trace in self.traces.values()]
         return Evaluator(traces, self.table, constraints=self.constraints, jobs=self.jobs)
 
-    def prices_for(self, variant: DraftVariant, policy: Policy, *, is_lossless: bool = True) -> DensePrices:
-        """Prices of a policy's rounds, which the device leads where the table has such costs, and policy and verification
-        allow it; those of a tree with a second source have its time too.
-        """
-        prices = (self._device_prices if policy.has_fixed_levels and is_lossless else self.prices)[variant]
+    def prices_for(self, variant: DraftVariant, policy: Policy) -> DensePrices:
+        """Prices of a policy's rounds; those of a tree with a second source have its time too."""
+        prices = self.prices[variant]
         if not policy.uses_retrieval:
             return prices
         return replace(prices, overhead_round_ms=prices.overhead_round_ms + prices.overhead_retrieval_ms)
 
-    def _prices_of(self, trace: Trace, *, on_device: bool = False) -> DensePrices:
+    def _prices_of(self, trace: Trace) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet
         *costs, _ = self.table.costs_around(draft, subnet)
         largest_level = min(one.draft_level.max_tokens for one in costs)
         max_tokens = min(MAX_STEP, self.table.verify.max_tokens, largest_level)
-        return self.table.prices(
-            draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet, on_device=on_device
-        )
+        return self.table.prices(draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet)
 
     def resolve(self, configuration: Configuration) -> Configuration:
         """The configuration with a draft and an injection layer, by default the first draft and a draft's last layer, and a
@@ -212,7 +207,7 @@ class Evaluator:
                 "record it, or narrow the space"
             )
         trace, policy = self.traces[variant], parse_policy(configuration.tree)
-        prices = self.prices_for(variant, policy, is_lossless=configuration.verification.is_lossless)
+        prices = self.prices_for(variant, policy)
         check_reach(trace, policy)
         largest = prices.verify_ms.shape[0] - 1
         if policy.max_step > largest:

@@ -91,10 +91,8 @@ class SearchSettings(Document):
     capture_sizes: tuple[int, ...] = setting(
         (), "Numbers of tokens that forward passes are padded to, such as 4,8,16,32,64; default: no padding."
     )
-    mode: Literal["auto", "eager", "compile", "cuda-graph", "compile-flex", "cuda-graph-flex"] = setting(
-        AUTO,
-        "How forward passes run: eagerly, compiled by torch.compile, or as CUDA graphs; with -flex, attention reads the KV length from "
-        "a buffer and one capture serves all lengths; auto: graphs on a GPU, else eagerly.",
+    mode: Literal["auto", "eager", "cuda-graph"] = setting(
+        AUTO, "How forward passes run: eagerly, or as CUDA graphs; auto: graphs on a GPU, else eagerly."
     )
     output: Path = setting(Path("profile.json"), "File for the decoding profile.")
 

@@ -101,11 +101,6 @@ class BasePolicy(Document):
         return False
 
     @property
-    def has_fixed_levels(self) -> bool:
-        """Whether the levels of all rounds have the same sizes, so that rounds can be captured and led by the device."""
-        return False
-
-    @property
     def uses_retrieval(self) -> bool:
         """Whether a round may verify what followed an earlier occurrence of its context."""
         return False

@@ -50,10 +50,6 @@ class ChainPolicy(BasePolicy):
         return {"depth": self.depth} | super().changed
 
     @property
-    def has_fixed_levels(self) -> bool:
-        return not self.has_floor
-
-    @property
     def has_floor(self) -> bool:
         """Whether the draft's confidence decides how long a chain is, or whether it is verified."""
         return self.p_min > 0.0 or self.n_min > 0

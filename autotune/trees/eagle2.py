@@ -45,10 +45,6 @@ class Eagle2Policy(BasePolicy):
         return Limits(self.depth, nodes=min(self.budget, grown), grown=grown, width=self.k, proposals=self.k)
 
     @property
-    def has_fixed_levels(self) -> bool:
-        return True
-
-    @property
     def forest_bounds(self) -> ForestBounds:
         return super().forest_bounds.model_copy(update={"beam": self.k, "beam_depth": self.depth})
 

@@ -56,10 +56,6 @@ class StaticPolicy(BasePolicy):
         return sorted(self.paths, key=lambda path: (len(path), path))
 
     @property
-    def has_fixed_levels(self) -> bool:
-        return True
-
-    @property
     def keeps_empty_nodes(self) -> bool:
         return True
 

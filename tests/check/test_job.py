@@ -29,8 +29,8 @@ from autotune.files import read_json, read_lines
 from autotune.modeling.loading import reference
 from autotune.runtime import generate_args
 from autotune.runtime import load as loading
-from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.points import LoadedPoint
+from autotune.runtime.rounds import Round
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.tree import Ints
 from autotune.trees.verification import WetapVerification
@@ -237,15 +237,15 @@ def write_evidence(world: Path, name: str = "proven.json", **fields: Any) -> Dec
 
 def accept_less(monkeypatch: pytest.MonkeyPatch, longest: Callable[[], int] = lambda: 1) -> None:
     """Keep only the first tokens of every accepted path: still lossless, with lower accepted lengths."""
-    verify = HostRound.verify
+    verify = Round.verify
 
-    def cut_verify(rounds: HostRound, request: generate_args.Request, point: LoadedPoint) -> tuple[Ints, int]:
+    def cut_verify(rounds: Round, request: generate_args.Request, point: LoadedPoint) -> tuple[Ints, int]:
         path, token = verify(rounds, request, point)
         if len(path) <= (length := longest()):
             return path, token
         return path[:length], int(point.grower.tree.token[path[length]])
 
-    monkeypatch.setattr(HostRound, "verify", cut_verify)
+    monkeypatch.setattr(Round, "verify", cut_verify)
 
 
 def test_counts_equal_to_the_evidence_pass(world: Path) -> None:

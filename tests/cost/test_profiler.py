@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from autotune.cost.profiler import kv_lengths_for, profile, shape_of
 from autotune.cost.request_timing import choose_prefill_threads, overhead_runs
 from autotune.cost.roofline import estimate_table
 from autotune.cost.settings import ProfileSettings
-from autotune.cost.step_bench import StepBench
 from autotune.cost.surface import Surface
 from autotune.cost.table import EVERY_ROW, TOKENS, CostTable
 from autotune.device import fingerprint
@@ -33,9 +31,8 @@ from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.tree import ROOT, new_tree, plant
 from autotune.workloads.workload import Workload, load_workload
-from tests.rehearsal import Rehearsal
 from tests.sample_documents import write_image, write_workload
-from tests.tiny_models import NUM_VISUAL_TOKENS, Pair, on_device
+from tests.tiny_models import NUM_VISUAL_TOKENS, Pair
 
 SETTINGS = ProfileSettings(
     kv_lengths=(32, 64, 128), held_out_kv_length=48, min_samples=2, max_samples=2, time_limit_s=60
@@ -210,7 +207,7 @@ def test_slow_models_keep_the_time_limit(
 
     for module in ("step_bench", "request_timing"):
         monkeypatch.setattr(f"autotune.cost.{module}.now_ms", clock_ms)
-    monkeypatch.setattr("autotune.runtime.host_rounds.host_ms", lambda: 1e3 * clock())
+    monkeypatch.setattr("autotune.runtime.rounds.host_ms", lambda: 1e3 * clock())
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     said: list[str] = []
     settings = replace(SETTINGS, time_limit_s=25.0, min_samples=6, max_samples=30)
@@ -340,19 +337,3 @@ def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, process
         )
         lengths.append(whole.length)
     assert lengths[0] - lengths[1] == NUM_VISUAL_TOKENS - 2
-
-
-def test_rounds_that_the_device_leads_are_measured_apart_on_a_gpu(
-    rehearsal: Rehearsal, pair: Pair, workload: Workload
-) -> None:
-    """Levels of their own, and overhead of their own: what the host costs a level is not part of them."""
-    target = Target(on_device(pair, "cuda:0").target)
-    draft = IndependentDraft(deepcopy(pair.draft).to("cuda:0"))
-    settings = replace(SETTINGS, kv_lengths=(32, 64), capture_sizes=(1, 4, 160), mode="cuda-graph")
-    bench = StepBench(target, draft, settings)
-    assert bench.device_tokens == (1, 4)
-    with rehearsal.counted() as counts:
-        first = bench.device_first_ms(4, 32)
-    assert (counts.replays, counts.to_host) == (1, 0) and first > 0, "one launch, no transfer"
-    assert bench.device_level_ms(4, 32) > 0
-    assert StepBench(target, draft, replace(settings, mode="eager")).device_tokens == ()

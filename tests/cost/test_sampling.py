@@ -61,14 +61,6 @@ class Bench:
         self.seconds += ms / 1e3
         return ms
 
-    device_tokens: tuple[int, ...] = ()
-
-    def device_first_ms(self, tokens: int, kv_length: int) -> float:
-        return self._take(0.5 + 0.01 * tokens, "device_first", tokens, kv_length, self.name)
-
-    def device_level_ms(self, tokens: int, kv_length: int) -> float:
-        return self._take(0.1 + 0.01 * tokens, "device_level", tokens, kv_length, self.name)
-
     def decode_ms(self, kv_length: int) -> float:
         return self._take(self.verify(1, kv_length), "decode", 1, kv_length)
 
@@ -321,22 +313,6 @@ def test_first_sample_of_a_size_is_discarded() -> None:
     for grid, truth in ((sampler.verify, straight), (sampler.draft_levels[0], draft_level)):
         for (n, m), samples in samples_ms(sampler, grid).items():
             assert samples == pytest.approx([truth(n, m)] * len(samples))
-
-
-def test_draftings_that_the_device_leads_are_sampled_apart() -> None:
-    """At every KV length's ends, each after a verification, for the drafts that it can lead."""
-    led = Bench(name="led")
-    led.device_tokens = (1, 4)
-    sampler = measured(Bench(name="host"), led)
-    assert list(sampler.device_levels) == list(sampler.device_firsts) == [1]
-    for grid, truth in ((sampler.device_firsts[1], 0.5), (sampler.device_levels[1], 0.1)):
-        found = samples_ms(sampler, grid)
-        assert {tokens for tokens, _ in found} == {1, 4}
-        for (tokens, _), samples in found.items():
-            assert len(samples) >= SETTINGS.min_samples
-            assert samples == pytest.approx([truth + 0.01 * tokens] * len(samples))
-    steps = [what for what in led.log if what[0] != "decode"]
-    assert all(steps[number - 1][0] == "verify" for number, what in enumerate(steps) if "device" in what[0])
 
 
 # ----------------------------------------------------------------------------------------------------- how many samples

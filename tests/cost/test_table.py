@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.cost.draft_costs import DeviceCosts, ModelShape
+from autotune.cost.draft_costs import ModelShape
 from autotune.cost.request_costs import Overhead, PrefillCost, fit_overhead, fit_prefill
 from autotune.cost.table import KV_STEP, CostTable, DensePrices, shipped_tables
 from autotune.documents.provenance import ModelReference
@@ -81,31 +81,6 @@ def test_overhead_error_is_cross_validated() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- prices
-
-
-def test_prices_of_rounds_that_the_device_leads() -> None:
-    """Levels wider than those measured save what the widest one saves; tables without such costs have the host's prices."""
-    table = cost_table()
-    host = table.prices(DRAFT, max_tokens=10, max_kv_length=100)
-    same = table.prices(DRAFT, max_tokens=10, max_kv_length=100, on_device=True)
-    assert np.array_equal(host.draft_level_ms, same.draft_level_ms)
-
-    device = DeviceCosts(
-        draft_first=surface(lambda n, m: 0.02, tokens=(1, 4)),
-        draft_level=surface(lambda n, m: 0.03, tokens=(1, 4)),
-        overhead=Overhead(round_ms=0.01, level_ms=0.0),
-    )
-    costs = table.drafts[0].model_copy(update={"on_device": device})
-    led = table.model_copy(update={"drafts": [costs]})
-    prices = led.prices(DRAFT, max_tokens=10, max_kv_length=100, on_device=True)
-    assert prices.draft_first_ms[1:5] == pytest.approx(0.02) and prices.draft_level_ms[1:5] == pytest.approx(0.03)
-    saved = host.draft_level_ms[4] - prices.draft_level_ms[4]
-    assert prices.draft_level_ms[5:] == pytest.approx(np.maximum(host.draft_level_ms[5:] - saved, 0.03))
-    assert not prices.draft_level_ms[0].any()
-    assert (prices.overhead_round_ms, prices.overhead_level_ms) == (0.01, 0.0)
-    assert np.array_equal(prices.verify_ms, host.verify_ms)
-    assert np.array_equal(led.prices(DRAFT, max_tokens=10, max_kv_length=100).draft_level_ms, host.draft_level_ms)
-    assert f"{costs.name}: draft_level on the device" in led.surfaces
 
 
 def test_prices_by_hand() -> None:

@@ -172,7 +172,6 @@ def test_proposals_equal_forward_passes_over_the_whole_text(
         is_kept[(~is_kept).nonzero()[:, 0][best]] = True
     stock = Stock(target, draft, inputs, is_kept.nonzero()[:, 0])
     decoder = Decoder(target, draft, tree=tree, visual_keep=keep, mode=mode)
-    monkeypatch.setattr(decoder._device_rounds, "get", lambda point, sampler: None)
     answer = Decoder(target).generate(**inputs, max_new_tokens=16).sequences[0, inputs["input_ids"].shape[1] :].tolist()
     inner, seen = draft.propose, []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from tests.drafters.test_eagle3 import assert_lossless_and_replayed
 from tests.families import FAMILIES, Inputs, load, load_processor, random_inputs, save
 from tests.obvious import tokens_to
 from tests.rehearsal import Rehearsal
-from tests.runtime.test_device_rounds import SETTINGS, TREES, assert_same, led_by_host, two_decoders
+from tests.runtime.test_captured_rounds import SETTINGS, TREES, assert_same, two_decoders
 from tests.runtime.test_families import NUM_NIGHTLY_PROMPTS
 from tests.runtime.test_families import TREES as RANDOM_TREES
 from tests.sample_documents import decoding_profile, free_prices, write_workload
@@ -180,13 +179,13 @@ def test_rounds_without_the_draft_are_committed(text: Member) -> None:
 # ------------------------------------------------------------------------------------------------- rounds and captures
 
 
-def test_the_device_grows_the_trees_of_the_host(text: Member) -> None:
+def test_steps_over_static_buffers_grow_the_trees_of_eager_mode(text: Member) -> None:
     target, num_accepted = Target(text.model), 0
     draft = agreeing_assistant(target, [*text.prompts.values()], 14)
     for tree in TREES.values():
-        host, device = two_decoders(target, draft, tree, capture_sizes=(1, 3, 8, 16, 64))
+        eager, fixed = two_decoders(target, draft, tree, capture_sizes=(1, 3, 8, 16, 64))
         for settings in SETTINGS:
-            stats = assert_same(host, device, text.prompts["None"], max_new_tokens=14, **settings)
+            stats = assert_same(eager, fixed, text.prompts["None"], max_new_tokens=14, **settings)
             num_accepted += sum(stats.accepted_lengths)
     assert num_accepted > 30
     price = RoundPrice(round_steps=4.5, level_steps=0.0, node_steps=0.0)
@@ -200,50 +199,33 @@ def test_the_device_grows_the_trees_of_the_host(text: Member) -> None:
 def test_an_answer_grows_past_padded_lengths_and_the_targets_cache(text: Member) -> None:
     target, capacities = Target(text.model), set()
     draft = Gemma4AssistantDraft(new_assistant(text.model))
-    host, device = two_decoders(target, draft, TREES["eagle2"])
+    eager, fixed = two_decoders(target, draft, TREES["eagle2"])
     for length, num_tokens in ((10, 4), (KV_LENGTH_STEP - 6, 24), (1010, 30)):
-        assert_same(host, device, {"input_ids": torch.arange(length)[None] % 40 + 5}, max_new_tokens=num_tokens)
+        assert_same(eager, fixed, {"input_ids": torch.arange(length)[None] % 40 + 5}, max_new_tokens=num_tokens)
         capacities.add(target.cache.capacity)
     assert len(capacities) > 1
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
-def test_compiled_forwards_give_the_same_tokens(text: Member, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    target = Target(text.model)
-    draft = agreeing_assistant(target, [text.prompts["None"]], 10)
-    found = {
-        mode: Decoder(target, draft, tree=TREES["eagle2"], mode=mode, capture_sizes=(1, 8, 16)).generate(
-            **text.prompts["None"], max_new_tokens=10
-        )
-        for mode in ("eager", "compile")
-    }
-    assert torch.equal(found["compile"].sequences, found["eager"].sequences)
-    assert found["compile"].stats.accepted_lengths == found["eager"].stats.accepted_lengths
-
-
-@pytest.mark.filterwarnings("error::autotune.modeling.graph_runner.EagerNotice")
-def test_captured_rounds_are_those_of_the_host(gpu: str, text: Member) -> None:
+def test_captured_rounds_are_those_of_eager_mode(gpu: str, text: Member) -> None:
     """One capture decodes requests of different settings."""
     on_cpu = Target(text.model)
     assistant = agreeing_assistant(on_cpu, [text.prompts["None"]], 12).model
     target, draft = Target(deepcopy(text.model).to(gpu)), Gemma4AssistantDraft(assistant.to(gpu))
     inputs = inputs_on(text.prompts["None"], gpu)
     options = {"capture_sizes": (1, 8, 16)}
-    host = led_by_host(Decoder(target, draft, tree=TREES["eagle2"], mode="eager", **options))
-    device = Decoder(target, draft, tree=TREES["eagle2"], **options)
-    assert device.mode == "cuda-graph"
+    eager = Decoder(target, draft, tree=TREES["eagle2"], mode="eager", **options)
+    captured = Decoder(target, draft, tree=TREES["eagle2"], **options)
+    assert captured.mode == "cuda-graph"
     for settings in ({}, {"temperature": 0.7, "top_k": 7, "seed": 2}):
-        assert_same(host, device, inputs, max_new_tokens=10, **settings)
+        assert_same(eager, captured, inputs, max_new_tokens=10, **settings)
     before = graph_memory(target.device).num_kept
-    device.generate(**inputs, max_new_tokens=9)
+    captured.generate(**inputs, max_new_tokens=9)
     assert graph_memory(target.device).num_kept == before
 
 
 @pytest.mark.parametrize("tree", [TREES["chain"], {"policy": "sage", "n_max": 7, "d_max": 3}])
 def test_prepared_requests_capture_nothing(rehearsal: Rehearsal, text: Member, tree: dict[str, Any]) -> None:
-    """With rounds that the device leads, and those of ``sage``, which the host leads."""
     target = Target(deepcopy(text.model).to("cuda:0"))
     draft = Gemma4AssistantDraft(new_assistant(text.model).to("cuda:0"))
     decoder = Decoder(target, draft, tree=tree, capture_sizes=(1, 16))

@@ -243,9 +243,7 @@ def test_a_saved_head_decodes_losslessly_and_is_replayed(
     for inputs, temperature in itertools.product(prompts.values(), (0.0, 0.8)):
         request = {**inputs, "max_new_tokens": 16, "temperature": temperature, "seed": 1}
         fixed = Decoder(target, draft, tree=TREE, mode="fixed", visual_keep=0.5).generate(**request)
-        flex = Decoder(target, draft, tree=TREE, mode="fixed-flex", visual_keep=0.5).generate(**request)
         assert torch.equal(fixed.sequences, Decoder(target).generate(**request).sequences)
-        assert torch.equal(flex.sequences, fixed.sequences)
 
 
 def test_a_new_head_begins_as_the_targets_last_layer(pair: Pair) -> None:

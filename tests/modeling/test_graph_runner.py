@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
 
 from autotune.errors import UserError
 from autotune.execution import DEFAULT_CAPTURE_SIZES
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import KV_LENGTH_STEP, EagerNotice, GraphKey, GraphRunner, padded_length
-from autotune.modeling.masks import MaskBuffer, first_visible, padded_masks
-from autotune.modeling.step import DeviceStep
+from autotune.modeling.masks import MaskBuffer, first_visible
+from autotune.modeling.packed_step import PackedStep, pack
+from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.points import as_draft
@@ -48,19 +48,6 @@ def runner_of(model: Any, mode: str) -> GraphRunner:
     return graph_runner
 
 
-@pytest.fixture
-def compile_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Sets the backend of ``torch.compile``."""
-    compiled = torch.compile
-
-    def use(backend: Any) -> None:
-        monkeypatch.setattr(
-            torch, "compile", lambda function, **options: compiled(function, backend=backend, **options)
-        )
-
-    return use
-
-
 @pytest.mark.parametrize("kind", ["independent", "specvlm", *STAR_FOR_BOTH])
 def test_fixed_mode_gives_the_tokens_and_counts_of_eager_mode(
     pair: Pair, prompts: dict[str, Inputs], kind: str
@@ -75,9 +62,7 @@ def test_fixed_mode_gives_the_tokens_and_counts_of_eager_mode(
             found = fixed.generate(**inputs, max_new_tokens=24, **settings)
             assert torch.equal(found.sequences, expected.sequences)
             assert found.stats.accepted_lengths == expected.stats.accepted_lengths
-            # On the device, eagle2 always runs all levels.
-            assert found.stats.draft_forwards >= expected.stats.draft_forwards
-            assert tree["policy"] == "eagle2" or found.stats.draft_forwards == expected.stats.draft_forwards
+            assert found.stats.draft_forwards == expected.stats.draft_forwards
 
 
 def test_an_answer_grows_past_its_padded_kv_length(text_pair: Pair) -> None:
@@ -90,10 +75,8 @@ def test_an_answer_grows_past_its_padded_kv_length(text_pair: Pair) -> None:
         assert torch.equal(found.sequences, expected.sequences)
         graph_runner = runner_of(fixed.target, "fixed")
         keys: Any = graph_runner._captured.keys()
-        assert max(kv_length for _, (kv_length,) in keys) == padded_length(
-            length + num_tokens, fixed.target.cache.capacity
-        )
-        assert {key.num_tokens for key, _ in keys} <= set(DEFAULT_CAPTURE_SIZES)
+        assert max(key.kv_lengths[0] for key in keys) == padded_length(length + num_tokens, fixed.target.cache.capacity)
+        assert {key.num_tokens for key in keys} <= set(DEFAULT_CAPTURE_SIZES)
 
 
 def test_a_key_is_captured_once(pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +85,7 @@ def test_a_key_is_captured_once(pair: Pair, prompts: dict[str, Inputs], monkeypa
     fixed.generate(**prompts["text"], max_new_tokens=20)
     graph_runner = runner_of(fixed.target, "fixed")
     captured: Any = graph_runner._captured
-    assert {key.num_tokens for key, _ in captured} == {16}
+    assert {key.num_tokens for key in captured} == {16}
     addresses = {key: forward.inputs["integers"].data_ptr() for key, forward in captured.items()}
     monkeypatch.setattr(GraphRunner, "_prepare", None)
     fixed.generate(**prompts["text"], max_new_tokens=20)
@@ -125,128 +108,10 @@ def test_outputs_stay_valid_after_the_next_forward_pass(pair: Pair, prompts: dic
     assert all(torch.equal(out, copied) for out, copied in kept)
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        ("independent", "aot_eager"),
-        pytest.param("independent", "inductor", marks=pytest.mark.nightly),
-        pytest.param("star", "aot_eager", marks=pytest.mark.nightly),
-        pytest.param("star", "inductor", marks=pytest.mark.nightly),
-    ],
-)
-def test_compile_mode_gives_the_tokens_and_counts_of_eager_mode(
-    pair: Pair, prompts: dict[str, Inputs], compile_backend: Callable[[Any], None], kind: str, backend: str
-) -> None:
-    compile_backend(backend)
-    eager, compiled = decoders(pair, kind, TREES[1], "compile", capture_sizes=(4, 16))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", EagerNotice)
-        for name in ("text", "image"):
-            expected = eager.generate(**prompts[name], max_new_tokens=24)
-            found = compiled.generate(**prompts[name], max_new_tokens=24)
-            assert torch.equal(found.sequences, expected.sequences)
-            assert found.stats.accepted_lengths == expected.stats.accepted_lengths
-    for model in (compiled.target, compiled.draft):
-        assert runner_of(model, "compile").why_eager is None
-
-
-def test_every_size_is_compiled_once(compile_backend: Callable[[Any], None]) -> None:
-    """There are more sizes than torch compiles of one function before it silently gives up."""
-    graphs = []
-
-    def count(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compile_backend(count)
-
-    def doubling(inputs: Any) -> tuple[torch.Tensor, ...]:
-        return (inputs["x"] * 2,)
-
-    runner = GraphRunner("compile", torch.device("cpu"), description="a doubling")
-    sizes = range(1, torch._dynamo.config.recompile_limit + 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", EagerNotice)
-        for _ in range(2):
-            for size in sizes:
-                values = {"x": np.arange(size, dtype=np.float32)}
-                (found,) = runner.run(doubling, GraphKey(size), values, torch.float32)
-                assert found.tolist() == [2.0 * number for number in range(size)]
-    assert len(graphs) == len(sizes)
-
-
-@pytest.mark.parametrize("kind", [pytest.param("independent", marks=pytest.mark.nightly), "star"])
-def test_all_padded_kv_lengths_share_compiled_code(
-    pair: Pair, prompts: dict[str, Inputs], compile_backend: Callable[[Any], None], kind: str
-) -> None:
-    """Also that of a draft that crosses. Only the whole cache, whose view is contiguous, is compiled apart."""
-    num_graphs = 0
-
-    def count(graph: Any, _: Any) -> Any:
-        nonlocal num_graphs
-        num_graphs += 1
-        return graph.forward
-
-    compile_backend(aot_autograd(fw_compiler=count))
-    eager, compiled = decoders(pair, kind, TREES[1], "compile", capture_sizes=(16,))
-    for model in (compiled.target, compiled.draft):
-        model.reserve(6 * KV_LENGTH_STEP)  # a request that needs more would allocate another cache
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", EagerNotice)
-        graphs = []
-        for length in (20, KV_LENGTH_STEP + 20, 2 * KV_LENGTH_STEP + 20, 5 * KV_LENGTH_STEP + 20):
-            inputs = {"input_ids": torch.arange(length)[None] % 40 + 5}
-            found = compiled.generate(**inputs, max_new_tokens=6)
-            assert torch.equal(found.sequences, eager.generate(**inputs, max_new_tokens=6).sequences)
-            graphs.append(num_graphs)
-    for model in (compiled.target, compiled.draft):
-        lengths = {kv_lengths[0] for _, kv_lengths in runner_of(model, "compile")._captured}
-        assert lengths == {KV_LENGTH_STEP * steps for steps in (1, 2, 4, 6)}
-    assert graphs[:3] == [graphs[0]] * 3 and graphs[3] <= 2 * graphs[0]
-
-
-def test_reaching_torch_s_recompile_limit_is_reported(compile_backend: Callable[[Any], None]) -> None:
-    """The code after a graph break is compiled separately and shared by all sizes."""
-
-    @torch._dynamo.disable
-    def opaque(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def broken(inputs: Any) -> tuple[torch.Tensor, ...]:
-        return (after_the_break(opaque(inputs["x"])),)
-
-    def after_the_break(x: torch.Tensor) -> torch.Tensor:
-        return opaque(x) * 2
-
-    compile_backend("eager")
-    runner = GraphRunner("compile", torch.device("cpu"), description="a doubling")
-    with pytest.warns(EagerNotice, match="a doubling cannot run in mode compile"):
-        for size in range(1, torch._dynamo.config.recompile_limit + 4):
-            values = {"x": np.arange(size, dtype=np.float32)}
-            (found,) = runner.run(broken, GraphKey(size), values, torch.float32)
-            assert found.tolist() == [2.0 * number for number in range(size)]
-    assert runner.why_eager is not None
-
-
-def test_a_forward_pass_that_cannot_be_compiled_runs_eagerly_with_a_notice(
-    pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no C++ compiler\nwas found")
-
-    monkeypatch.setattr(torch, "compile", refuse)
-    eager, decoder = decoders(pair, "dream", TREES[1], "compile")
-    expected = eager.generate(**prompts["text"], max_new_tokens=20)
-    with pytest.warns(EagerNotice, match=r"type llama cannot run in mode compile \(RuntimeError: no C\+\+ compiler\)"):
-        found = decoder.generate(**prompts["text"], max_new_tokens=20)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert runner_of(decoder.target, "compile").why_eager == "RuntimeError: no C++ compiler"
-
-
 def test_an_unknown_or_unavailable_mode_is_refused(pair: Pair) -> None:
     for mode, message in (
-        ("cuda-graph", "mode cuda-graph needs a CUDA device; the model is on cpu"),
-        ("jit", "mode must be eager, fixed, compile, cuda-graph, fixed-flex, compile-flex, cuda-graph-flex; got 'jit'"),
+        ("cuda-graph", "mode cuda-graph needs a CUDA device; the model is on cpu; choose eager"),
+        ("jit", "mode must be eager or cuda-graph; got 'jit'; choose one of these"),
     ):
         with pytest.raises(UserError, match=message):
             Decoder(pair.target, pair.draft, mode=mode)
@@ -266,32 +131,21 @@ def test_padded_masks_show_the_tokens_that_masks_of_the_buffer_show(window: int 
         tree_mask = np.where(is_visible, np.float32(0), np.float32(buffer.mask_value))
         expected = buffer.write(tree_mask, prefix, offsets[rows], offsets)
         assert isinstance(expected, torch.Tensor)
-        found = padded_masks(
-            windows,
-            tree_mask,
-            prefix,
-            offsets[rows],
-            offsets,
-            padded_kv_length=KV_LENGTH_STEP,
-            mask_value=buffer.mask_value,
+        rows_of_tokens = np.zeros(len(rows), np.int64)
+        columns = None if window is None else offsets
+        key = GraphKey(len(rows), (KV_LENGTH_STEP,), num_columns=64)
+        step = Step(rows_of_tokens, offsets[rows], tree_mask)
+        packed = torch.from_numpy(pack(step, [prefix], rows_of_tokens[None], columns, key.num_columns))
+        found = PackedStep.of(packed, key).masks(
+            windows, padded_kv_length=KV_LENGTH_STEP, mask_value=buffer.mask_value, dtype=torch.float32
         )
-        mask = found["layers"]
+        mask = found["layers"].numpy()
         assert mask.shape == (1, 1, len(rows), KV_LENGTH_STEP)
         is_limited = window is not None and prefix + int(offsets[rows].max()) >= window
         first = first_visible(prefix, window) if is_limited else 0
         assert np.array_equal(mask[..., first : prefix + num_columns], expected.numpy())
         assert (mask[..., :first] == buffer.mask_value).all()
         assert (mask[..., prefix + num_columns :] == buffer.mask_value).all()
-        step = DeviceStep(
-            prefix_state=torch.tensor([prefix]),
-            tokens=torch.zeros(len(rows), dtype=torch.long),
-            offsets=torch.from_numpy(offsets[rows]),
-            tree_mask=torch.from_numpy(tree_mask),
-            column_offsets=torch.from_numpy(offsets),
-            padded_kv_length=KV_LENGTH_STEP,
-        )
-        on_device = step.masks(windows, mask_value=buffer.mask_value)
-        assert np.array_equal(on_device["layers"].numpy(), mask)
 
 
 # ------------------------------------------------------------------------------------------------------- CUDA graphs
@@ -332,7 +186,7 @@ def test_a_cuda_graph_is_replayed_with_new_inputs(gpu: str) -> None:
     runner = GraphRunner("cuda-graph", torch.device(gpu), description="a doubling")
     for number in range(5):
         values = {"x": np.full(3, number, np.float32)}
-        (found,) = runner.run(function, GraphKey(3, 256), values, torch.float32)
+        (found,) = runner.run(function, GraphKey(3, (256,)), values)
         assert found.tolist() == [2.0 * number] * 3
     assert len(calls) == 3, "two warm-ups, and the capture"
 
@@ -341,7 +195,7 @@ def test_a_capture_is_of_the_model_s_device(rehearsal: Rehearsal) -> None:
     """On ``cuda:1`` while ``cuda:0`` is current, on one stream for all captures, and in one pool."""
     runners = [GraphRunner("cuda-graph", torch.device("cuda:1"), description="a doubling") for _ in range(2)]
     for number, runner in enumerate((*runners, *runners)):
-        (found,) = runner.run(doubled, number, {"x": np.full(3, number, np.float32)}, torch.float32)
+        (found,) = runner.run(doubled, number, {"x": np.full(3, number, np.float32)})
         assert found.device == torch.device("cuda:1") and found.tolist() == [2.0 * number] * 3
     assert torch.cuda.current_device() == 0
     assert (rehearsal.counts.captures, rehearsal.cuda.num_streams) == (4, 1)
@@ -355,7 +209,7 @@ def test_a_failed_capture_names_its_cause_and_restores_the_stream(rehearsal: Reh
     runner = GraphRunner("cuda-graph", torch.device("cuda:0"), description="a product")
     stream = torch.cuda.current_stream()
     with pytest.warns(EagerNotice, match="not permitted when stream is capturing"):
-        (found,) = runner.run(waits, "key", {"x": np.full(3, 2, np.float32)}, torch.float32)
+        (found,) = runner.run(waits, "key", {"x": np.full(3, 2, np.float32)})
     assert found.tolist() == [12.0] * 3
     assert torch.cuda.current_stream() is stream
     assert runner.why_eager is not None and "item" in runner.why_eager
@@ -367,7 +221,7 @@ def test_the_least_recently_used_capture_is_dropped(rehearsal: Rehearsal, monkey
     runners = [GraphRunner("cuda-graph", memory.device, description="a doubling") for _ in range(2)]
 
     def run(runner: int, key: int) -> None:
-        (found,) = runners[runner].run(doubled, key, {"x": np.full(100, key, np.float32)}, torch.float32)
+        (found,) = runners[runner].run(doubled, key, {"x": np.full(100, key, np.float32)})
         assert found.tolist() == [2.0 * key] * 100
 
     for runner, key in ((0, 1), (1, 1), (0, 2), (0, 1), (1, 2)):  # the last one drops key 1 of the second runner

@@ -59,19 +59,3 @@ def test_decoding_repeats_no_keys_and_leaves_the_config_as_it_was(mode: str, mon
         mask = torch.zeros(1, 1, 3, 3)
         model(input_ids=prompt[:, :3], attention_mask=mask)
     assert len(calls) == 2 * 2, "keys and values of two layers"
-
-
-def test_the_compiler_sees_one_operator_and_no_broadcast() -> None:
-    """It would copy keys and values that are broadcast to the heads of a group."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, example_inputs: object) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    given = inputs(torch.Generator().manual_seed(0), batch=1, heads=4, kv_heads=2, n=5, m=9, dtype=torch.float32)
-    found = torch.compile(grouped_attention, backend=keep)(*given, scale=0.3)
-    assert torch.equal(found, grouped_attention(*given, scale=0.3))
-    (graph,) = graphs
-    called = [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
-    assert called == ["autotune.grouped_attention.default"]

@@ -14,9 +14,9 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.load import decoder_for
 from autotune.runtime.points import LoadedPoint, as_draft
+from autotune.runtime.rounds import Round
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.policy import parse_policy
 from autotune.trees.priced import MAX_MATCH, identity_curves
@@ -75,8 +75,8 @@ def test_trees_with_a_second_source_are_chosen_too(
 ) -> None:
     """Rounds that draft nothing included: their tokens have no proposals of the draft."""
     target, draft, levels = Target(pair.target), as_draft(pair.draft), list[int]()
-    run = HostRound.run
-    monkeypatch.setattr(HostRound, "run", lambda *args: (found := run(*args), levels.append(found.draft_forwards))[0])
+    run = Round.run
+    monkeypatch.setattr(Round, "run", lambda *args: (found := run(*args), levels.append(found.draft_forwards))[0])
     calibration = {"retrieved": [[0.9] * MAX_MATCH] * 2, "curves": identity_curves().tolist(), **UNKNOWN}
     tree = {"policy": "priced", "retrieval": True, "draft_free": 0.8, "calibration": calibration}
     points = [

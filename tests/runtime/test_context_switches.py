@@ -19,7 +19,6 @@ from autotune.runtime.stats import DecodingStats
 from tests.drafters.test_feature_draft import STAR_FOR_BOTH, agreeing_draft
 from tests.runtime.conftest import TREES
 from tests.runtime.test_control import COSTLY, useless_draft
-from tests.runtime.test_device_rounds import led_by_host
 from tests.tiny_models import Inputs, Pair
 
 NEW_TOKENS = 40
@@ -79,8 +78,7 @@ def rounds_by_context(stats: DecodingStats, begin: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["independent", "star"])
-def test_rounds_led_by_the_device_are_switched_alike(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
-    """Between two policies of the device, and between one of the device and one of the host."""
+def test_steps_over_static_buffers_are_switched_alike(pair: Pair, prompts: dict[str, Inputs], kind: str) -> None:
     target = Target(pair.target)
     draft = new_draft(kind, pair, target)
     for trees in (("chain", "eagle2"), ("eagle2-tight", "sage"), ("sage", "static")):
@@ -88,11 +86,10 @@ def test_rounds_led_by_the_device_are_switched_alike(pair: Pair, prompts: dict[s
             inputs = prompts[name]
             options: dict[str, Any] = {
                 "points": three_points(draft, *trees, length_of(inputs), visual_keep=0.5),
-                "mode": "fixed",
                 "capture_sizes": (1, 4, 16, 64),
             }
-            host, device = led_by_host(Decoder(target, **options)), Decoder(target, **options)
-            expected, found = (one.generate(**inputs, max_new_tokens=NEW_TOKENS, **settings) for one in (host, device))
+            modes = [Decoder(target, mode=mode, **options) for mode in ("eager", "fixed")]
+            expected, found = (one.generate(**inputs, max_new_tokens=NEW_TOKENS, **settings) for one in modes)
             assert torch.equal(found.sequences, expected.sequences)
             for field in ("accepted_lengths", "verified_nodes", "rounds_by_point", "plain_steps"):
                 assert getattr(found.stats, field) == getattr(expected.stats, field), (trees, field)

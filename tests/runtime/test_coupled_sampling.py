@@ -17,8 +17,6 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
     TypicalLogitsWarper,
 )
 
@@ -29,8 +27,6 @@ from autotune.drafters.retrieval import RetrievalDraft
 from autotune.modeling.target import Target
 from autotune.runtime import token_sampler
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.device_rounds import DeviceRounds
-from autotune.runtime.points import LoadedPoint
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.tree import Tree
 from tests.drafters.test_dflash import write_draft as write_dflash
@@ -255,21 +251,3 @@ def test_the_memory_of_noise_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(sampler._noise) <= 3
     large = TokenSampler(temperature=1.0)
     assert torch.equal(large.noise([5], 1000), TokenSampler(temperature=1.0).noise([5], 1000)), "larger than the limit"
-
-
-def test_what_the_device_can_capture(pair: Pair) -> None:
-    """Equal settings have one key; with a warper that cannot be captured the host leads."""
-    keys = {
-        TokenSampler(temperature=temperature, top_k=top_k, seed=seed).capture_key
-        for temperature, top_k, seed in ((0.7, 0, 1), (0.7, 0, 2), (0.7, 5, 1), (1.0, 5, 1))
-    }
-    assert len(keys) == 3 and None not in keys
-    processors = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), MinPLogitsWarper(0.1)]
-    assert TokenSampler(temperature=1.0, processors=processors).capture_key is not None
-    uncapturable = TokenSampler(temperature=1.0, processors=[EtaLogitsWarper(0.01)])
-    assert uncapturable.capture_key is None
-    target, draft = Target(pair.target), IndependentDraft(pair.draft)
-    draft.attach(target)
-    rounds = DeviceRounds(target, (), "fixed")
-    assert rounds.get(LoadedPoint(draft), uncapturable) is None
-    assert rounds.get(LoadedPoint(draft, coupled=False), uncapturable) is not None

@@ -28,8 +28,8 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Request
-from autotune.runtime.host_rounds import HostRound
 from autotune.runtime.points import LoadedPoint
+from autotune.runtime.rounds import Round
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.tree import MAX_STEP, ROOT, Ints
 from autotune.trees.verification import accept_path
@@ -98,13 +98,13 @@ def test_tokens_of_visited_nodes_are_those_of_all_rows_at_once(
     pair: Pair, prompts: dict[str, Inputs], monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
 ) -> None:
     """Acceptance on a CPU, against the tokens of the whole verification, from which a path is accepted."""
-    forward, verify, latest, accepted = Target.forward, HostRound.verify, [], []
+    forward, verify, latest, accepted = Target.forward, Round.verify, [], []
 
     def kept_forward(target: Target, step: Step) -> Tensor:
         latest.append(forward(target, step))
         return latest[-1]
 
-    def compared_verify(rounds: HostRound, request: Request, point: LoadedPoint) -> tuple[Ints, int]:
+    def compared_verify(rounds: Round, request: Request, point: LoadedPoint) -> tuple[Ints, int]:
         path, token = verify(rounds, request, point)
         tree, found = point.grower.tree, np.zeros(MAX_STEP, np.int64)
         count = int(tree.size[0])
@@ -115,7 +115,7 @@ def test_tokens_of_visited_nodes_are_those_of_all_rows_at_once(
         return path, token
 
     monkeypatch.setattr(Target, "forward", kept_forward)
-    monkeypatch.setattr(HostRound, "verify", compared_verify)
+    monkeypatch.setattr(Round, "verify", compared_verify)
     Decoder(pair.target, pair.draft, tree=TREES["sage"]).generate(
         **prompts["image"], max_new_tokens=NEW_TOKENS, **setting
     )

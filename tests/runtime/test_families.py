@@ -333,9 +333,9 @@ class TestEveryFamily:
                 assert request.tokens == answer(example.sequences, example.inputs)[:limit]
         assert len(certain) >= 3
 
-    def test_attention_may_read_its_length_from_a_buffer(self, member: Member) -> None:
+    def test_steps_may_run_over_static_buffers(self, member: Member) -> None:
         """Masks by layer type, positions of images and numbers of heads of every family."""
-        decoder = Decoder(member.target, member.draft, tree=TREES[2], visual_keep=0.5, mode="fixed-flex")
+        decoder = Decoder(member.target, member.draft, tree=TREES[2], visual_keep=0.5, mode="fixed")
         for example in {len(one.sequences[0]): one for one in member.examples[-2:]}.values():
             found = decoder.generate(**example.inputs, max_new_tokens=NEW_TOKENS)
             assert torch.equal(found.sequences, example.sequences)

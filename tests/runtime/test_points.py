@@ -204,7 +204,7 @@ def test_settings_that_a_point_cannot_honour_are_refused_where_it_is_chosen(
 
 def buffers_of(decoder: Decoder) -> list[int]:
     """Identities of caches, masks, trees and drafts."""
-    found: list[Any] = [decoder.target, decoder.host_round._tree_mask]
+    found: list[Any] = [decoder.target, decoder.rounds._tree_mask]
     for model in (decoder.target, *(point.draft for point in decoder.points if point.draft is not None)):
         assert isinstance(model, CachedModel)
         slabs = model.cache.blocks if isinstance(model, FeatureDraft) else list(model.cache._slabs.values())

@@ -36,7 +36,7 @@ def text_decoder(pair: Pair, tree: dict[str, Any], **options: Any) -> Decoder:
 def test_prepared_requests_capture_nothing(
     rehearsal: Rehearsal, pair: Pair, prompts: dict[str, Inputs], kind: str, tree: dict[str, Any]
 ) -> None:
-    """With pruned visual tokens and without, in rounds that the device leads and in others."""
+    """With pruned visual tokens and without."""
     pair = on_device(pair, DEVICE)
     target = Target(pair.target)
     draft = as_draft(pair.draft) if kind == "independent" else agreeing_draft(kind, target, injection_layer=4)
@@ -62,7 +62,7 @@ def test_a_sampled_request_and_plain_decoding_are_prepared_too(rehearsal: Rehear
         (text_decoder(pair, EAGLE2), {"temperature": 0.8, "top_k": 20}),
         (Decoder(pair.target, capture_sizes=FEW_SIZES), {}),
     ):
-        assert decoder.prepare(200, **settings).num_captures > 0
+        assert decoder.prepare(200).num_captures > 0
         before = rehearsal.counts.captures
         decoder.generate(**text_of(20), max_new_tokens=8, **settings)
         assert rehearsal.counts.captures == before

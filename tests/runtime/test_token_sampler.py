@@ -182,14 +182,3 @@ def test_a_setting_out_of_range_says_rule_and_value(settings: dict[str, Any], me
     with pytest.raises(UserError) as caught:
         TokenSampler(**settings)
     assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
-def test_tokens_of_a_tree_whose_depths_the_device_knows(settings: dict[str, Any]) -> None:
-    """They equal the tokens where the host knows the depths."""
-    sampler = TokenSampler(**settings, seed=6)
-    logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(1))
-    depths = np.array([0, 1, 1, 2, 2, 2, 4])
-    found = sampler.tokens_on_device(logits, 30, torch.from_numpy(depths), 6)
-    assert np.array_equal(found.numpy(), sampler.tokens(logits, 30 + depths))
-    assert sampler.is_greedy == (not settings)

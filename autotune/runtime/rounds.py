@@ -1,4 +1,4 @@
-"""Rounds that the host leads, for any draft, tree policy and verification; rounds on the device are tested against them."""
+"""A round of any draft, tree policy and verification: the host grows the tree, the device runs the steps."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ class RoundResult(NamedTuple):
     draft_forwards: int
 
 
-class HostRound:
+class Round:
     """A round or a plain step of any request, in buffers that all requests of a decoder share.
 
     Every level and every verification ends with a transfer to the host, so its time needs no other synchronization.
     """
 
-    def __init__(self, target: Target, capture_sizes: Sequence[int], corpus_tokens: int = 0) -> None:
+    def __init__(self, target: Target, mode: str, capture_sizes: Sequence[int], corpus_tokens: int = 0) -> None:
         self.target = target
+        self.mode = mode  # of all forward passes after the prefill
         self.capture_sizes = capture_sizes
         self.retrieval = RetrievalDraft(corpus_tokens=corpus_tokens)
         """The second source of trees that use one, which follows the tokens of one request."""
