@@ -36,7 +36,6 @@ MOVES = {"to", "_to_copy"}
 COPIES = {"copy_", "copy"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
-ATTENTION = "scaled_dot_product_attention"
 CPU = torch.device("cpu")
 
 
@@ -129,8 +128,6 @@ class Rehearsal(TorchDispatchMode):
     def __init__(self, num_devices: int = 2) -> None:
         super().__init__()
         self.cuda = RehearsedCuda(num_devices)
-        self.attention_shapes: Counter[tuple[Any, ...]] = Counter()
-        """Calls of attention by the shapes of query and key."""
         self._counts = Counter[str]()
         self._replaced: list[tuple[Any, str, Any]] = []
         self._inference = torch.inference_mode()
@@ -212,21 +209,13 @@ class Rehearsal(TorchDispatchMode):
         if not ours and (asked is None or asked.type != "cuda"):
             return func(*args, **kwargs)
         device = self._check(name, args, kwargs, ours, [t for t in tensors if not isinstance(t, DeviceTensor)], asked)
-        if name == ATTENTION:
-            self.attention_shapes[tuple(args[0].shape), tuple(args[1].shape)] += 1
         host_args, host_kwargs = _on_host(args, kwargs)
-        function = func
-        if name == "histc" and not host_args[0].dtype.is_floating_point:  # the CPU's kernel takes no integers
-
-            def function(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                return func(values.float(), *args, **kwargs).to(values.dtype)
-
-        outputs = function(*host_args, **host_kwargs)
+        outputs = func(*host_args, **host_kwargs)
         if name in EMPTY:
             poison(outputs)
         if name in READS:
             return outputs
-        return self._wrapped(function, host_args, host_kwargs, outputs, ours, device)
+        return self._wrapped(func, host_args, host_kwargs, outputs, ours, device)
 
     def _asked_device(self, kwargs: dict[str, Any], flat: list[Any]) -> torch.device | None:
         asked = kwargs.get("device")

@@ -60,9 +60,7 @@ class RehearsedCuda:
         self.capture_index = 0
         self.graphs: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
         self.num_waits = self.num_replays = self.num_captures = self.num_graph_operations = 0
-        self.waits_at: Counter[str] = Counter()
-        self.live_bytes = self.peak_bytes = 0
-        self.sync_debug_mode = "default"
+        self.live_bytes = 0
 
     # ------------------------------------------------------------------------------------------------ waits and refusals
 
@@ -71,9 +69,6 @@ class RehearsedCuda:
         if self.capture is not None:
             self.refuse(f"operation not permitted when stream is capturing ({what})")
         self.num_waits += 1
-        self.waits_at[f"{what} @ {caller()}"] += 1
-        if self.sync_debug_mode == "error":
-            raise CudaError(f"called a synchronizing CUDA operation: {what} @ {caller()}")
 
     def refuse(self, what: str) -> NoReturn:
         if self.capture is not None:
@@ -86,7 +81,6 @@ class RehearsedCuda:
         num_bytes = host.untyped_storage().nbytes()
         allocation = Allocation(num_bytes, device, None if self.capture is None else self.capture.pool())
         self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(allocation, self._free, num_bytes)
         if self.capture is not None:
             self.capture.own.append((weakref.ref(allocation), host))
@@ -177,7 +171,6 @@ class RehearsedCuda:
             "get_device_name": lambda device=None: properties.name,
             "get_device_capability": lambda device=None: (9, 0),
             "is_bf16_supported": lambda **options: True,
-            "set_sync_debug_mode": lambda mode: setattr(self, "sync_debug_mode", mode),
         }
 
 

@@ -76,7 +76,7 @@ class StepTimes(Document):
     verify_ms: dict[int, float]
     """By the number of tokens, the root included."""
     prepare_s: float | None = None
-    """Time in which all of these sizes were compiled or captured; None in mode ``eager``."""
+    """Time in which all of these sizes were captured; None in mode ``eager``."""
     prepared_bytes: int = 0
     """Device memory that this took."""
     num_prepared: int = 0

@@ -81,10 +81,6 @@ class CachedDraft(CachedModel):
         """Bytes of a token's keys and values in all layers, once the cache is allocated."""
         return int(self.cache.memory_bytes // self.cache.capacity)
 
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
-
     def num_pending_after(self, num_committed: int) -> int:
         """Largest number of pending tokens after a round that committed ``num_committed``."""
         return num_committed

@@ -61,7 +61,7 @@ def first_divergence(
     Args:
         sampler: chose the tokens, by default greedily; its processors must not read the prefix.
         mode: of the decoding, in which the single steps run. The one forward is eager, so that the noise includes what
-            compiled steps round otherwise.
+            captured steps round otherwise.
 
     Raises:
         ValueError: one answer continues where the other ends.

@@ -107,7 +107,7 @@ def test_a_commit_leaves_exactly_the_committed_tokens(pair: Pair, prompts: dict[
     tree, proposals = explore(draft, rng, FIRST_TOKEN, 4)
     path = paths_to_commit(tree, proposals)[kind]
     draft.commit(tree, np.array(path, np.int64), 77)
-    assert draft.num_pending == (2 if "leaf" in kind else 1)
+    assert len(draft._pending) == (2 if "leaf" in kind else 1)
     for node in path:
         fresh.append(int(tree.token[node]))
     fresh.append(77)

@@ -17,7 +17,7 @@ from autotune.execution import DEFAULT_CAPTURE_SIZES
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import KV_LENGTH_STEP, EagerNotice, GraphKey, GraphRunner, padded_length
 from autotune.modeling.masks import MaskBuffer, first_visible
-from autotune.modeling.packed_step import PackedStep, pack
+from autotune.modeling.packed_step import PackedStep, pack, padded_columns
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
@@ -124,7 +124,7 @@ def test_padded_masks_show_the_tokens_that_masks_of_the_buffer_show(window: int 
     windows = {"layers": window}
     buffer = MaskBuffer(windows, 200, dtype=torch.float32, device=torch.device("cpu"))
     for _ in range(60):
-        prefix, num_columns = int(rng.integers(0, 90)), int(rng.integers(1, 30))
+        prefix, num_columns = int(rng.integers(0, 90)), int(rng.integers(1, 100))
         rows = np.sort(rng.choice(num_columns, int(rng.integers(1, num_columns + 1)), replace=False))
         offsets = np.sort(rng.integers(0, 12, num_columns))
         is_visible = rng.random((len(rows), num_columns)) < 0.5
@@ -133,9 +133,12 @@ def test_padded_masks_show_the_tokens_that_masks_of_the_buffer_show(window: int 
         assert isinstance(expected, torch.Tensor)
         rows_of_tokens = np.zeros(len(rows), np.int64)
         columns = None if window is None else offsets
-        key = GraphKey(len(rows), (KV_LENGTH_STEP,), num_columns=64)
+        key = GraphKey(len(rows), (KV_LENGTH_STEP,), num_columns=padded_columns(num_columns, 0))
         step = Step(rows_of_tokens, offsets[rows], tree_mask)
         packed = torch.from_numpy(pack(step, [prefix], rows_of_tokens[None], columns, key.num_columns))
+        num_words = len(rows) * key.num_columns // 64
+        num_offsets = 0 if window is None else key.num_columns
+        assert len(packed) == 2 + 3 * len(rows) + num_offsets + num_words, "a bit for each column of the tree"
         found = PackedStep.of(packed, key).masks(
             windows, padded_kv_length=KV_LENGTH_STEP, mask_value=buffer.mask_value, dtype=torch.float32
         )

@@ -149,7 +149,7 @@ def test_a_draft_reads_a_long_plain_stretch_in_several_forwards(
     expected = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).stats
     monkeypatch.setattr(cached_draft, "MAX_STEP", 7)
     read = type(draft).read_pending
-    monkeypatch.setattr(type(draft), "read_pending", lambda self: pending.append(self.num_pending) or read(self))
+    monkeypatch.setattr(type(draft), "read_pending", lambda self: pending.append(len(self._pending)) or read(self))
     found = decoder.generate(**inputs, max_new_tokens=NEW_TOKENS).stats
     assert found.plain_steps == 25 and pending[:4] == [7, 7, 7, 5]
     assert found.accepted_lengths == expected.accepted_lengths and found.verified_nodes == expected.verified_nodes
@@ -176,7 +176,7 @@ def test_a_draft_that_no_round_can_use_is_left_alone(pair: Pair, prompts: dict[s
         assert (stats.draft_prefill_ms > 0.0) == is_used, "the draft's prefill takes time"
     early = [LoadedPoint(draft, when=up_to(begin + 5)), LoadedPoint(None)]
     stats = Decoder(pair.target, points=early).generate(**inputs, max_new_tokens=NEW_TOKENS).stats
-    assert stats.plain_steps > 20 > 3 >= draft.num_pending
+    assert stats.plain_steps > 20 > 3 >= len(draft._pending)
 
 
 def test_each_point_of_a_request_remembers_its_own_rounds(pair: Pair, prompts: dict[str, Inputs]) -> None:

@@ -95,7 +95,7 @@ def test_coupling_raises_the_accepted_length(pair: Pair, prompts: dict[str, Inpu
 def test_a_draft_that_is_the_target_is_accepted_whole(
     pair: Pair, prompts: dict[str, Inputs], settings: dict[str, Any], mode: str
 ) -> None:
-    """So that the draft's scores have the target's temperature, warpers and noise, in rounds led by host and device."""
+    """So that the draft's scores have the target's temperature, warpers and noise, in eager steps and over static buffers."""
     for number, name in enumerate(PROMPTS):
         decoder = Decoder(pair.target, pair.target, tree=CHAIN, mode=mode)
         lengths = decoder.generate(**prompts[name], max_new_tokens=25 + number, **settings).stats.accepted_lengths
