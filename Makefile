@@ -8,8 +8,8 @@ search: .venv/installed  ## install, then tune the bundled pair, or that of TARG
 	$(BIN)/autotune search $(if $(TARGET),--target $(TARGET))
 
 lint: .venv/installed
-	$(BIN)/ruff check autotune tests benchmarks examples
-	$(BIN)/ruff format --check autotune tests benchmarks examples
+	$(BIN)/ruff check autotune tests benchmarks drafts examples
+	$(BIN)/ruff format --check autotune tests benchmarks drafts examples
 	$(BIN)/mypy
 
 check: lint  ## lint, types and the tests that need no torch: about a minute

@@ -18,7 +18,6 @@ from autotune.files import Document
 from autotune.search.space import SearchSpace
 from autotune.study.document import StudyDocument
 from autotune.training.recipe import Recipe
-from autotune.workloads.code.corpus import CorpusPackages
 
 DOCUMENTS: tuple[type[Document], ...] = (
     DecodingProfile,
@@ -33,7 +32,6 @@ DOCUMENTS: tuple[type[Document], ...] = (
     Recipe,
     DeviceLimits,
     Diagnosis,
-    CorpusPackages,
 )
 
 

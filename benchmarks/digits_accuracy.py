@@ -14,8 +14,8 @@ import torch
 
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor
 from autotune.runtime.decoder import Decoder
-from autotune.workloads.digits import TASKS, make_example
 from autotune.workloads.prompt import Prompt, WorkloadPrompt
+from drafts.digits.make.digits import TASKS, make_example
 
 
 def claims(task: str, text: str) -> list[tuple[object, ...]]:

@@ -23,13 +23,15 @@ from typing import Any
 
 import click
 import torch
+from accelerate import Accelerator
 
+from autotune import files
 from autotune.acceptance.recorder import Recorder
 from autotune.documents.subnet import VISUAL_RANKINGS, Operator, Subnet, VisualRanking
 from autotune.drafters.checkpoint import load_draft, load_network
 from autotune.drafters.compression import SELECTED
 from autotune.drafters.specvlm import SpecVlmNetwork
-from autotune.files import append_line, read_json, read_lines, read_yaml, sha256_of
+from autotune.files import append_line, read_json, read_yaml, sha256_of
 from autotune.modeling.loading import (
     BUNDLED_TARGET,
     bundled_models,
@@ -40,20 +42,19 @@ from autotune.modeling.loading import (
 )
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.training.batches import Batches
 from autotune.training.curve import distilled_layers, draw_curve, logged
 from autotune.training.draft_task import EVALUATION
-from autotune.training.examples import BundledExamples
+from autotune.training.examples import JsonlExamples, read_lines
 from autotune.training.losses import operator_losses
 from autotune.training.teacher import Teacher
-from autotune.workloads.digits import TASKS, make_example
-from autotune.workloads.workload import load_workload
+from autotune.workloads.formats import read_jsonl
+from autotune.workloads.prompt import AnsweredPrompt
+from autotune.workloads.workload import bundled_file, load_workload
 
 TREE = {"policy": "eagle2", "k": 4, "depth": 6, "budget": 32}
 ROWS, OPERATOR_ROWS = "acceptance.jsonl", "operators.jsonl"
 BASELINE = "baseline"
 DEFAULT_RANKING: VisualRanking = Subnet().visual_ranking
-CARD_SEED = 77  # of held-out examples that neither training nor the evaluation prompts use
 PUBLISHED: dict[str, dict[str, tuple[float, ...]]] = {
     # Accepted length on MMT-Bench, SEED-Bench and ScienceQA relative to the full design (DREAM, table 2).
     "dream": {
@@ -156,7 +157,7 @@ def measure(
     path = (card or draft) / ROWS
     known = [
         (row["sha256"], Subnet(**row["subnet"]), row["prompts"], row.get("temperature", 0.0))
-        for row in read_lines(path)
+        for row in files.read_lines(path)
     ]
     sha256 = sha256_of(draft / "model.safetensors")
     for choice in subnets or [Subnet(visual_keep=own_keep)]:
@@ -180,22 +181,24 @@ def measure(
 
 @main.command()
 @click.argument("draft", type=click.Path(path_type=Path, exists=True))
-@click.option("--examples", default=32, show_default=True, help="Held-out examples of each task with images.")
-def operators(draft: Path, examples: int) -> None:
-    """Measure the loss of every operator of a compressor by task, and what its gate chooses."""
+def operators(draft: Path) -> None:
+    """Measure the loss of every operator of a compressor by task, and what its gate chooses, on the bundled prompts."""
     target, processor = Target(load_model(BUNDLED_TARGET)), load_processor(BUNDLED_TARGET)
     network, teacher = load_network(draft), Teacher(target)
     assert isinstance(network, SpecVlmNetwork)
     layer, names = network.config.num_target_layers, network.config.compression.operators
+    path, recorder = bundled_file("digits"), Recorder(target, reference(BUNDLED_TARGET), processor, Path(".autotune"))
+    by_task: dict[str, list[tuple[int, AnsweredPrompt]]] = {}
+    for number, line in read_jsonl(path, AnsweredPrompt):
+        if line.images:
+            answered = line.model_copy(update={"answer": f" {line.answer}"})
+            by_task.setdefault(line.task, []).append((number, answered))
     rows = []
-    for task in TASKS:
-        if make_example("held-out", task, 0).image is None:
-            continue
-        batches = BundledExamples(
-            Batches(processor, {task: 1.0}, split="held-out", batch_size=8, seed=CARD_SEED), target
-        )
+    for task, prompts in by_task.items():
+        lines = read_lines(path, prompts, recorder, Accelerator())
+        batches = JsonlExamples(lines, target, processor, batch_size=8)
         losses, agreement, chosen = [], [], []
-        for number in range(examples // 8):
+        for number in range(batches.num_batches):
             batch = teacher.read(batches[number], layers=())
             found = operator_losses(network, batch, EVALUATION, Subnet(), torch.Generator().manual_seed(number))
             questions = batch.hidden[layer][torch.arange(8), batch.loss_start]
@@ -332,19 +335,20 @@ def layer_section(layers: dict[int, int]) -> list[str]:
 @main.command()
 @click.argument("draft", type=click.Path(path_type=Path, exists=True))
 def write(draft: Path) -> None:
-    """Write the card from the measured rows. Notes below a line "## Notes" are kept."""
-    config, recipe, rows = read_json(draft / "config.json"), read_yaml(draft / "recipe.yaml"), read_lines(draft / ROWS)
+    """Write the card of a draft with a recipe from the measured rows. Notes below a line "## Notes" are kept."""
+    config, recipe, rows = (
+        read_json(draft / "config.json"),
+        read_yaml(draft / "recipe.yaml"),
+        files.read_lines(draft / ROWS),
+    )
     sha256 = sha256_of(draft / "model.safetensors")
     sampled = [row for row in rows if row["sha256"] == sha256 and row.get("temperature")]
     rows = [row for row in rows if not row.get("temperature")]
     measured_rows = [row for row in rows if row["sha256"] == sha256 and not row["label"]]
     full = next(row for row in measured_rows if row["subnet"] == {"visual_keep": config.get("visual_keep", 1.0)})
     kind, data = recipe["model"], recipe.get("data", {}).get("num_examples")
-    is_text = recipe.get("workload") == "code"
-    borrowed = {"independent": "", "eagle3": "; embeddings are those of the target"}
-    examples = f"{data:,} examples" if data else "every example once"
-    if share := recipe.get("data", {}).get("sampled_share"):
-        examples += f", {100 * share:.0f} % of the batches with answers that the target samples"
+    borrowed = {"eagle3": "; embeddings are those of the target"}
+    examples = f"{data:,} examples" if data else "all examples"
     steps = " + ".join(f"{stage['steps']} steps of {stage['batch_size']}" for stage in recipe["stages"])
     path = draft / "README.md"
     notes = path.read_text().partition("\n## Notes\n")[2] if path.exists() else ""
@@ -362,7 +366,7 @@ def write(draft: Path) -> None:
         f"| kind | `{kind}` |",
         f"| target | [`{draft.parent.name}/target`](../target) |",
         f"| trained by | `autotune train drafts/{draft.parent.name}/{draft.name}/recipe.yaml`: {steps} |",
-        f"| data | the training split of the bundled workload `{recipe.get('workload', 'digits')}`, {examples}; the target's distributions along {'rows of files and tasks' if is_text else 'the reference answers'} |",
+        f"| data | the training split of [`drafts/digits/make`](../make), {examples}; the target's distributions along the reference answers |",
         f"| parameters | {full['parameters']:,}{borrowed.get(kind, '; embeddings and output head are those of the target')} |",
         "| licence | Apache-2.0 |",
         f"| sha256 of `model.safetensors` | `{sha256}` |",
@@ -410,7 +414,7 @@ def write(draft: Path) -> None:
             f"Every prompt is compressed by one operator, on {next(iter(forced.values()))['prompts']} held-out prompts."
         )
         lines += ["", "## Single operators", "", note, "", *table([*forced.values()], [*forced])]
-    lines += operator_section([row for row in read_lines(draft / OPERATOR_ROWS) if row["sha256"] == sha256])
+    lines += operator_section([row for row in files.read_lines(draft / OPERATOR_ROWS) if row["sha256"] == sha256])
     if section := ablation_section(draft, kind, rows):
         lines += section
     elif others := [row for row in rows if row["label"]]:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from PIL import Image
 
 from autotune.acceptance.calibration import calibrate
 from autotune.acceptance.recorder import Recorder
@@ -22,9 +21,9 @@ from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.trees.policy import parse_policy
-from autotune.workloads.code.examples import CODE_TASKS
-from autotune.workloads.digits import TASKS, make_example
-from autotune.workloads.workload import Prompt, Workload, WorkloadPrompt, load_workload
+from autotune.workloads.formats import read_jsonl
+from autotune.workloads.prompt import AnsweredPrompt
+from autotune.workloads.workload import Workload, bundled_file, load_workload
 from tests.sample_documents import free_prices
 
 # Tree policies, confidences and shares of visual tokens alternate over the prompts.
@@ -67,12 +66,12 @@ def pair(request):
     )
 
 
-@pytest.mark.parametrize("num_prompts", [len(CONFIGURATIONS), pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_prompts", [len(CONFIGURATIONS), pytest.param(64, marks=pytest.mark.nightly)])
 def test_greedy_output_equals_generate_on_held_out_prompts(pair, num_prompts):
     _, processor, target, draft = pair
     decoder = Decoder(target, draft)
     lengths = []
-    num_prompts = min(num_prompts, 200 if pair.name == "digits" else 24)
+    num_prompts = min(num_prompts, 64 if pair.name == "digits" else 24)
     for number, prompt in enumerate(pair.held_out(num_prompts).prompts):
         inputs = prompt.inputs(processor)
         tree, keep = CONFIGURATIONS[number % len(CONFIGURATIONS)]
@@ -104,19 +103,19 @@ def test_sampled_output_equals_plain_decoding_with_the_same_seed(pair, num_promp
 
 
 @pytest.mark.parametrize("pair", ["digits"], indirect=True)
-@pytest.mark.parametrize("num_images", [6, pytest.param(24, marks=pytest.mark.nightly)])
-def test_target_reads_held_out_scans(pair, num_images):
+def test_target_reads_held_out_scans(pair):
     _, processor, target, _ = pair
     decoder = Decoder(target)
+    answers = {
+        line.images[0]: line.answer for _, line in read_jsonl(bundled_file("digits"), AnsweredPrompt) if line.images
+    }
+    prompts = [p for p in load_workload("digits", "evaluate").prompts if p.settings.task == "read"]
     num_correct = num_digits = 0
-    for index in range(num_images):
-        example = make_example("held-out", "read", 300_000 + index)
-        prompt = WorkloadPrompt("read", Prompt(prompt=example.prompt), (Image.fromarray(example.image),))
+    for prompt in prompts:
+        answer = answers[prompt.settings.images[0]]
         output = decoder.generate(**prompt.inputs(processor), max_new_tokens=250)
         text = processor.decode(output.sequences[0, output.stats.prompt_tokens :], skip_special_tokens=True)
-        digits, expected = (
-            re.findall(r"\d", " ".join(re.findall(r"reads ([\d, ]+)\.", t))) for t in (text, example.answer)
-        )
+        digits, expected = (re.findall(r"\d", " ".join(re.findall(r"reads ([\d, ]+)\.", t))) for t in (text, answer))
         assert len(digits) == len(expected)
         num_correct += sum(a == b for a, b in zip(digits, expected, strict=True))
         num_digits += len(expected)
@@ -126,7 +125,7 @@ def test_target_reads_held_out_scans(pair, num_images):
 def test_draft_is_neither_perfect_nor_useless(pair, tmp_path):
     """If every token were predictable, a chain would win every search; if none were, plain decoding would."""
     _, processor, target, draft = pair
-    prompts = load_workload(pair.name, "tune", num_prompts=len(TASKS if pair.name == "digits" else CODE_TASKS))
+    prompts = load_workload(pair.name, "tune", num_prompts=8 if pair.name == "digits" else 6)  # one of each task
     recorder = Recorder(target, reference(pair.target_id), processor, tmp_path)
     bounds = ForestBounds(depth=2, num_proposals=4)
     trace = recorder.trace(draft, reference(pair.draft_id), prompts, visual_keep=1.0, bounds=bounds)

@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,12 +23,13 @@ from click.testing import CliRunner
 
 from autotune.cli.main import main
 from autotune.training.recipe import Recipe
-from autotune.workloads.digits import TASKS, make_example
 from autotune.workloads.prompt import Prompt
+from autotune.workloads.workload import bundled_file, load_workload
 from tests.imports import MODULES
 from tests.tiny_models import Pair
 
 ROOT = Path(__file__).parent.parent
+GRID = bundled_file("digits").parent / "images" / "evaluate-0-read.png"
 SHIPPED = ROOT / "profiles" / "cpu" / "digits.decode.json"
 README = (ROOT / "README.md").read_text()
 PAGES = {page.name: page.read_text() for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
@@ -118,11 +120,10 @@ def test_summaries_are_phrases_that_a_reader_knows() -> None:
 
 def test_every_command_of_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``autotune run`` and the Python block of the README, with the shipped profile of the bundled pair."""
-    from PIL import Image
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "profile.json").write_text(SHIPPED.read_text())
-    Image.fromarray(make_example("held-out", "read", 500_000).image).save(tmp_path / "grid.png")
+    shutil.copy(GRID, tmp_path / "grid.png")
     run = [command for command in commands(README) if command.startswith("autotune run")]
     assert len(run) == 2
     for command in run:
@@ -134,10 +135,9 @@ def test_every_command_of_the_quick_start_runs(tmp_path: Path, monkeypatch: pyte
 
 def test_examples_run(tmp_path: Path, text_pair: Pair, processor: Any) -> None:
     """The shipped profile, and a pair without a profile."""
-    from PIL import Image
 
     image = tmp_path / "grid.png"
-    Image.fromarray(make_example("held-out", "read", 500_000).image).save(image)
+    shutil.copy(GRID, image)
     runpy.run_path(str(ROOT / "examples/decode_with_profile.py"))["main"](SHIPPED, image)
     runpy.run_path(str(ROOT / "examples/transformers_generate.py"))["main"](SHIPPED, "USER: Count to ten. ASSISTANT:")
     processor.tokenizer.save_pretrained(text_pair.target_folder)
@@ -150,9 +150,8 @@ def test_the_server_of_the_examples_answers_and_counts(tmp_path: Path) -> None:
     for package in ("fastapi", "httpx", "prometheus_client"):
         pytest.importorskip(package)
     from fastapi.testclient import TestClient
-    from PIL import Image
 
-    Image.fromarray(make_example("held-out", "read", 500_000).image).save(tmp_path / "grid.png")
+    shutil.copy(GRID, tmp_path / "grid.png")
     image = base64.b64encode((tmp_path / "grid.png").read_bytes()).decode()
     question = {"prompt": "Read the digits row by row.", "images": [image], "max_new_tokens": 24}
     client = TestClient(runpy.run_path(str(ROOT / "examples/serve.py"))["create_app"](SHIPPED))
@@ -166,17 +165,17 @@ def test_the_server_of_the_examples_answers_and_counts(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_quick_start_in_processes_of_its_own(tmp_path: Path, postgresql: str) -> None:
     """Every command of the README, in order, as a newcomer types it. Searches are cut to a few prompts."""
-    from PIL import Image
 
     lines = []
-    for index in range(2):
-        for task in TASKS[:4]:
-            example = make_example("held-out", task, 500_000 + index)
-            Image.fromarray(example.image).save(tmp_path / f"{task}{index}.png")
-            lines.append(json.dumps({"prompt": example.prompt, "images": [f"{task}{index}.png"], "max_new_tokens": 40}))
+    prompts = load_workload("digits", "evaluate", num_prompts=12).prompts
+    for index, first in enumerate((0, 8)):
+        for prompt in prompts[first : first + 4]:
+            name = f"{prompt.settings.task}{index}.png"
+            prompt.pixels[0].save(tmp_path / name)
+            lines.append(json.dumps({"prompt": prompt.settings.prompt, "images": [name], "max_new_tokens": 40}))
         lines.append(json.dumps({"prompt": f"The number {index} is", "max_new_tokens": 40}))
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    Image.fromarray(make_example("held-out", "read", 500_000).image).save(tmp_path / "grid.png")
+    shutil.copy(GRID, tmp_path / "grid.png")
 
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     environment["OMP_NUM_THREADS"] = "1"  # the other cores run other tests

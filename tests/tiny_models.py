@@ -1,6 +1,6 @@
 """Tiny random models of real Hugging Face classes that disagree as a trained target and draft do.
 
-The classes, configs, tokenizer and processor are those that ``autotune.training.build`` makes for the bundled pair; only
+The classes, configs, tokenizer and processor are those that ``drafts.digits.make.build`` makes for the bundled pair; only
 the sizes are small. Random weights as transformers initialises them are useless here: their distributions over 300 tokens
 are almost flat, so no child of the root exceeds SAGE's threshold ``0.1 l / D`` and every tree stays empty. The weights are
 therefore scaled (``sharpen``); ``test_decoder.py`` checks that trees branch and that several tokens of a round are accepted.
@@ -21,14 +21,13 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
-from autotune.training import build
-from autotune.training.recipe import Recipe
+from drafts.digits.make import build
 
 torch.set_num_threads(1)  # a second thread gains nothing for models this small, and makes run times vary
 
 IMAGE_SIZE, PATCH_SIZE = 32, 8  # pixels: 4 x 4 patches
 NUM_VISUAL_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
-VOCABULARY_SIZE = 300  # the fewest that a recipe allows: 256 bytes, 4 special tokens, 40 merges
+VOCABULARY_SIZE = 300  # 256 bytes, 4 special tokens, 40 merges
 TARGET_LAYERS, DRAFT_LAYERS = 4, 2
 
 Inputs = dict[str, Any]
@@ -44,25 +43,18 @@ class Pair:
     draft_folder: Path
 
 
-def _recipe(num_layers: int) -> Recipe:
+def _llava(num_layers: int, tokenizer: Any) -> Any:
     # Two queries share a key-value head, so that code which forgets about grouped queries fails.
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return Recipe(
-        name="tests/tiny",
-        description="random weights",
-        model="target",
-        vocabulary_size=VOCABULARY_SIZE,
-        text={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": num_layers, **heads},
-        vision={
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": IMAGE_SIZE,
-            "patch_size": PATCH_SIZE,
-        },
-        stages=[{"objective": "answers", "steps": 1, "batch_size": 1, "learning_rate": 1e-3}],
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    text = {**sizes, "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = {
+        **sizes,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": IMAGE_SIZE,
+        "patch_size": PATCH_SIZE,
+    }
+    return build.build_model(text, vision, tokenizer)
 
 
 def on_device(pair: Pair, device: str) -> Pair:
@@ -117,8 +109,7 @@ def vision_pair(folder: Path) -> Pair:
         tokenizer = build.train_tokenizer(VOCABULARY_SIZE)
         processor = build.build_processor(tokenizer, PATCH_SIZE)
     torch.manual_seed(0)
-    target = build.build_model(_recipe(TARGET_LAYERS), tokenizer)
-    draft = build.build_model(_recipe(DRAFT_LAYERS), tokenizer)
+    target, draft = _llava(TARGET_LAYERS, tokenizer), _llava(DRAFT_LAYERS, tokenizer)
     sharpen(target, target.model.language_model.layers, DRAFT_LAYERS)
     processor.save_pretrained(folder / "target")
     return _saved(target, draft, folder, AutoModelForImageTextToText.from_pretrained)

@@ -9,11 +9,11 @@ import click
 from autotune.cli import options
 
 
-@click.command(cls=options.Verb, short_help="Train a draft, or the bundled pair, from a recipe.")
+@click.command(cls=options.Verb, short_help="Train a draft from a recipe.")
 @click.argument("recipe", type=click.Path(path_type=Path))
 @options.output(None, "Folder to write.  [default: the folder that the recipe names]")
 def command(recipe: Path, output: Path | None) -> None:
-    """Train a draft, or the bundled pair, from a recipe. Interrupted training continues at its last checkpoint."""
+    """Train a draft from a recipe. Interrupted training continues at its last checkpoint."""
     from autotune.files import read_yaml
 
     read_yaml(recipe)

@@ -8,12 +8,10 @@ whatever the tokens between are, so that the nodes of one level have the same ch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import Qwen3Config
@@ -25,12 +23,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from autotune.drafters.blocks import WITHIN_BATCH, AttentionContext, BlockCache, Crossing, KeysValues
-from autotune.drafters.network import DraftNetwork, NetworkConfig, require_layers, rotary_factors
+from autotune.drafters.network import DraftNetwork, NetworkConfig, rotary_factors
 from autotune.errors import UserError
-from autotune.files import Document, describe
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.grouped_attention import grouped_attention
-from autotune.modeling.target import Target
 
 
 class DFlashConfig(NetworkConfig):
@@ -196,65 +192,3 @@ def block_embeddings(table: nn.Embedding, tokens: Tensor) -> Tensor:
     if getattr(table, "embed_norm", None) is None:
         return table(tokens)  # type: ignore[no-any-return]
     return embedding(tokens, table.weight)
-
-
-class DFlashSizes(Document):
-    """Sizes of a new draft."""
-
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int | None = Field(default=None, ge=1)
-    """None: ``num_heads``."""
-    head_size: int = Field(ge=2, multiple_of=2)
-    mlp_size: int = Field(ge=1)
-    num_layers: int = Field(default=2, ge=1)
-    block_size: int = Field(default=8, ge=2)
-    """Tokens of a block, the committed one included."""
-    layers: tuple[int, ...] = ()
-    """Layers of the target that are read, counted as in ``DFlashConfig``; empty: five, evenly spaced."""
-    mask_token: int | None = Field(default=None, ge=0)
-    """None: the target's padding token."""
-
-
-def new_dflash(sizes: Mapping[str, Any], target: Target, *, source: str) -> DFlashNetwork:
-    """Make a draft with random weights for a target.
-
-    Raises:
-        UserError: unknown or invalid sizes, layers that the target does not have, or no mask token.
-    """
-    try:
-        given = DFlashSizes.model_validate_json(json.dumps(sizes))
-    except ValidationError as error:
-        raise UserError(f"{source}: draft: {describe(error, DFlashSizes)}") from None
-    text, num_layers = target.text.config, len(target.text.layers)
-    layers = given.layers or spaced_layers(num_layers)
-    require_layers(layers, num_layers, source=source)
-    mask_token = given.mask_token if given.mask_token is not None else getattr(text, "pad_token_id", None)
-    if mask_token is None or mask_token >= target.vocab_size:
-        raise UserError(
-            f"{source}: a dflash draft needs a mask token among the target's {target.vocab_size} tokens, one that no text has; "
-            f"got {mask_token}; set mask_token in draft"
-        )
-    layer = Qwen3Config(
-        hidden_size=text.hidden_size,
-        intermediate_size=given.mlp_size,
-        num_attention_heads=given.num_heads,
-        num_key_value_heads=given.num_kv_heads or given.num_heads,
-        head_dim=given.head_size,
-        num_hidden_layers=given.num_layers,
-        vocab_size=target.vocab_size,
-        max_position_embeddings=text.max_position_embeddings,
-    )
-    config = DFlashConfig(
-        hidden_size=text.hidden_size,
-        num_target_layers=num_layers,
-        layers=layers,
-        block_size=given.block_size,
-        mask_token=mask_token,
-    )
-    return DFlashNetwork(config, layer)
-
-
-def spaced_layers(num_layers: int) -> tuple[int, ...]:
-    """Up to five layers of the target from the second to the third last, evenly spaced."""
-    first, last = min(2, num_layers), max(num_layers - 2, 1)
-    return tuple(sorted({round(first + (last - first) * step / 4) for step in range(5)}))

@@ -11,20 +11,18 @@ of which the first is the embedding, as vLLM reads them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config
 
 from autotune.drafters.dflash import DFlashConfig, DFlashNetwork
 from autotune.errors import UserError
-from autotune.files import describe, write_bytes
+from autotune.files import describe
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURE = "DFlashDraftModel"
@@ -32,7 +30,7 @@ LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("num_hidden_layers", "rms_norm_eps", "max_position_embeddings"),
 )
-"""Fields of ``Qwen3Config`` that every form has, and that a saved draft has."""
+"""Fields of ``Qwen3Config`` that every form has."""
 OPTIONAL_FIELDS = ("vocab_size", "rope_parameters", "rope_theta", "rope_scaling", "attention_bias", "hidden_act")
 NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 """Names of transformers' form that are others in the authors'."""
@@ -53,29 +51,6 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
     if "dflash_config" in config or ARCHITECTURE in (config.get("architectures") or ()):
         return True
     return all(key in config for key in ("block_size", "mask_token_id", "target_layer_ids"))
-
-
-def save_dflash(network: DFlashNetwork, folder: Path) -> None:
-    """Save a draft in its authors' form, with weights in bfloat16."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    config = network.config
-    content = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
-        **{name: getattr(network.layer_config, name) for name in LAYER_FIELDS},
-        "vocab_size": network.layer_config.vocab_size,
-        "rope_parameters": network.layer_config.rope_parameters,
-        "layer_types": network.layer_config.layer_types,
-        "block_size": config.block_size,
-        "num_target_layers": config.num_target_layers,
-        "dflash_config": {
-            "mask_token_id": config.mask_token,
-            "target_layer_ids": [layer - 1 for layer in config.layers],
-        },
-    }
-    write_bytes(folder / "config.json", (json.dumps(content, indent=2) + "\n").encode())
 
 
 def load_dflash(

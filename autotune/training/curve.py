@@ -1,4 +1,4 @@
-"""A plot of the training log: loss, bits per byte, agreement of the draft with the target, and the distilled layers."""
+"""A plot of the training log: loss, agreement of the draft with the target, and the distilled layers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any
 
 from autotune.files import read_lines, write_bytes
 
-AGREEMENT, BITS = "agreement with the target", "bits per byte"
+AGREEMENT = "agreement with the target"
 # Panels, with the label and style of each logged metric; the few held-out points have markers.
 PANELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "loss": {
         "loss": ("training", {"color": "tab:blue", "alpha": 0.35}),
         "held_out_loss": ("held out", {"color": "tab:blue", "marker": "o", "markersize": 4}),
     },
-    BITS: {"held_out_bits_per_byte": ("held out", {"color": "tab:blue", "marker": "o", "markersize": 4})},
     AGREEMENT: {
-        "token_accuracy": ("tokens, training", {"color": "tab:blue", "alpha": 0.6}),
-        "digit_accuracy": ("digits, training", {"color": "tab:green", "alpha": 0.6}),
         "agreement": ("training, true features", {"color": "tab:blue", "alpha": 0.35}),
         "held_out_agreement": ("held out, true features", {"color": "tab:blue", "marker": "o", "markersize": 4}),
         "held_out_own_agreement": ("held out, own features", {"color": "tab:orange", "marker": "s", "markersize": 4}),
@@ -31,8 +28,6 @@ def logged(log: Path) -> list[dict[str, Any]]:
     """The steps of a log in order. After a restart from a checkpoint, repeated steps replace the earlier ones."""
     steps: list[dict[str, Any]] = []
     for record in read_lines(log):
-        if not isinstance(record.get("stage"), int):  # a log of an earlier version
-            continue
         while steps and (steps[-1]["stage"], steps[-1]["step"]) >= (record["stage"], record["step"]):
             steps.pop()
         steps.append(record)
@@ -42,12 +37,10 @@ def logged(log: Path) -> list[dict[str, Any]]:
 def distilled_layers(steps: Iterable[dict[str, Any]]) -> dict[int, int]:
     """Number of steps by the target layer that intermediate distillation aligned, over all stages; empty without it.
 
-    A line counts the steps since the line before it. Lines of earlier versions name the layer of their own step only.
+    A line counts the steps since the line before it.
     """
     counts: Counter[int] = Counter()
     for record in steps:
-        if "distilled_layer" in record:
-            counts[int(record["distilled_layer"])] += 1
         counts.update({int(layer): number for layer, number in record.get("distilled_layers", {}).items()})
     return dict(sorted(counts.items()))
 
@@ -60,25 +53,20 @@ def draw_curve(log: Path, path: Path) -> None:
     from matplotlib.ticker import PercentFormatter
 
     steps = logged(log)
-    objectives = {record["stage"]: record["objective"] for record in steps}
-    begins, num_steps = {}, 0
-    for stage in objectives:
+    begins: dict[int, int] = {}
+    num_steps = 0
+    for stage in dict.fromkeys(record["stage"] for record in steps):
         begins[stage] = num_steps
         num_steps += max(record["step"] for record in steps if record["stage"] == stage)
     layers = distilled_layers(steps)
-    logged_names = {name for record in steps for name in record}
-    absent = (
-        AGREEMENT if logged_names & PANELS[BITS].keys() else BITS
-    )  # a model has a teacher, or is judged by its text
-    shown = {title: lines for title, lines in PANELS.items() if title != absent}
-    figure = Figure(figsize=(8, 3 * len(shown) + 2 * bool(layers)), dpi=150, layout="constrained")
-    heights = [3] * len(shown) + [2] * bool(layers)
+    figure = Figure(figsize=(8, 3 * len(PANELS) + 2 * bool(layers)), dpi=150, layout="constrained")
+    heights = [3] * len(PANELS) + [2] * bool(layers)
     panels = figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
-    last = panels[len(shown) - 1]
-    for panel in panels[: len(shown) - 1]:
+    last = panels[len(PANELS) - 1]
+    for panel in panels[: len(PANELS) - 1]:
         panel.sharex(last)
         panel.tick_params(labelbottom=False)
-    for panel, (title, lines) in zip(panels, shown.items(), strict=False):
+    for panel, (title, lines) in zip(panels, PANELS.items(), strict=False):
         panel.set_ylabel(title)
         for name, (label, style) in lines.items():
             points = [(begins[record["stage"]] + record["step"], record[name]) for record in steps if name in record]
@@ -93,8 +81,7 @@ def draw_curve(log: Path, path: Path) -> None:
         if title == AGREEMENT:
             panel.yaxis.set_major_formatter(PercentFormatter(1.0))
     for stage, begin in begins.items():
-        raised = "\n" * (stage % 2)  # names of short stages do not overlap
-        text = f" stage {stage + 1}: {objectives[stage]}{raised}"
+        text = f" stage {stage + 1}" + "\n" * (stage % 2)  # names of short stages do not overlap
         panels[0].text(begin, 1.02, text, fontsize=8, transform=panels[0].get_xaxis_transform())
     last.set_xlabel("step")
     last.set_xlim(0, max(num_steps, 1))

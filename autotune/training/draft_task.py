@@ -1,21 +1,18 @@
-"""Training of drafts that read the target's features, with a teacher batch and a subnet for every step."""
+"""The draft that a recipe trains, with a teacher batch and a subnet for every step."""
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from autotune.acceptance.recorder import Recorder
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import load_feature_network, new_network, save_draft
-from autotune.drafters.dflash import DFlashNetwork, block_embeddings, new_dflash
-from autotune.drafters.dflash_checkpoint import save_dflash
 from autotune.drafters.eagle3 import Eagle3Network, new_eagle3, save_eagle3
 from autotune.drafters.mtp import MtpNetwork, new_mtp, save_mtp
 from autotune.drafters.network import BlocksNetwork
@@ -24,45 +21,28 @@ from autotune.errors import UserError
 from autotune.files import WORKSPACE, content_key
 from autotune.modeling.loading import load_model, load_processor, reference
 from autotune.modeling.target import Target
-from autotune.training.batches import Batches
-from autotune.training.block_loss import block_loss
-from autotune.training.code_batches import CodeBatches
 from autotune.training.divergence import make_divergence
-from autotune.training.examples import BundledExamples, JsonlExamples, Line, Report, read_lines, split_file
+from autotune.training.examples import JsonlExamples, Report, read_lines, split_file
 from autotune.training.losses import drafting_loss, sample_subnet
 from autotune.training.memory import BatchShape, check_memory, estimate_memory, teacher_batch_bytes
-from autotune.training.recipe import Recipe, Stage, teacher_name, trained_folder
-from autotune.training.sampled_batches import SampledBatches
-from autotune.training.task import Task
-from autotune.training.teacher import DistillationRule, Examples, Teacher, TeacherBatch, TeacherBatches
+from autotune.training.recipe import Recipe, Stage, teacher_name
+from autotune.training.teacher import DistillationRule, Teacher, TeacherBatches
 from autotune.training.unrolled import UnrolledNetwork, unrolled_loss
-from autotune.workloads.code.corpus import CodeSplit, installed_versions
-from autotune.workloads.digits import Split
 
-FIRST_SEED = 1000  # examples for drafts use other seeds than those for the bundled models
 NUM_HELD_OUT = 3  # batches
 NUM_COUNTED = 64  # batches whose tokens are counted
 ROWS_COUNTED = 1024  # tokens at a time
-EVALUATION = Stage(objective="drafting", steps=1, batch_size=1, learning_rate=1.0)
+EVALUATION = Stage(steps=1, batch_size=1, learning_rate=1.0)
 
 
-class DraftTask(Task):
-    """Trains a draft for the recipe's teacher.
+class DraftTask:
+    """A draft to train for the recipe's teacher. The loss of a step is a function of the recipe and the step alone."""
 
-    Args:
-        half_precision: in which the target samples answers. None: in its own precision.
-    """
-
-    module: BlocksNetwork | UnrolledNetwork | DFlashNetwork
+    module: BlocksNetwork | UnrolledNetwork
+    """Holds exactly the trained parameters."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        recipe_path: Path,
-        accelerator: Accelerator,
-        *,
-        report: Report | None = None,
-        half_precision: torch.dtype | None = None,
+        self, recipe: Recipe, recipe_path: Path, accelerator: Accelerator, *, report: Report | None = None
     ) -> None:
         self.recipe = recipe
         self.recipe_path = recipe_path
@@ -74,10 +54,10 @@ class DraftTask(Task):
                 f"{recipe_path}: every process needs an example of each batch; got batch_size {smallest} for {self.share[1]} "
                 "processes; raise batch_size, or start fewer processes"
             )
-        data, split = recipe.data, None
-        if data.file is not None:  # invalid files are refused before the target is loaded
-            path, num_held_out = recipe_path.parent / data.file, NUM_HELD_OUT * largest
-            split = split_file(path, batch_size=largest, num_examples=data.num_examples, num_held_out=num_held_out)
+        path = recipe_path.parent / recipe.data.file  # an invalid file is refused before the target is loaded
+        training, held_out = split_file(
+            path, batch_size=largest, num_examples=recipe.data.num_examples, num_held_out=NUM_HELD_OUT * largest
+        )
         name = teacher_name(recipe, recipe_path)
         self.processor = load_processor(name)
         self.target = Target(load_model(name, device=str(accelerator.device)))
@@ -92,113 +72,73 @@ class DraftTask(Task):
         torch.manual_seed(recipe.seed)
         self.module = self._new_module().to(accelerator.device)
         self._head_masks: list[Tensor] | None = None
-        self._sampler = self.target.model
-        if data.sampled_share > 0 and half_precision is not None:
-            self._sampler = copy.deepcopy(self.target.model).to(half_precision)
-        self._training_lines: list[Line] | None = None
-        if split is not None:
-            training, held_out = split
-            recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
-            lines = read_lines(path, [*training, *held_out], recorder, accelerator, report)
-            self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
+        recorder = Recorder(self.target, self.target_reference, self.processor, WORKSPACE)
+        lines = read_lines(path, [*training, *held_out], recorder, accelerator, report)
+        self._training_lines, self._held_out_lines = lines[: len(training)], lines[len(training) :]
 
-    def _new_module(self) -> BlocksNetwork | UnrolledNetwork | DFlashNetwork:
+    def _new_module(self) -> BlocksNetwork | UnrolledNetwork:
         recipe, source = self.recipe, str(self.recipe_path)
         if recipe.trained_stages > 0:
-            return self._trained_module(trained_folder(self.recipe_path))
+            return self._stored_module("trained_stages needs the draft of these stages", "0")
         if recipe.initial_weights == "stored":
-            needs = "initial_weights: stored needs a draft"
-            return self._trained_module(trained_folder(self.recipe_path, needs, "new"))
+            return self._stored_module("initial_weights: stored needs a draft", "new")
         if recipe.model == "mtp":
             return new_mtp(self.target)
         if recipe.model == "eagle3":
             return new_eagle3(recipe.draft, self.target, source=source)
-        if recipe.model == "dflash":
-            return new_dflash(recipe.draft, self.target, source=source)
         return new_network(recipe.model, recipe.draft, self.target, source=source)
 
-    def _trained_module(self, folder: Path) -> BlocksNetwork | UnrolledNetwork | DFlashNetwork:
-        """The draft that the first stages made.
+    def _stored_module(self, needs: str, default: str) -> BlocksNetwork | UnrolledNetwork:
+        """The draft beside the recipe, from which training continues.
 
         Raises:
-            UserError: it is of another kind.
+            UserError: there is none, or it is of another kind.
         """
+        folder = self.recipe_path.parent
+        if not (folder / "config.json").exists():
+            raise UserError(f"{self.recipe_path}: {needs} in {folder}; set it to {default}")
         network = load_feature_network(str(folder), folder, self.target)
         if network.config.kind != self.recipe.model:
             raise UserError(
                 f"{self.recipe_path}: training continues from the draft in {folder}, which is of kind {network.config.kind}; "
                 f"got model {self.recipe.model}; set trained_stages to 0 and initial_weights to new"
             )
-        assert isinstance(network, BlocksNetwork | UnrolledNetwork | DFlashNetwork)
+        assert isinstance(network, BlocksNetwork | UnrolledNetwork)
         return network.requires_grad_(True)
 
-    def _examples(self, stage: Stage) -> tuple[Examples, Path]:
+    def _examples(self, stage: Stage) -> tuple[JsonlExamples, Path]:
         """The examples of this process in a stage, and the folder in which their teacher batches are cached."""
-        data, lines, batch_size = self.recipe.data, self._training_lines, stage.batch_size
+        data = self.recipe.data
+        examples = JsonlExamples(
+            self._training_lines,
+            self.target,
+            self.processor,
+            batch_size=stage.batch_size,
+            seed=data.seed,
+            share=self.share,
+        )
         content: dict[str, Any] = {
             "target": self.target_reference.sha256 or self.target_reference.id,
             "data": data.model_dump(exclude={"file"}),
-            "batch_size": batch_size,
+            "batch_size": stage.batch_size,
             "share": list(self.share),
+            "lines": examples.key,
         }
-        if lines is None:
-            batches = self._batches("train", batch_size, FIRST_SEED + data.seed, stage)
-            num_batches = None if data.num_examples is None else max(1, data.num_examples // batch_size)
-            examples: Examples = BundledExamples(batches, self.target, num_batches=num_batches, share=self.share)
-            content["tasks"] = stage.tasks or self.recipe.tasks
-            if self.recipe.workload == "code":
-                content["rows"] = [self.recipe.workload, stage.sequence_length, installed_versions()]
-        else:
-            examples = file_examples = JsonlExamples(
-                lines, self.target, self.processor, batch_size=batch_size, seed=data.seed, share=self.share
-            )
-            content["lines"] = file_examples.key
         return examples, WORKSPACE / "teacher-batches" / content_key(content)
 
-    def _held_out_examples(self, stage: Stage) -> Examples:
-        """Held-out examples, in batches of the size that one process trains on."""
-        batch_size = math.ceil(stage.batch_size / self.share[1])
-        if self._training_lines is not None:
-            return JsonlExamples(self._held_out_lines, self.target, self.processor, batch_size=batch_size)
-        return BundledExamples(self._batches("held-out", batch_size, FIRST_SEED, stage), self.target)
-
-    def _batches(
-        self, split: Split, batch_size: int, seed: int, stage: Stage
-    ) -> Batches | CodeBatches | SampledBatches:
-        tasks = (stage.tasks if split == "train" else None) or self.recipe.tasks
-        if self.recipe.workload == "digits":
-            return Batches(self.processor, tasks, split=split, batch_size=batch_size, seed=seed)
-        code_split: CodeSplit = "train" if split == "train" else "tune"
-        batches = CodeBatches(self.processor, tasks, code_split, batch_size, stage.sequence_length, seed)
-        return self._sampled(batches) if split == "train" and self.recipe.data.sampled_share > 0 else batches
-
-    def _sampled(self, batches: CodeBatches) -> SampledBatches:
-        """The same batches, a share of which are answers that the target samples."""
-        data, dtype = self.recipe.data, self._sampler.dtype
-        content = [
-            batches.tasks,
-            batches.batch_size,
-            batches.sequence_length,
-            batches.seed,
-            data.temperatures,
-            str(dtype),
-        ]
-        key = content_key([self.target_reference.sha256 or self.target_reference.id, installed_versions(), content])
-        folder = WORKSPACE / "sampled-answers" / key
-        return SampledBatches(batches, self._sampler, data.sampled_share, data.temperatures, folder)
-
-    def begin(self, stage: Stage, number: int) -> list[nn.Parameter]:
+    def begin(self, stage: Stage, number: int) -> None:
+        """Prepare a stage."""
         self._compare = make_divergence(stage.divergence, compiled=self.recipe.compile)
         self._teacher_batches = self._batches_of(stage, number)
         self._stage_number = number
         self._held_out = []
-        if self.accelerator.is_main_process:  # only it evaluates
-            held_out = self._held_out_examples(stage)
-            num_batches = min(NUM_HELD_OUT, held_out.num_batches or NUM_HELD_OUT)
+        if self.accelerator.is_main_process:  # only it evaluates, in batches of the size that one process trains on
+            batch_size = math.ceil(stage.batch_size / self.share[1])
+            held_out = JsonlExamples(self._held_out_lines, self.target, self.processor, batch_size=batch_size)
             self._held_out = [
-                self.teacher.read(held_out[index], layers=self._layers_read) for index in range(num_batches)
+                self.teacher.read(held_out[index], layers=self._layers_read)
+                for index in range(min(NUM_HELD_OUT, held_out.num_batches))
             ]
-        return list(self.module.parameters())
 
     def _batches_of(self, stage: Stage, number: int) -> TeacherBatches:
         """The teacher batches of the stage ``number``."""
@@ -211,9 +151,7 @@ class DraftTask(Task):
     def _layers_read(self) -> tuple[int, ...]:
         """Target layers whose outputs the draft can read."""
         network = self.module
-        if isinstance(network, Eagle3Network | DFlashNetwork):
-            return network.config.layers
-        return network.config.injection_layers
+        return network.config.layers if isinstance(network, Eagle3Network) else network.config.injection_layers
 
     def _layers_kept(self, stage: Stage) -> tuple[set[int], DistillationRule]:
         """Target layers that the teacher batches of a stage keep, and the rule that chooses one more in each batch."""
@@ -221,6 +159,11 @@ class DraftTask(Task):
         return (layers | {rule}, "none") if isinstance(rule, int) else (layers, rule)
 
     def check_memory(self, *, half_precision: bool) -> str:
+        """Estimated memory and disk use of all stages as one line.
+
+        Raises:
+            UserError: more than is available.
+        """
         hidden_size = self.target.text.config.hidden_size
         max_layers = 0
         shapes: list[BatchShape] = []
@@ -231,9 +174,8 @@ class DraftTask(Task):
             max_layers = max(max_layers, num_layers)
             examples, cache = self._examples(stage)
             shapes += examples.shapes
-            if examples.num_batches is not None:
-                sizes = [teacher_batch_bytes(shape, hidden_size, num_layers) for shape in examples.shapes]
-                cached[cache] = max(sum(sizes) * examples.num_batches // len(sizes), cached.get(cache, 0))
+            size = sum(teacher_batch_bytes(shape, hidden_size, num_layers) for shape in examples.shapes)
+            cached[cache] = max(size, cached.get(cache, 0))
         written = {cache: sum(file.stat().st_size for file in cache.glob("*.safetensors")) for cache in cached}
         needs = estimate_memory(
             self.target,
@@ -248,23 +190,14 @@ class DraftTask(Task):
         return check_memory(needs, device, folder, num_processes=self.share[1], source=self.recipe_path)
 
     def loss(self, stage: Stage, step: int) -> tuple[Tensor, dict[str, float]]:
+        """The loss of one step, and metrics to display."""
+        batch = self._teacher_batches[step]
         if isinstance(self.module, UnrolledNetwork):
-            batch, num_steps = self._teacher_batches[step], stage.unrolled_steps
-            return unrolled_loss(self.module, batch, num_steps=num_steps, compare=self._compare)
+            return unrolled_loss(self.module, batch, num_steps=stage.unrolled_steps, compare=self._compare)
         seed = (self.recipe.seed * 1000 + self._stage_number) * 1_000_000 + step
         generator = torch.Generator().manual_seed(seed)
-        if isinstance(self.module, DFlashNetwork):
-            return self._block_loss(self.module, self._teacher_batches[step], generator)
         subnet, self._head_masks = self._subnet(stage, generator)
-        batch = self._teacher_batches[step]
         return drafting_loss(self.module, batch, stage, subnet, self._head_masks, generator, self._compare)
-
-    def _block_loss(
-        self, network: DFlashNetwork, batch: TeacherBatch, generator: torch.Generator
-    ) -> tuple[Tensor, dict[str, float]]:
-        mask = torch.tensor(network.config.mask_token, device=self.target.device)
-        embedding = block_embeddings(self.target.text.module.get_input_embeddings(), mask)
-        return block_loss(network, batch, embedding, generator, compare=self._compare)
 
     def _subnet(self, stage: Stage, generator: torch.Generator) -> tuple[Subnet, list[Tensor] | None]:
         """The subnet of a step, and its head masks if the draft is a supernet."""
@@ -279,33 +212,28 @@ class DraftTask(Task):
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Mean metrics of the full draft over the held-out teacher batches."""
-        subnet = Subnet(visual_keep=self.module.config.visual_keep)
         self.module.eval()
         metrics = []
         for batch in self._held_out:
             if isinstance(self.module, UnrolledNetwork):
                 metrics.append(unrolled_loss(self.module, batch)[1])
-                continue
-            noise = torch.Generator().manual_seed(0)
-            if isinstance(self.module, DFlashNetwork):
-                metrics.append(self._block_loss(self.module, batch, noise)[1])
             else:
+                subnet, noise = Subnet(visual_keep=self.module.config.visual_keep), torch.Generator().manual_seed(0)
                 metrics.append(drafting_loss(self.module, batch, EVALUATION, subnet, None, noise)[1])
         self.module.train()
         return {f"held_out_{name}": sum(batch[name] for batch in metrics) / len(metrics) for name in metrics[0]}
 
     def after_backward(self) -> None:
-        """Accumulate the importance of heads."""
+        """Accumulate the importance of heads, when the gradients of a step have been computed."""
         if isinstance(self.module, StarNetwork) and self._head_masks is not None:
             self.module.observe_importance(self._head_masks)
 
     def save(self, folder: Path) -> None:
+        """Write the trained draft."""
         if isinstance(self.module, Eagle3Network):
             save_eagle3(self.module, folder)
         elif isinstance(self.module, MtpNetwork):
             save_mtp(self.module, folder)
-        elif isinstance(self.module, DFlashNetwork):
-            save_dflash(self.module, folder)
         else:
             self.module.token_frequencies = self._token_frequencies()
             save_draft(self.module, folder)
@@ -315,7 +243,7 @@ class DraftTask(Task):
         """How often the target is expected to emit each token along the first batches of the last stage, [vocabulary]."""
         stage, number = self.recipe.stages[-1], len(self.recipe.stages) - 1
         batches = self._batches_of(stage, number)
-        num_batches = min(NUM_COUNTED, stage.steps, batches.examples.num_batches or NUM_COUNTED)
+        num_batches = min(NUM_COUNTED, stage.steps, batches.examples.num_batches)
         total = torch.zeros(self.target.vocab_size, dtype=torch.float64, device=self.target.device)
         for number in range(num_batches):
             batch = batches[number]

@@ -1,4 +1,4 @@
-"""Training examples of drafts, from a JSONL file or a bundled workload. The target generates missing answers of a file."""
+"""Training examples of drafts, from a JSONL file. The target generates missing answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from accelerate import Accelerator
 from autotune.acceptance.recorder import Recorder
 from autotune.errors import UserError, naming
 from autotune.files import content_key
+from autotune.modeling.prompt import Prompt as EncodedPrompt
 from autotune.modeling.prompt import visual_tokens
 from autotune.modeling.target import Target
-from autotune.training.batches import IGNORED, POOL_BATCHES, Batches
-from autotune.training.code_batches import CodeBatches
 from autotune.training.memory import BatchShape
-from autotune.training.sampled_batches import SampledBatches
-from autotune.training.teacher import Example
 from autotune.workloads.formats import read_jsonl
 from autotune.workloads.prompt import AnsweredPrompt, Prompt, load_prompt
 from autotune.workloads.workload import Workload
@@ -35,33 +32,12 @@ Report = Callable[[int, int], None]
 """Called as report(done, of)."""
 
 
-@dataclass
-class BundledExamples:
-    """Batches of a bundled workload, encoded by the target (``Examples``)."""
+@dataclass(frozen=True)
+class Example:
+    """A prompt with its answer, encoded as one text. Tokens from ``loss_start`` on are followed by a token of the answer."""
 
-    batches: Batches | CodeBatches | SampledBatches
-    target: Target
-    num_batches: int | None = None
-    share: Share = (0, 1)
-
-    @property
-    def shapes(self) -> list[BatchShape]:
-        """Sizes of one pool, which contains every length."""
-        labels = [self.batches[number].labels[self.share[0] :: self.share[1]] for number in range(POOL_BATCHES)]
-        return [BatchShape(len(rows), rows.shape[1], int((rows != IGNORED).sum())) for rows in labels]
-
-    @torch.no_grad()
-    def __getitem__(self, number: int) -> list[Example]:
-        batch = self.batches[number]
-        is_labelled = batch.labels != IGNORED
-        columns = torch.arange(batch.labels.shape[1])
-        ends = torch.where(is_labelled, columns + 1, 0).amax(1)  # the last token that is read has the last label
-        inputs = {"input_ids": batch.input_ids, "attention_mask": (columns < ends[:, None]).long()}
-        if batch.pixel_values is not None:
-            inputs["pixel_values"] = batch.pixel_values
-        starts = is_labelled.int().argmax(1).tolist()
-        examples = map(Example, self.target.encode(inputs).prompts, starts)
-        return [*examples][self.share[0] :: self.share[1]]
+    prompt: EncodedPrompt
+    loss_start: int
 
 
 NumberedPrompt = tuple[int, AnsweredPrompt]
@@ -184,7 +160,7 @@ def read_line(path: Path, number: int, answered: AnsweredPrompt, recorder: Recor
 
 
 class JsonlExamples:
-    """Lines of a file in batches of similar length (``Examples``); ``seed`` determines the order of the batches."""
+    """Lines of a file in batches of similar length; ``seed`` determines the order of the batches."""
 
     def __init__(
         self,
@@ -209,6 +185,7 @@ class JsonlExamples:
 
     @property
     def shapes(self) -> list[BatchShape]:
+        """Sizes of all batches."""
         return [
             BatchShape(len(batch), max(line.length for line in batch), sum(len(line.answer) + 1 for line in batch))
             for batch in self.batches
@@ -216,7 +193,7 @@ class JsonlExamples:
 
     @torch.no_grad()
     def __getitem__(self, number: int) -> list[Example]:
-        """Examples are encoded one by one: model families arrange the images of several rows differently."""
+        """The batch of a number. Examples are encoded one by one: model families arrange the images of several rows differently."""
         return [self._encode(line) for line in self.batches[number]]
 
     def _encode(self, line: Line) -> Example:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import safetensors.torch
@@ -20,32 +20,9 @@ from autotune.files import write_bytes
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
 from autotune.modeling.visual_attention import LayerAttention, attention_entropy, observed_attention, visual_scores
-from autotune.training.memory import BatchShape
+from autotune.training.examples import Example, JsonlExamples
 
 ENTROPY_QUERIES = 64  # tokens of one example of a batch whose attention entropy is measured
-
-
-@dataclass(frozen=True)
-class Example:
-    """A prompt with its answer, encoded as one text. Tokens from ``loss_start`` on are followed by a token of the answer."""
-
-    prompt: Prompt
-    loss_start: int
-
-
-class Examples(Protocol):
-    """Batches of examples by number."""
-
-    @property
-    def num_batches(self) -> int | None:
-        """Number of different batches; None: unlimited."""
-
-    @property
-    def shapes(self) -> Sequence[BatchShape]:
-        """Sizes of all batches, or of the first few if they are unlimited."""
-
-    def __getitem__(self, number: int) -> Sequence[Example]:
-        """The batch of a number; always the same one."""
 
 
 DistillationRule = Literal["none", "entropy", "entropy-and-change"]
@@ -230,22 +207,20 @@ def _to_half(states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TeacherBatches:
-    """The teacher batch of every step. A finite number of batches is repeated, in another order each epoch, and cached on disk."""
+    """The teacher batch of every step. Batches are repeated, in another order each epoch, and cached on disk."""
 
-    examples: Examples
+    examples: JsonlExamples
     teacher: Teacher
     layers: Collection[int]
     """Target layers whose outputs are needed; the last layer is always included."""
+    cache: Path
+    """Folder for this target and these examples."""
     rule: DistillationRule = "none"
     """Chooses one more layer, for intermediate distillation."""
-    cache: Path | None = None
-    """Folder for this target and these examples; used only if batches are repeated."""
     seed: int = 0
 
     def batch_of(self, step: int) -> int:
         """The number of the batch that a step reads."""
-        if self.examples.num_batches is None:
-            return step
         epoch, within = divmod(step, self.examples.num_batches)
         if epoch == 0:  # in order, because neighbouring batches are made together
             return within
@@ -254,8 +229,6 @@ class TeacherBatches:
 
     def __getitem__(self, step: int) -> TeacherBatch:
         number = self.batch_of(step)
-        if self.cache is None or self.examples.num_batches is None:
-            return self.teacher.read(self.examples[number], layers=self.layers, rule=self.rule, seed=number)
         path, layers, rule = self.cache / f"{number}.safetensors", {*self.layers}, self.rule
         with contextlib.suppress(OSError, SafetensorError, KeyError):  # a missing or damaged file
             cached = self.teacher.load(path)

@@ -1,4 +1,4 @@
-"""The training loop: the stages of a recipe, crash-safe checkpoints, and the final weights in Hugging Face format."""
+"""The training loop: the stages of a recipe, crash-safe checkpoints, and the final weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ from autotune.errors import UserError
 from autotune.files import append_line, content_key, sha256_of
 from autotune.training.curve import draw_curve
 from autotune.training.draft_task import DraftTask
-from autotune.training.model_task import ModelTask
-from autotune.training.recipe import FEATURE_DRAFTS, Recipe, Stage, load_recipe
-from autotune.training.task import Task
-from autotune.training.text_task import TextTask
+from autotune.training.recipe import Recipe, Stage, load_recipe
 
 CHECKPOINT_EVERY = 100  # steps
 LOG_EVERY = 25  # steps
@@ -36,14 +33,7 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.Muon: ("momentum_buffer",),
 }
 """State of a parameter in each optimizer."""
-SHOWN_METRICS = (
-    "loss",
-    "token_accuracy",
-    "digit_accuracy",
-    "agreement",
-    "held_out_agreement",
-    "held_out_bits_per_byte",
-)  # in the progress bar
+SHOWN_METRICS = ("loss", "agreement", "held_out_agreement")  # in the progress bar
 Progress = Callable[[str, int, int, dict[str, float]], None]
 """Called as progress(stage name, step, steps, metrics)."""
 
@@ -148,7 +138,7 @@ class Trainer:
     """Runs the stages of a recipe. With several processes, only the main process writes files and reports progress."""
 
     recipe: Recipe
-    task: Task
+    task: DraftTask
     accelerator: Accelerator
     checkpoint: Checkpoint
     log: Path
@@ -168,11 +158,8 @@ class Trainer:
 
     def _run_stage(self, number: int, first_step: int) -> None:
         stage, module = self.recipe.stages[number], self.task.module
-        if first_step == 0 and number > 0:
-            self.task.grow(self.recipe.stages[number - 1], stage)
-        if first_step == 0:
-            self.task.prepare(stage, number)
-        parameters = self.task.begin(stage, number)
+        self.task.begin(stage, number)
+        parameters = list(module.parameters())
         optimizers = make_optimizers(module, parameters, stage)
         if first_step > 0:
             self.checkpoint.load_optimizers(module, optimizers)
@@ -191,10 +178,10 @@ class Trainer:
                 held_out = self.task.evaluate()
                 metrics |= held_out
             if self.progress is not None:
-                name = f"{self.recipe.name} {stage.objective} {number + 1}/{len(self.recipe.stages)}"
+                name = f"{self.recipe.name} stage {number + 1}/{len(self.recipe.stages)}"
                 self.progress(name, num_done, stage.steps, held_out | metrics)
             if num_done % LOG_EVERY == 0 or is_last:
-                record: dict[str, Any] = {"stage": number, "objective": stage.objective, "step": num_done}
+                record: dict[str, Any] = {"stage": number, "step": num_done}
                 if layers:
                     record["distilled_layers"] = {str(layer): layers[layer] for layer in sorted(layers)}
                     layers.clear()
@@ -230,7 +217,7 @@ def train(
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Path:
-    """Train the model of a recipe, continuing from the last checkpoint.
+    """Train the draft of a recipe, continuing from the last checkpoint.
 
     Returns the folder with the weights, the training log and its plot. Only the main process calls ``progress`` and ``notify``.
 
@@ -245,11 +232,13 @@ def train(
         progress = notify = None
     torch.manual_seed(recipe.seed)
     dtype = autocast_dtype(accelerator.device)
-    task = make_task(recipe, recipe_path, accelerator, progress, half_precision=dtype)
+    report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
+    task = DraftTask(recipe, recipe_path, accelerator, report=report)
     checkpoint = Checkpoint(output / ".checkpoint" / "state.safetensors", checkpoint_key(recipe, recipe_path))
     log = output / "training.jsonl"
     trainer = Trainer(recipe, task, accelerator, checkpoint, log, progress, dtype)
-    if (estimate := task.check_memory(half_precision=dtype is not None)) is not None and notify is not None:
+    estimate = task.check_memory(half_precision=dtype is not None)
+    if notify is not None:
         notify(estimate)
     trainer.run()
     if accelerator.is_main_process:
@@ -260,25 +249,9 @@ def train(
     return output
 
 
-def make_task(
-    recipe: Recipe,
-    recipe_path: Path,
-    accelerator: Accelerator,
-    progress: Progress | None,
-    *,
-    half_precision: torch.dtype | None = None,
-) -> Task:
-    report = None if progress is None else lambda done, of: progress(f"{recipe.name} examples", done, of, {})
-    if recipe.model not in FEATURE_DRAFTS:
-        return ModelTask(recipe, recipe_path) if recipe.workload == "digits" else TextTask(recipe, recipe_path, report)
-    return DraftTask(recipe, recipe_path, accelerator, report=report, half_precision=half_precision)
-
-
 def checkpoint_key(recipe: Recipe, recipe_path: Path) -> str:
     """Hash of everything that must not change while a run is resumed: the recipe and its file of examples."""
     content = recipe.model_dump(mode="json", exclude_defaults=True)
-    if recipe.data.file is None:
-        return content_key(content)
     return content_key([content, sha256_of(recipe_path.parent / recipe.data.file)])
 
 

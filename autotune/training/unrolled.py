@@ -7,7 +7,7 @@ and one key of every later step, of rows i - k + 1 to i.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -79,37 +79,12 @@ def unrolled_loss(
     features = network.target_features({layer: hidden[layer][:, :-1] for layer in network.layers_read(None)})
     stream, is_loss = batch.embeddings[:, 1:], batch.loss_mask[:, 1:]  # sequences without their first token
     teacher_logprobs = batch.head(hidden[last][:, 1:][is_loss]).float().log_softmax(-1)
-    return unrolled_divergence(
-        network, stream, features, is_loss, teacher_logprobs, batch.head, num_steps=num_steps, compare=compare
-    )
-
-
-def unrolled_divergence(
-    network: UnrolledNetwork,
-    stream: Tensor,
-    features: Tensor,
-    is_loss: Tensor,
-    teacher_logprobs: Tensor,
-    head: Callable[[Tensor], Tensor],
-    *,
-    num_steps: int,
-    compare: Divergence = divergence,
-) -> tuple[Tensor, dict[str, float]]:
-    """See ``unrolled_loss``.
-
-    Args:
-        stream: embeddings of tokens, [batch, n, hidden].
-        features: the target's features of the token before each, [batch, n, features].
-        is_loss: the tokens after which distributions are compared, [batch, n].
-        teacher_logprobs: the target's after these tokens, [tokens, vocabulary], float32.
-        head: the target's output head.
-    """
     row = is_loss.nonzero()[:, 1]
     first = max(0, int(row.min()) - num_steps)  # drafting is unrolled from the first of these tokens on
     losses, agreements = [], []
     for step, states in enumerate(unrolled_states(network, stream, features, num_steps, first=first)):
         is_drafted = row >= first + step
-        logits = network.logits(states[is_loss[:, -states.shape[1] :]], head)
+        logits = network.logits(states[is_loss[:, -states.shape[1] :]], batch.head)
         token_losses, agrees = compare(logits, teacher_logprobs)
         losses.append(token_losses[is_drafted].mean())
         agreements.append(agrees[is_drafted].mean().item())

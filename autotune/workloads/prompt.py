@@ -48,7 +48,7 @@ class Prompt(Document):
     """One prompt with its generation settings.
 
     ``prompt`` is the user's only message; ``messages`` is a chat; ``turns`` are the user's messages of a conversation, in which
-    the target's own answers come between them. ``images`` are paths, of the first message; the bundled workload draws its images.
+    the target's own answers come between them. ``images`` are paths, of the first message.
     """
 
     prompt: str = ""

@@ -8,7 +8,8 @@ public benchmarks.
 
 Prompts of the ``tune`` split choose a configuration, those of the ``evaluate`` split judge it, and those of ``train`` are
 only for training drafts; prompts without a split alternate between the first two. A prompt that occurs in two splits is
-used for evaluation only. Every turn of a conversation is a prompt, all in one split.
+used for evaluation only. Every turn of a conversation is a prompt, all in one split. The bundled workloads are JSONL files of
+prompts with reference answers, which ``load_workload`` leaves out.
 """
 
 from __future__ import annotations
@@ -16,25 +17,24 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.errors import UserError
 from autotune.files import data_root
-from autotune.workloads.digits import MAX_NEW_TOKENS as DIGITS_MAX_NEW_TOKENS
-from autotune.workloads.digits import PASSAGE_TOKENS, TASKS, make_example
 from autotune.workloads.formats import OWN, Format, read_jsonl, read_prompts
 from autotune.workloads.hub import local_file
-from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, load_turns
+from autotune.workloads.prompt import AnsweredPrompt, Prompt, WorkloadPrompt, load_prompt, load_turns
 
 if TYPE_CHECKING:
     from autotune.documents.decoding_profile import WorkloadReference
 
 WorkloadSplit = Literal["tune", "evaluate"]
 BUNDLED = ("digits", "code")
-"""Bundled workloads, each named after its pair: the digits are drawn, the prompts on source code are a JSONL file."""
+"""Bundled workloads, each named after its pair. A workload is the file ``workload.jsonl`` of the pair's folder."""
 WARM_UP_TOKENS = 32  # tokens decoded to warm up an arm
-FIRST_EVALUATE_EXAMPLE = 100_000  # of the held-out examples of the bundled workload: those before it are for tuning
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,8 @@ def load_workload(
         raise UserError(
             f"--whole: the prompts of both splits are those of a file; {name!r} is bundled; leave --whole out"
         )
-    if name == "digits":
-        return Workload(name, split, tuple(_digits(split, num_prompts or 8 * len(TASKS))))
-    if name == "code":
-        lines = [line for line in code_prompts() if line[1].split == split][:num_prompts]
-        return Workload(
-            name, split, tuple(WorkloadPrompt(f"{line.task}/{number}", line.unanswered, ()) for number, line in lines)
-        )
+    if name in BUNDLED:
+        return Workload(name, split, tuple(_bundled(name, split, num_prompts)))
     path = local_file(name)
     found, rows = read_prompts(path, format)
     parts: dict[str, list[tuple[int, Prompt]]] = {"tune": [], "evaluate": [], "train": []}
@@ -147,21 +142,13 @@ def load_workload(
     return Workload(path.name, split, chosen, found)
 
 
-def code_prompts() -> list[tuple[int, AnsweredPrompt]]:
-    """The prompts of the bundled workload on source code with their reference answers and line numbers, both splits."""
-    return read_jsonl(data_root() / "drafts" / "code" / "workload.jsonl", AnsweredPrompt)
+def bundled_file(name: str) -> Path:
+    """The JSONL file of a bundled workload: prompts of both splits, with reference answers."""
+    return data_root() / "drafts" / name / "workload.jsonl"
 
 
-def _digits(split: WorkloadSplit, num_prompts: int) -> list[WorkloadPrompt]:
-    from PIL import Image
-
-    prompts = []
-    for number in range(num_prompts):
-        task = TASKS[number % len(TASKS)]
-        index = number // len(TASKS) + (FIRST_EVALUATE_EXAMPLE if split == "evaluate" else 0)
-        example = make_example("held-out", task, index)
-        limit = PASSAGE_TOKENS if task == "continue" else DIGITS_MAX_NEW_TOKENS
-        pixels = () if example.image is None else (Image.fromarray(example.image),)
-        settings = Prompt(prompt=example.prompt, task=task, split=split, max_new_tokens=limit)
-        prompts.append(WorkloadPrompt(f"{task}/{index}", settings, pixels))
-    return prompts
+def _bundled(name: str, split: WorkloadSplit, num_prompts: int | None) -> Iterator[WorkloadPrompt]:
+    path = bundled_file(name)
+    lines = [line for line in read_jsonl(path, AnsweredPrompt) if line[1].split == split]
+    for number, line in lines[:num_prompts]:
+        yield replace(load_prompt(path, number, line.unanswered), name=f"{line.task}/{number}")

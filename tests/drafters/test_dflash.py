@@ -23,8 +23,6 @@ from autotune.cost.step_bench import StepBench
 from autotune.documents.subnet import Subnet
 from autotune.drafters.block_draft import BlockDraft
 from autotune.drafters.checkpoint import load_draft
-from autotune.drafters.dflash import new_dflash
-from autotune.drafters.dflash_checkpoint import is_dflash, save_dflash
 from autotune.errors import UserError
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.target import Target
@@ -40,7 +38,6 @@ BLOCK, MASK = 6, 299
 LAYERS = (1, 3)  # whose outputs are read, in transformers' count
 CHAIN = {"policy": "chain", "depth": BLOCK - 1}
 TREE = {"policy": "eagle2", "depth": 3, "k": 2, "budget": 6}
-SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "mlp_size": 48, "block_size": BLOCK}
 FORMS = ("transformers", "authors", "speculators")
 
 
@@ -274,19 +271,6 @@ def test_blocks_are_captured_ahead_on_a_gpu(gpu: str, pair: Pair, prompts: dict[
     assert graph_memory(target.device).num_kept == before
 
 
-def test_a_saved_draft_is_the_authors_form(pair: Pair, tmp_path: Path) -> None:
-    target = Target(pair.target)
-    network = new_dflash({**SIZES, "layers": [1, 4]}, target, source="test")
-    save_dflash(network, tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    assert is_dflash(content) and content["dflash_config"] == {"mask_token_id": 0, "target_layer_ids": [0, 3]}
-    draft = load_draft(str(tmp_path), target)
-    assert isinstance(draft, BlockDraft) and draft.network.config == network.config
-    for name, value in draft.network.state_dict().items():
-        torch.testing.assert_close(value, network.state_dict()[name].to(value.dtype), atol=0.03, rtol=0.01)
-    assert isinstance(load_draft(str(tmp_path), target, random_weights=True), BlockDraft)
-
-
 def damaged(folder: Path, name: str, tensor: Tensor | None) -> None:
     """Replace a tensor of the checkpoint; None removes it."""
     tensors = load_file(folder / "model.safetensors")
@@ -342,27 +326,13 @@ def test_drafts_that_do_not_fit_are_refused(pair: Pair, tmp_path: Path) -> None:
         UserError, match="a dflash draft reads the layers 2, 4 together; got injection_layer 2; leave it out"
     ):
         load_draft(str(folder), target, Subnet(injection_layer=2))
-    one = new_dflash({**SIZES, "layers": [3]}, target, source="test")
-    save_dflash(one, tmp_path / "one")
-    draft = load_draft(str(tmp_path / "one"), target)
+    one = write_draft(tmp_path / "one", "authors", dflash_config={"mask_token_id": MASK, "target_layer_ids": [2]})
+    draft = load_draft(str(one), target, random_weights=True)
     assert isinstance(draft, BlockDraft) and draft.subnet.injection_layer == 3
-    load_draft(str(tmp_path / "one"), target, draft.subnet)  # as from a profile
+    load_draft(str(one), target, draft.subnet, random_weights=True)  # as from a profile
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"a DFlash draft is read from model.safetensors; there is none"):
         load_draft(str(folder), target)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({**SIZES, "num_haeds": 2}, "recipe.yaml: draft: .*num_haeds"),
-        ({**SIZES, "layers": [1, 9]}, r"layers of the target are 0 to 4; got \[1, 9\]; fix layers in draft"),
-        ({**SIZES, "mask_token": 300}, "needs a mask token among the target's 300 tokens.*got 300; set mask_token"),
-    ],
-)
-def test_sizes_that_cannot_be(pair: Pair, sizes: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        new_dflash(sizes, Target(pair.target), source="recipe.yaml")
 
 
 @torch.inference_mode()

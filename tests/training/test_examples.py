@@ -18,7 +18,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
 from autotune.training.examples import JsonlExamples, Line, read_lines, split_file
-from autotune.training.recipe import FEATURE_DRAFTS, WITHOUT_SUBNETS, load_recipe
+from autotune.training.recipe import LOSS_WEIGHTS, UNROLLED, load_recipe
 from autotune.training.teacher import Teacher
 from autotune.training.trainer import train
 from autotune.workloads.prompt import load_prompt
@@ -261,7 +261,7 @@ def test_missing_or_invalid_file(pair: Pair, content: str | None, message: str, 
     """The error is raised before the target is loaded."""
     if content is not None:
         (tmp_path / "examples.jsonl").write_text(content)
-    path = write_recipe(tmp_path / "recipe.yaml", "no/where", data={"file": "examples.jsonl"}, drop=("tasks",))
+    path = write_recipe(tmp_path / "recipe.yaml", "no/where")
     with pytest.raises(UserError, match=rf"examples\.jsonl.*{message}"):
         train(path, output=tmp_path / "out")
 
@@ -296,20 +296,9 @@ def test_image_for_a_text_model(text_pair: Pair, processor: Any, tmp_path: Path)
         read(path, recorder)
 
 
-def test_contradicting_keys_of_a_recipe(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "recipe.yaml", "x", data={"file": "a.jsonl"})
-    with pytest.raises(UserError, match=r"tasks apply to the bundled workload only; got data.file 'a.jsonl' as well"):
-        load_recipe(path)
-    path = write_recipe(tmp_path / "recipe.yaml", "x", data={"fiel": "a.jsonl"}, drop=("tasks",))
+def test_misspelt_key_of_the_data(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", "x", data={"fiel": "a.jsonl"})
     with pytest.raises(UserError, match=r"unknown key 'data\.fiel'; did you mean 'file'"):
-        load_recipe(path)
-    stage = {"objective": "distillation", "steps": 1, "batch_size": 1, "learning_rate": 1e-3}
-    changes = {"model": "independent", "stages": [stage], "data": {"file": "a.jsonl"}}
-    path = write_recipe(tmp_path / "recipe.yaml", "x", **changes, drop=("tasks",))
-    with pytest.raises(
-        UserError,
-        match=r"data.file is for dream, star, specvlm, eagle3, mtp, dflash; got it for independent; remove it",
-    ):
         load_recipe(path)
 
 
@@ -330,24 +319,23 @@ def test_documented_example_trains(pair: Pair, tmp_path: Path, monkeypatch: pyte
     }
 
 
-@pytest.mark.parametrize("model", FEATURE_DRAFTS)
+@pytest.mark.parametrize("model", LOSS_WEIGHTS)
 def test_every_kind_of_draft_trains_on_a_file(
     model: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Examples with and without images and answers; the draft then loads for its target."""
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "examples.jsonl")
-    stage = {"objective": "drafting", "steps": 2, "batch_size": 2, "learning_rate": 1e-3}
-    changes: dict[str, Any] = {"model": model, "stages": [stage], "data": {"file": "examples.jsonl"}}
+    stage = {"steps": 2, "batch_size": 2, "learning_rate": 1e-3}
+    changes: dict[str, Any] = {"model": model, "stages": [stage]}
     if model == "mtp":
         changes["draft"] = {}  # sizes are the target's
     folder = train(
-        write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder), **changes, drop=("tasks",)),
-        output=tmp_path / "draft",
+        write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder), **changes), output=tmp_path / "draft"
     )
     target = Target(pair.target)
     assert load_draft(str(folder), target).kind == model
-    if model not in WITHOUT_SUBNETS:  # their vocabularies are not cut
+    if model not in UNROLLED:  # their vocabularies are not cut
         frequencies = load_network(folder).token_frequencies
         assert frequencies is not None and len(frequencies) == target.vocab_size
         num_tokens = float(frequencies.sum())
@@ -359,14 +347,8 @@ def test_every_kind_of_draft_trains_on_a_file(
 
 def test_checkpoint_of_another_file(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    stage = {"objective": "drafting", "steps": 1, "batch_size": 2, "learning_rate": 1e-3}
-    path = write_recipe(
-        tmp_path / "recipe.yaml",
-        str(pair.target_folder),
-        data={"file": "examples.jsonl"},
-        stages=[stage],
-        drop=("tasks",),
-    )
+    stage = {"steps": 1, "batch_size": 2, "learning_rate": 1e-3}
+    path = write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder), stages=[stage])
     write(tmp_path, numbered(4))
     train(path)
     write(tmp_path, numbered(5))

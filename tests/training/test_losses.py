@@ -9,8 +9,9 @@ import torch
 
 from autotune.drafters.checkpoint import new_network
 from autotune.modeling.target import Target
+from autotune.training.examples import Example
 from autotune.training.losses import TwoReadings, own_feature_mask, rows_of
-from autotune.training.teacher import Example, Teacher
+from autotune.training.teacher import Teacher
 from tests.obvious import read_whole_text
 from tests.tiny_models import Inputs
 

@@ -22,8 +22,9 @@ from autotune.training import memory
 from autotune.training.curve import distilled_layers, draw_curve, logged
 from autotune.training.divergence import make_divergence
 from autotune.training.draft_task import EVALUATION, DraftTask
+from autotune.training.examples import Example
 from autotune.training.memory import BatchShape, MemoryEstimate, check_memory, estimate_memory, free_disk
-from autotune.training.teacher import Example, Teacher, TeacherBatch
+from autotune.training.teacher import Teacher, TeacherBatch
 from autotune.training.trainer import train, train_with_progress
 from tests.tiny_models import Pair, new_llama
 from tests.training.test_training import write_examples, write_recipe
@@ -168,9 +169,7 @@ def test_cached_batches_use_the_estimated_disk(pair: Pair, tmp_path: Path, monke
     """The estimate ignores the masks of visual tokens. Batches that are already cached are not counted."""
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "examples.jsonl")
-    path = write_recipe(
-        tmp_path / "recipe.yaml", str(pair.target_folder), data={"file": "examples.jsonl"}, drop=("tasks",)
-    )
+    path = write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder))
     disk_bytes: list[int] = []
 
     def check(needs: MemoryEstimate, *_: Any, **__: Any) -> str:
@@ -192,7 +191,6 @@ def write_log(path: Path, steps: list[tuple[int, int]]) -> Path:
     lines = [
         {
             "stage": stage,
-            "objective": "drafting",
             "step": step,
             "loss": 2.0 / (1 + number),
             "agreement": 0.5,
@@ -222,14 +220,12 @@ def test_training_log_is_plotted(tmp_path: Path) -> None:
 def test_distilled_layers_are_counted_over_the_log_and_plotted(tmp_path: Path) -> None:
     log = tmp_path / "a.jsonl"
     lines: list[dict[str, Any]] = [
-        {"step": 25, "distilled_layer": 5.0},  # of an earlier version
+        {"step": 25, "distilled_layers": {"5": 1}},
         {"step": 50, "distilled_layers": {"5": 20, "11": 5}},
         {"step": 75, "distilled_layers": {"3": 25}},  # repeated after a restart
         {"step": 75, "distilled_layers": {"3": 1, "5": 24}},
     ]
-    log.write_text(
-        "".join(json.dumps({"stage": 0, "objective": "drafting", "loss": 1.0, **line}) + "\n" for line in lines)
-    )
+    log.write_text("".join(json.dumps({"stage": 0, "loss": 1.0, **line}) + "\n" for line in lines))
     assert distilled_layers(logged(log)) == {3: 1, 5: 45, 11: 5}
     assert distilled_layers([]) == {}
     draw_curve(log, tmp_path / "training.png")
@@ -253,22 +249,16 @@ def test_plain_lines_show_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_progress_shows_loss_and_agreement(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "examples.jsonl")
-    stage = {"objective": "drafting", "batch_size": 2, "learning_rate": 1e-3, "steps": 4, "subnets": "random"}
-    path = write_recipe(
-        tmp_path / "recipe.yaml",
-        str(pair.target_folder),
-        data={"file": "examples.jsonl"},
-        stages=[stage, stage],
-        drop=("tasks",),
-    )
+    stage = {"batch_size": 2, "learning_rate": 1e-3, "steps": 4, "subnets": "random"}
+    path = write_recipe(tmp_path / "recipe.yaml", str(pair.target_folder), stages=[stage, stage])
     messages: list[str] = []
     plain = SimpleNamespace(_rich=None, say=messages.append, stage=console.Console.stage)
     plain.stage = lambda name: console.Console.stage(plain, name)  # type: ignore[arg-type]
     train_with_progress(path, None, plain)  # type: ignore[arg-type]
     text = "\n".join(messages)
     assert re.search(r"^memory on cpu: about .* MiB", text, re.M)
-    assert re.search(r"tests/star drafting 1/2: 2/4 loss \d+\.\d{3}, agreement \d\.\d{3}$", text, re.M)
-    assert re.search(r"tests/star drafting 2/2: 2/4 loss \d+\.\d{3}", text, re.M)
+    assert re.search(r"tests/star stage 1/2: 2/4 loss \d+\.\d{3}, agreement \d\.\d{3}$", text, re.M)
+    assert re.search(r"tests/star stage 2/2: 2/4 loss \d+\.\d{3}", text, re.M)
     assert messages[-1] == f"weights, training log and plot written to {tmp_path}"
     assert {"config.json", "model.safetensors", "training.jsonl", "training.png"} <= {
         file.name for file in tmp_path.iterdir()

@@ -14,8 +14,9 @@ from autotune.drafters.feature_draft import FeatureDraft
 from autotune.drafters.mtp import new_mtp
 from autotune.errors import UserError
 from autotune.modeling.target import Target
+from autotune.training.examples import Example
 from autotune.training.recipe import load_recipe
-from autotune.training.teacher import Example, Teacher
+from autotune.training.teacher import Teacher
 from autotune.training.unrolled import UnrolledNetwork, unrolled_loss, unrolled_states
 from tests.tiny_models import Inputs
 
@@ -99,8 +100,9 @@ def test_a_new_head_has_the_targets_output_head(target: Target) -> None:
 def test_an_mtp_head_has_no_sizes_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "schema: autotune.recipe/1\nname: a\ndescription: b\nmodel: mtp\nteacher: ../target\ndraft: {mlp_size: 64}\nstages:\n"
-        "  - {objective: drafting, steps: 1, batch_size: 1, learning_rate: 1.0}\n"
+        "schema: autotune.recipe/1\nname: a\ndescription: b\nmodel: mtp\nteacher: ../target\ndraft: {mlp_size: 64}\n"
+        "data: {file: a.jsonl}\nstages:\n"
+        "  - {steps: 1, batch_size: 1, learning_rate: 1.0}\n"
     )
     with pytest.raises(UserError, match=r"an mtp head has the sizes of its target's layers; got draft .*; remove it"):
         load_recipe(path)
@@ -124,8 +126,9 @@ def test_sizes_that_cannot_be(target: Target, sizes: dict[str, object], message:
 def test_a_head_imitates_no_features(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "schema: autotune.recipe/1\nname: a\ndescription: b\nmodel: eagle3\nteacher: ../target\nstages:\n"
-        "  - {objective: drafting, steps: 1, batch_size: 1, learning_rate: 1.0, distillation: entropy}\n"
+        "schema: autotune.recipe/1\nname: a\ndescription: b\nmodel: eagle3\nteacher: ../target\n"
+        "data: {file: a.jsonl}\nstages:\n"
+        "  - {steps: 1, batch_size: 1, learning_rate: 1.0, distillation: entropy}\n"
     )
     with pytest.raises(UserError, match="an eagle3 head has no subnets and imitates no features; remove distillation"):
         load_recipe(path)

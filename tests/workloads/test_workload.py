@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from autotune.documents.decoding_profile import WorkloadReference
 from autotune.errors import UserError
-from autotune.workloads.digits import FIRST_HELD_OUT_SCAN, TASKS, _scan_bank, _scans
 from autotune.workloads.prompt import Prompt, chat_text, load_image
-from autotune.workloads.workload import FIRST_EVALUATE_EXAMPLE, Workload, load_workload
+from autotune.workloads.workload import Workload, WorkloadSplit, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS
 
@@ -298,33 +296,27 @@ def test_prompts_as_a_search_decoded_them() -> None:
     assert changed.sha256 == whole.sampled(0.7).cut(3, 16).sha256 != whole.sha256
 
 
-def test_bundled_workload_is_deterministic() -> None:
-    first, second = (load_workload("digits", "evaluate", num_prompts=len(TASKS)) for _ in range(2))
-    assert first.sha256 == second.sha256 and names(first) == names(second)
-    assert first.tasks == list(TASKS), "tasks alternate, so the first prompts cover all tasks"
-    assert [bool(prompt.pixels) for prompt in first.prompts] == [task != "continue" for task in TASKS]
+@pytest.mark.parametrize(
+    ("name", "split", "num_prompts", "sha256"),
+    [
+        ("digits", "tune", 64, "27704c0f69fad72fd64327b255453a2aacde746a47894b28a19f3ce3ec1669e0"),
+        ("digits", "evaluate", 64, "1523fad15f18b13e57e515e41e8881c74816bb91df4baa59a4bed69f3ebe8e40"),
+        ("code", "tune", 240, "c845998cd2003eb2fe2db8f1b1442cb690e35bd27a8b6fbf4198c77f5cb729a3"),
+        ("code", "evaluate", 240, "af89a6e02ffeb3668e4ca1d60b7d55fb0e55b68f0d46386eb549881abcbbfb4a"),
+    ],
+)
+def test_bundled_workloads_are_frozen(name: str, split: WorkloadSplit, num_prompts: int, sha256: str) -> None:
+    """The hashes that shipped profiles and published measurements name."""
+    workload = load_workload(name, split)
+    assert (workload.name, len(workload.prompts), workload.sha256) == (name, num_prompts, sha256)
 
 
-def test_splits_of_the_bundled_workload_share_no_prompt() -> None:
-    count = 3 * len(TASKS)
-    tune, evaluate = (load_workload("digits", split, num_prompts=count) for split in ("tune", "evaluate"))
-    assert not {p.sha256 for p in tune.prompts} & {p.sha256 for p in evaluate.prompts}
-    assert all(int(name.split("/")[1]) < FIRST_EVALUATE_EXAMPLE for name in names(tune))
-    assert all(int(name.split("/")[1]) >= FIRST_EVALUATE_EXAMPLE for name in names(evaluate))
-    longer = load_workload("digits", "tune", num_prompts=count + 5)
-    assert names(longer)[:count] == names(tune), "a larger number adds prompts at the end"
-
-
-def test_training_and_held_out_scans_are_disjoint() -> None:
-    """The scans of each split are a range of scan numbers."""
-    images, labels = _scans()
-    assert len(images) == 1797
-    train, of_digit = _scan_bank("train", 1)
-    held_out, held_out_of_digit = _scan_bank("held-out", 1)
-    assert (len(train), len(held_out)) == (FIRST_HELD_OUT_SCAN, 1797 - FIRST_HELD_OUT_SCAN)
-    for digit in range(10):
-        np.testing.assert_array_equal(of_digit[digit], np.flatnonzero(labels[:FIRST_HELD_OUT_SCAN] == digit))
-        np.testing.assert_array_equal(held_out_of_digit[digit], np.flatnonzero(labels[FIRST_HELD_OUT_SCAN:] == digit))
+def test_tasks_of_the_bundled_workload_alternate() -> None:
+    """The first prompts cover all tasks, and a larger number adds prompts at the end."""
+    first = load_workload("digits", "tune", num_prompts=8)
+    assert first.tasks == ["read", "count", "sum", "sort", "add", "multiply", "describe", "continue"]
+    assert [bool(prompt.pixels) for prompt in first.prompts] == [task != "continue" for task in first.tasks]
+    assert names(load_workload("digits", "tune", num_prompts=13))[:8] == names(first)
 
 
 def test_file_in_another_encoding(tmp_path: Path) -> None:
