@@ -71,7 +71,6 @@ TORCH_FREE = (
     "search.chain_predictions",
     "search.evaluator",
     "search.operating_points",
-    "search.point_selection",
     "search.sequoia",
     "search.settings",
     "search.space",

@@ -186,7 +186,7 @@ def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str
     assert runner.decoder.profile is not None
     points = runner.decoder.profile.points
     for prompt, run, plain_run in zip(workload.prompts, runs[arm.name], runs[AR], strict=False):
-        if run.tokens_sha256 == plain_run.tokens_sha256 or not all(points[number].lossless for number in run.points):
+        if run.tokens_sha256 == plain_run.tokens_sha256 or not points[run.point].lossless:
             continue
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from autotune.documents.condition import Condition, check_switches, first_match
+from autotune.documents.condition import Condition, first_match
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.migrations import keep_tree_rules, rename_execution
 from autotune.documents.provenance import ModelReference, Provenance
@@ -51,10 +51,7 @@ class Predicted(Document):
 
 
 class Measured(Document):
-    """Measurement of real runs, interleaved with plain decoding, on the evaluation prompts.
-
-    A request that is switched between points counts, as a whole, for each point that decoded a part of it.
-    """
+    """Measurement of real runs, interleaved with plain decoding, on the evaluation prompts that the point decoded."""
 
     speedup: float
     ci95: tuple[float, float]
@@ -220,9 +217,7 @@ class DecodingProfile(
     prefill_threads: int | None = Field(default=None, ge=1)
     """CPU threads of image encoders and prefills; None for torch's default."""
     points: list[OperatingPoint] = Field(min_length=1)
-    """The first point whose condition a request meets decodes it. Points that differ only in ``context_tokens`` are switched
-    within a request, before a round.
-    """
+    """The first point whose condition a request meets decodes it."""
     evidence: Evidence
 
     @field_validator("points")
@@ -240,13 +235,6 @@ class DecodingProfile(
                 "the last point must match every request; leave its 'when' empty, or add a point (draft and tree null: "
                 "plain decoding)"
             )
-        check_switches(
-            [point.when for point in points],
-            [
-                None if point.draft is None else (point.draft.id, point.draft.sha256, point.draft.subnet)
-                for point in points
-            ],
-        )
         return points
 
     @model_validator(mode="after")
@@ -265,13 +253,7 @@ class DecodingProfile(
         return self.points[-1]
 
     def point_for(
-        self,
-        *,
-        temperature: float,
-        prompt_tokens: int,
-        has_image: bool,
-        workload: str | None = None,
-        context_tokens: int | None = None,
+        self, *, temperature: float, prompt_tokens: int, has_image: bool, workload: str | None = None
     ) -> OperatingPoint:
         """The first point whose condition a request meets; the arguments are those of ``Condition.matches``."""
         number = first_match(
@@ -280,7 +262,6 @@ class DecodingProfile(
             prompt_tokens=prompt_tokens,
             has_image=has_image,
             workload=workload,
-            context_tokens=context_tokens,
         )
         return self.points[number]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.replay import Replay, plain_band_ms
+from autotune.acceptance.replay import Replay, plain_decode_ms
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, configuration_of
@@ -19,7 +19,7 @@ from autotune.export.engine import Vision
 from autotune.files import WORKSPACE
 from autotune.modeling.loading import RETRIEVAL
 from autotune.search.evaluator import Evaluator
-from autotune.study.folder import find_studies, find_study, points_of_bands
+from autotune.study.folder import find_studies, find_study, points_of_prompts
 
 EAGLE3 = "eagle3"
 INDEPENDENT = "independent"
@@ -97,18 +97,17 @@ class SearchDocuments:
 
     def combined_speedup(self, profile: DecodingProfile, trace: Trace) -> float | None:
         """Predicted speedup of all points, each on what it decodes of the prompts; None if one of them was not recorded."""
-        bands = points_of_bands(profile, trace)
+        points = points_of_prompts(profile, trace)
         prices = next(iter(Evaluator([trace], self.table).prices.values()))
-        plain_ms = plain_band_ms(trace, prices, bands.context_boundaries)
+        plain_ms = plain_decode_ms(trace, prices)
         ms = plain_ms.copy()
-        for number in np.unique(bands.points[bands.points >= 0]):
-            point, is_own = profile.points[number], bands.points == number
+        for number in np.unique(points):
+            point, is_own = profile.points[number], points == number
             if point.draft is None:
                 continue
             if (found := self._replay(point)) is None:
                 return None
-            (own_ms,) = found[0].band_ms([found[2]], bands.context_boundaries)
-            ms[is_own] = own_ms[is_own]
+            ms[is_own] = found[1].decode_ms[is_own]
         return float(plain_ms.sum() / ms.sum())
 
     def _evaluator(self, path: Path) -> Evaluator:

@@ -267,30 +267,6 @@ def test_first_matching_point_is_used(path: Path) -> None:
     assert profile.point is profile.points[4]
 
 
-def test_points_switched_by_context_share_a_draft(path: Path) -> None:
-    """They may differ in everything else, and any of them may decode plainly."""
-    point = json.loads(path.read_text())["points"][0]
-    plain = {**point, "draft": None, "tree": None}
-    chain = {**point, "tree": {"policy": "chain", "depth": 2}, "verification": {"kind": "wetap"}, "lossless": False}
-    long, longer = {"context_tokens": {"min": 300}}, {"context_tokens": {"min": 900}}
-    change(path, points=[{**plain, "when": longer}, {**chain, "when": long}, point])
-    profile = DecodingProfile.load(path)
-    found = [
-        profile.point_for(temperature=0.0, prompt_tokens=9, has_image=False, context_tokens=context)
-        for context in (None, 299, 300, 900)
-    ]
-    assert [profile.points.index(one) for one in found] == [2, 2, 1, 0]
-    for subnet in ({"visual_keep": 0.25}, {"visual_ranking": "even"}, {"heads": 0.5}):
-        other = {**point["draft"], "subnet": {**point["draft"]["subnet"], **subnet}}
-        change(path, points=[{**chain, "draft": other, "when": long}, point])
-        assert_refused(path, "points: .*points 0 to 1 differ only in context_tokens, .*share one draft and subnet")
-    for whens in ([{**long, "has_image": True}, {}], [long, {"has_image": True}, {}]):
-        change(path, points=[{**point, "when": when} for when in whens])
-        assert_refused(
-            path, "points: .*point 0 has context_tokens, so the next point must have the same other conditions"
-        )
-
-
 def test_version_is_checked_before_the_content(path: Path) -> None:
     """A newer version may have policies that are unknown to this one; the message must be to update."""
     change(path, *TREE, policy="wetap")

@@ -376,18 +376,6 @@ def test_last_point_serves_all_requests(tmp_path: Path) -> None:
     assert f"all points together are predicted at {combined:.2f}x" in note
 
 
-def test_points_by_context_are_combined_by_their_parts(tmp_path: Path) -> None:
-    """Each point counts for its part of every prompt."""
-    profile, first, last = write_two_points(tmp_path, Condition(context_tokens=Range(max=39)))
-    notes = exported(profile, "vllm", "--point", 0).notes
-    evaluator = Evaluator([trace_of(tasks=["sum", "sum", "read", "sum"])], cost_table())
-    ms = evaluator.band_ms([one for one in map(configuration_of, (first, last)) if one is not None], [40])
-    combined = evaluator.ar_ms.sum() / (ms[0, :, 0].sum() + ms[1, :, 1].sum())
-    assert 0 < ms[0, :, 0].sum() < ms[0].sum()
-    assert any(f"all points together are predicted at {combined:.2f}x" in note for note in notes)
-    assert any("point 0, for context tokens up to 39, replayed on" in note for note in notes)
-
-
 def test_point_is_replayed_on_its_own_prompts(tmp_path: Path) -> None:
     profile, first, _ = write_two_points(tmp_path, Condition(workload="read"))
     found = exported(profile, "vllm", "--point", 0)
