@@ -41,7 +41,6 @@ TORCH_FREE = (
     "acceptance.rounds",
     "acceptance.speculation_profile",
     "acceptance.trace",
-    "check.baseline",
     "check.counts",
     "check.output",
     "check.power",

@@ -1,4 +1,4 @@
-"""Jobs of a profile: plain steps, rounds, or a drafting by the device, each timed in one go. A ``Bench`` runs and times their single steps."""
+"""Jobs of a measurement: plain steps, rounds, or a drafting by the device, each timed in one go. A ``Bench`` runs and times their single steps."""
 
 from __future__ import annotations
 

@@ -17,12 +17,8 @@ from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.export.engine import Vision
 from autotune.files import WORKSPACE
-from autotune.modeling.loading import RETRIEVAL
 from autotune.search.evaluator import Evaluator
 from autotune.study.folder import find_studies, find_study, points_of_prompts
-
-EAGLE3 = "eagle3"
-INDEPENDENT = "independent"
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class SearchDocuments:
     @property
     def draft_kinds(self) -> dict[str, str]:
         """Kind of every recorded draft by its id, as far as traces tell."""
-        return {header.draft.id: draft_kind(header) for header in self.headers.values()}
+        return {header.draft.id: header.draft_kind for header in self.headers.values()}
 
     def engine_trace(self, draft: str, vision: Vision) -> Trace | None:
         """The trace of a draft as an engine runs it, with every head; None if it was not recorded.
@@ -133,19 +129,6 @@ class SearchDocuments:
                 evaluator = self._evaluator(path)
                 return evaluator, evaluator.replay(configuration), configuration
         return None
-
-
-def draft_kind(header: TraceHeader) -> str:
-    """The kind of a trace's draft; of traces of earlier versions as far as its name and auxiliary layers tell: drafts of this
-    project read one of the target's layers, EAGLE-3 heads several, independent models none.
-    """
-    if header.draft_kind:
-        return header.draft_kind
-    if header.draft.id == RETRIEVAL:
-        return RETRIEVAL
-    if not header.aux_layers:
-        return INDEPENDENT
-    return EAGLE3 if len(header.aux_layers) > 1 else "feature-reading"
 
 
 def find_search_documents(profile: DecodingProfile, source: Path, folder: Path | None) -> list[SearchDocuments]:

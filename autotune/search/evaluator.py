@@ -216,7 +216,7 @@ class Evaluator:
         if policy.max_step > largest:
             raise UserError(
                 f"the cost table prices steps of up to {largest} tokens; {configuration.label} verifies up to "
-                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; profile a larger grid, or narrow the space"
+                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; measure a larger grid, or narrow the space"
             )
         return trace, policy, prices
 

@@ -507,10 +507,9 @@ def test_no_settings_are_exported_for_a_kind_that_was_not_checked(tmp_path: Path
 
 
 def test_a_recorded_retrieval_draft_is_no_model_to_serve(tmp_path: Path) -> None:
-    """Its traces name no layers of the target, as those of independent models."""
     draft = ModelReference(id=RETRIEVAL, sha256="")
     trace = trace_of()
-    trace = dataclasses.replace(trace, header=trace.header.model_copy(update={"draft": draft}))
+    trace = dataclasses.replace(trace, header=trace.header.model_copy(update={"draft": draft, "draft_kind": RETRIEVAL}))
     write_study(tmp_path / ".autotune" / "pair", table_of(draft), trace, trace_of())
     profile_of(point_of(trace_of(), table_of(DRAFT)), trace=trace).save(tmp_path / "profile.json")
     message = "vllm cannot serve retrieval, a draft of kind retrieval"

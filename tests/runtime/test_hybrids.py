@@ -15,7 +15,7 @@ from torch import Tensor
 from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for, join
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.step_bench import StepBench
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network
@@ -274,7 +274,7 @@ def test_a_verification_is_priced_with_what_it_reads_again(
 ) -> None:
     read_again, counts = HybridCache._read_again, []
     monkeypatch.setattr(HybridCache, "_read_again", lambda cache, n: (counts.append(n), read_again(cache, n))[0])
-    bench = StepBench(Target(pair.target), IndependentDraft(text_draft), ProfileSettings(kv_lengths=(64,)))
+    bench = StepBench(Target(pair.target), IndependentDraft(text_draft), CostSettings(kv_lengths=(64,)))
     counts.clear()
     with torch.inference_mode():
         assert bench.verify_ms(6, 64) > 0 and counts == [3]
