@@ -1,13 +1,12 @@
-"""Documents on disk: strict parsing, schema versions, migrations, atomic writes; and the folders of shipped and cached files."""
+"""Documents on disk: strict parsing, schema versions, atomic writes; and the folders of shipped and cached files."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -23,19 +22,15 @@ if TYPE_CHECKING:
 WORKSPACE = Path(".autotune")
 """Folder for studies and other intermediate files, relative to the working directory."""
 
-Migration = Callable[[dict[str, Any]], None]
-"""Changes the keys of one version of a document, in place, into those of the next version."""
-
 
 class Document(BaseModel):
     """A frozen record that refuses unknown keys, wrong types and non-finite numbers.
 
     A document that has a file of its own names its kind and version, and the command that makes such files::
 
-        class CostTable(Document, kind="cost-table", version=5, made_by="autotune profile", migrations={4: rename_parts}):
+        class CostTable(Document, kind="cost-table", version=2, made_by="autotune measure"):
 
-    Its JSON begins with ``"schema": "autotune.cost-table/5"``. ``migrations`` are keyed by the version that they read, and
-    are applied one after the other; a file of an older version without a migration is refused. Nested records have no kind.
+    Its JSON begins with ``"schema": "autotune.cost-table/2"``. A file of another version is refused. Nested records have no kind.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -43,25 +38,15 @@ class Document(BaseModel):
     schema_kind: ClassVar[str] = ""
     schema_version: ClassVar[int] = 0
     schema_made_by: ClassVar[str] = ""
-    schema_migrations: ClassVar[Mapping[int, Migration]] = {}
 
-    def __init_subclass__(
-        cls,
-        *,
-        kind: str | None = None,
-        version: int = 1,
-        made_by: str = "",
-        migrations: Mapping[int, Migration] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init_subclass__(cls, *, kind: str | None = None, version: int = 1, made_by: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if kind is not None:
-            cls.schema_kind, cls.schema_version = kind, version
-            cls.schema_made_by, cls.schema_migrations = made_by, migrations or {}
+            cls.schema_kind, cls.schema_version, cls.schema_made_by = kind, version, made_by
 
     @classmethod
     def schema_id(cls) -> str:
-        """The value of a file's ``schema`` key, ``autotune.cost-table/5``."""
+        """The value of a file's ``schema`` key, ``autotune.cost-table/1``."""
         assert cls.schema_kind, f"{cls.__name__} is a nested record, and has no files"
         return f"autotune.{cls.schema_kind}/{cls.schema_version}"
 
@@ -95,7 +80,7 @@ class Document(BaseModel):
             UserError: not an object, a schema of another kind or version, an unknown or missing key, a wrong type, or a
                 number that is not finite.
         """
-        content = cls.upgrade(content, source=source)
+        content = cls.without_schema(content, source=source)
         try:
             # Through JSON, in which a tuple is a list: strict about everything else.
             return cls.model_validate_json(json.dumps(content))
@@ -103,11 +88,11 @@ class Document(BaseModel):
             raise UserError(f"{source}: {describe(error, cls)}") from None
 
     @classmethod
-    def upgrade(cls, content: Any, *, source: Path | str) -> dict[str, Any]:
-        """The content with the keys of the present version and without its schema; it is not validated.
+    def without_schema(cls, content: Any, *, source: Path | str) -> dict[str, Any]:
+        """The content without its schema, which is checked; the rest is not validated.
 
         Raises:
-            UserError: not an object, another kind, a newer version, or an older one without a migration.
+            UserError: not an object, or another kind or version.
         """
         kind, present = cls.schema_kind, cls.schema_id()
         if not isinstance(content, dict):
@@ -118,24 +103,12 @@ class Document(BaseModel):
         name, _, version = str(schema).partition("/")
         if name != f"autotune.{kind}" or not version.isdigit():
             raise UserError(f"{source}: schema must be {present!r}; got {schema!r}; give a file of that kind")
-        if int(version) > cls.schema_version:
+        if schema != present:
             raise UserError(
-                f"{source}: schema {schema!r} is newer than this program reads ({present!r}); update autotune"
+                f"{source}: this program reads schema {present!r}; got {schema!r}; make the file again"
+                f"{cls.schema_made_by and f' with {cls.schema_made_by}'}, or read it with the version of autotune that wrote it"
             )
-        content = {key: value for key, value in content.items() if key != "schema"}
-        if int(version) < cls.schema_version:
-            content = copy.deepcopy(content)
-        for number in range(int(version), cls.schema_version):
-            if number not in cls.schema_migrations:
-                raise UserError(
-                    f"{source}: schema {schema!r} is older than this program reads ({present!r}); "
-                    f"make the file again{cls.schema_made_by and f' with {cls.schema_made_by}'}"
-                )
-            try:
-                cls.schema_migrations[number](content)
-            except (AttributeError, LookupError, TypeError, ValueError):
-                raise UserError(f"{source}: not a complete {kind} of version {number}; restore the file") from None
-        return content
+        return {key: value for key, value in content.items() if key != "schema"}
 
     def save(self, path: Path | str) -> None:
         """Write the document to a JSON file, atomically."""
@@ -220,12 +193,6 @@ def read_json(path: Path) -> Any:
         return json.loads(read_text(path), parse_constant=_refuse_constant)
     except ValueError as error:
         raise UserError(f"{path}: not a complete JSON document ({error}); restore the file, or make it again") from None
-
-
-def rename_keys(content: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Rename those keys of an object that it has; a step of migrations."""
-    for old in names.keys() & content.keys():
-        content[names[old]] = content.pop(old)
 
 
 def parse_kind(value: Any, kinds: Mapping[str, type[D]], *, key: str, what: str, source: str) -> D:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.acceptance.trace import TraceHeader
-from autotune.check.baseline import Baseline
 from autotune.check.result import CheckResult
 from autotune.cost.roofline import DeviceLimits
 from autotune.cost.table import CostTable
@@ -25,7 +24,6 @@ DOCUMENTS: tuple[type[Document], ...] = (
     TraceHeader,
     StudyDocument,
     CheckResult,
-    Baseline,
     Export,
     EnginePrices,
     SearchSpace,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.step_bench import StepBench
 from autotune.drafters.independent import IndependentDraft
 from autotune.modeling import tree_model
@@ -78,7 +78,7 @@ def print_draft_steps(text_tokens: int) -> None:
         scores = torch.rand(prompt.num_visual_tokens)
         draft.prefill(prompt, scores, capacity=longest + 256)
         lengths[keep] = draft.length
-    bench = StepBench(target, draft, ProfileSettings(kv_lengths=(shortest, (shortest + longest) // 2, longest)))
+    bench = StepBench(target, draft, CostSettings(kv_lengths=(shortest, (shortest + longest) // 2, longest)))
     times: dict[int, list[float]] = {length: [] for length in (*lengths.values(), shortest, longest)}
     for _ in range(STEPS):
         for length in random.sample(list(times), len(times)):

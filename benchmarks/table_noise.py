@@ -1,7 +1,7 @@
 """Compares cost tables of ratios with cost tables of milliseconds, beside a process that burns one core in every second second.
 
 Each table is measured once and read twice from its samples: with every sample scaled by the plain steps beside it, as
-``autotune profile`` does, and unscaled. Tables without and with the burning process take turns. The table printed at the end
+``autotune measure`` does, and unscaled. Tables without and with the burning process take turns. The table printed at the end
 shows, by tree, how far apart the predicted costs of the tables lie (standard deviation over mean). Ten tables take about six
 minutes.
 
@@ -22,8 +22,8 @@ import numpy as np
 import pandas as pd
 
 from autotune.cost.block_log import BlockLog
-from autotune.cost.profiler import kv_lengths_for, profile
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.profiler import kv_lengths_for, measure_costs
+from autotune.cost.settings import CostSettings
 from autotune.documents.subnet import Subnet
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
 from autotune.search.model_pool import ModelPool
@@ -92,14 +92,14 @@ def main(tables: int, seconds: float) -> None:
     loaded = [(pool.draft(draft, Subnet()), pool.references[draft]) for draft in drafts]
     workload = load_workload(BUNDLED, "tune", num_prompts=48)
     kv_lengths, held_out = kv_lengths_for(150, 310)
-    settings = ProfileSettings(kv_lengths=kv_lengths, held_out_kv_length=held_out, time_limit_s=seconds)
+    settings = CostSettings(kv_lengths=kv_lengths, held_out_kv_length=held_out, time_limit_s=seconds)
     rows = []
     for number in range(2 * tables):
         is_busy = number % 2 == 1
         with tempfile.TemporaryDirectory() as folder, burning(is_busy):
             path = Path(folder) / "samples.jsonl"
             arguments = pool.target, pool.target_reference, loaded, pool.processor, workload
-            table = profile(*arguments, settings=settings, log=BlockLog(path), say=click.echo)
+            table = measure_costs(*arguments, settings=settings, log=BlockLog(path), say=click.echo)
             log = BlockLog(path)
         assert table.provenance.contention is not None
         click.echo(f"{table.num_samples} samples; {table.provenance.contention.describe('meanwhile')}")

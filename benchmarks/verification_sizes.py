@@ -19,7 +19,7 @@ import torch
 
 from autotune.acceptance.trace import load_trace
 from autotune.console import Console
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.step_bench import StepBench
 from autotune.cost.surface import Point, Surface
 from autotune.cost.table import EVERY_ROW, CostTable
@@ -74,7 +74,7 @@ def main(study: Path, draft: str, space: str, policies: tuple[str, ...]) -> None
     traces = [trace for trace in traces if trace.header.draft.id == draft]
     costs = max((CostTable.load(path) for path in study.glob("*.cost.json")), key=lambda t: t.provenance.created)
     pool = ModelPool(document.target.id, [draft], "cpu")
-    bench = StepBench(pool.target, pool.draft(draft), ProfileSettings(kv_lengths=(KV_LENGTH,)))
+    bench = StepBench(pool.target, pool.draft(draft), CostSettings(kv_lengths=(KV_LENGTH,)))
     for threads in sorted({1, torch.get_num_threads()}):
         steps = verification_steps(bench, threads)
         console.say(

@@ -64,6 +64,7 @@ def header(
         "provenance": PROVENANCE,
         "target": TARGET,
         "draft": DRAFT,
+        "draft_kind": "independent",
         "subnet": (subnet or Subnet()).model_dump(),
         "workload": "by hand",
         "workload_sha256": "c" * 64,

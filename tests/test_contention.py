@@ -176,7 +176,7 @@ def test_other_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_provenance_keeps_contention() -> None:
-    """Documents of earlier versions have none."""
+    """Documents of what was not timed have none."""
     found = ContentionMonitor().contention
     written = stamp(found).model_dump(mode="json")
     assert Provenance.model_validate_json(stamp(found).model_dump_json()).contention == found

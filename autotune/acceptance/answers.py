@@ -38,11 +38,6 @@ class Answer:
     def num_visual_tokens(self) -> int:
         return max(map(len, self.visual_scores.values()), default=0)
 
-    @property
-    def has_all_rankings(self) -> bool:
-        """False for records of version 0.1.0, which have the scores of one ranking."""
-        return isinstance(self.visual_scores, dict)
-
 
 def read_answer(path: Path) -> Answer | None:
     """A recorded answer; None where the record is missing or damaged."""
@@ -66,23 +61,16 @@ class AnswerRecorder:
             return None
         return self._plain.sampler(**self._inputs(prompt), **prompt.settings.generation)
 
-    def record(
-        self, prompts: Sequence[tuple[WorkloadPrompt, list[int] | None]]
-    ) -> Iterator[tuple[WorkloadPrompt, Answer]]:
+    def record(self, prompts: Sequence[WorkloadPrompt]) -> Iterator[tuple[WorkloadPrompt, Answer]]:
         """Yield the answer of each prompt as soon as it is complete, in any order.
 
         Greedy prompts are decoded in batches. An answer with a near tie, where rounding in a batch may choose another
         token, is decoded again by itself.
-
-        Args:
-            prompts: with the tokens of their answers, where these are known and only the scores are missing.
         """
         batch: list[tuple[WorkloadPrompt, Request]] = []
-        for prompt, tokens in prompts:
+        for prompt in prompts:
             request = self._request(prompt)
-            if tokens is not None:
-                yield prompt, self._answer(request, tokens)
-            elif not can_batch(self.target, request):
+            if not can_batch(self.target, request):
                 yield prompt, self._answer(request, self._alone(prompt))
             else:
                 if batch and not self._fits([request, *(other for _, other in batch)]):

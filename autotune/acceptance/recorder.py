@@ -96,10 +96,10 @@ class Recorder:
             missing = []
             for prompt in workload.prompts[first : first + ANSWERS_AT_ONCE]:
                 answer = read_answer(self._answer_path(prompt))
-                if answer is not None and answer.has_all_rankings:
+                if answer is not None:
                     add(prompt, answer)
                 else:
-                    missing.append((prompt, None if answer is None else answer.tokens))
+                    missing.append(prompt)
             for prompt, answer in self._answers.record(missing):
                 write_bytes(self._answer_path(prompt), json.dumps(asdict(answer)).encode())
                 add(prompt, answer)
@@ -144,14 +144,12 @@ class Recorder:
         check_visual_input(draft, draft_reference.id, visual_keep, visual_input)
         draft.visual_keep = visual_keep
         subnet = draft.subnet.model_copy(update={"visual_ranking": visual_ranking})
-        draft_key = [draft_reference.sha256 or draft_reference.id, subnet.model_dump(), bounds.model_dump()]
-        draft_key += [] if visual_input == "features" else [visual_input]  # keys of earlier versions stay valid
-        folder = self.folder / "forests" / content_key(draft_key)
+        reference = draft_reference.sha256 or draft_reference.id
+        draft_key = content_key([reference, subnet.model_dump(), bounds.model_dump(), visual_input])
+        folder = self.folder / "forests" / draft_key
         parts = []
         for done, (prompt, whole) in enumerate(zip(workload.prompts, self.answers(workload), strict=True), start=1):
-            # Version 0.1.0 recorded the forests of sampled answers without coupling, under the name without this ending.
-            ending = "" if prompt.settings.temperature == 0.0 else "-coupled"
-            path = folder / f"{self._answer_key(prompt)}{ending}.safetensors"
+            path = folder / f"{self._answer_key(prompt)}.safetensors"
             part = _read_part(path)
             if part is None:
                 answer = replace(whole, tokens=whole.tokens[: bounds.answer_tokens])
@@ -169,10 +167,10 @@ class Recorder:
                         visual_ranking=visual_ranking,
                         sampler=self.sampler(prompt),
                     )
-                part = part._replace(forest=self._with_retrieved(part.forest, inputs))
-            if not len(part.prompt_tokens):  # a record of this call, or of an earlier version
-                (row,) = rows_of(prompt.inputs(self.processor))
-                part = part._replace(prompt_tokens=row.cpu().numpy().astype(np.int64))
+                (row,) = rows_of(inputs)
+                part = part._replace(
+                    forest=self._with_retrieved(part.forest, inputs), prompt_tokens=row.cpu().numpy().astype(np.int64)
+                )
                 _write_part(path, part)
             parts.append(part)
             if report is not None:
@@ -256,7 +254,7 @@ def _showing(draft: LoadedDraft, visual_input: VisualInput) -> Iterator[None]:
         draft.reads_placeholders = False
 
 
-_FOREST = tuple(field.name for field in fields(Forest))  # parts without retrieved tokens are recorded again
+_FOREST = tuple(field.name for field in fields(Forest))
 
 
 def _read_part(path: Path) -> RecordedPrompt | None:
@@ -264,9 +262,8 @@ def _read_part(path: Path) -> RecordedPrompt | None:
     try:
         arrays = load(path.read_bytes())
         forest = Forest(*(arrays[name] for name in _FOREST))
-        prompt_tokens = arrays.get("prompt_tokens", np.zeros(0, np.int64))
         length, draft_length, num_visual_tokens = map(int, arrays["lengths"])
-        return RecordedPrompt(forest, length, draft_length, num_visual_tokens, prompt_tokens)
+        return RecordedPrompt(forest, length, draft_length, num_visual_tokens, arrays["prompt_tokens"])
     except (OSError, SafetensorError, KeyError):
         return None
 

@@ -6,7 +6,6 @@ The trees are grown by the code that grows them at inference (``trees/policy.py`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +23,8 @@ from autotune.trees.policy import Policy
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, new_tree, new_workspace, plant
 from autotune.trees.verification import find_child
 
-_ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING, _PLAIN_STEPS, _TOKENS = range(6)  # columns of counts, [prompts, bands, 6]
-_DRAFT_MS, _VERIFY_MS = range(2)  # columns of times, [prompts, bands, 2]
+_ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING, _PLAIN_STEPS = range(5)  # columns of counts, [prompts, 5]
+_DRAFT_MS, _VERIFY_MS = range(2)  # columns of times, [prompts, 2]
 
 MAX_MISSING = 0.01  # missing nodes per verified node, up to which predictions are trusted
 
@@ -53,12 +52,6 @@ class Replay:
     verify_ms: Floats
     overhead_ms: Floats
     draft_prefill_ms: Floats
-    band_tokens: Ints
-    """Tokens emitted by the rounds of each band of context lengths, [prompts, bands]. A round belongs to the band of the
-    tokens in the target's KV cache at its start, as for a point's ``context_tokens``.
-    """
-    band_ms: Floats
-    """``decode_ms`` by band, [prompts, bands]. The draft's prefill belongs to the first round's band."""
 
     @property
     def is_covered(self) -> bool:
@@ -82,26 +75,16 @@ class Replay:
 
 
 def replay(
-    trace: Trace,
-    policy: Policy,
-    prices: DensePrices,
-    fallback: RoundPrice | None = None,
-    prompts: Ints | None = None,
-    context_boundaries: Sequence[int] = (),
+    trace: Trace, policy: Policy, prices: DensePrices, fallback: RoundPrice | None = None, prompts: Ints | None = None
 ) -> Replay:
     """Replay ``policy`` over ``prompts``, indices of the trace's prompts; None: all. The others have counts of 0.
-
-    Args:
-        context_boundaries: ascending context lengths that begin a band; without them there is one band.
 
     Raises:
         UserError: the policy looks at more children, or grows deeper trees, than the trace holds.
     """
     check_reach(trace, policy)
-    boundaries = np.array(context_boundaries, np.int64)
-    num_bands = len(boundaries) + 1
-    counts = np.zeros((trace.num_prompts, num_bands, 6), np.int64)
-    times = np.zeros((trace.num_prompts, num_bands, 2))
+    counts = np.zeros((trace.num_prompts, 5), np.int64)
+    times = np.zeros((trace.num_prompts, 2))
     accepted = np.zeros(len(trace.forest.answer), np.int64)
     tokens = np.zeros(trace.num_prompts, np.int64)
     prompts = np.arange(trace.num_prompts) if prompts is None else prompts
@@ -111,7 +94,6 @@ def replay(
         policy.encode(),
         NO_FALLBACK if fallback is None else fallback.encode(),
         prompts,
-        boundaries,
         trace.forest.answer,
         trace.forest.retrieved,
         trace.forest.match_length,
@@ -134,10 +116,7 @@ def replay(
         times,
         accepted,
     )
-    rounds, draft_forwards, nodes, missing, plain_steps, _ = counts.sum(1).T
-    draft_prefill_ms = prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0)
-    band_ms = times.sum(2) + _overhead_ms(prices, counts)
-    band_ms[np.arange(trace.num_prompts), np.searchsorted(boundaries, trace.prompt_length, "right")] += draft_prefill_ms
+    rounds, draft_forwards, nodes, missing, plain_steps = counts.T
     return Replay(
         tokens=tokens,
         rounds=rounds,
@@ -148,21 +127,12 @@ def replay(
         accepted_lengths=[
             accepted[begin : begin + count] for begin, count in zip(trace.answer_start, rounds, strict=False)
         ],
-        draft_ms=times[:, :, _DRAFT_MS].sum(1),
-        verify_ms=times[:, :, _VERIFY_MS].sum(1),
-        overhead_ms=_overhead_ms(prices, counts.sum(1)),
-        draft_prefill_ms=draft_prefill_ms,
-        band_tokens=counts[:, :, _TOKENS],
-        band_ms=band_ms,
-    )
-
-
-def _overhead_ms(prices: DensePrices, counts: Ints) -> Floats:
-    """Time outside the models by counts [..., 6]."""
-    return np.asarray(
-        prices.overhead_round_ms * (counts[..., _ROUNDS] - counts[..., _PLAIN_STEPS])
-        + prices.overhead_level_ms * counts[..., _DRAFT_FORWARDS]
-        + prices.overhead_node_ms * counts[..., _NODES]
+        draft_ms=times[:, _DRAFT_MS],
+        verify_ms=times[:, _VERIFY_MS],
+        overhead_ms=prices.overhead_round_ms * (rounds - plain_steps)
+        + prices.overhead_level_ms * draft_forwards
+        + prices.overhead_node_ms * nodes,
+        draft_prefill_ms=prices.draft_prefill.ms(trace.draft_prompt_length, trace.num_visual_tokens > 0) * (rounds > 0),
     )
 
 
@@ -182,17 +152,10 @@ def check_reach(trace: Trace, policy: Policy) -> None:
 
 def plain_decode_ms(trace: Trace, prices: DensePrices) -> Floats:
     """Predicted time of plain decoding of the same answers, per prompt."""
-    return np.asarray(plain_band_ms(trace, prices, ())[:, 0])
-
-
-def plain_band_ms(trace: Trace, prices: DensePrices, context_boundaries: Sequence[int]) -> Floats:
-    """Predicted time of plain decoding of the same answers, [prompts, bands of context lengths]; see ``Replay.band_ms``."""
-    times = np.zeros((trace.num_prompts, len(context_boundaries) + 1))
+    times = np.zeros(trace.num_prompts)
     for p, num_tokens in enumerate(np.diff(trace.answer_start) - 1):
         contexts = trace.prompt_length[p] + np.arange(num_tokens)
-        bins = np.minimum(contexts // prices.kv_step, len(prices.decode_ms) - 1)
-        for band, members in enumerate(np.split(bins, np.searchsorted(contexts, context_boundaries))):
-            times[p, band] = prices.decode_ms[members].sum()
+        times[p] = prices.decode_ms[np.minimum(contexts // prices.kv_step, len(prices.decode_ms) - 1)].sum()
     return times
 
 
@@ -218,7 +181,6 @@ def _replay_prompts(
     params: Floats,
     price: Floats,
     prompts: Ints,
-    context_boundaries: Ints,
     answer: Ints,
     retrieved: Ints,
     match_length: Ints,
@@ -250,21 +212,16 @@ def _replay_prompts(
         policies.reset(kind, params, state)
         fallbacks.reset(fallback)
         position = 0  # index of the root in the answer
-        num_rounds = band = 0
+        num_rounds = 0
         draft_length = draft_kv_length[p]
         pending = 1  # committed tokens that the draft has not read, the root included
         while position < num_answer - 1:
-            while band < len(context_boundaries) and prompt_length[p] + position >= context_boundaries[band]:
-                band += 1
             if fallbacks.is_plain(price, fallback):
-                times[p, band, _VERIFY_MS] += decode_ms[
-                    min((prompt_length[p] + position) // kv_step, len(decode_ms) - 1)
-                ]
+                times[p, _VERIFY_MS] += decode_ms[min((prompt_length[p] + position) // kv_step, len(decode_ms) - 1)]
                 accepted[begin + num_rounds] = 0
                 num_rounds += 1
-                counts[p, band, _ROUNDS] += 1
-                counts[p, band, _TOKENS] += 1
-                counts[p, band, _PLAIN_STEPS] += 1
+                counts[p, _ROUNDS] += 1
+                counts[p, _PLAIN_STEPS] += 1
                 fallbacks.count_plain_step(fallback)
                 pending += 1
                 position += 1
@@ -276,26 +233,26 @@ def _replay_prompts(
             num_frontier = 1 if policies.drafts(kind, params, state) else 0
             num_read = num_levels = 0
             if num_frontier:
-                times[p, band, _DRAFT_MS] += _price(draft_first_ms, pending, draft_length, kv_step)
+                times[p, _DRAFT_MS] += _price(draft_first_ms, pending, draft_length, kv_step)
                 draft_length += pending
                 pending = 0
             while num_frontier:
                 if num_levels:
-                    times[p, band, _DRAFT_MS] += _level_price(draft_ms, num_frontier, draft_length + num_read, kv_step)
+                    times[p, _DRAFT_MS] += _level_price(draft_ms, num_frontier, draft_length + num_read, kv_step)
                     num_read += num_frontier
                 num_levels += 1
                 for i in range(num_frontier):
                     node = work.frontier[i]
                     tree.kv_slot[node] = num_read + i
-                    counts[p, band, _MISSING] += tree.row[node] == unrecorded and tree.path_logprob[node] > -np.inf
+                    counts[p, _MISSING] += tree.row[node] == unrecorded and tree.path_logprob[node] > -np.inf
                 num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
             policies.graft(kind, params, state, tree, work, retrieved[begin + position])
             policies.prune(kind, params, state, tree, work)
             # Verify.
             size = tree.size[0]
-            times[p, band, _VERIFY_MS] += _price(verify_ms, size, prompt_length[p] + position, kv_step)
-            counts[p, band, _NODES] += size - 1
-            counts[p, band, _DRAFT_FORWARDS] += num_levels
+            times[p, _VERIFY_MS] += _price(verify_ms, size, prompt_length[p] + position, kv_step)
+            counts[p, _NODES] += size - 1
+            counts[p, _DRAFT_FORWARDS] += num_levels
             # Accept.
             node, length, num_kept = ROOT, 0, 0
             while position + length + 1 < num_answer:
@@ -308,8 +265,7 @@ def _replay_prompts(
             # Commit.
             accepted[begin + num_rounds] = length
             num_rounds += 1
-            counts[p, band, _ROUNDS] += 1
-            counts[p, band, _TOKENS] += min(length + 1, num_answer - 1 - position)
+            counts[p, _ROUNDS] += 1
             is_retrieved = retrieved[begin + position, 0] == answer[begin + position + 1]
             policies.update(kind, params, state, length, is_retrieved)
             fallbacks.update(price, fallback, num_levels, size - 1, length)

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.acceptance.online_choice import OnlineChoice
 from autotune.acceptance.replay import check_reach
 from autotune.acceptance.trace import Trace
 from autotune.trees.acceptance_counts import AcceptanceCounts
@@ -49,13 +48,8 @@ class Round:
         return 0 if self.tree is None else int(self.tree.size[0]) - 1
 
 
-def rounds(
-    trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | None = None, *, first: int = 0
-) -> Iterator[Round]:
+def rounds(trace: Trace, prompt: int, policy: Policy, fallback: RoundPrice | None = None) -> Iterator[Round]:
     """The rounds in which ``policy`` decodes the trace's prompt of index ``prompt``.
-
-    Args:
-        first: index in the answer of the first root: a request that is switched to ``policy`` begins there.
 
     Raises:
         UserError: the policy looks at more children, or grows deeper trees, than the trace holds.
@@ -64,7 +58,7 @@ def rounds(
     num_tokens = int(trace.answer_start[prompt + 1] - trace.answer_start[prompt])
     grower, control = TreeGrower(policy), Fallback(fallback)
     control.begin_request()
-    position = first
+    position = 0
     while position < num_tokens - 1:
         if control.is_plain:
             control.count_plain_step()
@@ -80,24 +74,21 @@ def _plain_step(trace: Trace, prompt: int, position: int) -> Round:
     return Round(position, int(trace.prompt_length[prompt]) + position, None, np.zeros(0, np.int64), (), 0)
 
 
-def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower, choice: OnlineChoice | None = None) -> Round:
-    """Draft, verify, accept, with the proposals of the trace; ``choice`` observes the round."""
+def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Round:
+    """Draft, verify, accept, with the proposals of the trace."""
     begin, end = (int(n) for n in trace.answer_start[prompt : prompt + 2])
     answer, recorded = trace.forest.answer[begin:end], trace.packed
     policy, tree = grower.policy, grower.tree
     context_tokens = int(trace.prompt_length[prompt]) + position
-    grower.plant(int(answer[position]), context_tokens, _retrieved(trace, begin + position))
+    retrieved = Retrieved(trace.forest.retrieved[begin + position], int(trace.forest.match_length[begin + position]))
+    grower.plant(int(answer[position]), context_tokens, retrieved)
     row = np.full(policy.max_grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
     row[ROOT] = recorded.root_row[begin + position]
     widths: list[int] = []
     num_missing = 0
     while len(grower.frontier) > 0:
         widths.append(len(grower.frontier))
-        level = recorded.proposals[row[grower.frontier]]
-        if choice is not None:
-            seen = level[:, : choice.num_proposals]
-            choice.observe_level(seen["token"], seen["logprob"])
-        proposals = level[:, : policy.num_proposals]
+        proposals = recorded.proposals[row[grower.frontier]][:, : policy.num_proposals]
         if not policy.keeps_empty_nodes:
             is_proposed = tree.path_logprob[grower.frontier] > -np.inf
             num_missing += int((is_proposed & (row[grower.frontier] == recorded.unrecorded)).sum())
@@ -116,86 +107,6 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower, choice:
     copy = Tree._make(array.copy() for array in tree)
     grower.update(len(path), int(answer[position + 1]))
     return Round(position, context_tokens, copy, np.array(path, np.int64), tuple(widths), num_missing)
-
-
-def _retrieved(trace: Trace, token: int) -> Retrieved:
-    """Tokens that the second source finds after a token, by its index in the answers."""
-    return Retrieved(trace.forest.retrieved[token], int(trace.forest.match_length[token]))
-
-
-def switched_rounds(
-    trace: Trace,
-    prompt: int,
-    points: Mapping[int, tuple[Policy | None, RoundPrice | None]],
-    point_at: Callable[[int], int],
-) -> Iterator[tuple[int, Round]]:
-    """The rounds of a request that is switched between points while its context grows, each after the number of its point.
-
-    Args:
-        points: tree policy (None for plain decoding) and price of a round by number of the point.
-        point_at: number of the point for a context length.
-
-    Raises:
-        UserError: as ``rounds``.
-    """
-    num_tokens = int(trace.answer_start[prompt + 1] - trace.answer_start[prompt])
-    prompt_tokens, position = int(trace.prompt_length[prompt]), 0
-    while position < num_tokens - 1:
-        number = point_at(prompt_tokens + position)
-        policy, price = points[number]
-        for one in (
-            [_plain_step(trace, prompt, position)]
-            if policy is None
-            else rounds(trace, prompt, policy, price, first=position)
-        ):
-            if point_at(one.context_tokens) != number:
-                break
-            yield number, one
-            position = one.position + len(one.path) + 1
-
-
-def adaptive_rounds(
-    trace: Trace, prompt: int, points: Mapping[int, tuple[Policy, RoundPrice]], choice: OnlineChoice | None = None
-) -> Iterator[tuple[int, Round]]:
-    """The rounds of a request whose point is chosen online, each after the number of its point.
-
-    Args:
-        points: candidates, as in ``OnlineChoice``; the first one decodes the first round.
-        choice: that of these candidates; by default a new one.
-
-    Raises:
-        UserError: as ``rounds``.
-    """
-    for policy, _ in points.values():
-        check_reach(trace, policy)
-    choice = OnlineChoice(points) if choice is None else choice
-    growers = {number: TreeGrower(policy) for number, (policy, _) in points.items()}
-    controls = {number: Fallback(price) for number, (_, price) in points.items()}
-    for control in controls.values():
-        control.begin_request()
-    number = next(iter(points))
-    choice.begin_request(number)
-    answer = trace.forest.answer[trace.answer_start[prompt] : trace.answer_start[prompt + 1]]
-    position = 0
-    while position < len(answer) - 1:
-        before, number = number, choice.choose(points)
-        if number != before:
-            growers[number].reset()
-        control = controls[number]
-        if control.is_plain:
-            control.count_plain_step()
-            choice.skip()
-            one = _plain_step(trace, prompt, position)
-        else:
-            one = _round(trace, prompt, position, growers[number], choice)
-            control.update(draft_forwards=one.num_levels, nodes=one.num_nodes, accepted=len(one.path))
-            assert one.tree is not None
-            emitted = answer[position + 1 : position + len(one.path) + 2].tolist()
-            root = int(trace.answer_start[prompt]) + position
-            found = [_retrieved(trace, token) for token in range(root, root + len(emitted) + 1)]
-            choice.end_round(one.tree, one.path[: len(emitted) - 1], emitted, one.context_tokens, found)
-        yield number, one
-        position += len(one.path) + 1
 
 
 def count_acceptance(decoded: Iterable[Round]) -> AcceptanceCounts:

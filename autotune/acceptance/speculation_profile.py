@@ -233,6 +233,7 @@ def as_trace(
         provenance=stamp(),
         target=target,
         draft=draft,
+        draft_kind="",
         subnet=subnet or Subnet(),
         workload="speculation profile",
         workload_sha256="",

@@ -20,7 +20,7 @@ from pydantic import Field
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet, VisualInput
 from autotune.errors import UserError
-from autotune.files import Document, rename_keys, write_bytes
+from autotune.files import Document, write_bytes
 from autotune.trees.base import ForestBounds as ForestBounds
 from autotune.trees.base import bounds_for as bounds_for
 from autotune.trees.limits import MAX_RETRIEVED, Ints
@@ -30,20 +30,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class TraceHeader(
-    Document,
-    kind="trace",
-    version=2,
-    made_by="autotune record",
-    migrations={1: functools.partial(rename_keys, names={"reads": "aux_layers"})},
-):
+class TraceHeader(Document, kind="trace", made_by="autotune record"):
     """The JSON half of a trace."""
 
     provenance: Provenance
     target: ModelReference
     draft: ModelReference
-    draft_kind: str = ""
-    """Kind of the draft; empty in traces of earlier versions."""
+    draft_kind: str
     subnet: Subnet = Field(default_factory=Subnet)
     aux_layers: tuple[int, ...] = ()
     """Layers of the target whose outputs the draft reads."""
@@ -275,18 +268,16 @@ def join(header: TraceHeader, parts: list[RecordedPrompt]) -> Trace:
     )
 
 
-_ARRAYS = ("answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens")
-_FOREST = ("answer", "child_token", "child_logprob", "child_node")
-_RETRIEVED = ("retrieved", "match_length")  # traces of earlier versions have none,
-_PROMPT_TOKENS = "prompt_tokens"  # and no tokens of prompts
+_ARRAYS = ("answer_start", "first_node", "prompt_length", "draft_prompt_length", "num_visual_tokens", "prompt_tokens")
+_FOREST = ("answer", "child_token", "child_logprob", "child_node", "retrieved", "match_length")
 
 
 def save_trace(path: Path, trace: Trace) -> None:
     """Write the header to ``path``, as JSON, and the arrays beside it, as safetensors."""
     from safetensors.numpy import save
 
-    arrays: dict[str, Any] = {name: getattr(trace, name) for name in (*_ARRAYS, _PROMPT_TOKENS)}
-    arrays |= {name: getattr(trace.forest, name) for name in (*_FOREST, *_RETRIEVED)}
+    arrays: dict[str, Any] = {name: getattr(trace, name) for name in _ARRAYS}
+    arrays |= {name: getattr(trace.forest, name) for name in _FOREST}
     # Tokens and nodes fit in 32 bits.
     small = {
         name: np.ascontiguousarray(a if a.dtype == np.float32 else a.astype(np.int32)) for name, a in arrays.items()
@@ -309,9 +300,7 @@ def load_trace(path: Path) -> Trace:
     try:
         arrays = load(arrays_path.read_bytes())
         wide = {name: array if array.dtype == np.float32 else array.astype(np.int64) for name, array in arrays.items()}
-        names = (*_FOREST, *(name for name in _RETRIEVED if name in wide))
-        optional = {name: wide[name] for name in (_PROMPT_TOKENS,) if name in wide}
-        return Trace(header, Forest(*(wide[name] for name in names)), *(wide[name] for name in _ARRAYS), **optional)
+        return Trace(header, Forest(*(wide[name] for name in _FOREST)), *(wide[name] for name in _ARRAYS))
     except (OSError, SafetensorError, KeyError) as error:
         raise UserError(
             f"{arrays_path}: the trace's arrays cannot be read ({error}); record it again with autotune record"

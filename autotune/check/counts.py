@@ -22,7 +22,7 @@ COMPARED = ("target_forwards", "draft_forwards", "verified_nodes", "plain_steps"
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of one decoded prompt. None marks a count that an earlier version did not record."""
+    """The counts of one decoded prompt."""
 
     prompt: str
     tokens_sha256: str
@@ -30,9 +30,9 @@ class Counts:
     """After the prefill: one per round and one per plain step."""
     draft_forwards: int
     accepted_tokens: int
-    plain_steps: int | None = None
-    verified_nodes: int | None = None
-    accepted_lengths: tuple[int, ...] | None = None
+    plain_steps: int
+    verified_nodes: int
+    accepted_lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, name: str, source: PromptEvidence | Decoded) -> Counts:
@@ -41,27 +41,23 @@ class Counts:
             forwards, accepted = source.rounds, source.accepted_tokens
         else:
             forwards, accepted = source.target_forwards, sum(source.accepted_lengths)
-        lengths = None if source.accepted_lengths is None else tuple(source.accepted_lengths)
-        nodes = source.verified_nodes
         return cls(
-            name, source.tokens_sha256, forwards, source.draft_forwards, accepted, source.plain_steps, nodes, lengths
+            name,
+            source.tokens_sha256,
+            forwards,
+            source.draft_forwards,
+            accepted,
+            source.plain_steps,
+            source.verified_nodes,
+            tuple(source.accepted_lengths),
         )
 
-    def agrees_with(self, other: Counts) -> bool:
-        """Whether all counts that both record are equal."""
-        mine, others = vars(self), vars(other)
-        return all(mine[name] == others[name] for name in mine if None not in (mine[name], others[name]))
 
-
-def cost_in_steps(counts: Counts, price: RoundPrice, *, other: Counts) -> float:
-    """The cost of the counts in plain decoding steps. Nodes and plain steps are priced only if ``other`` records them too."""
-    both_have_steps = None not in (counts.plain_steps, other.plain_steps)
-    both_have_nodes = None not in (counts.verified_nodes, other.verified_nodes)
-    plain_steps = (counts.plain_steps or 0) if both_have_steps else 0
-    nodes = (counts.verified_nodes or 0) if both_have_nodes else 0
-    rounds = counts.target_forwards - plain_steps
-    in_rounds = price.round_steps * rounds + price.level_steps * counts.draft_forwards + price.node_steps * nodes
-    return plain_steps + in_rounds
+def cost_in_steps(counts: Counts, price: RoundPrice) -> float:
+    """The cost of the counts in plain decoding steps."""
+    rounds = counts.target_forwards - counts.plain_steps
+    in_rounds = price.round_steps * rounds + price.level_steps * counts.draft_forwards
+    return counts.plain_steps + in_rounds + price.node_steps * counts.verified_nodes
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ class CountChange:
         parts = []
         for name in COMPARED:
             before, after = getattr(self.baseline, name), getattr(self.current, name)
-            if None not in (before, after) and before != after:
+            if before != after:
                 parts.append(f"{name.replace('_', ' ')} {before} -> {after}")
         change = 100 * (self.current_steps / self.baseline_steps - 1) if self.baseline_steps else 0.0
         changes = ", ".join(parts) or "accepted lengths in another order"
@@ -115,10 +111,10 @@ def compare_counts(
             different_answers.append(new.prompt)
             continue
         price = price or TARGET_FORWARDS_ONLY
-        new_steps, old_steps = cost_in_steps(new, price, other=old), cost_in_steps(old, price, other=new)
+        new_steps, old_steps = cost_in_steps(new, price), cost_in_steps(old, price)
         total_current += new_steps
         total_baseline += old_steps
-        if not new.agrees_with(old):
+        if new != old:
             changed.append(CountChange(old, new, old_steps, new_steps))
     slowdown = total_current / total_baseline - 1 if total_baseline else 0.0
     return CountComparison(len(current), changed, different_answers, slowdown)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from autotune.check.baseline import CheckSession, add_sessions, comparable_sessions, load_baseline, sessions_gate
 from autotune.check.comparison import Comparison, launcher, open_sides, write_requests
 from autotune.check.local_run import LocalRun, decode_locally, evidence_for
 from autotune.check.output import write_outputs
-from autotune.check.result import COUNTS, SESSION_COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
+from autotune.check.result import COUNTS, TIME, CheckResult, Gate, Timing, verdict_of
 from autotune.check.sequential import Design
 from autotune.check.settings import CheckSettings
 from autotune.check.worker_process import Request
@@ -34,7 +33,7 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
 
     Raises:
         UserError: inconsistent settings; a profile, workload or base that cannot be read or built; a budget too small.
-        NotComparable: the baseline has another model, other prompts or another device.
+        NotComparable: the profile has evidence about other prompts only, or another model.
     """
     settings.require_consistent()
     profile = DecodingProfile.load(settings.profile)
@@ -52,10 +51,9 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         if settings.is_timed:
             sides = stack.enter_context(open_sides(settings.against, settings.profile, folder))
         runs, processor = _decode_all(settings, workloads, device, console)
-        sessions = [run.session for run in runs]
         gates: list[Gate] = []
-        for run, proof, session in zip(runs, evidence, sessions, strict=True):
-            gates += _local_gates(settings, design, run, proof, session)
+        for run, proof in zip(runs, evidence, strict=True):
+            gates += _local_gates(settings, run, proof)
         timings: list[Timing | None] = [None] * len(runs)
         if sides is not None:
             requests = [write_requests(run, processor, folder / f"{number}") for number, run in enumerate(runs)]
@@ -74,8 +72,6 @@ def run_check(settings: CheckSettings, console: Console) -> CheckResult:
         verdict=verdict,
         exit_code=code,
     )
-    if settings.baseline is not None and verdict == "passed":
-        add_sessions(settings.baseline, sessions)
     write_outputs(result, junit_path=settings.junit, markdown_path=settings.markdown)
     print_result(result, console)
     return result
@@ -108,24 +104,15 @@ def _decode_all(
     return runs, processor
 
 
-def _local_gates(
-    settings: CheckSettings, design: Design, run: LocalRun, evidence: list[PromptEvidence] | str, session: CheckSession
-) -> list[Gate]:
+def _local_gates(settings: CheckSettings, run: LocalRun, evidence: list[PromptEvidence] | str) -> list[Gate]:
     """The gates that need no other process. ``evidence`` is the profile's, or why there is none."""
     gates = [run.lossless_gate()]
     if isinstance(evidence, str):
         gates.append(run.skipped_gate(COUNTS, evidence))
     else:
-        gates.append(run.counts_gate(COUNTS, evidence, run.profile, "the profile's evidence", settings.tolerance))
+        gates.append(run.counts_gate(evidence, settings.tolerance))
     if settings.min_speedup is not None:
         gates.append(run.speedup_gate(settings.min_speedup))
-    if settings.baseline is not None:
-        sessions = comparable_sessions(load_baseline(settings.baseline), session, settings.baseline)
-        gates.append(sessions_gate(sessions, session, design))
-        if sessions:
-            latest = sessions[-1]
-            source = f"the session of {latest.provenance.created}"
-            gates.append(run.counts_gate(SESSION_COUNTS, latest.prompts, latest, source, settings.tolerance))
     return gates
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.check.baseline import CheckSession
 from autotune.check.counts import Counts, compare_counts, counts_gate
-from autotune.check.result import LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
+from autotune.check.result import COUNTS, LOSSLESS, SPEEDUP, Gate, GateVerdict, Timing, WorkloadResult
 from autotune.device import fingerprint
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile, PromptEvidence
 from autotune.documents.fingerprint import Fingerprint
@@ -51,20 +50,8 @@ class LocalRun:
 
     @property
     def prices(self) -> list[RoundPrice | None]:
-        """By prompt, from the operating point of its first round."""
+        """By prompt, from its operating point."""
         return [self.profile.points[run.point].fallback for run in self.runs]
-
-    @property
-    def session(self) -> CheckSession:
-        return CheckSession(
-            provenance=stamp(),
-            hardware=self.hardware,
-            precision=self.precision,
-            target=self.profile.target,
-            workload=self.workload.name,
-            workload_sha256=self.workload.sha256,
-            prompts=self.prompts,
-        )
 
     def result(self, timing: Timing | None) -> WorkloadResult:
         return WorkloadResult(
@@ -114,28 +101,21 @@ class LocalRun:
             f"({low:.2f}-{high:.2f})",
         )
 
-    def counts_gate(
-        self,
-        name: str,
-        baseline: list[PromptEvidence],
-        document: DecodingProfile | CheckSession,
-        source: str,
-        tolerance: float,
-    ) -> Gate:
-        """The gate on the counts compared with those of the first prompts in an earlier document."""
+    def counts_gate(self, evidence: list[PromptEvidence], tolerance: float) -> Gate:
+        """The gate on the counts compared with the profile's evidence about the first prompts."""
         if self.not_repeated:
-            return self.not_repeated_gate(name)
-        made, here = document.provenance, stamp()
+            return self.not_repeated_gate(COUNTS)
+        made, here, source = self.profile.provenance, stamp(), "the profile's evidence"
         reason = None
         if not self.is_exact:
             reason = f"near ties in {self.precision}"
         elif (made.torch, made.transformers) != (here.torch, here.transformers):
             reason = f"made with torch {made.torch}, transformers {made.transformers}"
-        num, device = len(baseline), document.hardware.key
-        counts = [Counts.of(evidence.name, evidence) for evidence in baseline]
+        num, device = len(evidence), self.profile.hardware.key
+        counts = [Counts.of(prompt.name, prompt) for prompt in evidence]
         return counts_gate(
             compare_counts(self.counts[:num], counts, self.prices[:num]),
-            name,
+            COUNTS,
             self.workload.name,
             source=source,
             tolerance=tolerance,
@@ -174,7 +154,7 @@ def decode_locally(decoder: Decoder, workload: Workload, *, seed: int, report: C
         prompts=prompts,
         summary=summarize(tuned.name, runs[tuned.name], runs[AR], seed=seed),
         divergences=_divergences(runner, tuned, workload, runs),
-        not_repeated=[a.prompt for a, b in zip(first, second, strict=True) if not a.agrees_with(b)],
+        not_repeated=[a.prompt for a, b in zip(first, second, strict=True) if a != b],
         precision=decoder.target.text.precision,
         hardware=fingerprint(str(decoder.target.device)),
     )
@@ -186,7 +166,7 @@ def _divergences(runner: ArmRunner, arm: Arm, workload: Workload, runs: dict[str
     assert runner.decoder.profile is not None
     points = runner.decoder.profile.points
     for prompt, run, plain_run in zip(workload.prompts, runs[arm.name], runs[AR], strict=False):
-        if run.tokens_sha256 == plain_run.tokens_sha256 or not all(points[number].lossless for number in run.points):
+        if run.tokens_sha256 == plain_run.tokens_sha256 or not points[run.point].lossless:
             continue
         target, settings = runner.decoder.target, prompt.settings
         inputs = prompt.inputs(runner.processor, target.device)

@@ -14,8 +14,8 @@ from autotune.files import Document
 
 GateVerdict = Literal["passed", "warned", "failed", "inconclusive", "skipped"]
 LOSSLESS = "lossless"
-COUNTS, BASE_COUNTS, SESSION_COUNTS = "counts", "counts of the base", "counts of the latest session"
-SPEEDUP, SESSIONS, TIME = "minimum speedup", "time of other sessions", "time against the base"
+COUNTS, BASE_COUNTS = "counts", "counts of the base"
+SPEEDUP, TIME = "minimum speedup", "time against the base"
 
 
 class Gate(Document):

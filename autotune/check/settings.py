@@ -42,9 +42,6 @@ class CheckSettings(BaseModel):
     tolerance: float = setting(0.01, "Slowdown that is acceptable.", unit="fraction", ge=0)
     budget_s: float = setting(480.0, "Time limit of the pairs of --against and --aa.", option="budget", unit="s", gt=0)
     on_inconclusive: Literal["fail", "warn"] = setting("fail", "Exit with 3 (fail) or 0 (warn) if inconclusive.")
-    baseline: Path | None = setting(
-        None, "File of earlier sessions to compare with; a session that passes is added to it."
-    )
     seed: int = setting(0, "Seed of all random orders.")
     device: str = setting("auto", "auto, cpu or cuda:N.")
     junit: Path | None = setting(None, "JUnit XML file to write.")
@@ -58,7 +55,7 @@ class CheckSettings(BaseModel):
     @property
     def needs_evidence(self) -> bool:
         """Whether the profile's evidence is the only thing to compare with."""
-        return not self.is_timed and self.min_speedup is None and self.baseline is None
+        return not self.is_timed and self.min_speedup is None
 
     def require_consistent(self) -> None:
         """Check the options together.
@@ -75,6 +72,6 @@ class CheckSettings(BaseModel):
             raise UserError("--aa compares the profile with itself; drop it, or drop --against")
         if len(set(self.workloads)) < len(self.workloads):
             raise UserError(f"--workload {self.workloads[0]} is given twice; give each workload once")
-        for option, path in (("--junit", self.junit), ("--markdown", self.markdown), ("--baseline", self.baseline)):
+        for option, path in (("--junit", self.junit), ("--markdown", self.markdown)):
             if path is not None:
                 require_writable(path, option)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autotune.workloads.workload import Workload
 
 
-@click.command(cls=options.Verb, short_help="Compare a profile with plain decoding and other configurations.")
+@click.command(short_help="Compare a profile with plain decoding and other configurations.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.workload
 @options.workload_format

@@ -13,7 +13,7 @@ from autotune.cli import options
 from autotune.settings import make_settings
 
 
-@click.command(cls=options.Verb, short_help="Check that a profile is still lossless and as fast as before.")
+@click.command(short_help="Check that a profile is still lossless and as fast as before.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.settings_options(CheckSettings)
 @options.as_json

@@ -7,7 +7,7 @@ import click
 from autotune.cli import options
 
 
-@click.command(cls=options.Verb, short_help="List this machine's devices and those with shipped cost tables.")
+@click.command(short_help="List this machine's devices and those with shipped cost tables.")
 @options.as_json
 def command(as_json: bool) -> None:
     """List this machine's devices, and the devices that searches can be made for without having them."""

@@ -10,7 +10,7 @@ from autotune.cli import options
 from autotune.workloads.formats import Format
 
 
-@click.command(cls=options.Verb, short_help="Tell what to expect on this machine before a search.")
+@click.command(short_help="Tell what to expect on this machine before a search.")
 @click.option(
     "--target",
     default=None,

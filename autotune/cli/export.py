@@ -12,7 +12,7 @@ from autotune.cli import options
 EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
 
 
-@click.command(cls=options.Verb, short_help="Write the nearest configuration of a serving engine.")
+@click.command(short_help="Write the nearest configuration of a serving engine.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option("--to", "engine", type=click.Choice(EXPORT_ENGINES), required=True, help="The engine.")
 @click.option(

@@ -18,27 +18,6 @@ from autotune.settings import extra_of, option_name
 from autotune.workloads.formats import FORMATS
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-# Names of earlier versions, accepted for one version.
-RENAMED_OPTIONS = {"--runner": "--mode", "--buckets": "--capture-sizes"}
-RENAMED_MODES = {"graph": "cuda-graph"}
-
-
-def notice(text: str) -> None:
-    click.echo(f"autotune: {text}", err=True)
-
-
-class Verb(click.Command):
-    """A command that still accepts the former names of its options."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in parameter.opts}
-        for position, argument in enumerate(args):
-            old, separator, value = argument.partition("=")
-            new = RENAMED_OPTIONS.get(old)
-            if new in known:
-                notice(f"{old} is now {new}; the next version will not accept {old}")
-                args[position] = f"{new}{separator}{value}"
-        return super().parse_args(ctx, args)
 
 
 # --------------------------------------------------------------------------------------------------------- value types
@@ -87,15 +66,6 @@ class CaptureSizes(click.ParamType[tuple[int, ...]]):
         except ValueError:
             self.fail(f"{value!r} is not a list of sizes; write for example 4,8,16,32,64", param, ctx)
         return check_capture_sizes(sizes)
-
-
-class Mode(click.Choice[str]):
-    """An execution mode; former names are accepted."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value in RENAMED_MODES:
-            notice(f"--mode {value} is now --mode {RENAMED_MODES[value]}; the next version will not accept {value}")
-        return super().convert(RENAMED_MODES.get(value, value), param, ctx)
 
 
 class TableFile(click.Path):
@@ -197,7 +167,7 @@ def _option(name: str, field: FieldInfo) -> Decorator:
         options["type"] = TableFile() if name == "table" else click.Path(path_type=Path)
         names += ["-o"] * (name == "output")
     elif get_origin(annotation) is Literal:
-        options["type"] = (Mode if name == "mode" else click.Choice)(get_args(annotation))
+        options["type"] = click.Choice(get_args(annotation))
     elif annotation == tuple[int, ...]:
         options["type"] = CaptureSizes()
     elif get_origin(annotation) is tuple:

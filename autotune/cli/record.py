@@ -17,7 +17,7 @@ from autotune.workloads.formats import Format
 SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "vocabulary")
 
 
-@click.command(cls=options.Verb, short_help="Record traces: a draft's proposals along the target's answers.")
+@click.command(short_help="Record traces: a draft's proposals along the target's answers.")
 @options.settings_options(
     SearchSettings, "target", "drafts", *SUBNET_OPTIONS, "workload", "workload_format", "max_new_tokens", "temperature"
 )

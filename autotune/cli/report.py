@@ -9,7 +9,7 @@ import click
 from autotune.cli import options
 
 
-@click.command(cls=options.Verb, short_help="Write an HTML page that explains a profile.")
+@click.command(short_help="Write an HTML page that explains a profile.")
 @click.argument("source", metavar="PROFILE|STUDY", type=click.Path(path_type=Path))
 @options.output("report.html", "Page to write.")
 @click.option(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autotune.workloads.prompt import WorkloadPrompt
 
 
-@click.command(cls=options.Verb, short_help="Decode with a profile.")
+@click.command(short_help="Decode with a profile.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option("--prompt", default=None, help="Text of the prompt.  [default: a bundled prompt]")
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Image file. Repeatable.")

@@ -9,7 +9,7 @@ import click
 from autotune.cli import options
 
 
-@click.command(cls=options.Verb, short_help="Train a draft from a recipe.")
+@click.command(short_help="Train a draft from a recipe.")
 @click.argument("recipe", type=click.Path(path_type=Path))
 @options.output(None, "Folder to write.  [default: the folder that the recipe names]")
 def command(recipe: Path, output: Path | None) -> None:

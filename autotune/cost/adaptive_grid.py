@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autotune.cost.settings import ProfileSettings, Size
+from autotune.cost.settings import CostSettings, Size
 from autotune.cost.surface import Point, Surface, standard_error
 
 NEGLIGIBLE = 0.05  # plain steps; errors of shorter latencies are relative to it
@@ -37,7 +37,7 @@ class AdaptiveGrid:
         coarse_tokens: Sequence[int],
         kv_lengths: Sequence[int],
         held_out: Iterable[Size],
-        settings: ProfileSettings,
+        settings: CostSettings,
         *,
         always_examined: Iterable[int] = (),
     ) -> None:

@@ -1,4 +1,4 @@
-"""Jobs of a profile: plain steps or rounds, timed in one go. A ``Bench`` runs and times their single steps."""
+"""Jobs of a measurement: plain steps or rounds, timed in one go. A ``Bench`` runs and times their single steps."""
 
 from __future__ import annotations
 

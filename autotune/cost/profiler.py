@@ -24,7 +24,7 @@ from autotune.cost.request_timing import (
     overhead_runs,
 )
 from autotune.cost.sampling import Sampler
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.step_bench import StepBench, choose_threads
 from autotune.cost.table import CostTable
 from autotune.device import fingerprint
@@ -45,7 +45,7 @@ from autotune.workloads.workload import Workload
 
 Report = Callable[[int, int], None]
 """Called as report(done, total)."""
-DEFAULT_SETTINGS = ProfileSettings()
+DEFAULT_SETTINGS = CostSettings()
 ACCEPTED_EXCESS = 0.1  # of the time limit, before it is mentioned
 # Shares of the time limit; the rest is for the steps. Their order is that of the measurements, so that the steps, most of
 # the time, use exactly what the others have left.
@@ -60,14 +60,14 @@ def kv_lengths_for(shortest: int, longest: int) -> tuple[tuple[int, ...], int]:
     return lengths, (lengths[0] + lengths[1]) // 2
 
 
-def profile(
+def measure_costs(
     target: Target,
     target_reference: ModelReference,
     drafts: list[tuple[LoadedDraft, ModelReference]],
     processor: Any,
     workload: Workload,
     *,
-    settings: ProfileSettings = DEFAULT_SETTINGS,
+    settings: CostSettings = DEFAULT_SETTINGS,
     log: BlockLog | None = None,
     report: Report = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.modeling.cached_model import CachedModel
 from autotune.modeling.clock import now_ms
@@ -172,7 +172,7 @@ def overhead_runs(
     processor: Any,
     workload: Workload,
     plain_step: PlainStep,
-    settings: ProfileSettings,
+    settings: CostSettings,
     *,
     threads: int | None = None,
     limit_s: float = math.inf,

@@ -23,7 +23,7 @@ import numpy as np
 from autotune.cost.adaptive_grid import AdaptiveGrid
 from autotune.cost.block_log import Block, BlockLog, Samples, TimedJob
 from autotune.cost.jobs import SLOW_STEP_MS, Bench, Job, PlainSteps, Round, Rounds, plain_steps_ms
-from autotune.cost.settings import ProfileSettings, Size
+from autotune.cost.settings import CostSettings, Size
 from autotune.cost.surface import Surface, robust_deviation
 from autotune.cost.table import EVERY_ROW
 
@@ -55,7 +55,7 @@ class Sampler:
     def __init__(
         self,
         benches: Sequence[Bench],
-        settings: ProfileSettings,
+        settings: CostSettings,
         *,
         log: BlockLog | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -302,7 +302,7 @@ class Sampler:
             self._warm.add((part, size))
 
 
-def _usual_round(settings: ProfileSettings) -> Round:
+def _usual_round(settings: CostSettings) -> Round:
     def size(tokens: int) -> Size:
         return min(settings.tokens, key=lambda n: abs(n - tokens)), settings.kv_lengths[0]
 

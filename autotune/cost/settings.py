@@ -15,7 +15,7 @@ HELD_OUT_TOKENS = (1, 3, 6, 11, 20, 40, 100)
 
 
 @dataclass(frozen=True)
-class ProfileSettings:
+class CostSettings:
     kv_lengths: tuple[int, ...] = (160, 256, 400)
     """The first and last are always measured, the others where the surface is not linear."""
     held_out_kv_length: int = 208

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from autotune.cost.jobs import plain_steps_ms
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.surface import standard_error
 from autotune.drafters.checkpoint import LoadedDraft
 from autotune.modeling.clock import now_ms
@@ -31,7 +31,7 @@ THREAD_REPEATS = 15
 class StepBench:
     """Times single steps of a decoder. The contents of its KV caches are arbitrary, because latency does not depend on them."""
 
-    def __init__(self, target: Target, draft: LoadedDraft, settings: ProfileSettings) -> None:
+    def __init__(self, target: Target, draft: LoadedDraft, settings: CostSettings) -> None:
         capacity = max(settings.kv_lengths) + 2 * MAX_STEP
         self.kv_length, self.max_tokens = settings.kv_lengths[0], max(settings.tokens)
         self.token_sampler = TokenSampler(device=target.device)

@@ -90,7 +90,7 @@ class Surface(Document):
         known = {(point.tokens, point.kv_length): point.latency_ms for point in self.points}
         if len(known) != len(tokens) * len(lengths):
             raise UserError(
-                f"a cost surface is a full grid; got {len(known)} points for {len(tokens)} x {len(lengths)}; profile again"
+                f"a cost surface is a full grid; got {len(known)} points for {len(tokens)} x {len(lengths)}; measure again"
             )
         latency = np.array([[known[n, m] for m in lengths] for n in tokens])
         return np.array(tokens, np.float64), np.array(lengths, np.float64), latency
@@ -131,7 +131,7 @@ class Surface(Document):
         if tokens.max() > grid_tokens[-1] or kv_length.max() > MAX_EXTRAPOLATION * grid_lengths[-1]:
             raise UserError(
                 f"the cost table was measured up to {grid_tokens[-1]:.0f} tokens and a KV length of {grid_lengths[-1]:.0f}; "
-                f"got {tokens.max():.0f} tokens at {kv_length.max():.0f}; profile a larger grid"
+                f"got {tokens.max():.0f} tokens at {kv_length.max():.0f}; measure a larger grid"
             )
         if (model or self.model) == "steps":
             fitted = (*self.points, *self.examined)

@@ -15,12 +15,11 @@ from autotune.cost.draft_costs import DraftCosts, ModelShape, choices_of
 from autotune.cost.request_costs import Overhead, PrefillCost
 from autotune.cost.surface import Surface
 from autotune.documents.fingerprint import Fingerprint
-from autotune.documents.migrations import rename_execution
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.execution import round_up
-from autotune.files import Document, content_key, data_root, rename_keys
+from autotune.files import Document, content_key, data_root
 from autotune.trees.limits import Floats
 
 if TYPE_CHECKING:
@@ -37,50 +36,7 @@ CPUs, on some of which an odd number takes longer than the even one after it.
 """
 
 
-def _add_nodes(content: dict[str, Any]) -> None:
-    """Version 3 kept the verified nodes of the overhead's runs apart from their other counts."""
-    for draft in content["drafts"]:
-        overhead = draft["overhead"]
-        runs = zip(
-            overhead.get("samples", []), overhead.pop("nodes", []), strict=False
-        )  # the first tables had no nodes
-        overhead["samples"] = [[rounds, levels, nodes, ms] for (rounds, levels, ms), nodes in runs]
-
-
-def _rename_parts(content: dict[str, Any]) -> None:
-    """Version 4 used other names for the parts of a draft and for how forwards run."""
-    rename_execution(content)
-    for draft in content["drafts"]:
-        names = {"commit": "draft_first", "propose": "draft_level", "cache_bytes_per_token": "kv_bytes_per_token"}
-        rename_keys(draft, names)
-
-
-def _count_disturbed(content: dict[str, Any]) -> None:
-    """Version 5 measured samples again after the device's speed had changed."""
-    content.pop("remeasured_samples", None)
-    rename_keys(content, {"drifted_samples": "disturbed_samples"})
-
-
-def _add_retrieving_rounds(content: dict[str, Any]) -> None:
-    """Version 6 did not price the rounds of trees with a second source apart, and had one verification for all drafts."""
-    for draft in content["drafts"]:
-        runs = draft["overhead"].get("samples", [])
-        draft["overhead"]["samples"] = [[rounds, levels, nodes, 0, ms] for rounds, levels, nodes, ms in runs]
-
-
-class CostTable(
-    Document,
-    kind="cost-table",
-    version=7,
-    made_by="autotune profile",
-    migrations={
-        2: lambda content: None,  # version 3 added keys that have defaults
-        3: _add_nodes,
-        4: _rename_parts,
-        5: _count_disturbed,
-        6: _add_retrieving_rounds,
-    },
-):
+class CostTable(Document, kind="cost-table", made_by="autotune measure"):
     """Latencies of a target and its drafts on one device, in the mode that decodes, over (tokens, KV length, subnet). The
     batch size is 1, because the rows of a batch are decoded one after another.
     """
@@ -183,7 +139,7 @@ class CostTable(
             if not is_same:
                 raise UserError(
                     f"{source}: a cost table is valid for the {what} that it was measured with; this one is of {own}, not of "
-                    f"{other}; delete it, or run autotune profile for this {what}"
+                    f"{other}; delete it, or run autotune measure for this {what}"
                 )
 
     @property
@@ -232,7 +188,7 @@ class CostTable(
         )
         wanted = " and ".join(["these weights", *choices_of(subnet)])
         raise UserError(
-            f"the cost table has no draft {draft.id!r} with {wanted}; it has: {known}; profile that draft first"
+            f"the cost table has no draft {draft.id!r} with {wanted}; it has: {known}; measure that draft first"
         )
 
     def prices(

@@ -108,7 +108,7 @@ class TargetFound(Document):
         return (self.weight_bytes + times.kv_length * self.kv_bytes_per_token) / (times.plain_ms * 1e6)
 
 
-class Diagnosis(Document, kind="diagnosis", version=1, made_by="autotune doctor"):
+class Diagnosis(Document, kind="diagnosis", made_by="autotune doctor"):
     """Findings on a machine, and on a target on one of its devices."""
 
     provenance: Provenance

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.cost.jobs import plain_steps_ms
 from autotune.cost.profiler import shape_of
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.step_bench import StepBench
 from autotune.doctor.attention import attention_uses
 from autotune.doctor.diagnosis import NearTies, StepTimes, TargetFound, TreeCheck
@@ -115,7 +115,7 @@ def _plain_answer(target: Target, inputs: dict[str, Any], num_tokens: int) -> tu
 def time_steps(target: Target, mode: str, kv_length: int) -> StepTimes:
     """Time plain steps and verifications in turns. Every mode but eager prepares all sizes first, which is timed too."""
     sizes = capture_sizes_for(mode, ())
-    settings = ProfileSettings(kv_lengths=(kv_length,), capture_sizes=sizes, mode=mode)
+    settings = CostSettings(kv_lengths=(kv_length,), capture_sizes=sizes, mode=mode)
     memory = graph_memory(target.device)
     before, started = memory.memory_bytes, now_ms(target.device)
     bench = StepBench(target, load_draft(RETRIEVAL, target), settings)

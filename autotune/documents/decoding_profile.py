@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from autotune.documents.condition import Condition, check_switches, first_match
+from autotune.documents.condition import Condition, first_match
 from autotune.documents.fingerprint import Fingerprint
-from autotune.documents.migrations import keep_tree_rules, rename_execution
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
 from autotune.files import Document
@@ -43,18 +42,15 @@ class Predicted(Document):
     ms_per_token: float
     tokens_per_round: float | None
     interval90: tuple[float, float] | None = None
-    """90 % interval of the speedup on other prompts, by the errors of the cost table and the variation over prompts; null in
-    profiles of earlier versions.
+    """90 % interval of the speedup on other prompts, by the errors of the cost table and the variation over prompts; null where
+    it was not estimated.
     """
     estimated: bool = False
     """Whether the cost table is an estimate from a datasheet."""
 
 
 class Measured(Document):
-    """Measurement of real runs, interleaved with plain decoding, on the evaluation prompts.
-
-    A request that is switched between points counts, as a whole, for each point that decoded a part of it.
-    """
+    """Measurement of real runs, interleaved with plain decoding, on the evaluation prompts that the point decoded."""
 
     speedup: float
     ci95: tuple[float, float]
@@ -117,12 +113,11 @@ class PromptEvidence(Document):
     rounds: int
     draft_forwards: int
     accepted_tokens: int
-    target_forwards: int | None = None
-    """This and the following counts are null in profiles of earlier versions."""
-    plain_steps: int | None = None
+    target_forwards: int
+    plain_steps: int
     """Target forwards without a draft; each also counts as a round."""
-    verified_nodes: int | None = None
-    accepted_lengths: list[int] | None = None
+    verified_nodes: int
+    accepted_lengths: list[int]
     decode_ms: float
     ar_decode_ms: float
 
@@ -138,8 +133,8 @@ class ComparedArm(Document):
     ci95: tuple[float, float]
     tokens_per_round: float | None
     tokens_per_second: float
-    num_prompts: int | None = None
-    """The arm decoded this many of the first evaluation prompts; null (earlier versions) for all of them."""
+    num_prompts: int
+    """The arm decoded this many of the first evaluation prompts."""
 
 
 class Gain(Document):
@@ -176,7 +171,7 @@ class Evidence(Document):
     compared: list[ComparedArm] = Field(default_factory=list)
     configurations_replayed: int = 0
     best_default: str | None = None
-    """The published default that was fastest on held-out prompts; null in profiles of earlier versions, as the next two."""
+    """The published default that was fastest on held-out prompts; null where none was measured, as the shrinkage below."""
     gains: list[Gain] = Field(default_factory=list)
     shrinkage: Shrinkage | None = None
 
@@ -195,13 +190,7 @@ class WorkloadReference(Document):
     """Temperature of all prompts, where the search was given one."""
 
 
-class DecodingProfile(
-    Document,
-    kind="decoding-profile",
-    version=3,
-    made_by="autotune search",
-    migrations={1: rename_execution, 2: keep_tree_rules},
-):
+class DecodingProfile(Document, kind="decoding-profile", made_by="autotune search"):
     """Operating points for one target on one device."""
 
     provenance: Provenance
@@ -220,9 +209,7 @@ class DecodingProfile(
     prefill_threads: int | None = Field(default=None, ge=1)
     """CPU threads of image encoders and prefills; None for torch's default."""
     points: list[OperatingPoint] = Field(min_length=1)
-    """The first point whose condition a request meets decodes it. Points that differ only in ``context_tokens`` are switched
-    within a request, before a round.
-    """
+    """The first point whose condition a request meets decodes it."""
     evidence: Evidence
 
     @field_validator("points")
@@ -240,13 +227,6 @@ class DecodingProfile(
                 "the last point must match every request; leave its 'when' empty, or add a point (draft and tree null: "
                 "plain decoding)"
             )
-        check_switches(
-            [point.when for point in points],
-            [
-                None if point.draft is None else (point.draft.id, point.draft.sha256, point.draft.subnet)
-                for point in points
-            ],
-        )
         return points
 
     @model_validator(mode="after")
@@ -265,13 +245,7 @@ class DecodingProfile(
         return self.points[-1]
 
     def point_for(
-        self,
-        *,
-        temperature: float,
-        prompt_tokens: int,
-        has_image: bool,
-        workload: str | None = None,
-        context_tokens: int | None = None,
+        self, *, temperature: float, prompt_tokens: int, has_image: bool, workload: str | None = None
     ) -> OperatingPoint:
         """The first point whose condition a request meets; the arguments are those of ``Condition.matches``."""
         number = first_match(
@@ -280,13 +254,12 @@ class DecodingProfile(
             prompt_tokens=prompt_tokens,
             has_image=has_image,
             workload=workload,
-            context_tokens=context_tokens,
         )
         return self.points[number]
 
     @classmethod
     def parse(cls, content: Any, *, source: Path | str) -> DecodingProfile:
-        points = cls.upgrade(content, source=source).get("points")
+        points = cls.without_schema(content, source=source).get("points")
         for number, point in enumerate(points if isinstance(points, list) else []):
             # First, because errors of the union type would name the fields of every policy.
             if isinstance(point, dict) and isinstance(point.get("tree"), dict):

@@ -115,7 +115,7 @@ def load_network(folder: Path, *, random_weights: bool = False) -> BlocksNetwork
         UserError: a draft of an unknown kind.
     """
     path = folder / CONFIG
-    content = NetworkConfig.upgrade(read_json(path), source=path)
+    content = NetworkConfig.without_schema(read_json(path), source=path)
     config = parse_kind(content, CONFIGS, key="kind", what="kind of draft", source=str(path))
     network = NETWORKS[config.kind](config)
     if random_weights:

@@ -20,13 +20,7 @@ from autotune.errors import UserError
 from autotune.files import Document
 
 
-def _name_blocks(content: dict[str, Any]) -> None:
-    """Version 1 could only leave out the crossing block."""
-    if content.pop("crosses", True) is False:
-        content["blocks"] = ["initial", "final"]
-
-
-class NetworkConfig(Document, kind="draft", version=2, made_by="autotune train", migrations={1: _name_blocks}):
+class NetworkConfig(Document, kind="draft", made_by="autotune train"):
     """Sizes of a draft network."""
 
     kind: str

@@ -51,24 +51,23 @@ def answer_prompts(
         options = {**prompt.settings.generation, "workload": prompt.settings.task, "streamer": streamer}
         output = decoder.generate(**inputs, **options)
         stats = output.stats
-        used = [n for n, rounds in enumerate(stats.rounds_by_point) if rounds] or [stats.point]
-        is_lossless = all(points[n].lossless for n in used)
+        point = points[stats.point]
         tokens = output.sequences[0, stats.prompt_tokens :]
         conversations.add(prompt, tokens.tolist())
         speed = 1e3 * (stats.new_tokens - 1) / stats.decode_ms if stats.decode_ms else 0.0
         summary = f"{stats.new_tokens} tokens in {stats.decode_ms:.0f} ms ({speed:.0f} tokens/s"
-        if stats.tokens_per_round and any(points[n].draft is not None for n in used):
+        if stats.tokens_per_round and point.draft is not None:
             summary += f", {stats.tokens_per_round:.2f} tokens a round"
         summary += ")"
         if len(points) > 1:
-            summary += "; " + "; ".join(f"point {n}: {points[n].when.label}" for n in used)
-        measured = None if is_lossless else perplexity(decoder.target, inputs, tokens.tolist())
+            summary += f"; point {stats.point}: {point.when.label}"
+        measured = None if point.lossless else perplexity(decoder.target, inputs, tokens.tolist())
         if measured is not None:
             summary += f"; LOSSY, perplexity {measured:.3f}"
         yield {
             "prompt": prompt.settings.text,
             "text": decoder.processor.decode(tokens, skip_special_tokens=True).strip(),
-            "lossless": is_lossless,
+            "lossless": point.lossless,
             "perplexity": measured,
             "stats": stats.to_json(),
             "summary": summary,

@@ -38,7 +38,7 @@ class Arm(Protocol):
         self.decode(inputs, settings)
 
     def point_for(self, inputs: dict[str, Any], settings: Prompt) -> int:
-        """Index of the operating point that decodes the first round of such a request."""
+        """Index of the operating point that decodes such a request."""
         return 0
 
     @property

@@ -26,8 +26,8 @@ LOSSY_SWEEP = ("wetap", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1")
 
 
 def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:
-    """How many prompts each operating point has decoded; a prompt that is switched counts for each of its points."""
-    counts = Counter(itertools.chain.from_iterable(run.points for run in runs))
+    """How many prompts each operating point has decoded."""
+    counts = Counter(run.point for run in runs)
     return ", ".join(f"{counts[n]} by point {n} ({point.when.label})" for n, point in enumerate(profile.points))
 
 

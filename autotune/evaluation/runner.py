@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
 from autotune.drafters.checkpoint import LoadedDraft
@@ -97,25 +96,16 @@ class ArmRunner:
 
     def arm(self, name: str, configuration: Configuration) -> DecoderArm:
         """Decodes by a configuration. Arms of equal configurations share a decoder."""
-        return self._arm(name, configuration.key, [(Condition(), configuration)])
-
-    def switching_arm(self, name: str, points: Sequence[tuple[Condition, Configuration]]) -> DecoderArm:
-        """Decodes a request by the first configuration whose condition it meets; the last condition meets every request."""
-        content = [[when.model_dump(mode="json"), configuration.key] for when, configuration in points]
-        return self._arm(name, content_key(content), points)
-
-    def _arm(self, name: str, key: str, points: Sequence[tuple[Condition, Configuration]]) -> DecoderArm:
+        key = configuration.key
         if key not in self._decoders:
-            drafts = [self.draft_of(one) if self.draft_of else self.decoder.draft for _, one in points]
-            self._decoders[key] = self._configured_decoder(
-                [(*point, draft) for point, draft in zip(points, drafts, strict=True)]
-            )
+            draft = self.draft_of(configuration) if self.draft_of else self.decoder.draft
+            self._decoders[key] = self._configured_decoder(configuration, draft)
         return DecoderArm(name, self._decoders[key], key=key)
 
     def prompt_lookup_arm(self) -> DecoderArm:
         """Drafts by n-grams of the prompt and the answer."""
         draft = RetrievalDraft(max_match=PROMPT_LOOKUP_MATCH)
-        decoder = self._configured_decoder([(Condition(), PROMPT_LOOKUP_CHAIN, draft)])
+        decoder = self._configured_decoder(PROMPT_LOOKUP_CHAIN, draft)
         return DecoderArm(PROMPT_LOOKUP, decoder, key=f"{PROMPT_LOOKUP}-{PROMPT_LOOKUP_CHAIN.key}")
 
     def uncoupled_arm(self, arm: DecoderArm) -> DecoderArm:
@@ -123,22 +113,17 @@ class ArmRunner:
         points = [point.uncoupled() for point in arm.decoder.points]
         return DecoderArm(arm.name + UNCOUPLED, self._decoder(points), key=arm.key + UNCOUPLED)
 
-    def _configured_decoder(self, points: Sequence[tuple[Condition, Configuration, Any]]) -> Decoder:
-        """A decoder by condition, configuration and draft of each of its points."""
-        return self._decoder(
-            [
-                LoadedPoint(
-                    draft,
-                    tree=configuration.tree,
-                    visual_keep=configuration.visual_keep,
-                    visual_ranking=configuration.subnet.visual_ranking,
-                    verification=configuration.verification,
-                    fallback=configuration.fallback,
-                    when=when,
-                )
-                for when, configuration, draft in points
-            ]
+    def _configured_decoder(self, configuration: Configuration, draft: Any) -> Decoder:
+        """A decoder by a configuration and its draft."""
+        point = LoadedPoint(
+            draft,
+            tree=configuration.tree,
+            visual_keep=configuration.visual_keep,
+            visual_ranking=configuration.subnet.visual_ranking,
+            verification=configuration.verification,
+            fallback=configuration.fallback,
         )
+        return self._decoder([point])
 
     def _decoder(self, points: Sequence[LoadedPoint]) -> Decoder:
         """A decoder like the runner's own, with other points."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import AliasChoices, Field
 
 from autotune.documents.decoding_profile import PromptEvidence
 from autotune.files import Document
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from pandas import Categorical, DataFrame
 
 
-NESTED = ("arm", "acceptance_counts", "health", "rounds_by_point")  # of a run's JSON, not columns of a table
+NESTED = ("arm", "acceptance_counts")  # of a run's JSON, not columns of a table
 
 
 class Run(Document):
@@ -43,25 +42,17 @@ class Run(Document):
     draft_ms: float
     verify_ms: float
     decode_ms: float
-    acceptance_counts: dict[str, Any] = Field(validation_alias=AliasChoices("acceptance_counts", "health"))
-    """``AcceptanceCounts.to_json()``; runs of earlier versions call it ``health``."""
+    acceptance_counts: dict[str, Any]
+    """``AcceptanceCounts.to_json()``."""
     perplexity: float | None = None
     """Perplexity of the answer under the target; None if it was not requested."""
     agreement: float | None = None
     """Share of the answer's tokens that plain decoding emits after the tokens before them; None as ``perplexity``."""
     point: int = 0
-    """Index of the profile's operating point that decoded the first round."""
-    rounds_by_point: list[int] = Field(default_factory=list)
-    """As in ``DecodingStats``; empty in runs of earlier versions."""
-    plain_steps: int | None = None
-    """None, as the fields below, in runs of earlier versions."""
-    verified_nodes: int | None = None
+    """Index of the profile's operating point that decoded the prompt."""
+    plain_steps: int
+    verified_nodes: int
     task: str | None = None
-
-    @property
-    def points(self) -> set[int]:
-        """Operating points that decoded a part of the request."""
-        return {self.point, *(number for number, rounds in enumerate(self.rounds_by_point) if rounds > 0)}
 
     @property
     def forward_ms(self) -> float:

@@ -48,7 +48,7 @@ class Variant(Document):
     command: str
 
 
-class Export(Document, kind="export", version=2, made_by="autotune export"):
+class Export(Document, kind="export", made_by="autotune export"):
     """The exported variants, fastest first, and their limitations."""
 
     provenance: Provenance

@@ -26,7 +26,7 @@ class RoundTimes(Document):
     prefill_ms: list[float] = Field(min_length=1)
 
 
-class EnginePrices(Document, kind="engine-prices", version=1, made_by="autotune bench --engine vllm --prices FILE"):
+class EnginePrices(Document, kind="engine-prices", made_by="autotune bench --engine vllm --prices FILE"):
     """Prices of one engine, target and draft on one machine."""
 
     provenance: Provenance

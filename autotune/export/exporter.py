@@ -25,7 +25,7 @@ from autotune.export.transformers import Transformers
 from autotune.export.vllm import Vllm
 from autotune.files import require_writable
 from autotune.modeling.loading import GEMMA4_ASSISTANT, bundled_models
-from autotune.study.folder import points_of_bands
+from autotune.study.folder import points_of_prompts
 from autotune.trees.chain import ChainPolicy
 
 ENGINES: dict[str, Engine] = {
@@ -84,7 +84,7 @@ def export_profile(
     documents = next((candidate for candidate in found if candidate.reproduces(selected)), found[0])
     kind = _served_kind(documents, profile, engine_name, name)
     trace = _engine_trace(engine, documents, profile, name, kind)
-    prompts = np.ones(trace.num_prompts, bool) if point is None else points_of_bands(profile, trace).has_rounds(number)
+    prompts = np.ones(trace.num_prompts, bool) if point is None else points_of_prompts(profile, trace) == number
     if not prompts.any():
         raise UserError(
             f"--point {number}: no tuning prompt meets its condition, {selected.when.label}; leave --point out"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.acceptance.replay import Replay, plain_band_ms
+from autotune.acceptance.replay import Replay, plain_decode_ms
 from autotune.acceptance.trace import Trace, TraceHeader, load_trace
 from autotune.cost.table import CostTable
 from autotune.documents.configuration import Configuration, configuration_of
@@ -17,12 +17,8 @@ from autotune.documents.provenance import ModelReference
 from autotune.errors import UserError
 from autotune.export.engine import Vision
 from autotune.files import WORKSPACE
-from autotune.modeling.loading import RETRIEVAL
 from autotune.search.evaluator import Evaluator
-from autotune.study.folder import find_studies, find_study, points_of_bands
-
-EAGLE3 = "eagle3"
-INDEPENDENT = "independent"
+from autotune.study.folder import find_studies, find_study, points_of_prompts
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class SearchDocuments:
     @property
     def draft_kinds(self) -> dict[str, str]:
         """Kind of every recorded draft by its id, as far as traces tell."""
-        return {header.draft.id: draft_kind(header) for header in self.headers.values()}
+        return {header.draft.id: header.draft_kind for header in self.headers.values()}
 
     def engine_trace(self, draft: str, vision: Vision) -> Trace | None:
         """The trace of a draft as an engine runs it, with every head; None if it was not recorded.
@@ -97,18 +93,17 @@ class SearchDocuments:
 
     def combined_speedup(self, profile: DecodingProfile, trace: Trace) -> float | None:
         """Predicted speedup of all points, each on what it decodes of the prompts; None if one of them was not recorded."""
-        bands = points_of_bands(profile, trace)
+        points = points_of_prompts(profile, trace)
         prices = next(iter(Evaluator([trace], self.table).prices.values()))
-        plain_ms = plain_band_ms(trace, prices, bands.context_boundaries)
+        plain_ms = plain_decode_ms(trace, prices)
         ms = plain_ms.copy()
-        for number in np.unique(bands.points[bands.points >= 0]):
-            point, is_own = profile.points[number], bands.points == number
+        for number in np.unique(points):
+            point, is_own = profile.points[number], points == number
             if point.draft is None:
                 continue
             if (found := self._replay(point)) is None:
                 return None
-            (own_ms,) = found[0].band_ms([found[2]], bands.context_boundaries)
-            ms[is_own] = own_ms[is_own]
+            ms[is_own] = found[1].decode_ms[is_own]
         return float(plain_ms.sum() / ms.sum())
 
     def _evaluator(self, path: Path) -> Evaluator:
@@ -134,19 +129,6 @@ class SearchDocuments:
                 evaluator = self._evaluator(path)
                 return evaluator, evaluator.replay(configuration), configuration
         return None
-
-
-def draft_kind(header: TraceHeader) -> str:
-    """The kind of a trace's draft; of traces of earlier versions as far as its name and auxiliary layers tell: drafts of this
-    project read one of the target's layers, EAGLE-3 heads several, independent models none.
-    """
-    if header.draft_kind:
-        return header.draft_kind
-    if header.draft.id == RETRIEVAL:
-        return RETRIEVAL
-    if not header.aux_layers:
-        return INDEPENDENT
-    return EAGLE3 if len(header.aux_layers) > 1 else "feature-reading"
 
 
 def find_search_documents(profile: DecodingProfile, source: Path, folder: Path | None) -> list[SearchDocuments]:

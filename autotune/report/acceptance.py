@@ -59,8 +59,7 @@ def acceptance(sources: Sources) -> list[PointAcceptance]:
             replayed = count_acceptance(itertools.chain.from_iterable(decoded))
         measured = AcceptanceCounts()
         for run in runs:
-            counts = run.get("acceptance_counts") or run["health"]  # the key of earlier versions
-            measured.add(AcceptanceCounts.from_json(counts))
+            measured.add(AcceptanceCounts.from_json(run["acceptance_counts"]))
         if prompts or runs:
             tables = {k: acceptance_table(k, replayed=replayed, measured=measured) for k in ("depth", "rank")}
             condition = condition_label(sources.points, number)
@@ -69,7 +68,7 @@ def acceptance(sources: Sources) -> list[PointAcceptance]:
 
 
 def evidence_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
-    """The runs on held-out prompts that are the profile's evidence and of which its point ``number`` decoded a part."""
+    """The runs on held-out prompts that are the profile's evidence and that its point ``number`` decoded."""
     assert sources.profile is not None
     configuration = configuration_of(sources.profile.point)
     if configuration is None:
@@ -79,13 +78,7 @@ def evidence_runs(sources: Sources, number: int) -> list[dict[str, Any]]:
         run["prompt_sha256"]: run
         for run in sources.runs
         if run.get("arm") == configuration.key
-        and (run.get("point") == number or _rounds_of(run, number) > 0)
+        and run["point"] == number
         and evidence_ms.get(run.get("prompt_sha256", "")) == run["decode_ms"]  # identifies the very run
     }
     return list(runs.values())
-
-
-def _rounds_of(run: dict[str, Any], number: int) -> int:
-    """Rounds of a point; 0 in runs of earlier versions."""
-    rounds = run.get("rounds_by_point") or []
-    return int(rounds[number]) if number < len(rounds) else 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autotune.acceptance.replay import plain_decode_ms
-from autotune.acceptance.rounds import Round, rounds
+from autotune.acceptance.rounds import Round
 from autotune.acceptance.trace import Trace
 from autotune.documents.configuration import configuration_of
 from autotune.evaluation.runs import length_bands, time_shares
@@ -215,12 +215,11 @@ def decoding_figures(sources: Sources) -> list[DecodingFigures]:
 
 
 def _gain(sources: Sources, number: int, trace: Trace, decoded: dict[int, list[Round]]) -> pd.DataFrame:
-    """Gain by the length of whole answers, also for a point that decodes parts of them."""
+    """Gain by the length of answers."""
     prompts = np.array([*decoded], np.int64)
     new_tokens = np.diff(trace.answer_start)[prompts]
     evaluator, point = sources.evaluator, sources.points[number]
-    assert point.tree is not None
-    num_rounds = np.array([len(list(rounds(trace, p, point.tree, point.fallback))) for p in decoded])
+    num_rounds = np.array([len(of_prompt) for of_prompt in decoded.values()])
     configuration = configuration_of(point)
     if evaluator is None or configuration is None or not evaluator.can_replay(configuration):
         return gain_by_length(new_tokens, num_rounds)

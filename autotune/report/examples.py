@@ -83,11 +83,10 @@ class Example:
         found = prompts.get(self.prompt)
         self.question = None if found is None else found.settings.text
         self.images = [] if found is None else [data_uri(image) for image in found.pixels[:MAX_IMAGES]]
-        begin, end = decoded[0].position, decoded[-1].position + len(decoded[-1].path) + 1
-        self.first_text = "".join(texts[: begin + 1])  # emitted by the prefill and the rounds of other points
+        self.first_text = texts[0]  # emitted by the prefill
         self.answer = answer_parts(decoded, texts, drawn)
         self.num_rounds = len(decoded)
-        self.tokens_per_round = (min(end, len(answer) - 1) - begin) / len(decoded)
+        self.tokens_per_round = (len(answer) - 1) / len(decoded)
         self.drawn, self.shown = drawn + 1, decoded[drawn]
         self.svg = "" if self.shown.tree is None else _svg(self.shown, answer, texts, tokens)
 

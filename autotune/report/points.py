@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autotune.acceptance.replay import plain_band_ms
+from autotune.acceptance.replay import plain_decode_ms
 from autotune.documents.configuration import configuration_of
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile, Gain, OperatingPoint
 from autotune.documents.subnet import Subnet
 from autotune.report.sources import Sources
-from autotune.study.folder import points_of_bands
+from autotune.study.folder import points_of_prompts
 from autotune.trees.static import StaticPolicy
 
 
@@ -33,15 +33,11 @@ def own_speedup(sources: Sources, number: int) -> float | None:
     trace, configuration = sources.trace_of(point), configuration_of(point)
     if sources.profile is None or trace is None or evaluator is None or configuration is None:
         return None
-    bands = points_of_bands(sources.profile, trace)
-    is_own = bands.points == number
+    is_own = points_of_prompts(sources.profile, trace) == number
     if not is_own.any() or not evaluator.can_replay(configuration):
         return None
-    plain_ms = plain_band_ms(
-        trace, evaluator.prices[trace.header.draft.id, trace.header.subnet], bands.context_boundaries
-    )
-    (own_ms,) = evaluator.band_ms([configuration], bands.context_boundaries)
-    return float(plain_ms[is_own].sum() / own_ms[is_own].sum())
+    plain_ms = plain_decode_ms(trace, evaluator.prices[trace.header.draft.id, trace.header.subnet])
+    return float(plain_ms[is_own].sum() / evaluator.replay(configuration).decode_ms[is_own].sum())
 
 
 def condition_label(points: Sequence[OperatingPoint], number: int) -> str:

@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from autotune.acceptance.rounds import Round, switched_rounds
+from autotune.acceptance.rounds import Round, rounds
 from autotune.acceptance.trace import Trace, load_trace
 from autotune.cost.table import CostTable
-from autotune.documents.condition import context_group, first_at_context
 from autotune.documents.decoding_profile import DecodingProfile, OperatingPoint
 from autotune.errors import UserError
 from autotune.files import WORKSPACE, read_lines
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.tree_search import optuna_storage
 from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, StudyDocument, load_study
-from autotune.study.folder import find_studies, find_study, load_headers, load_tables, points_of_bands
+from autotune.study.folder import find_studies, find_study, load_headers, load_tables, points_of_prompts
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, screened_in
 
@@ -81,26 +80,18 @@ class Sources:
         return None
 
     def prompts_of(self, number: int) -> list[int]:
-        """Numbers of the recorded prompts of which point ``number`` decodes at least a part greedily; none without the point's
-        trace.
-        """
+        """Numbers of the recorded prompts that point ``number`` decodes greedily; none without the point's trace."""
         assert self.profile is not None
         trace = self.trace_of(self.points[number])
         if trace is None:
             return []
-        return np.flatnonzero(points_of_bands(self.profile, trace).has_rounds(number)).tolist()
+        return np.flatnonzero(points_of_prompts(self.profile, trace) == number).tolist()
 
     def rounds_of(self, number: int, trace: Trace, prompt: int) -> list[Round]:
-        """The rounds of a recorded prompt that point ``number`` decodes."""
-        group = context_group([point.when for point in self.points], number)
-        ranges = [(member, self.points[member].when.context_tokens) for member in group]
-        decoded = switched_rounds(
-            trace,
-            prompt,
-            {member: (self.points[member].tree, self.points[member].fallback) for member in group},
-            lambda context_tokens: first_at_context(ranges, context_tokens),
-        )
-        return [one for member, one in decoded if member == number]
+        """The rounds in which point ``number``, which has a tree, decodes a recorded prompt."""
+        point = self.points[number]
+        assert point.tree is not None
+        return list(rounds(trace, prompt, point.tree, point.fallback))
 
 
 def find_sources(given: Path, *, study: Path | None = None, storage: str | None = None) -> Sources:

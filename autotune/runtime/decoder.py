@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from autotune.documents.condition import check_switches
 from autotune.documents.subnet import VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.errors import UserError
@@ -19,8 +18,6 @@ from autotune.execution import AUTO, CUDA_GRAPH, capture_sizes_for
 from autotune.modeling.clock import now_ms
 from autotune.modeling.target import Target
 from autotune.modeling.threads import limited_threads
-from autotune.runtime.adaptation import Adaptation
-from autotune.runtime.former_names import accepts_former_names
 from autotune.runtime.generate_args import (
     Call,
     Request,
@@ -31,7 +28,7 @@ from autotune.runtime.generate_args import (
     prepared_call,
 )
 from autotune.runtime.metrics import Observer, log_request
-from autotune.runtime.points import LoadedPoint, check_paths, decoding_mode, switched_points
+from autotune.runtime.points import LoadedPoint, check_paths, decoding_mode
 from autotune.runtime.preparation import Preparation, Preparer, Report
 from autotune.runtime.rounds import Round
 from autotune.runtime.session import Session
@@ -60,8 +57,7 @@ class Decoder:
         coupled: above temperature 0, rank draft tokens with the noise that the target's tokens are drawn with. More of them
             are accepted and the output is the same; False is for comparison. Lossy verification is never coupled.
         points: operating points with their conditions, in place of the seven arguments above. A request is decoded by the
-            first point whose condition it meets; every request must meet the last one's. Points that differ only in
-            ``context_tokens`` are switched within a request, before a round; they must share one draft and its visual tokens.
+            first point whose condition it meets; every request must meet the last one's.
         capture_sizes: numbers of tokens that forward passes are padded to. Without them, ``eager`` pads nothing and
             ``cuda-graph`` uses ``DEFAULT_CAPTURE_SIZES``.
         mode: how forward passes after the prefill run: ``eager``, or ``cuda-graph``, which captures them as CUDA graphs. ``auto``:
@@ -70,18 +66,14 @@ class Decoder:
         prefill_threads: CPU threads of image encoders and prefills; None: as many as torch uses.
         processor: the target's processor or tokenizer; stop strings need it.
         profile: the decoding profile that the points are from.
-        adapt: choose among the points online, before every round, by what their trees would have cost on the tokens so far
-            (``acceptance/online_choice.py``); labels of requests are not needed. The points must share one draft and its visual
-            tokens.
         corpus_tokens: limit, in tokens, on the earlier answers of this decoder in which trees with ``retrieval`` look too. 0:
             they look in the request's own prompt and output, as a search does.
 
     Raises:
-        UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or points that
-            cannot be switched within a request or chosen online, or a tree that branches for a model with recurrent states.
+        UserError: different vocabularies, an unknown tree policy or hyperparameter, a value out of range, or a tree that
+            branches for a model with recurrent states.
     """
 
-    @accepts_former_names
     def __init__(
         self,
         target: Any,
@@ -100,7 +92,6 @@ class Decoder:
         prefill_threads: int | None = None,
         processor: Any | None = None,
         profile: DecodingProfile | None = None,
-        adapt: bool = False,
         corpus_tokens: int = 0,
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
@@ -119,13 +110,8 @@ class Decoder:
                 coupled=coupled,
             ),
         )
-        try:
-            check_switches([point.when for point in self.points], [point.variant for point in self.points])
-        except ValueError as error:
-            raise UserError(f"points: {error}") from None
-        self._adaptation = Adaptation(self.points) if adapt else None
         self.point = self.points[-1]
-        """The operating point of the latest request's first round."""
+        """The operating point of the latest request."""
         for point in self.points:
             if point.draft is not None:
                 point.draft.attach(self.target)
@@ -144,7 +130,6 @@ class Decoder:
         self.point = LoadedPoint(self.draft, tree=tree, **options)
         check_paths([self.point], self.target)
         self.points = (self.point,)
-        self._adaptation = None
 
     def prepare(
         self, context_tokens: int = DEFAULT_CONTEXT_TOKENS, *, report: Report = lambda done, total: None
@@ -357,8 +342,7 @@ class Decoder:
         self.point = self.points[request.stats.point]
         session = Session(
             request,
-            switched_points(self.points, request.stats.point),
-            adaptation=self._adaptation,
+            self.point,
             rounds=self.rounds,
             capacity=len(request.prompt) + request.call.max_new_tokens + self._largest_tree,
             threads=self.threads,

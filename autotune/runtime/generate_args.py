@@ -18,7 +18,7 @@ from autotune.drafters.draft import Draft
 from autotune.errors import UserError, nearest
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.target import Target
-from autotune.runtime.points import LoadedPoint, reachable_points, switched_points
+from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
 from autotune.runtime.token_sampler import PREFIX_FREE, TokenSampler, check_sampling
 
@@ -93,12 +93,6 @@ class Request:
     """New tokens."""
     is_finished: bool = False
 
-    @property
-    def contexts(self) -> range:
-        """Context lengths at which rounds of the request may start; at least that of the first."""
-        num_rounds = max(1, self.call.max_new_tokens - 1)
-        return range(len(self.prompt), len(self.prompt) + num_rounds)
-
     def emit(self, tokens: list[int]) -> list[int]:
         """Append tokens until the request is finished; returns those appended."""
         emitted: list[int] = []
@@ -120,7 +114,7 @@ class Request:
 
 
 def new_request(call: Call, prompt: Prompt, row: int, target: Target, points: Sequence[LoadedPoint]) -> Request:
-    """The request of an encoded row, which begins at the first point whose condition it meets.
+    """The request of an encoded row, decoded by the first point whose condition it meets.
 
     Raises:
         UserError: no room for a token, or processors that a point's verification cannot honour.
@@ -141,15 +135,15 @@ def new_request(call: Call, prompt: Prompt, row: int, target: Target, points: Se
         has_image=prompt.num_visual_tokens > 0,
         workload=call.workload,
     )
-    stats = DecodingStats(point=number, rounds_by_point=[0] * len(points))
+    stats = DecodingStats(point=number)
     prefix = call.inputs["input_ids"][row : row + 1].to(target.device)
     request = Request(call, call.sampler(row, target.device), prompt, prefix, row, stats)
-    for point in reachable_points(switched_points(points, number), request.contexts).values():
-        if request.sampler.needs_prefix and not point.verification.is_lossless and point.draft is not None:
-            raise UserError(
-                f"{point.verification.kind} verification supports no logits processors that read the prefix; "
-                "drop them, or verify losslessly"
-            )
+    point = points[number]
+    if request.sampler.needs_prefix and not point.verification.is_lossless and point.draft is not None:
+        raise UserError(
+            f"{point.verification.kind} verification supports no logits processors that read the prefix; "
+            "drop them, or verify losslessly"
+        )
     return request
 
 

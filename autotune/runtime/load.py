@@ -29,7 +29,6 @@ def load(
     draft: Any = None,
     device: str = "auto",
     strict: bool = False,
-    adapt: bool = False,
     corpus_tokens: int = 0,
     context_tokens: int = DEFAULT_CONTEXT_TOKENS,
     console: Console | None = None,
@@ -37,13 +36,13 @@ def load(
     """Load a decoder that follows a profile.
 
     Loads the target and the drafts that the profile names, each once, or takes loaded models. On another device than the
-    profile's, decoding is still lossless: the loader warns. ``adapt`` and ``corpus_tokens`` are those of ``Decoder``:
-    points are chosen online, and retrieval looks in earlier answers too. In mode ``cuda-graph`` everything that requests of up to
+    profile's, decoding is still lossless: the loader warns. ``corpus_tokens`` is that of ``Decoder``: retrieval looks in
+    earlier answers too. In mode ``cuda-graph`` everything that requests of up to
     ``context_tokens`` tokens need is captured now (``Decoder.prepare``), with a progress bar on ``console``; 0 captures nothing.
 
     Raises:
         UserError: the profile or its models cannot be read, ``draft`` is given for points that name several drafts,
-            ``strict`` is set on another device, or ``adapt`` for points that cannot be chosen online.
+            or ``strict`` is set on another device.
         NotComparable: a model's weights differ from the profile's. Models given by the caller are not hashed.
     """
     source = "profile" if isinstance(profile, DecodingProfile) else str(profile)
@@ -90,7 +89,6 @@ def load(
         lambda choice: drafts[choice.network],
         processor=processor,
         is_tuned_here=is_tuned_here,
-        adapt=adapt,
         corpus_tokens=corpus_tokens,
     )
     if context_tokens > 0 and decoder.mode == CUDA_GRAPH:
@@ -115,7 +113,6 @@ def decoder_for(
     *,
     processor: Any = None,
     is_tuned_here: bool = True,
-    adapt: bool = False,
     corpus_tokens: int = 0,
 ) -> Decoder:
     """The decoder of a profile whose models are loaded. Numbers of threads are those of the device that it was tuned on; captured
@@ -143,6 +140,5 @@ def decoder_for(
         prefill_threads=profile.prefill_threads if is_tuned_here else None,
         processor=processor,
         profile=profile,
-        adapt=adapt,
         corpus_tokens=corpus_tokens,
     )

@@ -43,9 +43,8 @@ def log_request(stats: DecodingStats, *, is_finished: bool) -> None:
     """Log a request; the record's attribute ``stats`` is ``DecodingStats.to_json()``."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    points = ", ".join(f"{number}: {rounds}" for number, rounds in enumerate(stats.rounds_by_point) if rounds)
     logger.info(
-        "%s: %d prompt tokens, %d new tokens, %d rounds of which %d plain, %d of %d draft tokens accepted, rounds by point {%s}, "
+        "%s: %d prompt tokens, %d new tokens, %d rounds of which %d plain, %d of %d draft tokens accepted, point %d, "
         "first token after %.0f ms, decoding %.0f ms",
         FINISHED if is_finished else STOPPED,
         stats.prompt_tokens,
@@ -54,7 +53,7 @@ def log_request(stats: DecodingStats, *, is_finished: bool) -> None:
         stats.plain_steps,
         sum(stats.accepted_lengths),
         sum(stats.verified_nodes),
-        points,
+        stats.point,
         stats.target_prefill_ms,
         stats.decode_ms,
         extra={"stats": stats.to_json()},
@@ -83,7 +82,7 @@ class PrometheusMetrics:
             return Counter(f"autotune_{name}", text, labels, registry=registry)
 
         try:
-            self._requests = counter("requests", "Requests by first operating point and outcome", "point", "outcome")
+            self._requests = counter("requests", "Requests by operating point and outcome", "point", "outcome")
             self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
             self._new_tokens = counter("new_tokens", "Emitted tokens")
             self._rounds = counter("rounds", "Rounds by operating point, plain steps included", "point")
@@ -116,8 +115,7 @@ class PrometheusMetrics:
         self._requests.labels(stats.point, FINISHED if is_finished else STOPPED).inc()
         self._prompt_tokens.inc(stats.prompt_tokens)
         self._new_tokens.inc(stats.new_tokens)
-        for number, rounds in enumerate(stats.rounds_by_point):
-            self._rounds.labels(number).inc(rounds)
+        self._rounds.labels(stats.point).inc(stats.rounds)
         self._plain_steps.inc(stats.plain_steps)
         self._draft_tokens.inc(sum(stats.verified_nodes))
         self._accepted_tokens.inc(sum(stats.accepted_lengths))

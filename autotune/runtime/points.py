@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from autotune.documents.condition import Condition, Range, context_group
+from autotune.documents.condition import Condition
 from autotune.documents.subnet import VISUAL_RANKINGS, VisualRanking
 from autotune.drafters.draft import Draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
@@ -76,37 +76,6 @@ class LoadedPoint:
             when=self.when,
             coupled=False,
         )
-
-    @property
-    def variant(self) -> Hashable:
-        """The draft and the choice of visual tokens, which points share that a request is switched between; None for plain
-        decoding.
-        """
-        return None if self.draft is None else (self.draft, self.visual_keep, self.visual_ranking)
-
-
-def switched_points(points: Sequence[LoadedPoint], number: int) -> dict[int, LoadedPoint]:
-    """The points, by index, between which a request of point ``number`` is switched."""
-    group = context_group([point.when for point in points], number)
-    return {member: points[member] for member in group}
-
-
-def reachable_points(points: Mapping[int, LoadedPoint], contexts: range) -> dict[int, LoadedPoint]:
-    """The points, by index, that may decode a round at one of these context lengths.
-
-    Args:
-        points: in order of precedence; they differ in ``context_tokens`` alone.
-        contexts: not empty.
-    """
-    reachable = {}
-    whole = Range(min=contexts[0], max=contexts[-1])
-    for number, point in points.items():
-        values = point.when.context_tokens
-        if values is None or values.overlaps(contexts):
-            reachable[number] = point
-        if values is None or values.covers(whole):
-            break
-    return reachable
 
 
 def check_paths(points: Iterable[LoadedPoint], target: Target) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.acceptance.online_choice import OnlineChoice
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.execution import round_up
@@ -51,14 +50,10 @@ class Round:
         self._path = np.zeros(MAX_STEP, np.int64)
         self._tree_mask = np.zeros((MAX_STEP, MAX_STEP), np.float32)
 
-    def run(
-        self, request: Request, point: LoadedPoint, retrieved: Retrieved = NOTHING, choice: OnlineChoice | None = None
-    ) -> RoundResult:
-        """Draft, verify, accept, commit. ``retrieved`` comes from the second source of trees that use one; ``choice`` observes
-        what the draft proposes.
-        """
+    def run(self, request: Request, point: LoadedPoint, retrieved: Retrieved = NOTHING) -> RoundResult:
+        """Draft, verify, accept, commit. ``retrieved`` comes from the second source of trees that use one."""
         assert point.draft is not None
-        num_levels = self._grow_tree(request, point.draft, point, retrieved, choice)
+        num_levels = self._grow_tree(request, point.draft, point, retrieved)
         path, next_token = self.verify(request, point)
         self.keep(request, [ROOT, *path.tolist()])
         point.draft.commit(point.grower.tree, path, next_token)
@@ -73,24 +68,19 @@ class Round:
         request.stats.verify_ms += host_ms() - started
         return token
 
-    def _grow_tree(
-        self, request: Request, draft: Draft, point: LoadedPoint, retrieved: Retrieved, choice: OnlineChoice | None
-    ) -> int:
+    def _grow_tree(self, request: Request, draft: Draft, point: LoadedPoint, retrieved: Retrieved) -> int:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the number of levels."""
         grower, sampler, coupling = point.grower, point.coupling_sampler(request.sampler), None
-        num_levels, num_own = 0, grower.policy.num_proposals
-        num_proposals = num_own if choice is None else choice.num_proposals
+        num_levels = 0
         grower.plant(request.tokens[-1], self.target.length, retrieved)
         while len(grower.frontier):
             started = host_ms()
             if sampler is not None:
                 depth = grower.tree.depth[grower.frontier[:1]] + 1  # of the children
                 coupling = functools.partial(sampler.proposal_scores, positions=self.target.length + depth)
-            tokens, logprobs = draft.propose(grower.tree, grower.frontier, num_proposals, coupling)
+            tokens, logprobs = draft.propose(grower.tree, grower.frontier, grower.policy.num_proposals, coupling)
             request.stats.draft_ms += host_ms() - started
-            if choice is not None:
-                choice.observe_level(tokens, logprobs)
-            grower.grow(tokens[:, :num_own], logprobs[:, :num_own])
+            grower.grow(tokens, logprobs)
             num_levels += 1
         grower.prune()
         return num_levels

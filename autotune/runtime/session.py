@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from autotune.documents.condition import first_at_context
 from autotune.drafters.draft import Draft
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.modeling.clock import host_ms, now_ms
 from autotune.modeling.target import Prefilled
 from autotune.modeling.threads import limited_threads
-from autotune.runtime.adaptation import Adaptation
 from autotune.runtime.generate_args import Request
-from autotune.runtime.points import LoadedPoint, reachable_points
+from autotune.runtime.points import LoadedPoint
 from autotune.runtime.rounds import Round
 from autotune.trees.acceptance_counts import NEAR_IMAGE_TOKENS
 from autotune.trees.policy import NOTHING
-from autotune.trees.tree import Retrieved
 
 _open_sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
 """For each target and draft, the session whose tokens its cache holds."""
@@ -40,44 +37,30 @@ class Session:
     The target and the draft are configured for the request by ``prefill`` and restored by ``close``. Their caches hold one
     request: a session that opens closes the one that is still open on the same target or draft.
 
-    Before every round the context length chooses among the points. They share one draft, which reads the tokens of plain
-    steps too, so that nothing is computed again at a switch; the tree policy begins anew. With an ``adaptation``, points that
-    other labels would choose take part, and the tokens so far choose among those of the context length.
-
     Args:
-        points: operating points by index, in order of precedence, that differ in ``context_tokens`` alone.
+        point: the operating point that decodes the request.
         capacity: KV cache length that the request can reach, trees included.
         threads: CPU threads after the prefill; None: as many as torch uses.
         prefill_threads: CPU threads of prefills.
-        adaptation: the online choice among points.
     """
 
     def __init__(
         self,
         request: Request,
-        points: Mapping[int, LoadedPoint],
+        point: LoadedPoint,
         *,
         rounds: Round,
         capacity: int,
         threads: int | None,
         prefill_threads: int | None = None,
-        adaptation: Adaptation | None = None,
     ) -> None:
         self.request = request
-        self.number = next(iter(points))
-        """Index of the point of the next round."""
+        self.point = point
         self.target = rounds.target
         self.draft: Draft | None = None
-        """The points' draft, unless their fallbacks leave it out of this request, or no later round needs it."""
+        """The point's draft, unless its fallback leaves it out of this request."""
         self.capacity, self.threads, self.prefill_threads = capacity, threads, prefill_threads
         self._rounds = rounds
-        self._own = points  # those that the conditions choose among
-        candidates = {} if adaptation is None else adaptation.candidates(request)
-        self._choice = adaptation.choice(candidates) if adaptation is not None and len(candidates) > 1 else None
-        self._points = {**points, **candidates}
-        self._reachable = self._points_in(request.contexts)  # points that may still decode a round
-        self._speculates: dict[int, bool] = {}  # by point that has been chosen: whether its fallback lets it draft
-        self._drafting: LoadedPoint | None = None  # names the draft and the visual tokens of all points
         self._prefilled: Prefilled | None = None
         self._retrieval: RetrievalDraft | None = None  # the second source of trees that use one
         self._retrieved = NOTHING  # what it finds after the last emitted token
@@ -88,18 +71,13 @@ class Session:
         self._is_open = False
 
     @property
-    def point(self) -> LoadedPoint:
-        """The point of the next round."""
-        return self._points[self.number]
-
-    @property
     def is_finished(self) -> bool:
         return self.request.is_finished
 
     @property
     def is_plain(self) -> bool:
         """Whether the next token comes from a plain step: there is no draft, or rounds do not pay at present."""
-        return self.draft is None or not self._speculates[self.number] or self.point.fallback.is_plain
+        return self.draft is None or self.point.fallback.is_plain
 
     def prefill(self) -> list[int]:
         """Open the session and prefill the target; returns the first new token."""
@@ -108,8 +86,7 @@ class Session:
             started = self._clock()
             self._open()
             self.target.reserve(self.capacity)
-            drafting = self._drafting
-            rankings = [drafting.visual_ranking] if drafting is not None and drafting.visual_keep < 1.0 else []
+            rankings = [self.point.visual_ranking] if self.draft is not None and self.point.visual_keep < 1.0 else []
             self._prefilled = self.target.prefill(request.prompt, visual_rankings=rankings)
             token = request.sampler.token(self._prefilled.logits, len(request.prompt), request.prefix)
             emitted = request.emit([token])
@@ -130,8 +107,8 @@ class Session:
         self._cleanup.close()
 
     def _open(self) -> None:
-        drafts = {point.draft for point in self._reachable.values() if point.draft is not None}  # at most one
-        models = [self.target, *drafts]
+        point = self.point
+        models = [self.target] if point.draft is None else [self.target, point.draft]
         for model in models:
             close_session(model)
         self._is_open = True
@@ -139,45 +116,14 @@ class Session:
         for model in models:
             _open_sessions[model] = self
             self._cleanup.callback(_open_sessions.pop, model)
-        if any(point.policy.uses_retrieval for point in self._reachable.values()):
+        if point.policy.uses_retrieval:
             self._retrieval = self._rounds.retrieval
             self._retrieval.attach(self.target)
-        self._drafting = next((point for number, point in self._reachable.items() if self._may_draft(number)), None)
-        draft = self.draft = None if self._drafting is None else self._drafting.draft
+        point.grower.reset()
+        draft = self.draft = point.draft if point.draft is not None and point.fallback.begin_request() else None
         self._configure(self.target, output_layers=() if draft is None else draft.aux_layers)
-        if self._drafting is not None:
-            visual_keep, capture_sizes = self._drafting.visual_keep, self._rounds.capture_sizes
-            self._configure(draft, visual_keep=visual_keep, capture_sizes=capture_sizes)
-        if self._choice is not None:
-            self._choice.begin_request(self.request.stats.point)
-        self._choose_point(len(self.request.prompt))
-
-    def _points_in(self, contexts: range) -> dict[int, LoadedPoint]:
-        """The points, by index, that may decode a round at one of these context lengths."""
-        own = reachable_points(self._own, contexts)
-        others = {} if self._choice is None else {n: self._points[n] for n in self._choice.numbers}
-        return own | {n: point for n, point in others.items() if reachable_points({n: point}, contexts)}
-
-    def _may_draft(self, number: int) -> bool:
-        """Whether the rounds of a point draft, unless its fallback says otherwise during the request."""
-        point = self._points[number]
-        return self._speculates.get(number, point.draft is not None and not point.fallback.is_paused)
-
-    def _choose_point(self, context_tokens: int) -> None:
-        """Choose the point of the next round. Its fallback begins a request when it is first chosen."""
-        number = first_at_context(((n, point.when.context_tokens) for n, point in self._own.items()), context_tokens)
-        if self._choice is not None and self._points[number].draft is not None:
-            number = self._choice.choose(self._points_in(range(context_tokens, context_tokens + 1)))
-        if number == self.number and number in self._speculates:
-            return
-        self.number = number
-        contexts = range(context_tokens, self.request.contexts.stop)
-        self._reachable = self._points_in(contexts)
-        self.point.grower.reset()
-        if number not in self._speculates:
-            self._speculates[number] = self.point.draft is not None and self.point.fallback.begin_request()
-        if not any(self._may_draft(number) for number in self._reachable):
-            self.draft = None
+        if draft is not None:
+            self._configure(draft, visual_keep=point.visual_keep, capture_sizes=self._rounds.capture_sizes)
 
     def _configure(self, model: Any, **settings: Any) -> None:
         """Set the mode and other attributes of a model until the session is closed."""
@@ -189,10 +135,8 @@ class Session:
 
     def _end_request(self) -> None:
         self._is_open = False
-        rounds = self.request.stats.rounds_by_point
-        for number, speculates in self._speculates.items():
-            if speculates and rounds[number] > 0:
-                self._points[number].fallback.end_request()
+        if self.draft is not None and self.request.stats.rounds > 0:
+            self.point.fallback.end_request()
 
     def _advance(self, decode: Callable[[], list[int]]) -> list[int]:
         """Run a round or a plain step, emit its tokens and count them."""
@@ -209,16 +153,13 @@ class Session:
             emitted = self.request.emit(tokens)
             stats.accepted_lengths.append(min(len(tokens) - 1, len(emitted)))
             stats.new_tokens += len(emitted)
-            stats.rounds_by_point[self.number] += 1
-            if not self.is_finished:
-                self._choose_point(self.target.length)
             stats.decode_ms += host_ms() - started
         return emitted
 
     def _prefill_draft(self, draft: Draft) -> None:
         """Prefill the draft: not before the first new token is out, which it does not delay."""
-        assert self._prefilled is not None and self._drafting is not None
-        scores = self._prefilled.visual_scores.get(self._drafting.visual_ranking)
+        assert self._prefilled is not None
+        scores = self._prefilled.visual_scores.get(self.point.visual_ranking)
         with limited_threads(self.prefill_threads):  # a draft with an image encoder of its own runs it for its prompt
             prompt = self.request.call.draft_prompt(draft, self.request.row)
             draft.prefill(prompt, scores, capacity=self.capacity)
@@ -228,37 +169,27 @@ class Session:
             self._retrieval.prefill(text, None, capacity=self.capacity)
             self._retrieve([self.request.tokens[-1]])
 
-    def _retrieve(self, tokens: Sequence[int]) -> list[Retrieved]:
-        """Give emitted tokens to the second source; returns what it finds after each, if points are chosen online."""
-        if self._retrieval is None:
-            return []
-        steps = [tokens] if self._choice is None else [[token] for token in tokens]
-        found = []
-        for step in steps:
-            self._retrieval.extend(step)
-            found.append(self._retrieval.continuation())
-        self._retrieved = found[-1]
-        return found
+    def _retrieve(self, tokens: Sequence[int]) -> None:
+        """Give emitted tokens to the second source, if there is one."""
+        if self._retrieval is not None:
+            self._retrieval.extend(tokens)
+            self._retrieved = self._retrieval.continuation()
 
     def _plain_step(self) -> list[int]:
         token, stats = self._rounds.plain_step(self.request), self.request.stats
         stats.target_forwards += 1
         stats.plain_steps += 1
         stats.verified_nodes.append(0)
-        if self._choice is not None:
-            self._choice.skip()
         if self.draft is not None:
             self.draft.append(token)
             self._retrieve([token])
-            if self._speculates[self.number]:
-                self.point.fallback.count_plain_step()
+            self.point.fallback.count_plain_step()
         return [token]
 
     def _round(self) -> list[int]:
         point, stats = self.point, self.request.stats
-        context_tokens = self.target.length
-        is_near_image = context_tokens < self._near_image_until
-        path, next_token, draft_forwards = self._rounds.run(self.request, point, self._retrieved, self._choice)
+        is_near_image = self.target.length < self._near_image_until
+        path, next_token, draft_forwards = self._rounds.run(self.request, point, self._retrieved)
         tree = point.grower.tree
         num_nodes = int(tree.size[0]) - 1
         stats.draft_forwards += draft_forwards
@@ -268,9 +199,7 @@ class Session:
         point.fallback.update(draft_forwards=draft_forwards, nodes=num_nodes, accepted=len(path))
         tokens = [*tree.token[path].tolist(), next_token]
         point.grower.update(len(path), tokens[0])
-        retrieved = [self._retrieved, *self._retrieve(tokens)]
-        if self._choice is not None:
-            self._choice.end_round(tree, path, tokens, context_tokens, retrieved)
+        self._retrieve(tokens)
         return tokens
 
     def _clock(self) -> float:

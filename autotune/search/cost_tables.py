@@ -9,9 +9,9 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.cost.block_log import BlockLog
-from autotune.cost.profiler import kv_lengths_for, profile, shape_of
+from autotune.cost.profiler import kv_lengths_for, measure_costs, shape_of
 from autotune.cost.roofline import estimate_table, find_limits
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.table import CostTable, shipped_tables
 from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
@@ -48,7 +48,7 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
             return table
     if find_limits(gpu) is None:
         raise UserError(
-            f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune profile on that device"
+            f"--gpu {gpu}: its shipped tables are of other models than {target.id}; run autotune measure on that device"
         )
     if model_pool.has_states:
         mode = check_mode(mode, model_pool.target.device, has_states=True)
@@ -107,7 +107,7 @@ def local_table(
     ledger: Ledger,
     console: Console,
     *,
-    time_limit_s: float = ProfileSettings.time_limit_s,
+    time_limit_s: float = CostSettings.time_limit_s,
 ) -> CostTable:
     """This device's table: from the study's folder or ledger if it was measured for the same drafts in the same time, else
     measured now by one of the study's workers.
@@ -119,7 +119,7 @@ def local_table(
     # The schema version is part of the key: tables of older schemas have no held-out errors.
     documents = [model_pool.key, described, workload.sha256, CostTable.schema_version]
     samples = folder / f"{content_key(documents)}.cost.jsonl"  # serve a table of any time limit
-    if time_limit_s != ProfileSettings.time_limit_s:
+    if time_limit_s != CostSettings.time_limit_s:
         documents.append(time_limit_s)
     key = content_key(documents)
     path = folder / f"{key}.cost.json"
@@ -147,7 +147,7 @@ def measure_table(
     variants: Sequence[DraftVariant],
     workload: Workload,
     console: Console,
-    time_limit_s: float = ProfileSettings.time_limit_s,
+    time_limit_s: float = CostSettings.time_limit_s,
     log: BlockLog | None = None,
 ) -> CostTable:
     """Measure target and drafts at the KV lengths that the workload's prompts and answers reach.
@@ -161,13 +161,13 @@ def measure_table(
     longest = max(length + limit for length, limit in zip(lengths, limits, strict=True))
     kv_lengths, held_out = kv_lengths_for(min(lengths), longest)
     with console.stage("cost table") as update:
-        table = profile(
+        table = measure_costs(
             model_pool.target,
             model_pool.target_reference,
             drafts,
             model_pool.processor,
             workload,
-            settings=ProfileSettings(
+            settings=CostSettings(
                 kv_lengths=kv_lengths,
                 held_out_kv_length=held_out,
                 capture_sizes=model_pool.capture_sizes,

@@ -186,16 +186,14 @@ class Evaluator:
             return configuration
         return configuration.model_copy(update={"draft": draft, "subnet": subnet, "tree": tree})
 
-    def replay(
-        self, configuration: Configuration, prompts: Ints | None = None, context_boundaries: Sequence[int] = ()
-    ) -> Replay:
-        """Replay a configuration over the prompts with these indices (None: all), split into bands of context lengths.
+    def replay(self, configuration: Configuration, prompts: Ints | None = None) -> Replay:
+        """Replay a configuration over the prompts with these indices (None: all).
 
         Raises:
             UserError: no trace of its draft variant, or trees larger than traces or prices.
         """
         trace, policy, prices = self._replay_arguments(configuration)
-        return replay(trace, policy, prices, configuration.fallback, prompts, context_boundaries)
+        return replay(trace, policy, prices, configuration.fallback, prompts)
 
     def _replay_arguments(self, configuration: Configuration) -> tuple[Trace, Policy, DensePrices]:
         configuration = self.resolve(configuration)
@@ -213,7 +211,7 @@ class Evaluator:
         if policy.max_step > largest:
             raise UserError(
                 f"the cost table prices steps of up to {largest} tokens; {configuration.label} verifies up to "
-                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; profile a larger grid, or narrow the space"
+                f"{policy.max_nodes + 1} and drafts up to {policy.max_width} at once; measure a larger grid, or narrow the space"
             )
         return trace, policy, prices
 
@@ -275,38 +273,16 @@ class Evaluator:
             speedup=self.ar_ms_per_token / result.ms_per_token,
         )
 
-    def replay_many(
-        self,
-        configurations: Iterable[Configuration],
-        prompts: Ints | None = None,
-        context_boundaries: Sequence[int] = (),
-    ) -> list[Replay]:
+    def replay_many(self, configurations: Iterable[Configuration], prompts: Ints | None = None) -> list[Replay]:
         """Replay configurations in ``jobs`` threads."""
         for trace in self.traces.values():
             _ = trace.packed  # computed once, before the threads need it
         with ThreadPoolExecutor(self.jobs) as pool:
-            return list(pool.map(lambda one: self.replay(one, prompts, context_boundaries), configurations))
+            return list(pool.map(lambda one: self.replay(one, prompts), configurations))
 
     def prompt_ms(self, configurations: Sequence[Configuration]) -> Floats:
         """Predicted decoding times [configurations, prompts]."""
         return np.array([result.decode_ms for result in self.replay_many(configurations)])
-
-    def band_ms(self, configurations: Sequence[Configuration], context_boundaries: Sequence[int]) -> Floats:
-        """Predicted decoding times of the same tokens, [configurations, prompts, bands of context lengths].
-
-        A round belongs to the band in which it starts, so of two trees the larger one emits more tokens of the next band.
-        Each band's time is therefore scaled from the tokens that its rounds emitted to the tokens of the band.
-        """
-        trace = next(iter(self.traces.values()))
-        first = trace.prompt_length
-        ends = [np.zeros_like(first), *(np.full_like(first, b) for b in context_boundaries), np.full_like(first, 2**62)]
-        num_tokens = np.diff(np.clip(ends, first, first + np.diff(trace.answer_start) - 1), axis=0).T
-        found = []
-        for result in self.replay_many(configurations, context_boundaries=context_boundaries):
-            mean_ms = result.decode_ms / np.maximum(result.tokens, 1)  # per token, for bands in which no round starts
-            scale = num_tokens / np.maximum(result.band_tokens, 1)
-            found.append(np.where(result.band_tokens > 0, result.band_ms * scale, mean_ms[:, None] * num_tokens))
-        return np.array(found)
 
     def round_price(self, configuration: Configuration) -> RoundPrice:
         """The replayed cost of a round, a draft level and a node, in plain steps."""

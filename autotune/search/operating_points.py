@@ -1,24 +1,166 @@
-"""Proposes operating points from replay: conditions under which another candidate than the winner is faster."""
+"""Proposes operating points from replay: conditions under which another candidate than the winner is faster.
+
+With many configurations and few requests, the best configuration is partly the best by
+chance. A group of requests therefore gets its own point only if the configuration chosen on one half of the group beats the
+common one on the other half: by a minimum gain, and significantly. Groups are split in halves many times; because the halves
+overlap, the variance of the mean gain is corrected (Nadeau and Bengio 2003, "Inference for the generalization error"). The
+significance level is divided by the number of groups tried (Bonferroni).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autotune.documents.condition import Condition
+from autotune.documents.condition import Condition, Range
 from autotune.search.evaluator import Candidate, Evaluator
-from autotune.search.point_selection import (
-    by_context_tokens,
-    by_image,
-    by_prompt_tokens,
-    by_temperature,
-    by_workload,
-    choose_points,
-    context_boundaries,
-)
-from autotune.workloads.prompt import WorkloadPrompt
+from autotune.trees.limits import Floats, Ints
 from autotune.workloads.workload import Workload
+
+Flags = NDArray[np.bool_]
+
+MIN_GAIN = 0.02  # share of the decoding time that a point must save
+MIN_REQUESTS = 6  # of a group
+RISK = 0.05  # that any group gets a point by chance
+NUM_SPLITS = 50
+LENGTH_QUANTILES = (0.25, 0.5, 0.75)  # of lengths: candidates for the boundary between short and long
+WORKLOAD_ADVANTAGE = 1.5  # times the savings of other groupings, from which a grouping by workload is worth its tags
+
+
+class Group(NamedTuple):
+    condition: Condition
+    is_member: Flags
+    """[requests]"""
+
+
+Grouping = tuple[Group, ...]
+"""Disjoint groups of requests."""
+
+
+class Point(NamedTuple):
+    """Requests that meet ``condition``, and no earlier point's, are decoded with ``configuration``."""
+
+    condition: Condition
+    configuration: int
+    """Row of the decoding times."""
+    gain: float
+    """Share of the group's decoding time saved against the common configuration, on held-out halves; 0 for that one."""
+
+
+def by_workload(tags: Sequence[str]) -> Grouping:
+    """One group per tag; none if all requests have the same one."""
+    names = np.array(tags)
+    distinct = list(dict.fromkeys(tags))
+    return tuple(Group(Condition(workload=name), names == name) for name in distinct if len(distinct) > 1)
+
+
+def by_image(has_image: Sequence[bool] | Flags) -> Grouping:
+    """Requests with and without images; none if all requests are alike."""
+    flags = np.array(has_image)
+    return tuple(
+        Group(Condition(has_image=value), flags == value) for value in (True, False) if flags.any() and not flags.all()
+    )
+
+
+def by_prompt_tokens(lengths: Sequence[int] | Ints) -> list[Grouping]:
+    """Short and long prompts, with the boundary at each of ``LENGTH_QUANTILES``."""
+    tokens = np.array(lengths)
+    return [
+        (
+            Group(Condition(prompt_tokens=Range(max=longest)), tokens <= longest),
+            Group(Condition(prompt_tokens=Range(min=longest + 1)), tokens > longest),
+        )
+        for longest in _quantiles(tokens)
+    ]
+
+
+def _quantiles(lengths: Ints) -> list[int]:
+    """``LENGTH_QUANTILES`` of lengths, ascending, without the longest."""
+    quantiles = {int(np.quantile(lengths, share, method="lower")) for share in LENGTH_QUANTILES}
+    return sorted(quantiles - {int(lengths.max())})
+
+
+def by_temperature(temperatures: Sequence[float]) -> Grouping:
+    """One group per recorded temperature; other temperatures belong to the nearest of them."""
+    recorded = np.array(temperatures)
+    known = np.unique(recorded)
+    between = [float(middle) for middle in (known[1:] + known[:-1]) / 2]
+    return tuple(
+        Group(Condition(temperature=Range(min=low, max=high)), recorded == value)
+        for low, value, high in zip([None, *between], known, [*between, None], strict=True)
+        if (low, high) != (None, None)
+    )
+
+
+def choose_points(
+    ms: Floats,
+    groupings: Sequence[Grouping],
+    common: int,
+    *,
+    min_gain: float = MIN_GAIN,
+    min_requests: int = MIN_REQUESTS,
+    seed: int = 0,
+) -> list[Point]:
+    """The points of the grouping that saves most time; the last one decodes all remaining requests.
+
+    A grouping by workload helps only callers who tag their requests. It is used only if it saves ``WORKLOAD_ADVANTAGE`` times
+    as much time as the best of the others.
+
+    Args:
+        ms: predicted decoding times [configurations, requests]. All configurations emit the same tokens. Plain decoding
+            should be among them.
+        groupings: of the same requests; at most one is used.
+        common: row of the configuration for requests without a point of their own.
+        min_gain: share of a group's decoding time that its point must save.
+        min_requests: smallest size of a group.
+        seed: of the splits.
+    """
+    common_point = Point(Condition(), common, 0.0)
+    best = {
+        False: ([common_point], 0.0),
+        True: ([common_point], 0.0),
+    }  # points and saved ms, by whether requests need tags
+    sizes = [int(group.is_member.sum()) for grouping in groupings for group in grouping]
+    num_tried = max(1, sum(size >= min_requests for size in sizes))
+    min_deviations = NormalDist().inv_cdf(1 - RISK / num_tried)
+    for grouping in groupings:
+        points, saved_ms = [], 0.0
+        for group in grouping:
+            members = np.flatnonzero(group.is_member)
+            total_ms = float(ms[common, members].sum())
+            if len(members) < max(2, min_requests) or total_ms == 0.0:
+                continue
+            gain, deviation = _gain(ms, members, common, seed)
+            if gain >= min_gain and gain > min_deviations * deviation:
+                points.append(Point(group.condition, _fastest(ms, members), gain))
+                saved_ms += gain * total_ms
+        needs_tags = any(group.condition.workload is not None for group in grouping)
+        if saved_ms > best[needs_tags][1]:
+            best[needs_tags] = [*points, common_point], saved_ms
+    (seen, seen_ms), (tagged, tagged_ms) = best[False], best[True]
+    return tagged if tagged_ms > WORKLOAD_ADVANTAGE * seen_ms else seen
+
+
+def _gain(ms: Floats, members: Ints, common: int, seed: int) -> tuple[float, float]:
+    """Share of the members' decoding time that their own configuration saves, and its standard deviation."""
+    rng = np.random.default_rng(seed)
+    gains = np.zeros(NUM_SPLITS)
+    for split in range(NUM_SPLITS):
+        order = rng.permutation(members)
+        choosing, held_out = order[: len(order) // 2], order[len(order) // 2 :]
+        own_ms = ms[_fastest(ms, choosing), held_out]
+        gains[split] = 1 - own_ms.sum() / max(ms[common, held_out].sum(), 1e-9)
+    # Nadeau and Bengio: with halves of equal size, (1 / splits + 1) times the sample variance.
+    return float(gains.mean()), float(gains.std(ddof=1)) * (1 / NUM_SPLITS + 1) ** 0.5
+
+
+def _fastest(ms: Floats, requests: Ints) -> int:
+    """The configuration with the least total time; the first of equally fast ones."""
+    return int(ms[:, requests].sum(1).argmin())
 
 
 def propose_points(
@@ -26,45 +168,19 @@ def propose_points(
 ) -> list[tuple[Condition, Candidate]]:
     """Conditions under which another candidate is predicted to be faster than the first one, which comes last.
 
-    A request is switched by context length only between candidates with the first one's draft and visual tokens.
-
     Args:
         tune: the recorded prompts.
     """
-    configurations = [candidate.configuration for candidate in candidates]
-    common, trace = configurations[0], next(iter(evaluator.traces.values()))
-    boundaries = context_boundaries(trace.prompt_length, np.diff(trace.answer_start) - 1)
+    trace = next(iter(evaluator.traces.values()))
     points = choose_points(
-        evaluator.prompt_ms(configurations),
+        evaluator.prompt_ms([candidate.configuration for candidate in candidates]),
         [
             by_workload(evaluator.tasks),
             by_temperature([prompt.settings.temperature or 0.0 for prompt in tune.prompts]),
             by_image(trace.num_visual_tokens > 0),
             *by_prompt_tokens(trace.prompt_length),
-            *by_context_tokens(
-                boundaries,
-                evaluator.band_ms(configurations, boundaries),
-                np.array([(one.draft, one.subnet) == (common.draft, common.subnet) for one in configurations]),
-            ),
         ],
         common=0,
         seed=seed,
     )
     return [(point.condition, candidates[point.configuration]) for point in points]
-
-
-def prompts_of(condition: Condition, evaluator: Evaluator, tune: Workload) -> tuple[WorkloadPrompt, ...]:
-    """The recorded prompts that meet a condition, at some context length of their answers."""
-    trace, contexts = next(iter(evaluator.traces.values())), condition.context_tokens
-    found = []
-    for p, (prompt, num_tokens) in enumerate(zip(tune.prompts, np.diff(trace.answer_start).tolist(), strict=True)):
-        length = int(trace.prompt_length[p])
-        meets = condition.of_request.matches(
-            temperature=prompt.settings.temperature or 0.0,
-            prompt_tokens=length,
-            has_image=bool(trace.num_visual_tokens[p] > 0),
-            workload=prompt.settings.task,
-        )
-        if meets and (contexts is None or contexts.overlaps(range(length, length + max(1, num_tokens - 1)))):
-            found.append(prompt)
-    return tuple(found)

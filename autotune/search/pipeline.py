@@ -13,7 +13,7 @@ from autotune.acceptance.trace import ForestBounds, Trace, bounds_for
 from autotune.console import Console
 from autotune.contention import wait_until_quiet
 from autotune.cost.profiler import shape_of
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.table import TOKENS, CostTable
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.decoding_profile import DecodingProfile
@@ -174,7 +174,7 @@ class _SearchRun:
             table.save(self.folder / f"{table.device.name}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.
-            limit_s = min(ProfileSettings.time_limit_s, STAGES["cost table"] * settings.budget_s)
+            limit_s = min(CostSettings.time_limit_s, STAGES["cost table"] * settings.budget_s)
             table = local_table(
                 self.model_pool, priced, self.tune, self.folder, self.ledger, self.console, time_limit_s=limit_s
             )

@@ -15,9 +15,9 @@ from autotune.evaluation.runner import ArmRunner
 from autotune.search.elimination import RISK, is_significantly_slower
 from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import print_labels
-from autotune.search.operating_points import prompts_of
-from autotune.search.point_selection import MIN_GAIN
+from autotune.search.operating_points import MIN_GAIN
 from autotune.trees.limits import Floats
+from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
 POINT_PROMPTS = 4  # of an operating point between two interim analyses
@@ -49,9 +49,6 @@ class PointConfirmation:
             candidate = self.evaluator.with_fallback(predicted).configuration
             if candidate.key in {rival.key for rival in rivals.values()}:
                 continue
-            variants = {(one.draft, one.subnet) for one in (candidate, self.winner)}
-            if condition.context_tokens is not None and len(variants) > 1:  # a published default may name no layer
-                continue
             if time.monotonic() > self.deadline:
                 self.console.say(
                     f"{len(points) - number} operating points were not confirmed in their share of the budget"
@@ -76,11 +73,8 @@ class PointConfirmation:
         """Decoding times of the arms on the tuning prompts that meet a condition, until the difference of the point to
         the others is significant or the time is over.
         """
-        prompts = prompts_of(condition, self.evaluator, self.tune)
+        prompts = _prompts_of(condition, self.evaluator, self.tune)
         arms = [self.runner.arm(name, configuration) for name, configuration in configurations.items()]
-        if condition.context_tokens is not None:  # the winner decodes the other contexts
-            parts = [(condition, configurations[POINT]), (condition.of_request, self.winner)]
-            arms = [*arms[:-1], self.runner.switching_arm(POINT, parts)]
         ms = {arm.name: np.zeros(0) for arm in arms}
         for begin in range(0, len(prompts), POINT_PROMPTS):
             part = Workload(self.tune.name, self.tune.split, prompts[begin : begin + POINT_PROMPTS])
@@ -94,3 +88,18 @@ class PointConfirmation:
             if is_faster or is_slower or time.monotonic() > self.deadline:
                 break
         return ms
+
+
+def _prompts_of(condition: Condition, evaluator: Evaluator, tune: Workload) -> tuple[WorkloadPrompt, ...]:
+    """The recorded prompts that meet a condition."""
+    trace = next(iter(evaluator.traces.values()))
+    return tuple(
+        prompt
+        for p, prompt in enumerate(tune.prompts)
+        if condition.matches(
+            temperature=prompt.settings.temperature or 0.0,
+            prompt_tokens=int(trace.prompt_length[p]),
+            has_image=bool(trace.num_visual_tokens[p] > 0),
+            workload=prompt.settings.task,
+        )
+    )

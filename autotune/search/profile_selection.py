@@ -295,7 +295,7 @@ class ProfileSelection:
         by_key = {finalist.configuration.key: finalist.speedup for finalist in self.measured.finalists}
         by_key |= {default.configuration.key: default.speedup for default in self.measured.defaults}
         pairs = list(zip(runs[TUNED], runs[AR], strict=True))
-        own = [pair for pair in pairs if pair[0].points == {len(profile.points) - 1}]  # not those of other points
+        own = [pair for pair in pairs if pair[0].point == len(profile.points) - 1]  # not those of other points
         measured = summarize(TUNED, *map(list, zip(*(own or pairs), strict=True)))
         found = Shrinkage(
             predicted_on_choosing=choosing,
@@ -374,7 +374,7 @@ def _from_summary(document: type[D], summary: Summary, **others: Any) -> D:
 
 def _measured_point(number: int, runs: Sequence[Run], plain: Sequence[Run]) -> Measured | None:
     """Measurements of an operating point on the prompts that it decoded; None where it decoded nothing."""
-    pairs = [(run, plain_run) for run, plain_run in zip(runs, plain, strict=True) if number in run.points]
+    pairs = [(run, plain_run) for run, plain_run in zip(runs, plain, strict=True) if number == run.point]
     if not any(run.new_tokens > 1 for run, _ in pairs):
         return None
     own_runs, plain_runs = zip(*pairs, strict=True)

@@ -7,16 +7,14 @@ workloads or other cost tables.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
 from autotune.cost.draft_costs import ModelShape
 from autotune.documents.configuration import Configuration
 from autotune.documents.fingerprint import Fingerprint
-from autotune.documents.migrations import with_its_rules
 from autotune.documents.provenance import ModelReference, Provenance
-from autotune.files import Document, rename_keys
+from autotune.files import Document
 
 STUDY, PROFILE, RUNS, LEDGER = "study.json", "profile.json", "runs.jsonl", "ledger.sqlite"
 """Files in a study folder."""
@@ -36,8 +34,8 @@ class Finalist(Document):
     configuration: Configuration
     predicted_speedup: float
     """On the prompts that it was measured on."""
-    interval90: tuple[float, float] | None = None
-    """Interval of the prediction; null in studies of earlier versions."""
+    interval90: tuple[float, float]
+    """Interval of the prediction."""
     speedup: float
     ci95: tuple[float, float]
     num_runs: int
@@ -66,22 +64,7 @@ class MeasuredDefault(Document):
     """Whether it was significantly slower than the fastest default."""
 
 
-def _rename_keys(content: dict[str, Any]) -> None:
-    """Migrate from version 1."""
-    rename_keys(content, {"sampled": "optuna_study"})
-    for finalist in content.get("finalists", []):
-        finalist["is_eliminated"] = not finalist.pop("is_standing")
-
-
-def _keep_tree_rules(content: dict[str, Any]) -> None:
-    """Migrate from version 2."""
-    for finalist in content.get("finalists", []):
-        finalist["configuration"]["tree"] = with_its_rules(finalist["configuration"]["tree"])
-
-
-class StudyDocument(
-    Document, kind="study", version=3, made_by="autotune search", migrations={1: _rename_keys, 2: _keep_tree_rules}
-):
+class StudyDocument(Document, kind="study", made_by="autotune search"):
     """The inputs and results of a search."""
 
     provenance: Provenance

@@ -5,14 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.acceptance.trace import Trace, TraceHeader
 from autotune.cost.table import CostTable
-from autotune.documents.condition import context_boundaries, first_match
+from autotune.documents.condition import first_match
 from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.files import WORKSPACE
@@ -73,40 +71,21 @@ def find_studies(profile: DecodingProfile, source: Path) -> list[StudyFolder]:
     return [study for study in found if study is not None]
 
 
-class PointsOfBands(NamedTuple):
-    """The operating points that decode the tuning prompts greedily, by band of context lengths."""
-
-    context_boundaries: list[int]
-    """Context lengths that begin a band, ascending."""
-    points: Ints
-    """Index of the point, [prompts, bands]; -1 where no round of the prompt can start in the band."""
-
-    def has_rounds(self, number: int) -> NDArray[np.bool_]:
-        """Whether a point decodes a part of each prompt, [prompts]."""
-        return np.asarray((self.points == number).any(1))
-
-
-def points_of_bands(profile: DecodingProfile, trace: Trace) -> PointsOfBands:
-    """The point that decodes each tuning prompt greedily, in each of the bands that the profile's conditions tell apart."""
+def points_of_prompts(profile: DecodingProfile, trace: Trace) -> Ints:
+    """Index of the operating point that decodes each tuning prompt greedily, [prompts]."""
     conditions = [point.when for point in profile.points]
-    boundaries = context_boundaries(conditions)
-    points = np.full((trace.num_prompts, len(boundaries) + 1), -1)
-    first_context, num_rounds = trace.prompt_length, np.maximum(1, np.diff(trace.answer_start) - 1)
-    for p, task in enumerate(trace.header.tasks):
-        prompt_tokens = int(first_context[p])
-        for band, begin in enumerate([0, *boundaries]):
-            context = max(begin, prompt_tokens)
-            end = boundaries[band] if band < len(boundaries) else np.inf
-            if context < min(end, prompt_tokens + num_rounds[p]):
-                points[p, band] = first_match(
-                    conditions,
-                    temperature=0.0,
-                    prompt_tokens=prompt_tokens,
-                    has_image=bool(trace.num_visual_tokens[p] > 0),
-                    workload=task,
-                    context_tokens=context,
-                )
-    return PointsOfBands(boundaries, points)
+    return np.array(
+        [
+            first_match(
+                conditions,
+                temperature=0.0,
+                prompt_tokens=int(trace.prompt_length[p]),
+                has_image=bool(trace.num_visual_tokens[p] > 0),
+                workload=task,
+            )
+            for p, task in enumerate(trace.header.tasks)
+        ]
+    )
 
 
 def load_tables(folder: Path) -> list[CostTable]:

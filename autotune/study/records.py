@@ -43,5 +43,5 @@ def record_of(screened: list[ScreenedSubnet]) -> dict[str, Any]:
 
 
 def screened_in(record: dict[str, Any]) -> list[ScreenedSubnet]:
-    """The subnets of a ledger record; records of version 0.1.0 hold one."""
-    return [ScreenedSubnet.model_validate(one, strict=False) for one in record.get("subnets", [record])]
+    """The subnets of a ledger record."""
+    return [ScreenedSubnet.model_validate(one, strict=False) for one in record["subnets"]]

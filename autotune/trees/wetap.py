@@ -49,7 +49,7 @@ class WetapPolicy(BasePolicy):
     top_p: float = Field(default=0.9, gt=0, le=1)
     nucleus: Literal["top_k", "all"] = "top_k"
     """Mass that ``top_p`` is a share of: the probability of the ``top_k`` best candidates, as transformers cuts, or of all
-    tokens, as profiles before version 3 do.
+    tokens.
     """
 
     @property

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +93,9 @@ def test_an_answer_with_a_near_tie_is_decoded_again_by_itself(
     again = AnswerRecorder(fresh.target, fresh.processor)
     decode = again._alone
     monkeypatch.setattr(again, "_alone", lambda prompt: alone.append(prompt) or decode(prompt))
-    found = {prompt.sha256: answer for prompt, answer in again.record([(prompt, None) for prompt in greedy.prompts])}
+    found = {prompt.sha256: answer for prompt, answer in again.record(greedy.prompts)}
     assert [prompt.sha256 for prompt in alone] == [prompt.sha256 for prompt in greedy.prompts]
     assert [found[prompt.sha256] for prompt in greedy.prompts] == expected
-
-
-def test_an_answer_of_version_0_1_0_is_ranked_again(fresh: Recorder, workload: Workload) -> None:
-    """Its file has the scores of one ranking. Its tokens are kept."""
-    one = Workload("x", "tune", workload.prompts[1:2])
-    (answer,) = fresh.answers(one)
-    (path,) = (fresh.folder / "answers").iterdir()
-    old = {**asdict(answer), "visual_scores": answer.visual_scores["text_after_image"]}
-    path.write_text(json.dumps({**old, "tokens": answer.tokens[:5]}))
-    assert fresh.answers(one) == [replace(answer, tokens=answer.tokens[:5])]
-    assert json.loads(path.read_text())["visual_scores"].keys() == answer.visual_scores.keys()
 
 
 def test_other_settings_or_pixels_make_another_record(fresh: Recorder, workload: Workload) -> None:
@@ -397,22 +384,6 @@ def assert_same_trace(actual: Trace, expected: Trace) -> None:
         assert getattr(actual, name).tolist() == getattr(expected, name).tolist()
     for name in ("answer", "child_token", "child_logprob", "child_node"):
         np.testing.assert_array_equal(getattr(actual.forest, name), getattr(expected.forest, name))
-
-
-def test_forests_of_version_0_1_0_are_reused_for_greedy_answers_only(
-    fresh: Recorder, draft: IndependentDraft, draft_reference: ModelReference, workload: Workload
-) -> None:
-    """Forests of sampled answers were recorded without coupling."""
-    one = Workload("x", "tune", workload.prompts[2:4])
-    assert [prompt.settings.temperature for prompt in one.prompts] == [0.0, 1.0]
-    first = record(fresh, draft, draft_reference, one)
-    files = {path.name for path in (fresh.folder / "forests").rglob("*.safetensors")}
-    answers = {path.stem for path in (fresh.folder / "answers").iterdir()}
-    assert len(files) == 2 and {name.removesuffix(".safetensors") for name in files} & answers
-    (coupled,) = (path for path in (fresh.folder / "forests").rglob("*-coupled.safetensors"))
-    coupled.rename(coupled.with_name(coupled.name.replace("-coupled", "")))
-    assert_same_trace(record(fresh, draft, draft_reference, one), first)
-    assert coupled.exists(), "recorded again"
 
 
 @pytest.mark.parametrize("kind", ["answers", "forests"])

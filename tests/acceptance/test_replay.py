@@ -12,11 +12,9 @@ import pytest
 
 from autotune.acceptance.recorder import Recorder
 from autotune.acceptance.replay import _level_price, plain_decode_ms, replay
-from autotune.acceptance.rounds import adaptive_rounds, switched_rounds
 from autotune.acceptance.trace import ForestBounds, RecordedPrompt, Trace, bounds_for, join
 from autotune.cost.request_costs import PrefillCost
 from autotune.cost.table import DensePrices
-from autotune.documents.condition import Condition, Range
 from autotune.documents.configuration import Configuration
 from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
@@ -26,11 +24,9 @@ from autotune.errors import UserError
 from autotune.modeling.loading import RETRIEVAL, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.points import LoadedPoint
 from autotune.runtime.stats import DecodingStats
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
-from autotune.trees.fallback import RoundPrice
 from autotune.trees.limits import MAX_DEPTH, MAX_LEVEL_STEP, MAX_RETRIEVED
 from autotune.trees.policy import POLICIES, parse_policy
 from autotune.trees.sage import SagePolicy
@@ -211,72 +207,6 @@ def test_replay_counts_the_rounds_of_sampled_requests(
             num_different += lengths != [found.tolist() for found in replayed.accepted_lengths]
     assert num_missing < 12, "prompts that a beam leaves are not compared"
     assert num_different > of_each / 2, "of the chains; otherwise the proposals need not be coupled"
-
-
-def test_a_switched_request_takes_the_rounds_of_its_points(
-    traces: dict[float, Trace], target: Target, draft: IndependentDraft, workload: Workload, processor: Any
-) -> None:
-    """One policy for the first tokens after a prompt, plain steps for the next, another policy with a fallback for the rest."""
-    trace, price = traces[0.5], random_price(random.Random(3))
-    policies = parse_policy({"policy": "sage", "d_max": 6}), parse_policy({"policy": "chain", "depth": 3})
-    for (p, prompt), (first, last) in itertools.product(enumerate(workload.prompts), (policies, policies[::-1])):
-        begin = int(trace.prompt_length[p])
-        ends = begin + 5, begin + 11
-        whens = [Condition(context_tokens=Range(max=end)) for end in ends]
-        points = [
-            LoadedPoint(draft, tree=first, visual_keep=0.5, when=whens[0]),
-            LoadedPoint(None, when=whens[1]),
-            LoadedPoint(draft, tree=last, visual_keep=0.5, fallback=price),
-        ]
-        replayed = list(
-            switched_rounds(
-                trace,
-                p,
-                {0: (first, None), 1: (None, None), 2: (last, price)},
-                lambda context, ends=ends: sum(context > end for end in ends),  # type: ignore[misc]
-            )
-        )
-        stats = decode(Decoder(target, points=points), prompt, processor)
-        rounds = [one for _, one in replayed]
-        assert stats.accepted_lengths == [len(one.path) for one in rounds], prompt.name
-        assert stats.verified_nodes == [one.num_nodes for one in rounds]
-        assert stats.draft_forwards == sum(one.num_levels for one in rounds)
-        assert stats.rounds_by_point == np.bincount([number for number, _ in replayed], minlength=3).tolist()
-        assert min(stats.rounds_by_point) > 0 or prompt.settings.max_new_tokens == 1
-
-
-def test_points_chosen_online_are_those_of_replay(
-    traces: dict[float, Trace], target: Target, draft: IndependentDraft, workload: Workload, processor: Any
-) -> None:
-    """12 times three random points, with and without plain steps."""
-    trace, rng, switched = traces[0.5], random.Random(8), 0
-    for number in range(12):
-        kinds = [list(POLICIES)[(number + offset) % len(POLICIES)] for offset in (0, 2, 3)]
-        prices = [
-            random_price(rng)
-            if number % 3 == 0
-            else RoundPrice(round_steps=rng.uniform(0.1, 0.5), level_steps=0, node_steps=0)
-            for _ in kinds
-        ]
-        trees = [random_tree_policy(kind, rng, SIZES) for kind in kinds]
-        policies = [parse_policy(tree | ({"retrieval": False} if "retrieval" in tree else {})) for tree in trees]
-        whens = [Condition(workload="a"), Condition(workload="b"), Condition()]
-        candidates = {n: (policies[n], prices[n]) for n in (2, 0, 1)}
-        for p, prompt in enumerate(workload.prompts):
-            points = [
-                LoadedPoint(draft, tree=policy, visual_keep=0.5, fallback=price, when=when)
-                for policy, price, when in zip(policies, prices, whens, strict=True)
-            ]
-            stats = decode(Decoder(target, points=points, adapt=True), prompt, processor)
-            replayed = list(adaptive_rounds(trace, p, candidates))
-            numbers = [number for number, _ in replayed]
-            rounds = [one for _, one in replayed]
-            assert stats.accepted_lengths == [len(one.path) for one in rounds], (prompt.name, kinds)
-            assert stats.verified_nodes == [one.num_nodes for one in rounds]
-            assert stats.draft_forwards == sum(one.num_levels for one in rounds)
-            assert stats.rounds_by_point == np.bincount(numbers, minlength=3).tolist()
-            switched += len(set(numbers)) > 1
-    assert switched > 5
 
 
 def test_an_answer_of_one_token_takes_no_round(traces: dict[float, Trace], workload: Workload) -> None:

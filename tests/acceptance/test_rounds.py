@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.acceptance.replay import Replay, plain_band_ms, plain_decode_ms, replay
-from autotune.acceptance.rounds import count_acceptance, rounds, switched_rounds
+from autotune.acceptance.replay import Replay, plain_decode_ms, replay
+from autotune.acceptance.rounds import count_acceptance, rounds
 from autotune.acceptance.trace import Trace
 from autotune.cost.request_costs import PrefillCost
 from autotune.errors import UserError
@@ -25,7 +25,7 @@ from tests.acceptance.configurations import (
     random_price,
     random_tree_policy,
 )
-from tests.sample_documents import DRAFT, cost_table, free_prices, random_trace
+from tests.sample_documents import free_prices, random_trace
 
 TREES: list[dict[str, Any]] = [
     {"policy": "chain", "depth": 3},
@@ -53,60 +53,16 @@ def assert_same_rounds(trace: Trace, tree: dict[str, Any], fallback: RoundPrice 
     return counted
 
 
-BOUNDARIES = (12, 25, 40)  # hash_trace has prompts of 10 tokens
-
-
-def test_bands_of_replay_hold_the_rounds_that_start_in_them() -> None:
-    """With 1 ms for every target forward, the time of a band is its number of rounds. The bands add up to the whole."""
+def test_times_add_up_to_the_whole() -> None:
+    """With 1 ms for every target forward, the time is the number of rounds; the draft's prefill is priced once a prompt."""
     trace = hash_trace(1, num_prompts=3, num_tokens=60)
-    one_ms = replace(free_prices(), decode_ms=np.ones(1), verify_ms=np.ones((200, 1)))
+    prefill = PrefillCost(intercept_ms=5, per_token_ms=0, image_ms=0, samples=[])
+    prices = replace(free_prices(), decode_ms=np.ones(1), verify_ms=np.ones((200, 1)), draft_prefill=prefill)
     for tree in TREES:
         for fallback in (None, DEAR):
-            found = replay(trace, parse_policy(tree), one_ms, fallback, context_boundaries=BOUNDARIES)
-            for prompt in range(trace.num_prompts):
-                shown = list(rounds(trace, prompt, parse_policy(tree), fallback))
-                bands = np.searchsorted(BOUNDARIES, [one.context_tokens for one in shown], side="right")
-                assert found.band_ms[prompt].tolist() == np.bincount(bands, minlength=4).tolist()
-                ends = [*(one.position for one in shown[1:]), 59]
-                emitted = np.array(ends) - [one.position for one in shown]
-                assert found.band_tokens[prompt].tolist() == np.bincount(bands, emitted, minlength=4).tolist()
-            assert (found.band_ms > 0).all() and found.band_tokens.sum(1).tolist() == found.tokens.tolist()
-
-
-def test_bands_add_up_to_the_whole() -> None:
-    """Draft, verification, overhead and the draft's prefill, which belongs to the first round's band."""
-    trace = random_trace(6, num_tokens=30)
-    prices = cost_table().prices(DRAFT, max_tokens=64, max_kv_length=64)
-    prices = replace(prices, draft_prefill=PrefillCost(intercept_ms=5, per_token_ms=1, image_ms=2, samples=[]))
-    for tree in TREES:
-        whole, parts = (
-            replay(trace, parse_policy(tree), prices, DEAR, context_boundaries=given) for given in ((), (21, 30, 300))
-        )
-        assert np.array_equal(whole.band_ms[:, 0], whole.decode_ms)
-        assert whole.decode_ms == pytest.approx(parts.band_ms.sum(1), rel=1e-12)
-        assert [a.tolist() for a in whole.accepted_lengths] == [a.tolist() for a in parts.accepted_lengths]
-        assert (parts.band_ms[:, 3] == 0).all() and parts.band_ms[0, 0] > 5 + 10 > parts.band_ms[2, 0] == 0
-    plain = plain_band_ms(trace, prices, (21, 30, 300))
-    assert plain.sum(1) == pytest.approx(plain_decode_ms(trace, prices), rel=1e-12)
-    assert plain[0, 0] == prices.decode_ms[20 // prices.kv_step] and (plain[:, 3] == 0).all()
-
-
-def test_switched_rounds_are_those_of_each_point_from_its_first_root_on() -> None:
-    """A plain stretch between two policies, both of which begin anew."""
-    trace = hash_trace(2, num_prompts=2, num_tokens=60)
-    points = {0: (parse_policy(TREES[3]), None), 1: (None, None), 2: (parse_policy(TREES[2]), DEAR)}
-    for prompt in range(2):
-        shown = list(switched_rounds(trace, prompt, points, lambda context: (context >= 25) + (context >= 32)))
-        assert [number for number, _ in shown] == sorted(number for number, _ in shown)
-        for number, (policy, price) in points.items():
-            own = [one for of_point, one in shown if of_point == number]
-            assert own and (policy is not None or len(own) <= 7)
-            if policy is not None:
-                expected = rounds(trace, prompt, policy, price, first=own[0].position)
-                for one, other in zip(own, expected, strict=False):
-                    assert (one.position, one.path.tolist()) == (other.position, other.path.tolist())
-        ends = [one.position + len(one.path) + 1 for _, one in shown]
-        assert [one.position for _, one in shown[1:]] == ends[:-1] and ends[-1] >= 59
+            found = replay(trace, parse_policy(tree), prices, fallback)
+            assert found.decode_ms.tolist() == (found.rounds + 5).tolist()
+    assert plain_decode_ms(trace, prices).tolist() == [59.0] * 3
 
 
 def test_rounds_are_those_of_replay() -> None:

@@ -26,19 +26,9 @@ def judged(now: list[Counts], then: list[Counts], **options: Any) -> Gate:
 
 def test_counts_are_priced_in_plain_steps() -> None:
     then = counts()
-    assert cost_in_steps(then, PRICE, other=then) == pytest.approx(10 * 1.2 + 40 * 0.1 + 40 * 0.02)
+    assert cost_in_steps(then, PRICE) == pytest.approx(10 * 1.2 + 40 * 0.1 + 40 * 0.02)
     with_plain_steps = counts(plain_steps=4)
-    assert cost_in_steps(with_plain_steps, PRICE, other=then) == pytest.approx(4 + 6 * 1.2 + 40 * 0.1 + 40 * 0.02)
-    assert cost_in_steps(with_plain_steps, PRICE, other=counts(plain_steps=None)) == pytest.approx(
-        cost_in_steps(then, PRICE, other=then)
-    )
-
-
-def test_counts_that_one_side_did_not_record_are_ignored_on_both() -> None:
-    """Evidence of an earlier version has no node counts."""
-    old = counts(verified_nodes=None, plain_steps=None, target_forwards=None, accepted_lengths=None)
-    assert counts().agrees_with(old) and old.agrees_with(counts())
-    assert cost_in_steps(counts(), PRICE, other=old) == cost_in_steps(old, PRICE, other=counts()) == pytest.approx(16.0)
+    assert cost_in_steps(with_plain_steps, PRICE) == pytest.approx(4 + 6 * 1.2 + 40 * 0.1 + 40 * 0.02)
 
 
 def test_equal_counts_pass() -> None:

@@ -12,7 +12,7 @@ import pytest
 from autotune.check import comparison
 from autotune.check.job import run_check
 from autotune.check.pairs import Pair as TimedPair
-from autotune.check.result import SESSION_COUNTS, CheckResult, Gate
+from autotune.check.result import CheckResult, Gate
 from autotune.check.settings import CheckSettings
 from autotune.check.worker import SideDecoder
 from autotune.check.worker_process import Decoded, Request, Side
@@ -25,7 +25,7 @@ from autotune.documents.provenance import stamp
 from autotune.errors import NotComparable, UserError
 from autotune.evaluation.arms import DecoderArm
 from autotune.evaluation.runner import ArmRunner
-from autotune.files import read_json, read_lines
+from autotune.files import read_lines
 from autotune.modeling.loading import reference
 from autotune.runtime import generate_args
 from autotune.runtime import load as loading
@@ -75,19 +75,17 @@ def test_equal_outputs_pass(world: Path) -> None:
 
 
 def test_later_turns_are_checked_too(world: Path) -> None:
-    """They follow the target's answers, and their counts are comparable with those of an earlier session."""
+    """They follow the target's answers."""
     row = {"question_id": 1, "category": "writing", "turns": ["Go on.", "And then?", "Stop."]}
     rows = [row, {**row, "turns": ["Go.", "On."]}]
     write_workload(world, rows, name="question.jsonl")
     settings = {"workloads": ("question.jsonl",), "num_prompts": 4, "max_new_tokens": 12}
-    for counts in ("skipped", "passed"):
-        found = check("lossless.json", **settings, baseline=world / "sessions.json")
-        assert found.verdict == "passed" and verdicts(found).get(SESSION_COUNTS, "skipped") == counts
-        assert [prompt.name for prompt in found.workloads[0].prompts] == [
-            "question.jsonl:2/turn-1",
-            "question.jsonl:2/turn-2",
-        ]
-        assert found.workloads[0].identical_outputs == 2
+    found = check("lossless.json", **settings)
+    assert found.verdict == "passed" and found.workloads[0].identical_outputs == 2
+    assert [prompt.name for prompt in found.workloads[0].prompts] == [
+        "question.jsonl:2/turn-1",
+        "question.jsonl:2/turn-2",
+    ]
     write_workload(world, [row, {**row, "turns": ["Go.", "On and on. " * 400]}], name="question.jsonl")
     with pytest.raises(UserError, match=r"question\.jsonl:2/turn-2: prompt and answer must fit the target's context"):
         check("lossless.json", **settings)
@@ -156,7 +154,6 @@ def test_a_speedup_below_the_minimum_fails(world: Path) -> None:
         ({"workloads": ("a", "a")}, "--workload a is given twice; give each workload once"),
         ({"junit": Path("lossless.json/j.xml")}, r"j\.xml: cannot be written .* choose another output with --junit"),
         ({"markdown": Path()}, "the output must be a file; got a folder"),
-        ({"baseline": Path("lossless.json/b.json")}, "with --baseline"),
     ],
 )
 def test_inconsistent_settings_are_refused_before_loading(
@@ -317,21 +314,6 @@ def test_another_model_is_not_comparable(world: Path) -> None:
     profile.model_copy(update={"target": target}).save(world / "other.json")
     with pytest.raises(NotComparable, match="has other weights than when the profile was made"):
         check("other.json")
-
-
-# ------------------------------------------------------------------------------------------------------------- sessions
-
-
-def test_checks_that_pass_become_sessions(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first check has no sessions to compare with; the second is compared with the first."""
-    assert verdicts(check("lossless.json", baseline=Path("baseline.json")))["time of other sessions"] == "skipped"
-    found = check("lossless.json", baseline=Path("baseline.json"))
-    assert verdicts(found)["counts of the latest session"] == "passed"
-    assert len(read_json(world / "baseline.json")["sessions"]) == 2
-    accept_less(monkeypatch)
-    found = check("lossless.json", baseline=Path("baseline.json"))
-    assert (found.exit_code, verdicts(found)["counts of the latest session"]) == (1, "failed")
-    assert len(read_json(world / "baseline.json")["sessions"]) == 2, "a failed check is not added"
 
 
 # -------------------------------------------------------------------------------------------------------------- against

@@ -60,9 +60,9 @@ def test_every_stage_from_end_to_end(pair: Pair, tmp_path: Path) -> None:
     diagnosis = stage("doctor", *models[:2], *workload, "--tokens", "4")
     assert diagnosis["target"]["near_ties"]["num_tokens"] > 0 and diagnosis["defects"] == []
 
-    table = stage("profile", *models, *workload, "--budget", "1s", "-o", "pair.cost.json", "--table", "cost.parquet")
+    table = stage("measure", *models, *workload, "--budget", "1s", "-o", "pair.cost.json", "--table", "cost.parquet")
     assert table == json.loads((tmp_path / "pair.cost.json").read_text())
-    assert table["schema"] == "autotune.cost-table/7"
+    assert table["schema"] == "autotune.cost-table/1"
 
     frame = pd.read_parquet(tmp_path / "cost.parquet")
     assert {"part", "tokens", "kv_length", "ms"} <= set(frame.columns) and len(frame) > 20

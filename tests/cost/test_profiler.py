@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from autotune.cost import request_timing
-from autotune.cost.profiler import kv_lengths_for, profile, shape_of
+from autotune.cost.profiler import kv_lengths_for, measure_costs, shape_of
 from autotune.cost.request_timing import choose_prefill_threads, overhead_runs
 from autotune.cost.roofline import estimate_table
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.surface import Surface
 from autotune.cost.table import EVERY_ROW, TOKENS, CostTable
 from autotune.device import fingerprint
@@ -34,9 +34,7 @@ from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS, Pair
 
-SETTINGS = ProfileSettings(
-    kv_lengths=(32, 64, 128), held_out_kv_length=48, min_samples=2, max_samples=2, time_limit_s=60
-)
+SETTINGS = CostSettings(kv_lengths=(32, 64, 128), held_out_kv_length=48, min_samples=2, max_samples=2, time_limit_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +111,7 @@ def table(
     decoder = decoders[0]
     assert decoder.draft is not None
     references = reference(str(pair.target_folder)), reference(str(pair.draft_folder))
-    return profile(
+    return measure_costs(
         decoder.target, references[0], [(decoder.draft, references[1])], processor, workload, settings=SETTINGS
     )
 
@@ -211,7 +209,7 @@ def test_slow_models_keep_the_time_limit(
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
     said: list[str] = []
     settings = replace(SETTINGS, time_limit_s=25.0, min_samples=6, max_samples=30)
-    table = profile(
+    table = measure_costs(
         target, ids[0], [(draft, ids[1])], processor, workload, settings=settings, say=said.append, clock=clock
     )
     assert clock() < 1.1 * 25.0 and not said
@@ -219,7 +217,7 @@ def test_slow_models_keep_the_time_limit(
         assert {(n, m) for n in SETTINGS.coarse_tokens for m in (32, 128)} <= sizes(surface)
     assert len(table.prefill.samples) >= 3 and table.drafts[0].overhead.samples
     skipped_s = 0.0
-    profile(
+    measure_costs(
         target,
         ids[0],
         [(draft, ids[1])],
@@ -235,7 +233,7 @@ def test_slow_models_keep_the_time_limit(
 
 def test_table_needs_a_draft(pair: Pair, workload: Workload, processor: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a cost table needs a draft; name one with --draft"):
-        profile(Target(pair.target), reference(str(pair.target_folder)), [], processor, workload)
+        measure_costs(Target(pair.target), reference(str(pair.target_folder)), [], processor, workload)
 
 
 def test_overhead_of_a_single_prompt(pair: Pair, processor: Any, workload: Workload) -> None:
@@ -269,7 +267,7 @@ def test_forwards_have_capture_sizes_only(
     monkeypatch.setattr("autotune.cost.profiler.overhead_runs", lambda *_, **__: [])
     settings = replace(SETTINGS, capture_sizes=(4, 9))
     ids = [reference(str(path)) for path in (pair.target_folder, pair.draft_folder)]
-    table = profile(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)
+    table = measure_costs(decoder.target, ids[0], [(decoder.draft, ids[1])], processor, workload, settings=settings)
     assert table.capture_sizes == (4, 9) and sizes == {1, 4, 9}, "1 is a plain step"
     for surface in (table.verify, table.drafts[0].draft_first, table.drafts[0].draft_level):
         assert {p.tokens for p in (*surface.points, *surface.examined, *surface.held_out)} == {4, 9}
@@ -280,7 +278,7 @@ def test_a_draft_without_a_model_is_timed_like_others(pair: Pair, workload: Work
     target, named = Target(pair.target), reference(RETRIEVAL)
     draft = load_draft(RETRIEVAL, target)
     settings = replace(SETTINGS, min_samples=1)
-    table = profile(
+    table = measure_costs(
         target, reference(str(pair.target_folder)), [(draft, named)], processor, workload, settings=settings
     )
     (costs,) = table.drafts
@@ -321,7 +319,7 @@ def test_subnets_have_costs_of_their_own(pair: Pair, workload: Workload, process
     whole, half = (load_draft(str(tmp_path), target, Subnet(heads=heads)) for heads in (None, 0.5))
     references = reference(str(pair.target_folder)), reference(str(tmp_path))
     drafts = [(draft, references[1]) for draft in (whole, half)]
-    table = profile(target, references[0], drafts, processor, workload, settings=replace(SETTINGS, min_samples=1))
+    table = measure_costs(target, references[0], drafts, processor, workload, settings=replace(SETTINGS, min_samples=1))
     rows = [table.costs_of(references[1], subnet) for subnet in (Subnet(), Subnet(heads=0.5))]
     assert [row.heads for row in rows] == [None, 0.5]
     assert [row.shape.crossing_share for row in rows if row.shape is not None] == [1 / 3, 1 / 3]

@@ -68,12 +68,12 @@ def test_sizes_beyond_the_extrapolation_are_refused() -> None:
         with pytest.raises(UserError) as refused:
             latency(small_surface(), tokens, kv_length)
         assert "measured up to 8 tokens and a KV length of 300" in str(refused.value)
-        assert f"got {tokens:.0f} tokens at {kv_length:.0f}; profile a larger grid" in str(refused.value)
+        assert f"got {tokens:.0f} tokens at {kv_length:.0f}; measure a larger grid" in str(refused.value)
 
 
 def test_incomplete_grid_is_refused() -> None:
     incomplete = Surface(points=small_surface().points[:-1])
-    with pytest.raises(UserError, match=r"full grid; got 5 points for 3 x 2; profile again"):
+    with pytest.raises(UserError, match=r"full grid; got 5 points for 3 x 2; measure again"):
         latency(incomplete, 1, 100)
 
 
@@ -160,9 +160,9 @@ def test_steps_model_is_fitted_to_examined_points() -> None:
 
 def test_steps_model_has_the_same_limits() -> None:
     steps = small_surface(model="steps")
-    with pytest.raises(UserError, match="profile a larger grid"):
+    with pytest.raises(UserError, match="measure a larger grid"):
         latency(steps, 9, 100)
-    with pytest.raises(UserError, match="profile a larger grid"):
+    with pytest.raises(UserError, match="measure a larger grid"):
         latency(steps, 1, 451)
 
 

@@ -114,14 +114,14 @@ def test_prices_of_padded_inputs() -> None:
 
 
 def test_prices_beyond_the_measured_sizes_are_refused() -> None:
-    with pytest.raises(UserError, match="profile a larger grid"):
+    with pytest.raises(UserError, match="measure a larger grid"):
         cost_table().prices(DRAFT, max_tokens=66, max_kv_length=100)
-    with pytest.raises(UserError, match="profile a larger grid"):
+    with pytest.raises(UserError, match="measure a larger grid"):
         cost_table().prices(DRAFT, max_tokens=8, max_kv_length=700)
 
 
 def test_unknown_draft_is_refused() -> None:
-    message = r"no draft '.*' with these weights; it has: tests/draft; profile that draft"
+    message = r"no draft '.*' with these weights; it has: tests/draft; measure that draft"
     for draft, sha256 in (("tests/other", "f" * 64), (DRAFT.id, "f" * 64), (DRAFT.id, "")):
         with pytest.raises(UserError, match=message):
             cost_table().costs_of(ModelReference(id=draft, sha256=sha256))
@@ -176,7 +176,7 @@ def test_unequal_shares_are_priced_between_equal_ones() -> None:
     np.testing.assert_array_equal(prices((0.5, 1.0, 0.5)).draft_level_ms, low.draft_level_ms)
     table = table.model_copy(update={"drafts": [whole, half]})
     for outside in ((0.25, 0.25, 0.5), 0.75):
-        with pytest.raises(UserError, match="profile that draft first"):
+        with pytest.raises(UserError, match="measure that draft first"):
             prices(outside)
 
 
@@ -247,7 +247,7 @@ def test_table_of_another_target_device_or_precision_is_refused() -> None:
             cost_table().check_is_of(target, device, precision, source="some/file.cost.json")
         assert str(refused.value) == (
             f"some/file.cost.json: a cost table is valid for the {what} that it was measured with; this one is of {values}; "
-            f"delete it, or run autotune profile for this {what}"
+            f"delete it, or run autotune measure for this {what}"
         )
 
 
@@ -294,10 +294,10 @@ def test_a_table_without_shares_of_crossing_blocks_loads(tmp_path: Path) -> None
     assert CostTable.load(path).prices(DRAFT, max_tokens=8, max_kv_length=100).crossing_share == 0
 
 
-def test_table_of_an_old_schema_names_the_command(tmp_path: Path) -> None:
-    path = tmp_path / "old.cost.json"
-    path.write_text(cost_table().dump().replace("cost-table/7", "cost-table/1"))
-    with pytest.raises(UserError, match=r"cost-table/1' is older .*; make the file again with autotune profile"):
+def test_table_of_another_version_names_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "other.cost.json"
+    path.write_text(cost_table().dump().replace("cost-table/1", "cost-table/2"))
+    with pytest.raises(UserError, match=r"got 'autotune.cost-table/2'; make the file again with autotune measure"):
         CostTable.load(path)
 
 

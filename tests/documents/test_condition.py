@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from autotune.documents.condition import Condition, check_switches, context_boundaries, context_group, first_match
+from autotune.documents.condition import Condition, first_match
 
 TEMPERATURES, LENGTHS, TAGS = (0.0, 0.5, 1.0), (1, 100, 101, 5000), (None, "read", "count")
-Request = tuple[float, int, int, bool, str | None]
+Request = tuple[float, int, bool, str | None]
 CONDITIONS = [
     {},
     {"temperature": {"max": 0}},
@@ -23,9 +23,6 @@ CONDITIONS = [
     {"workload": "read"},
     {"workload": "count"},
     {"workload": "read", "prompt_tokens": {"max": 100}, "temperature": {"max": 0.5}},
-    {"context_tokens": {"max": 100}},
-    {"context_tokens": {"min": 100}},
-    {"context_tokens": {"min": 101}, "has_image": True},
     {"has_image": True},
     {"has_image": False},
     {"has_image": False, "workload": "read"},
@@ -33,19 +30,12 @@ CONDITIONS = [
 
 
 def matched(condition: Condition) -> set[Request]:
-    """The requests of the product above, at context lengths from the prompt's on, that a condition matches."""
-    requests = itertools.product(TEMPERATURES, LENGTHS, LENGTHS, (False, True), TAGS)
+    """The requests of the product above that a condition matches."""
+    requests = itertools.product(TEMPERATURES, LENGTHS, (False, True), TAGS)
     return {
-        (temperature, prompt_tokens, context_tokens, has_image, tag)
-        for temperature, prompt_tokens, context_tokens, has_image, tag in requests
-        if context_tokens >= prompt_tokens
-        and condition.matches(
-            temperature=temperature,
-            prompt_tokens=prompt_tokens,
-            context_tokens=context_tokens,
-            has_image=has_image,
-            workload=tag,
-        )
+        (temperature, prompt_tokens, has_image, tag)
+        for temperature, prompt_tokens, has_image, tag in requests
+        if condition.matches(temperature=temperature, prompt_tokens=prompt_tokens, has_image=has_image, workload=tag)
     }
 
 
@@ -59,33 +49,18 @@ def test_all_requirements_must_hold() -> None:
         ({}, ALL),
         ({"temperature": {"max": 0.5}}, {one for one in ALL if one[0] <= 0.5}),
         ({"prompt_tokens": {"min": 100, "max": 101}}, {one for one in ALL if one[1] in (100, 101)}),
-        ({"context_tokens": {"min": 101}}, {one for one in ALL if one[2] >= 101}),
-        ({"has_image": False}, {one for one in ALL if not one[3]}),
-        ({"workload": "read"}, {one for one in ALL if one[4] == "read"}),
-        (short_reads, {one for one in ALL if (one[0], one[1], one[4]) == (1.0, 1, "read")}),
+        ({"has_image": False}, {one for one in ALL if not one[2]}),
+        ({"workload": "read"}, {one for one in ALL if one[3] == "read"}),
+        (short_reads, {one for one in ALL if (one[0], one[1], one[3]) == (1.0, 1, "read")}),
     ]
-    assert len(ALL) == 3 * 10 * 2 * 3
+    assert len(ALL) == 3 * 4 * 2 * 3
     for fields, expected in cases:
         assert matched(Condition.model_validate(fields)) == expected
 
 
-def test_the_first_round_has_the_context_of_the_prompt() -> None:
-    short = Condition.model_validate({"context_tokens": {"max": 100}})
-    for prompt_tokens in (100, 101):
-        matches = short.matches(temperature=0.0, prompt_tokens=prompt_tokens, has_image=True, workload=None)
-        assert matches == (prompt_tokens == 100)
-
-
 def test_covering_conditions_match_all_that_the_others_match() -> None:
-    """And the reverse, unless the requests above do not distinguish the conditions, or a long context follows from a long
-    prompt.
-    """
-    indistinguishable = [
-        ({"temperature": {"min": 0.5}}, {"temperature": {"min": 0.25, "max": 0.75}}),
-        ({"context_tokens": {"min": 100}}, {"prompt_tokens": {"min": 101}}),
-        ({"context_tokens": {"min": 100}}, {"prompt_tokens": {"min": 100, "max": 101}}),
-        ({"prompt_tokens": {"max": 100}}, {"context_tokens": {"max": 100}}),
-    ]
+    """And the reverse, unless the requests above do not distinguish the conditions."""
+    indistinguishable = [({"temperature": {"min": 0.5}}, {"temperature": {"min": 0.25, "max": 0.75}})]
     for one, other in itertools.product(CONDITIONS, CONDITIONS):
         first, second = Condition.model_validate(one), Condition.model_validate(other)
         assert not first.covers(second) or matched(first) >= matched(second), (one, other)
@@ -110,7 +85,6 @@ def test_invalid_conditions_are_refused() -> None:
         ({"prompt_tokens": 100}, "prompt_tokens"),
         ({"workload": ""}, "at least 1 character"),
         ({"has_image": 1}, "has_image"),
-        ({"context_tokens": {"min": 9, "max": 8}}, "min must be at most max"),
         ({"batch": 1}, "batch"),
     ]
     for fields, message in cases:
@@ -124,48 +98,8 @@ def test_labels() -> None:
         ({"temperature": {"max": 0}, "workload": "read"}, "temperature up to 0, workload read"),
         ({"prompt_tokens": {"min": 100, "max": 200}}, "prompt tokens from 100 up to 200"),
         ({"temperature": {"min": 0.5, "max": 0.5}}, "temperature 0.5"),
-        ({"context_tokens": {"min": 300}, "has_image": True}, "context tokens from 300, with image"),
+        ({"prompt_tokens": {"min": 300}, "has_image": True}, "prompt tokens from 300, with image"),
         ({"has_image": False, "workload": "read"}, "without image, workload read"),
     ]
     for fields, label in cases:
         assert Condition.model_validate(fields).label == label
-
-
-# ------------------------------------------------------------------------------------------------ switches by context
-
-
-def conditions_of(*fields: dict[str, Any]) -> list[Condition]:
-    return [Condition.model_validate(one) for one in fields]
-
-
-LONG: dict[str, Any] = {"context_tokens": {"min": 300}}
-READ: dict[str, Any] = {"workload": "read"}
-
-
-def test_points_that_differ_in_context_form_a_group() -> None:
-    conditions = conditions_of(LONG | READ, READ, LONG, {"context_tokens": {"max": 99.5}}, {})
-    groups = [context_group(conditions, number) for number in range(5)]
-    assert groups == [[0, 1], [0, 1], [2, 3, 4], [2, 3, 4], [2, 3, 4]]
-    assert context_boundaries(conditions) == [100, 300] and context_boundaries(conditions[1:2]) == []
-
-
-def test_switches_need_a_point_for_every_context_and_one_draft() -> None:
-    valid: list[tuple[list[dict[str, Any]], list[str | None]]] = [
-        ([{}], ["a"]),
-        ([READ, {}], ["a", "b"]),
-        ([LONG, {}], ["a", "a"]),
-        ([LONG, {"context_tokens": {"min": 100}}, {}], ["a", None, "a"]),
-        ([LONG | READ, READ, LONG, {}], ["a", "a", None, "b"]),
-    ]
-    for fields, variants in valid:
-        check_switches(conditions_of(*fields), variants)
-    incomplete = "point 0 has context_tokens, so the next point must have the same other conditions"
-    apart = "points 0 to 1 differ only in context_tokens, .* must share one draft and subnet or decode plainly"
-    for fields, variants, message in (
-        ([LONG | READ, {}], ["a", "a"], incomplete),
-        ([LONG, READ, {}], ["a", "a", "a"], incomplete),
-        ([LONG], ["a"], incomplete),
-        ([LONG, {}], ["a", "b"], apart),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_switches(conditions_of(*fields), variants)

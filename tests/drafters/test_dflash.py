@@ -18,7 +18,7 @@ from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for, join
 from autotune.cost.profiler import shape_of
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.step_bench import StepBench
 from autotune.documents.subnet import Subnet
 from autotune.drafters.block_draft import BlockDraft
@@ -386,7 +386,7 @@ def test_a_level_is_timed_as_a_lookup(pair: Pair, tmp_path: Path, monkeypatch: p
     target = Target(pair.target)
     draft = load_draft(str(write_draft(tmp_path, "authors")), target)
     assert isinstance(draft, BlockDraft) and shape_of(draft).block_tokens == BLOCK
-    bench = StepBench(target, draft, ProfileSettings(kv_lengths=(16, 32, 48)))
+    bench = StepBench(target, draft, CostSettings(kv_lengths=(16, 32, 48)))
     num_tokens = []
     forward = draft.network.forward
 

@@ -14,8 +14,8 @@ import torch
 import autotune
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds
-from autotune.cost.profiler import profile, shape_of
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.profiler import measure_costs, shape_of
+from autotune.cost.settings import CostSettings
 from autotune.cost.step_bench import StepBench
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition
@@ -252,8 +252,10 @@ def test_a_search_prices_replays_and_loads_it(text: Member, tmp_path: Path) -> N
     bounds = ForestBounds(depth=4, num_proposals=8, width=64, floor=1e-9, beam=16)
     trace = record_trace(pool, pool.recorder(tmp_path / "study"), variant, workload, bounds)
     draft = pool.draft(own.id)
-    settings = ProfileSettings(kv_lengths=(32, 64), held_out_kv_length=48, max_samples=2, time_limit_s=2)
-    table = profile(pool.target, pool.target_reference, [(draft, own)], pool.processor, workload, settings=settings)
+    settings = CostSettings(kv_lengths=(32, 64), held_out_kv_length=48, max_samples=2, time_limit_s=2)
+    table = measure_costs(
+        pool.target, pool.target_reference, [(draft, own)], pool.processor, workload, settings=settings
+    )
     configuration = Configuration(draft=own.id, tree=TREE, subnet=variant[1])
     evaluator = Evaluator([trace], table, jobs=1)
     assert evaluator.evaluate(configuration).tokens_per_round > 1.5
@@ -279,7 +281,7 @@ def test_costs_are_of_the_root_and_of_levels(text: Member) -> None:
     target = Target(text.model)
     draft = Gemma4AssistantDraft(new_assistant(text.model))
     draft.attach(target)
-    bench = StepBench(target, draft, ProfileSettings(kv_lengths=(32, 64)))
+    bench = StepBench(target, draft, CostSettings(kv_lengths=(32, 64)))
     sizes: list[int] = []
     draft.model.register_forward_pre_hook(lambda *_: pytest.fail("the assistant's own masks are not used"))
     draft.model.model.register_forward_pre_hook(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autotune.documents.condition import Condition, Range
+from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
 from autotune.documents.subnet import Subnet
@@ -86,25 +86,6 @@ def test_configurations_find_their_drafts(decoder: Decoder, processor: Any, eval
     runs = runner.compare([runner.plain, runner.arm("chain", CHAIN), runner.arm("named", named)], evaluate)
     assert [c.draft for c in requested] == [None, "some/draft"]
     assert [r.tokens_sha256 for r in runs["named"]] == [r.tokens_sha256 for r in runs[AR]]
-
-
-def test_switching_arm_decodes_by_its_conditions(runner: ArmRunner, evaluate: Workload, processor: Any) -> None:
-    """Its point for a prompt, by image, is the one that decodes it; the context switches within a request."""
-    deep = Configuration(tree={"policy": "chain", "depth": 6})
-    by_image = runner.switching_arm("by image", [(Condition(has_image=True), CHAIN), (Condition(), deep)])
-    longest = max(prompt.inputs(processor)["input_ids"].shape[1] for prompt in evaluate.prompts)
-    short = Condition(context_tokens=Range(max=longest + 3))
-    by_context = runner.switching_arm("by context", [(short, CHAIN), (Condition(), deep)])
-    again = runner.switching_arm("again", [(short, CHAIN), (Condition(), deep)])
-    assert again.decoder is by_context.decoder and len({by_image.key, by_context.key, CHAIN.key, deep.key}) == 4
-    runs = runner.compare([runner.plain, by_image, by_context], evaluate)
-    for number, prompt in enumerate(evaluate.prompts):
-        assert len({of_arm[number].tokens_sha256 for of_arm in runs.values()}) == 1
-        run = runs["by image"][number]
-        assert run.point == by_image.point_for(prompt.inputs(processor), prompt.settings) == int(not prompt.pixels)
-        assert run.points == {run.point} and runs["by context"][number].point == 0
-    assert {0, 1} in [run.points for run in runs["by context"]]
-    assert len({bool(prompt.pixels) for prompt in evaluate.prompts}) == 2
 
 
 # ----------------------------------------------------------------------------------------------------- loaded profiles

@@ -153,13 +153,12 @@ def test_every_prompt_is_decoded_by_its_point(
     assert rounds == [[0] * found["runs"][AR][0]["rounds"], *by_tree[1:]] and rounds[0] != by_tree[0]
 
 
-def test_a_switched_prompt_counts_for_each_of_its_points() -> None:
+def test_prompts_are_counted_by_their_points() -> None:
     point = decoding_profile().point
-    when = Condition(context_tokens=Range(max=99))
-    points = [point.model_copy(update={"when": when}), point]
+    points = [point.model_copy(update={"when": Condition(prompt_tokens=Range(max=99))}), point]
     profile = decoding_profile().model_copy(update={"points": points})
-    runs = [run(5.0, point=0, rounds_by_point=[3, 2]), run(5.0, point=0, rounds_by_point=[5, 0])]
-    assert points_used(profile, runs) == "2 by point 0 (context tokens up to 99), 1 by point 1 (any request)"
+    runs = [run(5.0, point=number) for number in (0, 1, 0)]
+    assert points_used(profile, runs) == "2 by point 0 (prompt tokens up to 99), 1 by point 1 (any request)"
 
 
 def test_trees_are_compared_where_only_some_points_have_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,9 @@ import pytest
 
 from autotune.documents.decoding_profile import AR
 from autotune.errors import UserError
-from autotune.evaluation.runs import REST, Run, length_bands, runs_dataframe, time_shares
+from autotune.evaluation.runs import REST, length_bands, runs_dataframe, time_shares
 from autotune.evaluation.summary import bootstrap_ratio, speedup, summarize
 from tests.evaluation.sample_runs import run
-
-
-def test_a_run_of_an_earlier_version_is_read() -> None:
-    """It called its acceptance counts ``health``."""
-    document = run(1.0).model_dump()
-    document["health"] = document.pop("acceptance_counts")
-    assert Run.model_validate(document) == run(1.0)
 
 
 def test_a_table_of_runs_has_a_row_for_every_run() -> None:

@@ -376,18 +376,6 @@ def test_last_point_serves_all_requests(tmp_path: Path) -> None:
     assert f"all points together are predicted at {combined:.2f}x" in note
 
 
-def test_points_by_context_are_combined_by_their_parts(tmp_path: Path) -> None:
-    """Each point counts for its part of every prompt."""
-    profile, first, last = write_two_points(tmp_path, Condition(context_tokens=Range(max=39)))
-    notes = exported(profile, "vllm", "--point", 0).notes
-    evaluator = Evaluator([trace_of(tasks=["sum", "sum", "read", "sum"])], cost_table())
-    ms = evaluator.band_ms([one for one in map(configuration_of, (first, last)) if one is not None], [40])
-    combined = evaluator.ar_ms.sum() / (ms[0, :, 0].sum() + ms[1, :, 1].sum())
-    assert 0 < ms[0, :, 0].sum() < ms[0].sum()
-    assert any(f"all points together are predicted at {combined:.2f}x" in note for note in notes)
-    assert any("point 0, for context tokens up to 39, replayed on" in note for note in notes)
-
-
 def test_point_is_replayed_on_its_own_prompts(tmp_path: Path) -> None:
     profile, first, _ = write_two_points(tmp_path, Condition(workload="read"))
     found = exported(profile, "vllm", "--point", 0)
@@ -519,10 +507,9 @@ def test_no_settings_are_exported_for_a_kind_that_was_not_checked(tmp_path: Path
 
 
 def test_a_recorded_retrieval_draft_is_no_model_to_serve(tmp_path: Path) -> None:
-    """Its traces name no layers of the target, as those of independent models."""
     draft = ModelReference(id=RETRIEVAL, sha256="")
     trace = trace_of()
-    trace = dataclasses.replace(trace, header=trace.header.model_copy(update={"draft": draft}))
+    trace = dataclasses.replace(trace, header=trace.header.model_copy(update={"draft": draft, "draft_kind": RETRIEVAL}))
     write_study(tmp_path / ".autotune" / "pair", table_of(draft), trace, trace_of())
     profile_of(point_of(trace_of(), table_of(DRAFT)), trace=trace).save(tmp_path / "profile.json")
     message = "vllm cannot serve retrieval, a draft of kind retrieval"

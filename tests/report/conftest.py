@@ -249,6 +249,10 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
                     rounds=4,
                     draft_forwards=8,
                     accepted_tokens=6,
+                    target_forwards=4,
+                    plain_steps=0,
+                    verified_nodes=8,
+                    accepted_lengths=[2, 2, 1, 1],
                     decode_ms=10.0 + number,
                     ar_decode_ms=20.0,
                 )
@@ -264,6 +268,7 @@ def _profile(evaluator: Evaluator, tune_sha256: str) -> DecodingProfile:
                     ci95=(speedup - 0.1, speedup + 0.2) if name != "ar" else (1.0, 1.0),
                     tokens_per_round=2.0,
                     tokens_per_second=100 * speedup,
+                    num_prompts=3,
                 )
                 for name, predicted, speedup in arms
             ],

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.acceptance.replay import plain_band_ms
+from autotune.acceptance.replay import plain_decode_ms
 from autotune.acceptance.rounds import rounds
 from autotune.documents.condition import Condition, Range
-from autotune.documents.configuration import configuration_of
 from autotune.errors import UserError
 from autotune.report.examples import examples
 from autotune.report.points import PointSummary
@@ -117,7 +116,7 @@ def test_wrong_paths_are_refused(copied: MadeStudy) -> None:
     cases = [
         ("nothing.json", None, "no such file"),
         ("empty", None, "this folder has neither; give a folder of .autotune/, or a profile"),
-        ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/3'"),
+        ("0123.cost.json", None, "schema must be 'autotune.decoding-profile/1'"),
         ("profile.json", "nowhere", "--study nowhere: no such folder"),
         (".autotune/tests-target-0123", "empty", "is a study folder itself"),
     ]
@@ -164,34 +163,32 @@ def test_tokens_without_a_tokenizer() -> None:
     assert not tokens.has_tokenizer and tokens.text([1], 17) == "[17]"
 
 
-# ----------------------------------------------------------------------------------------------------- switched points
+# ------------------------------------------------------------------------------------------------------ several points
 
 
-def test_a_switched_point_is_shown_with_its_part_of_the_prompts(made: MadeStudy, sources: Sources) -> None:
-    """A chain after at most 30 tokens, then the tree of the last point: rounds, examples and predictions are of the part."""
+def test_points_are_shown_with_their_own_prompts(made: MadeStudy, sources: Sources) -> None:
+    """A chain for the longest prompts, then the tree of the last point: rounds, examples and predictions are of their prompts."""
     assert sources.profile is not None and sources.evaluator is not None
     last = sources.points[-1]
-    short = Condition(context_tokens=Range(max=30))
-    first = last.model_copy(update={"when": short, "tree": parse_policy({"policy": "chain", "depth": 3})})
-    switched = replace(sources, profile=sources.profile.model_copy(update={"points": [first, last]}))
-    trace = switched.trace_of(last)
-    assert trace is not None and first.tree is not None
-    for prompt in range(trace.num_prompts):
-        early, late = (switched.rounds_of(number, trace, prompt) for number in (0, 1))
-        assert max(one.context_tokens for one in early) <= 30 < min(one.context_tokens for one in late)
-        alone = list(rounds(trace, prompt, first.tree, first.fallback))
-        assert [one.position for one in early] == [one.position for one in alone if one.context_tokens <= 30]
-        assert late[0].position == early[-1].position + len(early[-1].path) + 1
-    summaries = [PointSummary(switched, number) for number in range(2)]
-    assert [one.condition for one in summaries] == ["context tokens up to 30", "any other request"]
-    assert [one.num_own for one in summaries] == [trace.num_prompts] * 2
-    (ms,) = switched.evaluator.band_ms([configuration_of(last)], [31])  # type: ignore[list-item,union-attr]
+    trace = sources.trace_of(last)
+    assert trace is not None
+    is_long = trace.prompt_length == trace.prompt_length.max()
+    assert 0 < is_long.sum() < trace.num_prompts
+    when = Condition(prompt_tokens=Range(min=int(trace.prompt_length.max())))
+    first = last.model_copy(update={"when": when, "tree": parse_policy({"policy": "chain", "depth": 3})})
+    both = replace(sources, profile=sources.profile.model_copy(update={"points": [first, last]}))
+    summaries = [PointSummary(both, number) for number in range(2)]
+    assert [one.condition for one in summaries] == [when.label, "any other request"]
+    assert [one.num_own for one in summaries] == [is_long.sum(), (~is_long).sum()]
     prices = sources.evaluator.prices[trace.header.draft.id, trace.header.subnet]
-    plain_ms = plain_band_ms(trace, prices, [31])
-    assert summaries[1].own_speedup == pytest.approx(plain_ms[:, 1].sum() / ms[:, 1].sum())
-    _, shown = examples(switched, {}, TokenTexts(""))
+    plain_ms = plain_decode_ms(trace, prices)
+    for summary, is_own in zip(summaries, (is_long, ~is_long), strict=True):
+        assert summary.configuration is not None
+        ms = sources.evaluator.replay(summary.configuration).decode_ms
+        assert summary.own_speedup == pytest.approx(plain_ms[is_own].sum() / ms[is_own].sum())
+    shown, other = examples(both, {}, TokenTexts(""))
+    assert first.tree is not None and other.number == 1
     prompt = trace.header.prompts.index(shown.prompt)
-    late = switched.rounds_of(1, trace, prompt)
-    num_tokens = int(np.diff(trace.answer_start)[prompt])
-    emitted = min(late[-1].position + len(late[-1].path) + 1, num_tokens - 1) - late[0].position
-    assert shown.num_rounds == len(late) and shown.tokens_per_round == pytest.approx(emitted / len(late))
+    decoded = list(rounds(trace, prompt, first.tree, first.fallback))
+    assert is_long[prompt] and shown.num_rounds == len(decoded)
+    assert shown.tokens_per_round == pytest.approx((np.diff(trace.answer_start)[prompt] - 1) / len(decoded))

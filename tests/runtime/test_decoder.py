@@ -487,13 +487,6 @@ def expect(error: pytest.ExceptionInfo[UserError], *parts: str) -> None:
         assert part in str(error.value)
 
 
-def test_argument_names_of_the_previous_version(pair: Pair) -> None:
-    point = LoadedPoint(pair.draft)
-    with pytest.warns(DeprecationWarning, match="is now called"):
-        decoder = Decoder(pair.target, ways=[point], buckets=(160, 4), runner="fixed")
-    assert (decoder.points, decoder.capture_sizes, decoder.mode) == ((point,), (4, 160), "fixed")
-
-
 def test_vocabularies_that_differ(pair: Pair) -> None:
     with pytest.raises(UserError) as caught:
         Decoder(pair.target, new_llama(1, vocabulary_size=299))

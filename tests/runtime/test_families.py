@@ -18,7 +18,6 @@ from torch import Tensor
 from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import ForestBounds, join
-from autotune.documents.condition import Condition, Range
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network
 from autotune.drafters.feature_draft import FeatureDraft
@@ -30,7 +29,6 @@ from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
 from autotune.runtime.greedy_batch import GreedyBatch, can_batch
-from autotune.runtime.points import LoadedPoint, as_draft
 from autotune.trees.policy import parse_policy
 from autotune.trees.tree import ROOT, write_tree_mask
 from tests.families import (
@@ -122,10 +120,6 @@ def greedy(model: Any, inputs: Inputs) -> Tensor:
     return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
-def context(**ends: int) -> Condition:
-    return Condition(context_tokens=Range(**ends))
-
-
 def answer(sequences: Tensor, inputs: Inputs) -> list[int]:
     return sequences[0, inputs["input_ids"].shape[1] :].tolist()
 
@@ -193,22 +187,6 @@ class TestEveryFamily:
             )
             assert torch.equal(found.sequences, example.sequences)
             assert found.stats.accepted_lengths == expected.stats.accepted_lengths
-
-    def test_a_request_that_is_switched_by_context_changes_no_token(self, member: Member) -> None:
-        """From a chain to plain steps, and on to larger trees; with static buffers, the device leads the rounds."""
-        for example, mode in zip(member.examples, ("fixed", "eager", "fixed"), strict=False):
-            begin = example.inputs["input_ids"].shape[1]
-            draft = as_draft(member.draft)
-            points = [
-                LoadedPoint(draft, tree=TREES[0], visual_keep=0.5, when=context(max=begin + 2)),
-                LoadedPoint(None, when=context(max=begin + 5)),
-                LoadedPoint(draft, tree=TREES[2], visual_keep=0.5),
-            ]
-            decoder = Decoder(member.target, points=points, mode=mode)
-            out = decoder.generate(**example.inputs, max_new_tokens=NEW_TOKENS)
-            assert torch.equal(out.sequences, example.sequences)
-            if out.stats.new_tokens == NEW_TOKENS:
-                assert out.stats.rounds_by_point[0] > 0 and sum(out.stats.rounds_by_point) == out.stats.rounds
 
     @torch.inference_mode()
     def test_a_tree_in_one_forward_equals_each_branch_alone(self, member: Member, attention: str) -> None:

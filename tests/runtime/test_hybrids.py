@@ -15,7 +15,7 @@ from torch import Tensor
 from autotune.acceptance.recorder import Answer, record_forest
 from autotune.acceptance.replay import replay
 from autotune.acceptance.trace import bounds_for, join
-from autotune.cost.settings import ProfileSettings
+from autotune.cost.settings import CostSettings
 from autotune.cost.step_bench import StepBench
 from autotune.documents.subnet import Subnet
 from autotune.drafters.checkpoint import new_network
@@ -31,7 +31,6 @@ from autotune.modeling.hybrid_cache import HybridCache
 from autotune.modeling.step import Step
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.runtime.points import LoadedPoint, as_draft
 from autotune.search.cost_tables import foreign_table
 from autotune.search.model_pool import ModelPool
 from autotune.trees.policy import parse_policy
@@ -46,7 +45,6 @@ from tests.runtime.test_families import (
     Inputs,
     Member,
     answer,
-    context,
     extended,
     greedy,
     new_member,
@@ -142,18 +140,6 @@ class TestEveryHybrid:
             out = Decoder(target, draft, tree=CHAINS[1]).generate(**example.inputs, max_new_tokens=NEW_TOKENS)
             assert torch.equal(out.sequences, example.sequences)
             assert out.stats.draft_forwards > 0
-
-    def test_a_request_that_is_switched_by_context_changes_no_token(self, member: Member) -> None:
-        """From a chain to plain steps, which the draft reads all at once, and on to a longer chain."""
-        example = member.examples[-1]
-        begin, draft = example.inputs["input_ids"].shape[1], as_draft(member.draft)
-        points = [
-            LoadedPoint(draft, tree=CHAINS[1], visual_keep=0.5, when=context(max=begin + 2)),
-            LoadedPoint(None, when=context(max=begin + 5)),
-            LoadedPoint(draft, tree=CHAINS[2], visual_keep=0.5),
-        ]
-        out = Decoder(member.target, points=points).generate(**example.inputs, max_new_tokens=NEW_TOKENS)
-        assert torch.equal(out.sequences, example.sequences)
 
     def test_rows_of_a_batch_are_decoded_as_if_alone(self, member: Member) -> None:
         """On whichever side the batch is padded: no state reads padding."""
@@ -288,7 +274,7 @@ def test_a_verification_is_priced_with_what_it_reads_again(
 ) -> None:
     read_again, counts = HybridCache._read_again, []
     monkeypatch.setattr(HybridCache, "_read_again", lambda cache, n: (counts.append(n), read_again(cache, n))[0])
-    bench = StepBench(Target(pair.target), IndependentDraft(text_draft), ProfileSettings(kv_lengths=(64,)))
+    bench = StepBench(Target(pair.target), IndependentDraft(text_draft), CostSettings(kv_lengths=(64,)))
     counts.clear()
     with torch.inference_mode():
         assert bench.verify_ms(6, 64) > 0 and counts == [3]

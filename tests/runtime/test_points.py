@@ -120,7 +120,6 @@ def test_every_request_gets_its_point_and_the_target_s_own_tokens(
             temperature=temperature, prompt_tokens=prompt_tokens, has_image=has_image, workload=tag
         )
         assert expected_point is point
-        assert out.stats.rounds_by_point == [out.stats.rounds * (number == expected) for number in range(5)]
         if number not in alone:
             assert torch.equal(out.sequences, plainly(pair, settings))
             lone = profile.model_copy(update={"points": [point.model_copy(update={"when": Condition()})]})

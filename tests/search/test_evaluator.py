@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 
 from autotune.acceptance.replay import plain_decode_ms, replay
@@ -129,26 +128,6 @@ def test_replay_many_equals_single_replays() -> None:
     found = [together.candidate(together.resolve(one), result) for one, result in zip(wanted, results, strict=True)]
     assert found == [alone.evaluate(one) for one in wanted]
     assert together.prompt_ms(wanted).sum(1) == pytest.approx([result.decode_ms.sum() for result in results])
-
-
-def test_times_by_context_are_of_the_same_tokens() -> None:
-    """A round belongs to the band in which it starts; its time is scaled to the tokens of the band."""
-    found = evaluator()
-    wanted = [Configuration(tree={"policy": "chain", "depth": depth}) for depth in (1, 4)]
-    boundaries = (22, 24, 500)
-    trace = found.traces[found.resolve(wanted[0]).draft or "", Subnet()]
-    contexts = [
-        length + np.arange(number - 1)
-        for length, number in zip(trace.prompt_length, np.diff(trace.answer_start), strict=True)
-    ]
-    num_tokens = np.array([np.histogram(of_prompt, (0, *boundaries, 10**9))[0] for of_prompt in contexts])
-    for ms, one in zip(found.band_ms(wanted, boundaries), wanted, strict=True):
-        result = found.replay(one, context_boundaries=boundaries)
-        assert ms.shape == (trace.num_prompts, 4) and (ms[:, 3] == 0).all()
-        starts = result.band_tokens > 0
-        assert ms[starts] == pytest.approx((result.band_ms / np.maximum(result.band_tokens, 1) * num_tokens)[starts])
-        assert ((ms > 0) == (num_tokens > 0)).all() and (result.band_tokens != num_tokens).any()
-    assert found.band_ms(wanted, ())[:, :, 0].tolist() == found.prompt_ms(wanted).tolist()
 
 
 def test_round_price_adds_up_to_the_replayed_time() -> None:

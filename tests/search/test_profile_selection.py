@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 
 from autotune.console import Console
-from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
-from autotune.documents.decoding_profile import AR, DecodingProfile, OperatingPoint
+from autotune.documents.decoding_profile import AR, OperatingPoint
 from autotune.documents.published_defaults import COMPARED_DEFAULTS
 from autotune.evaluation.arms import Arm
 from autotune.evaluation.runner import ArmRunner
@@ -26,11 +24,9 @@ from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.finalists import _winner
 from autotune.search.held_out import gains_of
 from autotune.search.model_pool import ModelPool
-from autotune.search.operating_points import prompts_of
 from autotune.search.pipeline import bounds_of
 from autotune.search.plan import StageClock
 from autotune.search.point_confirmation import POINT_PROMPTS
-from autotune.search.point_selection import context_boundaries
 from autotune.search.profile_selection import ProfileSelection, _measured_point, configuration_of
 from autotune.search.space import SearchSpace
 from autotune.search.traces import record_traces
@@ -258,22 +254,15 @@ def test_operating_point_must_be_faster_in_real_runs(
 
 @pytest.fixture
 def predictions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the predicted time of configurations: 1 where they are ``fast`` [prompts, bands of context lengths], else 2."""
+    """Sets the predicted time of configurations: 1 where they are ``fast`` [prompts], else 2."""
 
-    def set_times(fast: dict[str, np.ndarray], *, num_bands: int) -> None:
-        def band_ms(configurations: Sequence[Configuration]) -> np.ndarray:
-            nowhere = np.zeros((16, num_bands), bool)
-            return np.array([np.where(fast.get(one.key, nowhere), 1.0, 2.0) for one in configurations])
+    def set_times(fast: dict[str, np.ndarray]) -> None:
+        def prompt_ms(evaluator: Evaluator, configurations: Sequence[Configuration]) -> np.ndarray:
+            return np.array([np.where(fast.get(one.key, np.zeros(16, bool)), 1.0, 2.0) for one in configurations])
 
-        monkeypatch.setattr(Evaluator, "band_ms", lambda self, configurations, _: band_ms(configurations))
-        monkeypatch.setattr(Evaluator, "prompt_ms", lambda self, configurations: band_ms(configurations).sum(2))
+        monkeypatch.setattr(Evaluator, "prompt_ms", prompt_ms)
 
     return set_times
-
-
-def num_bands_of(selection: ProfileSelection) -> int:
-    trace = next(iter(selection.evaluator.traces.values()))
-    return 1 + len(context_boundaries(trace.prompt_length, np.diff(trace.answer_start) - 1))
 
 
 def test_points_that_would_begin_late_are_not_kept(
@@ -293,57 +282,18 @@ def test_temperature_may_get_an_operating_point(selection: ProfileSelection, pre
     """The winner takes twice as long whenever tokens are sampled."""
     winner, other = finalists_of(selection)[0], selection.trees.fastest[1]
     sampled = np.array([prompt.settings.temperature == 1.0 for prompt in selection.tune.prompts])
-    num_bands = num_bands_of(selection)
-    is_sampled = np.repeat(sampled[:, None], num_bands, axis=1)
-    predictions({winner.key: ~is_sampled, other.key: is_sampled}, num_bands=num_bands)
+    predictions({winner.key: ~sampled, other.key: sampled})
     points = selection.points(winner)
     assert [when.label for when, _ in points] == ["temperature from 0.5", "any request"]
 
 
-def test_context_may_get_an_operating_point(
-    selection: ProfileSelection,
-    predictions: Callable[..., None],
-    clock: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The winner takes twice as long at long contexts. A candidate with other visual tokens would be as fast there."""
-    winner = finalists_of(selection)[0]
-    clock(lambda arm, prompt: 10.0)
-    selection.measure_finalists([winner])
-    is_same = {one.key: one.configuration.subnet == winner.configuration.subnet for one in selection.trees.fastest}
-    others = [one for one in selection.trees.fastest if one.configuration.tree != winner.configuration.tree]
-    apart, same = (next(one for one in others if is_same[one.key] == wanted) for wanted in (False, True))
-    num_bands = num_bands_of(selection)
-    is_long = np.zeros((16, num_bands), bool)
-    is_long[:, -1] = True
-    with monkeypatch.context():
-        predictions({winner.key: ~is_long, same.key: is_long, apart.key: is_long}, num_bands=num_bands)
-        (when, candidate), last = selection.points(winner)
-    assert when.context_tokens is not None and when.context_tokens.min is not None and when.context_tokens.max is None
-    assert candidate.key == same.key and last[1].key == winner.key
-    arms = []
-    clock(lambda arm, prompt: arms.append(arm) or {"winner": 5.0, "point": 4.0}.get(arm.name, 10.0))
-    kept = selection.confirmed([(when, candidate), last], winner.configuration)
-    assert [one for one, _ in kept] == [when, Condition()]
-    point = next(arm for arm in arms if arm.name == "point")
-    assert [one.when for one in point.decoder.points] == [when, Condition()], "the arm that ran switches"
-    reached = {prompt.name for prompt in prompts_of(when, selection.evaluator, selection.tune)}
-    assert reached <= {prompt.name for prompt in selection.tune.prompts}
-    document = selection._profile(selection.table.device, [selection._point(*one) for one in kept])
-    assert DecodingProfile.parse(json.loads(document.dump()), source="x") == document
-
-
-def test_a_switched_request_is_measured_for_each_of_its_points() -> None:
-    """Points that decoded nothing have no measurement; runs of earlier versions have the point of the first round alone."""
+def test_points_are_measured_on_the_prompts_that_they_decode() -> None:
+    """Points that decoded nothing have no measurement."""
     plain = [run(10.0 * TOKENS, tokens=TOKENS) for _ in range(3)]
-    runs = [
-        run(5.0 * TOKENS, tokens=TOKENS, point=0, rounds_by_point=[2, 3, 0]),
-        run(4.0 * TOKENS, tokens=TOKENS, point=0, rounds_by_point=[5, 0, 0]),
-        run(2.0 * TOKENS, tokens=TOKENS, point=1),
-    ]
+    runs = [run(ms * TOKENS, tokens=TOKENS, point=number) for ms, number in ((5.0, 0), (4.0, 0), (2.0, 1))]
     first, second = (_measured_point(number, runs, plain) for number in (0, 1))
     assert first is not None and (first.num_prompts, first.speedup) == (2, pytest.approx(20 / 9))
-    assert second is not None and (second.num_prompts, second.speedup) == (2, pytest.approx(20 / 7))
+    assert second is not None and (second.num_prompts, second.speedup) == (1, pytest.approx(5.0))
     assert _measured_point(2, runs, plain) is None
 
 

@@ -33,7 +33,7 @@ from autotune.search.space import SearchSpace, load_space
 from autotune.search.traces import MIN_PROMPTS, _RecordingWork, record_trace, record_traces
 from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
-from autotune.study.records import ScreenedSubnet, record_of, screened_in
+from autotune.study.records import ScreenedSubnet
 from autotune.workloads.workload import Workload, load_workload
 from tests.drafters.test_feature_draft import agreeing_draft
 from tests.sample_documents import cost_table, write_image, write_workload
@@ -186,12 +186,6 @@ def test_screening_compares_with_one_share_of_heads(capsys: pytest.CaptureFixtur
     assert "a: best of 3 subnets 2.125x (heads=0.5/1/1 keep=1, M 2.00)" in printed
     assert "best of the 2 with one share of heads in all blocks 2.000x (heads=0.5 keep=1, M 2.00)" in printed
     assert "b: best" not in printed, "it has no other subnets"
-
-
-def test_records_of_version_0_1_0_hold_one_subnet() -> None:
-    subnet = ScreenedSubnet(draft="a", subnet=Subnet(), depth=1, tokens_per_round=2, ms_per_token=1, speedup=1.5)
-    assert screened_in(subnet.model_dump(mode="json")) == [subnet]
-    assert screened_in(record_of([subnet, subnet])) == [subnet, subnet]
 
 
 def test_records_of_workers_are_reused(

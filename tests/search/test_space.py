@@ -166,7 +166,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         r"heads_by_block combines single shares; give heads such as \[1.0, 0.5\]",
     ),
     ({"visual_keeps": {"choices": [1.0]}}, "unknown key 'visual_keeps'; did you mean 'visual_keep'"),
-    ({"schema": "autotune.search-space/9"}, "newer than this program reads"),
+    ({"schema": "autotune.search-space/9"}, "this program reads schema"),
 ]
 
 

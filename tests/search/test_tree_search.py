@@ -87,9 +87,9 @@ def test_only_the_fastest_over_the_first_prompts_are_replayed_over_all(
     replayed: list[list[int] | None] = []
     inner = found.replay
 
-    def replay(one: Configuration, prompts: Any = None, context_boundaries: Any = ()) -> Any:
+    def replay(one: Configuration, prompts: Any = None) -> Any:
         replayed.append(prompts if prompts is None else [*prompts])
-        return inner(one, prompts, context_boundaries)
+        return inner(one, prompts)
 
     monkeypatch.setattr(found, "replay", replay)
     result = stage(found, trees, tmp_path / "race", num_trials=1)

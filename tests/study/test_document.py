@@ -16,7 +16,7 @@ from tests.sample_documents import DEVICE, PROVENANCE, TARGET
 
 def study_document() -> StudyDocument:
     shape = {"num_layers": 1, "hidden_size": 8, "text_parameters": 9, "vision_parameters": 0}
-    finalist = {"predicted_speedup": 2.2, "speedup": 2.0, "ci95": (1.9, 2.1), "num_runs": 8}
+    finalist = {"predicted_speedup": 2.2, "speedup": 2.0, "interval90": (2.0, 2.4), "ci95": (1.9, 2.1), "num_runs": 8}
     return StudyDocument(
         provenance=PROVENANCE,
         command="autotune search",
@@ -43,18 +43,6 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / STUDY).write_text(json.dumps({**content, "comand": "x"}))
     with pytest.raises(UserError, match="unknown key 'comand'; did you mean 'command'"):
         load_study(tmp_path)
-
-
-def test_a_study_of_version_1_is_read(tmp_path: Path) -> None:
-    """It had ``sampled`` for ``optuna_study``, and its finalists ``is_standing`` for ``is_eliminated``."""
-    study_document().save(tmp_path / STUDY)
-    content = json.loads((tmp_path / STUDY).read_text())
-    content["schema"] = "autotune.study/1"
-    content["sampled"] = content.pop("optuna_study")
-    for finalist in content["finalists"]:
-        finalist["is_standing"] = not finalist.pop("is_eliminated")
-    (tmp_path / STUDY).write_text(json.dumps(content))
-    assert load_study(tmp_path) == study_document()
 
 
 def test_a_ledger_knows_which_records_were_used(tmp_path: Path) -> None:

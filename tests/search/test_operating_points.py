@@ -9,16 +9,14 @@ import pytest
 from numpy.typing import NDArray
 
 from autotune.documents.condition import Condition, first_match
-from autotune.search.point_selection import (
+from autotune.search.operating_points import (
     WORKLOAD_ADVANTAGE,
     Point,
-    by_context_tokens,
     by_image,
     by_prompt_tokens,
     by_temperature,
     by_workload,
     choose_points,
-    context_boundaries,
 )
 
 NUM_CONFIGURATIONS = 40
@@ -75,13 +73,11 @@ def test_random_differences_give_no_point() -> None:
         rng = np.random.default_rng(seed)
         ms = rng.uniform(50, 150, 64) * rng.normal(1, 0.1, (500, 64))
         tags = [f"task {number % 8}" for number in range(64)]
-        band_ms = rng.uniform(50, 150, (64, 4)) * rng.normal(1, 0.1, (500, 64, 4))
         groupings = [
             by_workload(tags),
             *by_prompt_tokens(rng.integers(50, 500, 64)),
             by_temperature([0.0, 1.0] * 32),
             by_image([number % 3 == 0 for number in range(64)]),
-            *by_context_tokens((100, 200, 300), band_ms, np.ones(500, bool)),
         ]
         single = ms[ms.sum(1).argmin()]
         own_ms = sum(ms[:, group.is_member].sum(1).min() for group in groupings[0])
@@ -155,53 +151,6 @@ def test_requests_with_images_may_get_a_point() -> None:
 
 def test_groupings_of_equal_requests_are_left_out() -> None:
     assert by_image([True] * 9) == by_image([False] * 9) == by_workload(["read"] * 9) == ()
-    assert context_boundaries([50] * 3, [1] * 3) == context_boundaries([50] * 3, [0] * 3) == []
-
-
-# ------------------------------------------------------------------------------------------------------------- context
-
-
-def planted(advantage: float = 0.8, num_requests: int = 32) -> NDArray[np.float64]:
-    """[configurations, requests, bands]: 7 is the best in two bands of short contexts, 3 in two of long ones."""
-    ms = np.stack(
-        [times([best] * num_requests, advantage=advantage, seed=band) for band, best in enumerate((7, 7, 3, 3))]
-    )
-    return np.moveaxis(ms, 0, 2)
-
-
-def chosen_by_context(band_ms: NDArray[np.float64], can_switch: NDArray[np.bool_], common: int = 7) -> list[Point]:
-    groupings = by_context_tokens((100, 200, 300), band_ms, can_switch)
-    return choose_points(band_ms.sum(2), groupings, common)
-
-
-def test_long_contexts_may_get_a_point() -> None:
-    """The boundary is the one that saves most. Only configurations that a request can be switched to are chosen."""
-    band_ms, can_switch = planted(), np.ones(NUM_CONFIGURATIONS, bool)
-    points = chosen_by_context(band_ms, can_switch)
-    assert conditions(points) == [({"context_tokens": {"min": 200}}, 3), ({}, 7)]
-    assert points[0].gain == pytest.approx(0.2, abs=0.03)
-    assert conditions(chosen_by_context(band_ms, can_switch, common=3)) == [
-        ({"context_tokens": {"max": 199}}, 7),
-        ({}, 3),
-    ]
-    can_switch[3] = False
-    assert conditions(chosen_by_context(band_ms, can_switch)) == [({}, 7)]
-
-
-def test_only_requests_that_reach_a_context_count() -> None:
-    """Five of 32 requests have long contexts: too few."""
-    band_ms = planted()
-    band_ms[:, 5:, 2:] = 0.0
-    assert conditions(chosen_by_context(band_ms, np.ones(NUM_CONFIGURATIONS, bool))) == [({}, 7)]
-    longer = planted()
-    longer[:, 12:, 2:] = 0.0
-    points = chosen_by_context(longer, np.ones(NUM_CONFIGURATIONS, bool))
-    assert conditions(points) == [({"context_tokens": {"min": 200}}, 3), ({}, 7)]
-
-
-def test_boundaries_are_quantiles_of_the_contexts_of_decoding() -> None:
-    """Two answers of 100 tokens after 50 tokens, one of 100 after 950: two thirds of the contexts are below 150."""
-    assert context_boundaries([50, 50, 950], [100, 100, 100]) == [88, 125, 975]
 
 
 # ------------------------------------------------------------------------------------------------------------ groupings
