@@ -22,7 +22,7 @@ from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.packed_step import PackedStep
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
-from autotune.modeling.transfer import to_device
+from autotune.modeling.transfer import select, to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
@@ -328,8 +328,5 @@ class FeatureDraft(CachedDraft, CachedModel):
         """See ``Draft``. The features of the new pending tokens come from the verification of the tree."""
         self._make_room_for_pending(len(path) + 1)
         self._pending += [*(int(token) for token in tree.token[path]), next_token]
-        # Views of single rows, because indices would have to be sent to the device.
-        hidden = {layer: self._target.hidden[layer].split(1) for layer in self.aux_layers}
-        self._pending_features.append(
-            {layer: torch.cat([rows[node] for node in (ROOT, *path)]) for layer, rows in hidden.items()}
-        )
+        rows = np.array([ROOT, *path])
+        self._pending_features.append({layer: select(self._target.hidden[layer], rows, 0) for layer in self.aux_layers})
