@@ -1,12 +1,12 @@
 """A CUDA rehearsal: tensors that say they are on ``cuda:N`` and compute on the CPU, and a ``torch.cuda`` beside them with
-streams, events, capture and replay. The code under test runs unchanged.
+streams, capture and replay. The code under test runs unchanged.
 
 It refuses what a device refuses: tensors of two devices in one operation, host reads and host copies during a capture,
 replays that read freed memory. It counts operations, transfers, waits of the host and live bytes. Where CUDA leaves
 contents open, it chooses the worst: fresh memory holds NaN or senseless integers, and so do the outputs of a graph once an
 older graph of its pool is replayed.
 
-It knows nothing of the numerics of CUDA kernels, of concurrency, of fragmentation, or of what custom operators do inside.
+It knows nothing of the numerics of CUDA kernels, of concurrency or of fragmentation.
 One *operation* of torch counts as one kernel; a real device runs one or several for it.
 """
 

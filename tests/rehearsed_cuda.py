@@ -1,4 +1,4 @@
-"""Stand-ins for the streams, events and graphs of ``torch.cuda`` on a rehearsed device (``tests/rehearsal.py``).
+"""Stand-ins for the streams and graphs of ``torch.cuda`` on a rehearsed device (``tests/rehearsal.py``).
 
 They hold what the rehearsal has to know of work on a device: which stream is current, which operations a graph repeats and
 which memory it reads. Everything they run is run at once, on the CPU.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -140,7 +139,7 @@ class RehearsedCuda:
     @property
     def namespace(self) -> dict[str, Any]:
         """Stand-ins for functions and classes of ``torch.cuda``."""
-        Event.current = CUDAGraph.current = graph.current = self
+        CUDAGraph.current = graph.current = self
         graph.default_capture_stream = None
         properties = SimpleNamespace(
             name="NVIDIA H100 80GB HBM3", multi_processor_count=132, total_memory=MEMORY_BYTES, major=9, minor=0
@@ -158,7 +157,6 @@ class RehearsedCuda:
             "stream": self.use_stream,
             "current_stream": self.current_stream,
             "default_stream": self.current_stream,
-            "Event": Event,
             "CUDAGraph": CUDAGraph,
             "graph": graph,
             "is_current_stream_capturing": lambda: self.capture is not None,
@@ -180,27 +178,6 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         pass
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-
-class Event:
-    """Its time is known once the host has waited after it."""
-
-    current: RehearsedCuda
-
-    def __init__(self, enable_timing: bool = False, **options: Any) -> None:
-        self._at_ms: float | None = None
-        self._num_waits = 0
-
-    def record(self, stream: Stream | None = None) -> None:
-        self._at_ms, self._num_waits = time.perf_counter() * 1e3, self.current.num_waits
-
-    def elapsed_time(self, other: Event) -> float:
-        if self._at_ms is None or other._at_ms is None or other._num_waits == self.current.num_waits:
-            raise CudaError("device not ready: the host has not waited since the second event was recorded")
-        return other._at_ms - self._at_ms
 
 
 class CUDAGraph:

@@ -22,7 +22,7 @@ from autotune.modeling.masks import MaskBuffer
 from autotune.modeling.packed_step import PackedStep
 from autotune.modeling.prompt import Prompt
 from autotune.modeling.step import Step
-from autotune.modeling.transfer import to_device
+from autotune.modeling.transfer import select, to_device
 from autotune.modeling.tree_model import DEFAULT_CAPACITY
 from autotune.trees.tree import MAX_STEP, ROOT, Ints, Tree
 
@@ -273,19 +273,17 @@ class FeatureDraft(CachedDraft, CachedModel):
     def _run_with_features(self, step: Step, positions: Ints, source: FeatureSource) -> Outputs:
         """``_run_captured``. Rows of the step are the positions and the rows of ``_own`` that tree nodes read their features from."""
         count, read = len(step.tokens), np.zeros_like(positions)
-        if isinstance(source, Mapping):
-            features = pad_rows(self.network.target_features(source), count)
-        else:
+        if not isinstance(source, Mapping):
             read[: len(source)] = source + 1
-        return self._run_captured(
-            step,
-            np.stack([positions, read]),
-            None,
-            further_prefixes=[self.cache.length + self._num_condensed] if self._is_crossing else [],
-            features=lambda rows: (
-                features if isinstance(source, Mapping) else self.network.own_features(self._own[rows[1]])
-            ),
-        )
+
+        def features(rows: Tensor) -> Tensor:
+            if isinstance(source, Mapping):
+                return pad_rows(self.network.target_features(source), count)
+            return self.network.own_features(self._own[rows[1]])
+
+        further_prefixes = [self.cache.length + self._num_condensed] if self._is_crossing else []
+        rows = np.stack([positions, read])
+        return self._run_captured(step, rows, None, further_prefixes=further_prefixes, features=features)
 
     def _features(self, source: FeatureSource) -> Tensor:
         if isinstance(source, Mapping):
@@ -306,20 +304,13 @@ class FeatureDraft(CachedDraft, CachedModel):
 
     def _forward_over_buffers(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> Outputs:
         step = PackedStep.of(inputs["integers"], key)
-        length, *crossing_lengths = key.kv_lengths
-        crossing = None
-        if crossing_lengths:
-            masks = step.masks(
-                self._crossing_masks.windows,
-                padded_kv_length=crossing_lengths[0],
-                mask_value=self.mask_value,
-                dtype=self.dtype,
-                number=1,
-            )
-            crossing = Crossing(masks["mask"], KVSlots(step.slots(1), crossing_lengths[0]))
-        context = AttentionContext(
-            self._layer_masks(step, key)["mask"], self.cache.blocks, KVSlots(step.slots(), length)
-        )
+
+        def mask_and_slots(number: int) -> tuple[Tensor, KVSlots]:
+            return self._layer_masks(step, key, number)["mask"], KVSlots(step.slots(number), key.kv_lengths[number])
+
+        mask, slots = mask_and_slots(0)
+        context = AttentionContext(mask, self.cache.blocks, slots)
+        crossing = Crossing(*mask_and_slots(1)) if len(key.kv_lengths) > 1 else None
         states = self._states(step.tokens, inputs["features"], self._factors[step.rows[0]], context, crossing)
         return states, self.logits(states)
 
@@ -337,8 +328,5 @@ class FeatureDraft(CachedDraft, CachedModel):
         """See ``Draft``. The features of the new pending tokens come from the verification of the tree."""
         self._make_room_for_pending(len(path) + 1)
         self._pending += [*(int(token) for token in tree.token[path]), next_token]
-        # Views of single rows, because indices would have to be sent to the device.
-        hidden = {layer: self._target.hidden[layer].split(1) for layer in self.aux_layers}
-        self._pending_features.append(
-            {layer: torch.cat([rows[node] for node in (ROOT, *path)]) for layer, rows in hidden.items()}
-        )
+        rows = np.array([ROOT, *path])
+        self._pending_features.append({layer: select(self._target.hidden[layer], rows, 0) for layer in self.aux_layers})

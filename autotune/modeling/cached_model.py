@@ -124,10 +124,14 @@ class CachedModel(ABC):
         outputs = self.graph_runner.run(functools.partial(self._forward_over_buffers, key), key, inputs)
         return tuple(output.clone() for output in outputs)  # the buffers are valid only until the next forward pass
 
-    def _layer_masks(self, step: PackedStep, key: GraphKey) -> dict[str, Tensor]:
-        """Masks by layer type, within ``_forward_over_buffers``."""
+    def _layer_masks(self, step: PackedStep, key: GraphKey, number: int = 0) -> dict[str, Tensor]:
+        """Masks by layer type after prefix ``number``, within ``_forward_over_buffers``."""
         return step.masks(
-            self._masks.windows, padded_kv_length=key.kv_lengths[0], mask_value=self.mask_value, dtype=self.dtype
+            self._masks.windows,
+            number,
+            padded_kv_length=key.kv_lengths[number],
+            mask_value=self.mask_value,
+            dtype=self.dtype,
         )
 
     def padded_length(self, num_tokens: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -14,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from autotune.errors import UserError
 from autotune.modeling.graph_runner import KVSlots
 from autotune.modeling.masks import first_visible
+from autotune.modeling.transfer import select
 
 KVShape = tuple[int, int]
 """Number of KV heads, and head size."""
@@ -189,8 +191,7 @@ class SlabCache(Cache):  # type: ignore[misc]
     def keep(self, slots: list[int]) -> None:
         """Commit some of the tokens after ``length``, from which ``slots`` count in ascending order; drop the others."""
         if slots and slots != list(range(len(slots))):
+            kept = np.array(slots) + self.length
             for slab in itertools.chain(*self._slabs.values()):
-                # Views of single tokens, because indices would have to be sent to the device.
-                kept = torch.cat([slab.narrow(3, self.length + slot, 1) for slot in slots], 3)
-                slab[:, :, :, self.length : self.length + len(slots)] = kept
+                slab[:, :, :, self.length : self.length + len(slots)] = select(slab, kept, 3)
         self.length += len(slots)

@@ -82,11 +82,11 @@ class PackedStep(NamedTuple):
     def masks(
         self,
         windows: Mapping[str, int | None],
+        number: int = 0,
         *,
         padded_kv_length: int,
         mask_value: float,
         dtype: torch.dtype,
-        number: int = 0,
     ) -> dict[str, Tensor]:
         """Additive masks [1, 1, n, padded KV length] by layer type after prefix ``number``: the prefix as far as the window
         reaches, the tree mask, and hidden padding.

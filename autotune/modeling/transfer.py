@@ -26,3 +26,10 @@ def rows_to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int32], N
     """Copy integers and float32 numbers of one shape to the host in one transfer."""
     rows = to_host(torch.stack([tokens.int(), logprobs.view(torch.int32)]))
     return rows[0], rows[1].view(np.float32)
+
+
+def select(states: Tensor, indices: NDArray[np.int64], dim: int) -> Tensor:
+    """A few slices of ``states`` along ``dim``, copied. Nothing is sent to a device: there the slices are views by number."""
+    if states.device.type == "cpu":
+        return states.index_select(dim, torch.from_numpy(indices))
+    return torch.cat([states.narrow(dim, index, 1) for index in indices.tolist()], dim)

@@ -17,7 +17,7 @@ from autotune.device import gib
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import NUM_BLOCKS, Subnet
 from autotune.errors import UserError
-from autotune.execution import AUTO, EAGER, capture_sizes_for
+from autotune.execution import AUTO, CUDA_GRAPH, EAGER, capture_sizes_for
 from autotune.files import content_key
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode
@@ -52,7 +52,7 @@ def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVaria
         )
     if model_pool.has_states:
         mode = check_mode(mode, model_pool.target.device, has_states=True)
-    mode = "cuda-graph" if mode == AUTO else mode
+    mode = CUDA_GRAPH if mode == AUTO else mode
     tables = [
         estimate_table(
             gpu,

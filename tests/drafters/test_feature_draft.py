@@ -244,14 +244,14 @@ def test_a_longer_prompt_gets_room_for_its_pruned_tokens(pair: Pair, prompts: di
     scores = target.prefill(prompt, visual_rankings=["text_after_image"]).visual_scores["text_after_image"]
     capacity = draft.cache.capacity
     draft.prefill(prompt, scores, capacity=capacity + 1)
-    length, num_condensed = draft.prefix_state
+    length, num_condensed = draft.cache.length, draft._num_condensed
     assert num_condensed > 0 and length + num_condensed == len(prompt)
-    assert draft.padded_crossing_length(draft.cache.capacity - len(prompt)) == draft.cache.capacity
+    assert draft._is_crossing
     slabs = [block.slab for block in draft.cache.blocks]
     assert draft.cache.capacity > capacity
     assert [int(slab.abs().sum((0, 1, 3)).count_nonzero()) for slab in slabs] == [length, len(prompt), length]
     draft.reserve(1)
-    assert draft.prefix_state.tolist() == [0, 0]
+    assert (draft.cache.length, draft._num_condensed) == (0, 0)
     assert draft.kv_bytes_per_token == sum(slab.nbytes for slab in slabs) // draft.cache.capacity
 
 

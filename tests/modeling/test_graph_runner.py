@@ -118,7 +118,7 @@ def test_an_unknown_or_unavailable_mode_is_refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
-def test_padded_masks_show_the_tokens_that_masks_of_the_buffer_show(window: int | None) -> None:
+def test_unpacked_masks_show_the_tokens_that_masks_of_the_buffer_show(window: int | None) -> None:
     """They equal the buffer's masks from its first visible column on, and hide everything else."""
     rng = np.random.default_rng(window or 0)
     windows = {"layers": window}

@@ -51,25 +51,6 @@ def test_keep_moves_the_kept_tokens_after_the_committed_ones(slots: list[int]) -
             assert torch.equal(shown[:, :, : expected.shape[2]], expected)
 
 
-@pytest.mark.parametrize("slots", [[0, 1, 2], [4], [0, 2, 5], [1, 2, 3]])
-def test_the_device_keeps_the_same_tokens_as_the_host(slots: list[int]) -> None:
-    """It always moves as many tokens as the longest path has."""
-    caches = new_cache(), new_cache()
-    for cache in caches:
-        torch.manual_seed(0)
-        write(cache, 7)
-        cache.advance(7)
-        write(cache, 6)
-    host, device = caches
-    host.keep(slots)
-    others = [slot for slot in range(6) if slot not in slots]
-    device.compact(torch.tensor(7), torch.tensor((slots + others)[:5]))
-    for layer in range(NUM_LAYERS):
-        for name in ("keys", "values"):
-            kept, found = getattr(host.layers[layer], name), getattr(device.layers[layer], name)
-            assert torch.equal(found[:, :, : host.length], kept[:, :, : host.length])
-
-
 @pytest.mark.parametrize("window", [1, 4, 9])
 def test_a_sliding_layer_shows_the_tokens_in_its_window(window: int) -> None:
     """From the first token that the next token sees to the last one written."""
