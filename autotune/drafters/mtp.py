@@ -162,16 +162,10 @@ def _layer_config(config: Any) -> Any:
 
 
 def new_mtp(target: Target) -> MtpNetwork:
-    """Make a head for a target whose layer and norm begin as the target's last ones."""
+    """Make a head for a target. Its layer and norm begin as the target's last ones, where it has the same."""
     config = MtpConfig(hidden_size=target.text.config.hidden_size, num_target_layers=len(target.text.layers))
     network = MtpNetwork(config, target)
     nn.init.normal_(network.eh_proj.weight, std=network.eh_proj.in_features**-0.5)
-    copy_last_layer(network, target)
-    return network
-
-
-def copy_last_layer(network: MtpNetwork, target: Target) -> None:
-    """Give a head the target's last layer and final norm, where it has the same."""
     last = target.text.layers[-1].state_dict()
     own = network.layer.state_dict()
     if target.text.quantization is None and {name: t.shape for name, t in last.items()} == {
@@ -181,6 +175,7 @@ def copy_last_layer(network: MtpNetwork, target: Target) -> None:
         final = getattr(target.text.module, "norm", None)
         if type(final) is type(network.norm):
             network.norm.load_state_dict(final.state_dict())
+    return network
 
 
 def save_mtp(network: MtpNetwork, folder: Path) -> None:

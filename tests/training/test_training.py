@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -20,18 +21,19 @@ from PIL import Image
 from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText
 
-from autotune.drafters.checkpoint import new_network
+from autotune.drafters.checkpoint import load_draft, new_network
 from autotune.errors import UserError
 from autotune.files import read_lines
 from autotune.modeling.target import Target
+from autotune.runtime.decoder import Decoder
 from autotune.training import trainer
 from autotune.training.draft_task import DraftTask
 from autotune.training.examples import Example
 from autotune.training.losses import drafting_loss, own_feature_mask, rows_of
 from autotune.training.memory import BatchShape
-from autotune.training.recipe import load_recipe
+from autotune.training.recipe import Stage, load_recipe
 from autotune.training.teacher import Teacher, TeacherBatch, TeacherBatches
-from autotune.training.trainer import train
+from autotune.training.trainer import make_optimizers, train
 from tests.tiny_models import TARGET_LAYERS, Inputs, Pair
 
 SIZES = {"num_heads": 4, "head_size": 8, "mlp_size": 32}
@@ -272,7 +274,7 @@ def write_recipe(path: Path, teacher: str | None, **changes: Any) -> Path:
         "seed": 1,
         "stages": [
             {**stage, "steps": 3, "distillation": "entropy-and-change"},
-            {**stage, "steps": 4, "subnets": "random"},
+            {**stage, "steps": 4, "subnets": "random", "optimizer": "muon"},
         ],
         **changes,
     }
@@ -412,6 +414,74 @@ def test_training_lowers_the_loss_and_scores_heads(recipe_path: Path, tmp_path: 
     assert (tensors["head_importance"] > 0).all()
 
 
+def test_muon_trains_the_matrices_of_a_drafts_blocks(target: Target) -> None:
+    """The norms of the features are a matrix in shape only."""
+    network = new_network("star", SIZES, target, source="test")
+    stage = Stage(steps=1, batch_size=1, learning_rate=1.0, optimizer="muon")
+    adamw, muon = make_optimizers(network, list(network.parameters()), stage)
+    matrices = {one for block in network.blocks for one in block.parameters() if one.dim() == 2}
+    assert {one for group in muon.param_groups for one in group["params"]} == matrices
+    others = {one for group in adamw.param_groups for one in group["params"]}
+    assert others == set(network.parameters()) - matrices and network.feature_norms in others
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "stage"),
+    [
+        ("eagle3", {"num_kv_heads": 2, "layers": [1, 2, 3]}, {}),
+        ("star", {}, {}),
+        ("star", {"blocks": ["initial", "final"]}, {"subnets": "random"}),
+    ],
+)
+def test_drafts_of_a_text_target(
+    text_pair: Pair,
+    processor: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    sizes: dict[str, Any],
+    stage: dict[str, Any],
+) -> None:
+    """They decode what the target decodes."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(text_pair.target_folder, tmp_path / "target")
+    processor.tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "examples.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n} and", "max_new_tokens": 9}) + "\n" for n in range(5))
+    )
+    stage = {"steps": 2, "batch_size": 2, "learning_rate": 1e-3, **stage}
+    path = write_recipe(tmp_path / "recipe.yaml", "target", model=kind, draft={**SIZES, **sizes}, stages=[stage])
+    target = Target(text_pair.target)
+    decoder = Decoder(target, load_draft(str(train(path)), target), tree={"policy": "chain", "depth": 3})
+    inputs = dict(processor.tokenizer("Count to ten", return_tensors="pt"))
+    drafted, plain = (one.generate(**inputs, max_new_tokens=12).sequences for one in (decoder, Decoder(target)))
+    assert torch.equal(drafted, plain)
+
+
+def test_a_draft_continues_from_the_stored_one(recipe_path: Path, tmp_path: Path) -> None:
+    """The second stage moves the weights of the first a little; a recipe for another kind of draft is refused."""
+    teacher = load_recipe(recipe_path).teacher
+    stage = {"steps": 2, "batch_size": 2, "learning_rate": 1e-3}
+    later = {**stage, "learning_rate": 1e-5}
+    for kind, draft in (("mtp", {}), ("star", SIZES)):
+        path = tmp_path / kind / "recipe.yaml"
+        path.parent.mkdir()
+        values = {"model": kind, "draft": draft, "data": {"file": "../examples.jsonl"}}
+        folder = train(write_recipe(path, teacher, stages=[stage], **values))
+        first = load_file(folder / "model.safetensors")
+        for stages, begin in (([stage, later], {"trained_stages": 1}), ([later], {"initial_weights": "stored"})):
+            (folder / ".checkpoint" / "state.safetensors").unlink()
+            train(write_recipe(path, teacher, stages=stages, **begin, **values))
+            second = load_file(folder / "model.safetensors")
+            for name, value in first.items():
+                if name not in ("token_frequencies", "head_importance"):
+                    torch.testing.assert_close(second[name], value, atol=2e-4, rtol=0.01)
+    (folder / ".checkpoint" / "state.safetensors").unlink()
+    other = write_recipe(path, teacher, stages=[stage] * 2, trained_stages=1, **{**values, "model": "mtp", "draft": {}})
+    with pytest.raises(UserError, match="which is of kind star; got model mtp; set trained_stages to 0 and"):
+        train(other)
+
+
 @pytest.mark.nightly
 def test_two_processes_share_a_batch(pair: Pair, tmp_path: Path) -> None:
     """Each process generates half of the answers and reads half of each batch; gradients are averaged, and one process writes files.
@@ -453,6 +523,21 @@ def test_draft_recipe_without_a_teacher(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "recipe.yaml", None)
     with pytest.raises(UserError, match=r"key 'teacher' is required and missing"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"trained_stages": 2}, "trained_stages must leave a stage to train; got 2 of 2; add a stage"),
+        ({"trained_stages": 1}, "trained_stages needs the draft of these stages in .*; set it to 0"),
+        ({"initial_weights": "stored"}, "initial_weights: stored needs a draft in .*; set it to new"),
+    ],
+)
+def test_weights_to_begin_with_that_do_not_exist(
+    recipe_path: Path, tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(write_recipe(recipe_path, load_recipe(recipe_path).teacher, **values))
 
 
 def test_misspelt_draft_size(recipe_path: Path, tmp_path: Path) -> None:
