@@ -104,7 +104,7 @@ def open_sides(against: str | None, profile: Path, folder: Path) -> Iterator[Sid
 
 
 def _without_evidence(profile: Path, copy: Path) -> Path:
-    """Copy a profile in the schema version that it has, which the base may need, without evidence, which it may not know."""
+    """Copy a profile without its evidence, which the code of the base may not know."""
     write_bytes(copy, json.dumps({**read_json(profile), "evidence": {}}).encode())
     return copy
 

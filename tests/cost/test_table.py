@@ -147,7 +147,7 @@ def test_subnets_are_identified_by_their_heads() -> None:
     assert table.costs_of(whole.draft, Subnet(heads=0.5, injection_layer=9)) == half
     assert table.costs_of(whole.draft, Subnet(heads=(0.5, 0.5, 0.5))) == half
     with pytest.raises(
-        UserError, match=r"with these weights and heads 0\.25; it has: .*, .* \(heads 0\.5\); profile that"
+        UserError, match=r"with these weights and heads 0\.25; it has: .*, .* \(heads 0\.5\); measure that"
     ):
         table.costs_of(whole.draft, Subnet(heads=0.25))
 

@@ -37,7 +37,7 @@ from autotune.search.space import SearchSpace
 from autotune.search.tree_search import search_trees
 from autotune.study.document import LEDGER, PROFILE, RUNS, STUDY, Finalist, MeasuredDefault, StudyDocument, StudyDraft
 from autotune.study.ledger import Ledger
-from autotune.study.records import ScreenedSubnet
+from autotune.study.records import ScreenedSubnet, record_of
 from autotune.trees.policy import parse_policy
 from autotune.workloads.workload import load_workload
 from tests.sample_documents import DEVICE, PROVENANCE, TARGET, cost_table, random_trace, write_image, write_workload
@@ -100,9 +100,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeStudy]:
 
     ledger = Ledger(folder / LEDGER)
     screened = _screened()
-    ledger.work(
-        "subnets", {str(number): (lambda o=one: o.model_dump(mode="json")) for number, one in enumerate(screened)}
-    )
+    ledger.work("subnets", {str(number): (lambda o=one: record_of([o])) for number, one in enumerate(screened)})
     evaluator = Evaluator(traces, table, jobs=1)
     space = SearchSpace.model_validate({"name": "by hand", "visual_keep": {"choices": list(KEEPS)}, "trees": TREES})
     with pytest.MonkeyPatch.context() as patch:
