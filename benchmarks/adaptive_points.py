@@ -88,7 +88,7 @@ def drawn_trees(evaluator: Evaluator, space_name: str, count: int, policies: Col
     trees = [
         tree
         for name in policies
-        if name in space.trees and name != "static"
+        if name in space.trees and not POLICIES[name].is_template()
         for tree in space.sweep(name, count, rng.randrange(1 << 31))
     ]
     trees += [{"policy": "chain", "depth": depth} for depth in range(1, 11)]

@@ -68,7 +68,7 @@ class Pair(NamedTuple):
         found = []
         for worth, width, depth in itertools.product(WORTHS, (1, 2, 4), depths):
             tree = LARGEST.model_dump(exclude={"prices", "calibration"})
-            tree |= {"worth": worth, "lookahead": 0.9, "width": width, "depth": depth, "retrieval": False}
+            tree |= {"worth": worth, "level_value": 0.9, "width": width, "depth": depth, "retrieval": False}
             prices = tree_prices(self.trace, self.host, width=width, nodes=LARGEST.budget)
             if free_levels:
                 prices = prices.model_copy(update={"level": tuple((0.0,) * len(row) for row in prices.level)})

@@ -30,9 +30,9 @@ from autotune.trees import policy as policies
 from autotune.trees.compilation import compiled
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.limits import MAX_RETRIEVED, Floats, Ints
-from autotune.trees.policy import Policy
+from autotune.trees.policy import Policy, kind_number
 from autotune.trees.static import NO_TOKEN
-from autotune.trees.tree import CHILD, ROOT, Proposals, Retrieved, Tree, Workspace, new_tree, new_workspace, plant
+from autotune.trees.tree import CHILD, ROOT, Proposals, Retrieved, Tree, Workspace, new_tree, new_workspace, set_root
 from autotune.trees.verification import find_child
 
 MARGIN = 2.0  # plain steps
@@ -43,7 +43,7 @@ class _Candidate:
     """One point's tree policy, replayed along the emitted tokens."""
 
     def __init__(self, policy: Policy, price: RoundPrice) -> None:
-        self.kind, self.params, self.price = policy.KIND, policy.encode(), price.encode()
+        self.kind, self.params, self.price = kind_number(policy), policy.encode(), price.encode()
         self.state, self.saved_state = np.zeros((2, policies.STATE_SIZE))
         self.tree, self.work = new_tree(policy.max_grown), new_workspace(policy.max_grown)
         self.token_cost = np.zeros(WINDOW)
@@ -209,13 +209,13 @@ def _replay_known(
     while position < num_known - 1:
         _copy(state, saved_state)
         policies.begin_round(kind, params, state, context_tokens + position, match_length[position])
-        plant(tree, answer[position], position)
+        set_root(tree, answer[position], position)
         work.frontier[0] = ROOT
         num_frontier, num_levels = int(policies.drafts(kind, params, state)), 0
         while num_frontier:
             num_levels += 1
             num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
-        policies.graft(kind, params, state, tree, work, retrieved[position])
+        policies.add_retrieved(kind, params, state, tree, work, retrieved[position])
         policies.prune(kind, params, state, tree, work)
         node, length = ROOT, 0
         while node >= 0 and position + length + 1 < num_known:

@@ -86,7 +86,7 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower, choice:
     answer, recorded = trace.forest.answer[begin:end], trace.packed
     policy, tree = grower.policy, grower.tree
     context_tokens = int(trace.prompt_length[prompt]) + position
-    grower.plant(int(answer[position]), context_tokens, _retrieved(trace, begin + position))
+    grower.set_root(int(answer[position]), context_tokens, _retrieved(trace, begin + position))
     row = np.full(policy.max_grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
     row[ROOT] = recorded.root_row[begin + position]
     widths: list[int] = []

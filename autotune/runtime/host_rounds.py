@@ -79,7 +79,7 @@ class HostRound:
         grower, sampler, coupling = point.grower, point.coupling_sampler(request.sampler), None
         num_levels, num_own = 0, grower.policy.num_proposals
         num_proposals = num_own if choice is None else choice.num_proposals
-        grower.plant(request.tokens[-1], self.target.length, retrieved)
+        grower.set_root(request.tokens[-1], self.target.length, retrieved)
         while len(grower.frontier):
             started = host_ms()
             if sampler is not None:

@@ -78,7 +78,7 @@ def test_trees_with_a_second_source_are_chosen_too(
     run = HostRound.run
     monkeypatch.setattr(HostRound, "run", lambda *args: (found := run(*args), levels.append(found.draft_forwards))[0])
     calibration = {"retrieved": [[0.9] * MAX_MATCH] * 2, "curves": identity_curves().tolist(), **UNKNOWN}
-    tree = {"policy": "priced", "retrieval": True, "draft_free": 0.8, "calibration": calibration}
+    tree = {"policy": "priced", "retrieval": True, "skip_draft_above": 0.8, "calibration": calibration}
     points = [
         LoadedPoint(draft, tree=tree, fallback=FREE, when=Condition(workload="a")),
         LoadedPoint(draft, tree=TREES["sage"], fallback=DEAR),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.trees.tree import MAX_LEVELS, ROOT, new_tree, plant
+from autotune.trees.tree import MAX_LEVELS, ROOT, new_tree, set_root
 from autotune.trees.verification import accept_by_ratio
 from tests.obvious import add_node
 from tests.trees import papers
@@ -132,7 +132,7 @@ def test_wetap_accepts_from_deep_to_shallow() -> None:
         if turn % 5 == 0:
             p[nodes[0]], q[nodes[-1]] = -math.inf, -math.inf
         tree, index = new_tree(len(nodes)), {(): ROOT}
-        plant(tree, 0, -1)
+        set_root(tree, 0, -1)
         for node in nodes:
             parent = index[node[:-1]]
             index[node] = add_node(tree, parent, 0, float(tree.path_logprob[parent]) + q[node], node[-1], -1)

@@ -75,7 +75,7 @@ def grown(grower: TreeGrower, draft: HashedDraft) -> tuple[list[Path], set[Path]
     """The paths of one round's tree, and those of the nodes that the draft read besides the root."""
     paths: list[Path] = [()]
     read: set[Path] = set()
-    grower.plant(0)
+    grower.set_root(0)
     tokens = np.tile(np.arange(grower.policy.num_proposals, dtype=np.int32), (len(grower.tree.token), 1))
     while len(grower.frontier):
         frontier = [paths[node] for node in grower.frontier]
@@ -132,7 +132,7 @@ def test_planned_shapes_do_not_depend_on_this_round() -> None:
 
 def test_a_planned_node_that_the_draft_does_not_propose_holds_no_token() -> None:
     grower = TreeGrower(parse_policy({"policy": "sage", "plan": "previous", "k": 2, "w_min": 2, "w_max": 2}))
-    grower.plant(0)
+    grower.set_root(0)
     certain = np.array([[0.0, -math.inf]], np.float32)
     while len(grower.frontier):
         count = len(grower.frontier)
