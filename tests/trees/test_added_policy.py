@@ -42,7 +42,12 @@ def test_the_policy_of_the_page_decodes_replays_and_is_searched(tmp_path: Path) 
     known = {"schema": "autotune.search-space/1", "name": "beam", "visual_keep": {"choices": [1.0]}}
     space.write_text(yaml.safe_dump(known | trees))
 
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+        "HF_HUB_OFFLINE": "1",
+        "NUMBA_OPT": "0",
+    }
     environment.pop("NUMBA_CACHE_DIR", None)
     (described,) = re.findall(r"`(\{\"policy\": \"beam\".*?\})`", PAGE)
     command = [sys.executable, "-m", "tests.trees.added_policy", str(tmp_path / "run"), described, str(space)]

@@ -57,7 +57,7 @@ def test_the_frontier_mask_shows_a_node_its_own_slot_and_those_of_its_ancestors(
         assert np.array_equal(mask[:, num_nodes:], before), "columns beyond the slots in use stay unchanged"
 
 
-def test_planting_clears_the_tree() -> None:
+def test_a_new_root_clears_the_tree() -> None:
     tree = random_tree(np.random.default_rng(2), 20, num_tokens=1000)
     tree.kv_slot[:21] = 9
     set_root(tree, 5, 3)

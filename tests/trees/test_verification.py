@@ -165,7 +165,7 @@ def test_nodes_of_draft_probability_0_are_not_accepted() -> None:
 def test_acceptance_by_ratio_on_random_trees() -> None:
     """The target agrees with the draft up to noise; in every other tree probabilities are powers of two, with many ties."""
     rng, lengths, num_tied = np.random.default_rng(5), [], 0
-    for turn in range(300):
+    for turn in range(1000):
         tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=8)
         size = int(tree.size[0])
         if turn % 2:
