@@ -46,7 +46,7 @@ def test_the_policy_of_the_page_decodes_replays_and_is_searched(tmp_path: Path) 
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
         "HF_HUB_OFFLINE": "1",
-        "NUMBA_OPT": "0",
+        "NUMBA_OPT": "0",  # for a short compilation
     }
     environment.pop("NUMBA_CACHE_DIR", None)
     (described,) = re.findall(r"`(\{\"policy\": \"beam\".*?\})`", PAGE)

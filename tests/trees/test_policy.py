@@ -66,7 +66,7 @@ def test_a_call_gives_a_policy_the_arguments_that_its_steps_name(name: str) -> N
 
 
 def test_no_module_outside_trees_asks_for_a_policy_by_name() -> None:
-    """What a policy is, is asked of attributes of its class: a comparison with a name would leave out policies to come."""
+    """Attributes of its class say what a policy is; a comparison with a name would leave out policies to come."""
     asked = [
         f"{module}:{node.lineno}"
         for module, path in MODULES.items()
