@@ -39,7 +39,7 @@ from autotune.workloads.workload import Workload, load_workload
 
 FOLLOWERS = 48  # of a match that are ranked
 ALONE: tuple[Policy, ...] = (ChainPolicy(depth=5), Eagle2Policy(depth=5, k=4, budget=16))
-TOGETHER = PricedPolicy(worth=0.5, lookahead=0.9, retrieval=True)
+TOGETHER = PricedPolicy(worth=0.5, level_value=0.9, retrieval=True)
 Noise = Callable[[int], NDArray[np.float32]]
 
 

@@ -33,6 +33,7 @@ from autotune.search.settings import SearchSettings
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.traces import record_traces
 from autotune.study.document import load_study
+from autotune.trees.policy import POLICIES
 from autotune.workloads.workload import Workload, load_workload
 
 PARTS = ("draft_prefill_ms", "draft_ms", "verify_ms")  # of decode_ms; the rest is overhead
@@ -52,11 +53,14 @@ def random_configurations(
     """A tree for each pair of policy and variant; for ``static`` a random one of Sequoia's trees."""
     sweep_size = 1 << len(pairs).bit_length()  # a sweep is even over powers of two
     swept = {
-        policy: space.sweep(policy, sweep_size, rng.randrange(1 << 31)) for policy in space.trees if policy != "static"
+        policy: space.sweep(policy, sweep_size, rng.randrange(1 << 31))
+        for policy in space.trees
+        if not POLICIES[policy].is_template()
     }
     configurations = []
     for policy, variant in pairs:
-        tree = rng.choice(evaluator.static_trees(variant, space)) if policy == "static" else swept[policy].pop(0)
+        dimensions = space.trees[policy]
+        tree = swept[policy].pop(0) if policy in swept else rng.choice(evaluator.template_trees(variant, dimensions))
         configurations.append(Configuration(tree=tree, draft=variant[0], subnet=variant[1]))
     return configurations
 

@@ -29,6 +29,7 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.space import SearchSpace, load_space
 from autotune.search.tuning_prompts import confirms
 from autotune.study.document import load_study
+from autotune.trees.policy import POLICIES
 from autotune.workloads.workload import load_workload
 
 SEED = 0
@@ -39,8 +40,8 @@ def trees_of(
     policy: str, space: SearchSpace, evaluator: Evaluator, variant: DraftVariant, num_swept: int
 ) -> list[Tree]:
     """All trees of a policy where they can be enumerated, else ``num_swept`` spread evenly over the space."""
-    if policy == "static":
-        return evaluator.static_trees(variant, space)
+    if POLICIES[policy].is_template():
+        return evaluator.template_trees(variant, space.trees[policy])
     return space.enumerated(policy) or space.sweep(policy, num_swept, SEED)
 
 

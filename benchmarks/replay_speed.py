@@ -30,7 +30,7 @@ from autotune.search.sequoia import rank_acceptance, sequoia_trees
 from autotune.search.space import load_space
 from autotune.search.traces import record_traces
 from autotune.search.tree_prices import TreePricing
-from autotune.trees.policy import Policy, parse_policy
+from autotune.trees.policy import POLICIES, Policy, parse_policy
 from autotune.workloads.workload import Workload, load_workload
 
 WIDEST = {"policy": "wetap", "w_min": 16, "w_max": 128, "budget": 64}
@@ -68,7 +68,7 @@ def ms_of(trace: Trace, policy: Policy, at: DensePrices) -> float:
 def drawn(trace: Trace, name: str, count: int, rng: random.Random) -> list[Policy]:
     """Policies spread over the space ``quick``; for ``static``, random ones of Sequoia's trees."""
     space, pricing = load_space("quick"), TreePricing(trace, prices())
-    if name == "static":
+    if POLICIES[name].is_template():
         return list(rng.sample(sequoia_trees(rank_acceptance(trace), budgets=range(4, 65), depths=range(2, 11)), count))
     return [parse_policy(pricing.complete(tree)) for tree in space.sweep(name, count, rng.randrange(1 << 31))]
 

@@ -27,7 +27,7 @@ from autotune.modeling.loading import BUNDLED_TARGET, RETRIEVAL
 from autotune.search.model_pool import ModelPool
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.policy import Policy
-from autotune.trees.tree import ROOT, new_tree, plant
+from autotune.trees.tree import ROOT, new_tree, set_root
 from autotune.workloads.workload import load_workload
 
 TEXT_LENGTHS = (300, 4_000, 32_000)
@@ -45,7 +45,7 @@ def time_lookups(length: int) -> list[str]:
     tokens = np.random.default_rng(0).zipf(ZIPF, length + NUM_ROUNDS)
     text = np.minimum(tokens, VOCAB_SIZE - 1).astype(np.int32)
     tree, root = new_tree(1), np.array([ROOT])
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     draft.prefill(text[:100], None, capacity=0)
     draft.propose(tree, root, PROPOSALS)  # compiles
     started = time.perf_counter()

@@ -17,7 +17,7 @@ import numpy as np
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR
-from autotune.documents.published_defaults import ABLATIONS, PUBLISHED_DEFAULTS
+from autotune.documents.published_defaults import NAMED, PUBLISHED_DEFAULTS
 from autotune.evaluation.runs import Run
 from autotune.evaluation.summary import bootstrap_ratio
 from autotune.search.model_pool import ModelPool
@@ -28,8 +28,8 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "SAGE, table 4": {"chain of 5": {"policy": "chain", "depth": 5}, "SAGE": PUBLISHED_DEFAULTS["sage"].tree},
     "WETAP, table 2": {
         "WETAP": WETAP,
-        "fixed width": ABLATIONS["wetap-fixed-width"].configuration.tree,
-        "pruning by probability": ABLATIONS["wetap-probability"].configuration.tree,
+        "fixed width": NAMED["wetap-fixed-width"].tree,
+        "pruning by probability": NAMED["wetap-probability"].tree,
     },
     "WETAP, table 3": {f"gamma {gamma:g}": WETAP | {"gamma": gamma} for gamma in (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)},
     "WETAP, table 5": {f"length {length}": WETAP | {"length": length} for length in (4, 5, 6, 7, 9, 10)},

@@ -40,10 +40,10 @@ from autotune.workloads.workload import Workload, load_workload
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.large_vocabularies import Timers
 
-TREE = PricedPolicy(worth=0.5, lookahead=0.9, rate=0.05, retrieval=True, draft_free=0.75)
+TREE = PricedPolicy(worth=0.5, level_value=0.9, rate=0.05, retrieval=True, skip_draft_above=0.75)
 PARTS = {
     "retrieval": ((Session, "_retrieve"),),
-    "trees": ((TreeGrower, "plant"), (TreeGrower, "grow"), (TreeGrower, "prune"), (TreeGrower, "update")),
+    "trees": ((TreeGrower, "set_root"), (TreeGrower, "grow"), (TreeGrower, "prune"), (TreeGrower, "update")),
     "counts of acceptance": ((AcceptanceCounts, "observe"),),
     "emitting": ((Request, "emit"),),
     "choice of the point": ((Session, "_choose_point"),),

@@ -23,6 +23,7 @@ from autotune.search.evaluator import Evaluator
 from autotune.search.space import load_space
 from autotune.search.tree_search import search_trees
 from autotune.study.ledger import Ledger
+from autotune.trees.policy import POLICIES
 
 
 def work(study: Path, storage: str | Path, space: str) -> None:
@@ -31,10 +32,12 @@ def work(study: Path, storage: str | Path, space: str) -> None:
     assert sources.table is not None, "the folder holds no study"
     evaluator = Evaluator(sources.traces, sources.table, jobs=1)
     searched = load_space(space)
-    for policy in searched.trees:  # lays out traces and compiles replay
+    for policy, dimensions in searched.trees.items():  # lays out traces and compiles replay
         for draft, subnet in evaluator.traces:
-            is_static = policy == "static"
-            trees = evaluator.static_trees((draft, subnet), searched) if is_static else searched.sweep(policy, 1, 0)
+            if POLICIES[policy].is_template():
+                trees = evaluator.template_trees((draft, subnet), dimensions)
+            else:
+                trees = searched.sweep(policy, 1, 0)
             evaluator.replay(Configuration(tree=trees[0], draft=draft, subnet=subnet))
     print("ready", flush=True)
     sys.stdin.readline()

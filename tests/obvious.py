@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.drafters.blocks import AttentionContext, Crossing
 from autotune.drafters.network import BlocksNetwork
-from autotune.trees.tree import ROOT, Tree, new_tree, plant
+from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 
 
 def random_tree(rng: Generator, num_nodes: int, *, num_tokens: int, root_token: int = 0) -> Tree:
@@ -22,7 +22,7 @@ def random_tree(rng: Generator, num_nodes: int, *, num_tokens: int, root_token: 
         if path not in paths:
             paths.append(path)
     tree, nodes = new_tree(num_nodes), {(): ROOT}
-    plant(tree, root_token, -1)
+    set_root(tree, root_token, -1)
     for path in sorted(paths[1:], key=len):
         parent = nodes[path[:-1]]
         logprob, rank = float(tree.path_logprob[parent] - rng.exponential()), len(children_of(tree, parent))

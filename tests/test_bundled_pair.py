@@ -183,7 +183,7 @@ def test_rounds_that_retrieval_wins_ask_the_draft_for_nothing(pair, tmp_path, dr
     workload = Workload(pair.name, "evaluate", prompts)
     recorder = Recorder(target, reference(pair.target_id), processor, tmp_path)
     trace = recorder.trace(draft, reference(draft_id), workload, visual_keep=1.0, bounds=ForestBounds(depth=10))
-    tree = {"policy": "priced", "worth": 0.9, "width": 2, "rate": 0.05, "retrieval": True, "draft_free": 0.6}
+    tree = {"policy": "priced", "worth": 0.9, "width": 2, "rate": 0.05, "retrieval": True, "skip_draft_above": 0.6}
     tree |= {"calibration": calibrate(trace).model_dump(), "prices": {"verify": [[1.0, 1.05]]}}
     replayed = replay(trace, parse_policy(tree), free_prices())
     decoder = Decoder(target, draft, tree=tree)
@@ -194,7 +194,7 @@ def test_rounds_that_retrieval_wins_ask_the_draft_for_nothing(pair, tmp_path, dr
         assert replayed.accepted_lengths[p].tolist() == output.stats.accepted_lengths
         assert replayed.draft_forwards[p] == output.stats.draft_forwards
         assert replayed.verified_nodes[p] == sum(output.stats.verified_nodes)
-    with_draft = replay(trace, parse_policy(tree | {"draft_free": 1.0}), free_prices())
+    with_draft = replay(trace, parse_policy(tree | {"skip_draft_above": 1.0}), free_prices())
     assert (with_draft.draft_forwards >= with_draft.rounds).all()
     assert replayed.draft_forwards.sum() < 0.9 * with_draft.draft_forwards.sum(), "no round was free of drafting"
 

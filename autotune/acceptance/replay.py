@@ -19,8 +19,8 @@ from autotune.trees import policy as policies
 from autotune.trees.compilation import compiled
 from autotune.trees.fallback import NO_FALLBACK, RoundPrice
 from autotune.trees.limits import MAX_LEVEL_STEP, Floats, Ints
-from autotune.trees.policy import Policy
-from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, new_tree, new_workspace, plant
+from autotune.trees.policy import Policy, kind_number
+from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, new_tree, new_workspace, set_root
 from autotune.trees.verification import find_child
 
 _ROUNDS, _DRAFT_FORWARDS, _NODES, _MISSING, _PLAIN_STEPS = range(5)  # columns of counts, [prompts, 5]
@@ -90,7 +90,7 @@ def replay(
     prompts = np.arange(trace.num_prompts) if prompts is None else prompts
     tokens[prompts] = (np.diff(trace.answer_start) - 1)[prompts]
     _replay_prompts(
-        policy.KIND,
+        kind_number(policy),
         policy.encode(),
         NO_FALLBACK if fallback is None else fallback.encode(),
         prompts,
@@ -228,7 +228,7 @@ def _replay_prompts(
                 continue
             # Draft.
             policies.begin_round(kind, params, state, prompt_length[p] + position, match_length[begin + position])
-            plant(tree, answer[begin + position], root_row[begin + position])
+            set_root(tree, answer[begin + position], root_row[begin + position])
             work.frontier[0] = ROOT
             num_frontier = 1 if policies.drafts(kind, params, state) else 0
             num_read = num_levels = 0
@@ -246,7 +246,7 @@ def _replay_prompts(
                     tree.kv_slot[node] = num_read + i
                     counts[p, _MISSING] += tree.row[node] == unrecorded and tree.path_logprob[node] > -np.inf
                 num_frontier = policies.grow(kind, params, state, tree, work, num_frontier, proposals)
-            policies.graft(kind, params, state, tree, work, retrieved[begin + position])
+            policies.add_retrieved(kind, params, state, tree, work, retrieved[begin + position])
             policies.prune(kind, params, state, tree, work)
             # Verify.
             size = tree.size[0]

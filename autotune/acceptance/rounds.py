@@ -81,7 +81,7 @@ def _round(trace: Trace, prompt: int, position: int, grower: TreeGrower) -> Roun
     policy, tree = grower.policy, grower.tree
     context_tokens = int(trace.prompt_length[prompt]) + position
     retrieved = Retrieved(trace.forest.retrieved[begin + position], int(trace.forest.match_length[begin + position]))
-    grower.plant(int(answer[position]), context_tokens, retrieved)
+    grower.set_root(int(answer[position]), context_tokens, retrieved)
     row = np.full(policy.max_grown + 1, recorded.unrecorded)  # row of the trace's proposals, by node
     row[ROOT] = recorded.root_row[begin + position]
     widths: list[int] = []

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.documents.published_settings import ABLATIONS, DEFAULTS
 from autotune.errors import UserError, nearest
 from autotune.files import read_json
 
@@ -13,11 +14,7 @@ if TYPE_CHECKING:
     from autotune.workloads.formats import Format
 
 # The arms of autotune bench; a test compares them with those of evaluation/bench.py.
-ARMS = (
-    *("ar", "hf", "hf-assisted", "prompt_lookup"),
-    *("chain", "star", "eagle2", "eagle2-release", "specvlm", "dream", "dream-release", "sage", "sage-video", "wetap"),
-    *("wetap-fixed-width", "wetap-probability", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1"),
-)
+ARMS = ("ar", "hf", "hf-assisted", "prompt_lookup", *DEFAULTS, *ABLATIONS)
 
 
 def require_profile(path: Path) -> None:

@@ -21,7 +21,7 @@ from autotune.runtime.decoder import Decoder
 from autotune.runtime.generate_args import Call, Request
 from autotune.runtime.token_sampler import TokenSampler
 from autotune.trees.limits import Floats
-from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Ints, Tree, add_child, new_tree, plant
+from autotune.trees.tree import CHILD, MAX_STEP, ROOT, Ints, Tree, add_child, new_tree, set_root
 
 WARM_UPS = 3
 WARM_UP_MS = 500.0  # no warm-up begins after it, except the first
@@ -142,7 +142,7 @@ def _geometric_means(ratios: Floats) -> Floats:
 
 def _plant_star(tree: Tree, num_children: int) -> None:
     """Plant a root with children. Latency depends on the size of a tree, not on its shape."""
-    plant(tree, 1, 0)
+    set_root(tree, 1, 0)
     proposals = np.zeros((1, max(1, num_children)), CHILD)
     for rank in range(num_children):
         add_child(tree, ROOT, rank, proposals)

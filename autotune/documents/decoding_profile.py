@@ -13,8 +13,8 @@ from autotune.documents.provenance import ModelReference, Provenance
 from autotune.documents.subnet import Subnet
 from autotune.files import Document
 from autotune.trees.fallback import RoundPrice
-from autotune.trees.policy import TreePolicy, parse_policy
-from autotune.trees.priced import Calibration, PricedPolicy
+from autotune.trees.policy import Policy, parse_policy
+from autotune.trees.priced import Calibration
 from autotune.trees.verification import LosslessVerification, Verification
 
 AR, HF, TUNED = "ar", "hf", "tuned"
@@ -69,7 +69,7 @@ class OperatingPoint(Document):
 
     when: Condition = Field(default_factory=Condition)
     draft: DraftChoice | None
-    tree: TreePolicy | None
+    tree: Policy | None
     verification: Verification = Field(default_factory=LosslessVerification)
     lossless: bool = True
     fallback: RoundPrice | None = None
@@ -100,8 +100,8 @@ class OperatingPoint(Document):
 
     @property
     def calibration(self) -> Calibration | None:
-        """The calibration of a ``priced`` tree."""
-        return self.tree.calibration if isinstance(self.tree, PricedPolicy) else None
+        """The calibration of a tree whose policy has one."""
+        return getattr(self.tree, "calibration", None)
 
 
 class PromptEvidence(Document):

@@ -10,6 +10,7 @@ from autotune.documents.decoding_profile import DecodingProfile
 from autotune.errors import UserError
 from autotune.evaluation.runs import Run
 from autotune.trees.acceptance_counts import AcceptanceCounts
+from autotune.trees.chain import ChainPolicy
 
 
 def profile_of_runs(
@@ -39,7 +40,7 @@ def profile_of_runs(
         draft=drafts.pop(),
         target=profile.target.id,
         conditions={"dataset": workload, "num_requests": len(runs), "device": profile.hardware.name},
-        is_chain=all(point.tree is not None and point.tree.policy == "chain" for point in points),
+        is_chain=all(isinstance(point.tree, ChainPolicy) for point in points),
     )
 
 

@@ -12,7 +12,7 @@ from autotune.documents.decoding_profile import Predicted
 from autotune.documents.fingerprint import Fingerprint
 from autotune.documents.provenance import ModelReference, Provenance
 from autotune.files import Document
-from autotune.trees.policy import TreePolicy
+from autotune.trees.policy import Policy
 
 EXPORT = "export.json"
 
@@ -35,7 +35,7 @@ class Variant(Document):
     name: str
     """``chain``, ``tree``, or what llama.cpp calls the types of speculation."""
     label: str
-    tree: TreePolicy | None
+    tree: Policy | None
     """None for speculation that is not a tree policy of this project."""
     predicted: Predicted
     slowdown: float

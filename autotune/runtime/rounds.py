@@ -72,7 +72,7 @@ class Round:
         """Draft a tree level by level: the draft proposes, the tree policy chooses. Returns the number of levels."""
         grower, sampler, coupling = point.grower, point.coupling_sampler(request.sampler), None
         num_levels = 0
-        grower.plant(request.tokens[-1], self.target.length, retrieved)
+        grower.set_root(request.tokens[-1], self.target.length, retrieved)
         while len(grower.frontier):
             started = host_ms()
             if sampler is not None:

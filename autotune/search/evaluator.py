@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.files import Document
 from autotune.search.sequoia import rank_acceptance, sequoia_trees
-from autotune.search.space import STATIC_FIELDS, SearchSpace
+from autotune.search.space import Dimension
 from autotune.search.tree_prices import TreePricing
 from autotune.trees.fallback import RoundPrice
 from autotune.trees.limits import MAX_LEVEL_STEP
@@ -173,7 +173,7 @@ class Evaluator:
 
     def resolve(self, configuration: Configuration) -> Configuration:
         """The configuration with a draft and an injection layer, by default the first draft and a draft's last layer, and a
-        ``priced`` tree with prices and a calibration.
+        tree with the prices and the calibration that its policy needs.
         """
         draft, subnet = configuration.draft or next(iter(self.traces))[0], configuration.subnet
         if subnet.injection_layer is None and (draft, subnet) not in self.traces:
@@ -306,8 +306,8 @@ class Evaluator:
         price = self.round_price(candidate.configuration)
         return self.evaluate(candidate.configuration.model_copy(update={"fallback": price}))
 
-    def static_trees(self, variant: DraftVariant, space: SearchSpace) -> list[Tree]:
+    def template_trees(self, variant: DraftVariant, dimensions: Mapping[str, Dimension]) -> list[Tree]:
         """Sequoia's trees for a draft variant, of the budgets and depths of a space."""
-        budgets, depths = (space.trees["static"][name].values or [] for name in STATIC_FIELDS)
+        budgets, depths = (dimensions[name].values or [] for name in ("budget", "depth"))
         trees = sequoia_trees(rank_acceptance(self.traces[variant]), budgets=budgets, depths=depths)
         return [tree.model_dump(mode="json") for tree in trees]

@@ -36,6 +36,7 @@ from autotune.search.tuning_prompts import CONFIRMING, TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
+from autotune.trees.policy import POLICIES
 from autotune.workloads.workload import Workload, load_workload
 
 MIN_TREE_SEARCH_S = 5.0  # even past the deadline
@@ -282,7 +283,7 @@ class _SearchRun:
         self.console.say(
             f"{result.num_replayed:,} configurations replayed; plain decoding: {evaluator.ar_ms_per_token:.2f} ms/token"
         )
-        if "priced" in self.space.trees:
+        if any(POLICIES[name].needs_prices for name in self.space.trees):
             print_calibrations(evaluator, self.console)
         assert self.study is not None
         self.study = self.study.model_copy(update={"optuna_study": result.optuna_study})

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from autotune.trees.policy import Policy
 
 MAX_ENUMERATED = 3000
-# Static trees have no hyperparameters: Sequoia's dynamic programme computes one for every budget and depth.
-LARGEST_STATIC = {"budget": 128, "depth": 24}
-STATIC_FIELDS = tuple(LARGEST_STATIC)
 
 
 class Dimension(Document):
@@ -112,8 +109,7 @@ class Dimension(Document):
 class SearchSpace(Document, kind="search-space"):
     """The configurations that a search may choose: subnets of its drafts, and trees.
 
-    Trees of the policy ``static`` have the dimensions ``budget`` and ``depth`` of Sequoia's trees; those of other policies
-    have the policy's hyperparameters.
+    Trees have the dimensions of their policy's hyperparameters, or its ``template_sizes``.
     """
 
     name: str
@@ -200,25 +196,23 @@ class SearchSpace(Document, kind="search-space"):
         return self.model_copy(update=fixed)
 
     def chains(self) -> SearchSpace:
-        """The part of the space whose trees are chains: ``chain``, and ``priced`` with one child for each node.
+        """The part of the space whose trees are chains, ``as_chain`` of their policies.
 
         Raises:
             UserError: there is none.
         """
+        from autotune.trees.policy import POLICIES
+
         trees = {}
-        if "chain" in self.trees:
-            trees["chain"] = self.trees["chain"]
-        if "priced" in self.trees:
-            only = {
-                "width": Dimension(choices=[1]),
-                "k": Dimension(choices=[1]),
-                "retrieval": Dimension(choices=[False]),
-            }
-            trees["priced"] = {name: d for name, d in self.trees["priced"].items() if name != "draft_free"} | only
+        for policy, fixed in [(name, POLICIES[name].as_chain) for name in self.trees]:
+            if fixed is not None:
+                only = {name: Dimension(choices=[value]) for name, value in fixed.items() if value is not None}
+                trees[policy] = {name: d for name, d in self.trees[policy].items() if name not in fixed} | only
         if not trees:
+            policies = " or ".join(name for name, kind in POLICIES.items() if kind.as_chain is not None)
             raise UserError(
                 f"space {self.name}: the target or a draft keeps recurrent or convolution states, which follow one path: it decodes "
-                "chains, not trees; name a space with the policy chain or priced"
+                f"chains, not trees; name a space with the policy {policies}"
             )
         return self.model_copy(update={"trees": trees})
 
@@ -329,8 +323,8 @@ def load_space(name: str) -> SearchSpace:
     for policy, dimensions in space.trees.items():
         if policy not in POLICIES:
             raise UserError(f"{path}: unknown tree policy {policy!r}; {nearest(policy, POLICIES)}")
-        if policy == "static":
-            _check_static(dimensions, path)
+        if POLICIES[policy].is_template():
+            _check_template(policy, dimensions, path)
             continue
         fields = [field for field in POLICIES[policy].model_fields if field != "policy"]
         for name in dimensions:
@@ -343,14 +337,17 @@ def load_space(name: str) -> SearchSpace:
     return space
 
 
-def _check_static(dimensions: dict[str, Dimension], path: Path) -> None:
-    for name in (*dimensions, *STATIC_FIELDS):
-        if name not in STATIC_FIELDS:
-            raise UserError(f"{path}: static trees have no dimension {name!r}; {nearest(name, STATIC_FIELDS)}")
+def _check_template(policy: str, dimensions: dict[str, Dimension], path: Path) -> None:
+    from autotune.trees.policy import POLICIES
+
+    sizes = POLICIES[policy].template_sizes
+    for name in (*dimensions, *sizes):
+        if name not in sizes:
+            raise UserError(f"{path}: {policy} trees have no dimension {name!r}; {nearest(name, sizes)}")
         values = dimensions[name].values if name in dimensions else None
-        if not values or not all(isinstance(v, int) and 1 <= v <= LARGEST_STATIC[name] for v in values):
+        if not values or not all(isinstance(v, int) and 1 <= v <= sizes[name] for v in values):
             raise UserError(
-                f"{path}: static needs {name}, integers from 1 to {LARGEST_STATIC[name]}; give it low and high, or choices"
+                f"{path}: {policy} needs {name}, integers from 1 to {sizes[name]}; give it low and high, or choices"
             )
 
 
@@ -360,14 +357,7 @@ def _largest(dimensions: dict[str, Dimension]) -> dict[str, Any]:
 
 def largest_policies(space: SearchSpace) -> Iterator[Policy]:
     """For each policy of the space, the one whose hyperparameters are all at their upper ends."""
-    from autotune.trees.policy import parse_policy
-    from autotune.trees.static import StaticPolicy
+    from autotune.trees.policy import POLICIES, parse_policy
 
     for policy, dimensions in space.trees.items():
-        largest = _largest(dimensions)
-        if policy == "static":  # the deepest chain, and then children of the root
-            chain = [(0,) * depth for depth in range(1, min(largest["depth"], largest["budget"]) + 1)]
-            paths = chain + [(rank,) for rank in range(1, min(10, 1 + largest["budget"] - len(chain)))]
-            yield StaticPolicy(paths=tuple(paths))
-        else:
-            yield parse_policy(ordered(policy, largest))
+        yield parse_policy(ordered(policy, POLICIES[policy].largest(_largest(dimensions))))

@@ -1,4 +1,4 @@
-"""Prices and calibrations of ``priced`` trees, from a cost table and a trace."""
+"""Prices and calibrations of the trees whose policies need them, from a cost table and a trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from autotune.acceptance.calibration import calibrate
 from autotune.acceptance.trace import Trace
 from autotune.cost.table import DensePrices
 from autotune.documents.configuration import Tree
-from autotune.trees.priced import Calibration, PricedPolicy, TreePrices
+from autotune.trees.policy import POLICIES, parse_policy
+from autotune.trees.priced import Calibration, TreePrices
 
 NUM_CONTEXTS = 4  # context lengths at which trees are priced
 DIGITS = 4  # of a price
@@ -28,10 +29,10 @@ class TreePricing:
         return calibrate(self._trace)
 
     def complete(self, tree: Tree) -> Tree:
-        """A ``priced`` tree with prices and a calibration, where it has none; any other tree as it is."""
-        if tree["policy"] != "priced" or "prices" in tree:
+        """A tree with the prices and the calibration that its policy needs, where it has none; any other tree as it is."""
+        if "prices" in tree or not POLICIES[tree["policy"]].needs_prices:
             return tree
-        policy = PricedPolicy.model_validate(tree)
+        policy = parse_policy(tree)
         prices = tree_prices(self._trace, self._prices, width=policy.max_width, nodes=policy.max_nodes)
         return {**tree, "prices": prices.model_dump(), "calibration": self.calibration.model_dump()}
 

@@ -26,6 +26,7 @@ from autotune.search.evaluator import Candidate, Evaluator
 from autotune.search.space import SearchSpace
 from autotune.study.ledger import Ledger, Record
 from autotune.study.storage import storage_url
+from autotune.trees.policy import POLICIES
 from autotune.trees.tree import Floats
 
 Report = Callable[[int, int, str], None]
@@ -138,7 +139,9 @@ class _TreeStage:
         self.first_prompts = np.sort(
             np.concatenate([p[: max(2, len(p) // FIRST_PROMPTS)] for p in self.task_prompts.values()])
         )
-        self.sampled_policies = [p for p in space.trees if p != "static" and space.enumerated(p) is None]
+        self.sampled_policies = [
+            p for p in space.trees if not POLICIES[p].is_template() and space.enumerated(p) is None
+        ]
         self.optuna_study = f"trees-{self.key}"
         self._best: Candidate | None = None
 
@@ -165,8 +168,8 @@ class _TreeStage:
         }
 
     def _sweep(self, part: int, policy: str, variant: DraftVariant) -> Record:
-        if policy == "static":
-            trees = self.evaluator.static_trees(variant, self.space)
+        if POLICIES[policy].is_template():
+            trees = self.evaluator.template_trees(variant, self.space.trees[policy])
         else:
             trees = self.space.enumerated(policy) or self.space.sweep(
                 policy, SWEEP_SIZE, self.seed, first=part * SWEEP_SIZE

@@ -19,7 +19,7 @@ from autotune.export.exporter import ENGINES
 from autotune.files import WORKSPACE
 from autotune.search.model_pool import ModelPool
 from autotune.search.traces import record_trace
-from autotune.trees.policy import TreePolicy
+from autotune.trees.policy import Policy
 from autotune.workloads.prompt import WorkloadPrompt
 from autotune.workloads.workload import Workload
 
@@ -110,7 +110,7 @@ def predict(
     return [_predicted(trace, number, prompt, tree) for number, prompt in enumerate(prompts.prompts)]
 
 
-def _predicted(trace: Trace, number: int, prompt: WorkloadPrompt, tree: TreePolicy) -> PredictedPrompt:
+def _predicted(trace: Trace, number: int, prompt: WorkloadPrompt, tree: Policy) -> PredictedPrompt:
     begin, end = trace.answer_start[number : number + 2]
     first = int(trace.prompt_length[:number].sum())
     return PredictedPrompt(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -51,7 +51,7 @@ class ForestBounds(Document):
     """Tokens recorded of each answer; None: all."""
 
 
-class Limits(NamedTuple):
+class TreeSize(NamedTuple):
     """How large the trees of a policy can become."""
 
     depth: int
@@ -66,19 +66,30 @@ class Limits(NamedTuple):
     """Children of a node that the policy looks at."""
 
 
-class BasePolicy(Document):
+class TreePolicy(Document):
     """Hyperparameters of a tree policy, and what the runtime, replay and search must know about it.
 
-    A policy is complete with its compiled steps (``grow``, and ``reset``, ``prune`` and ``update`` where it needs them),
-    its name in ``policy.Policy`` and a branch in each of the calls there.
+    A policy is complete with the compiled steps of its file (``policy.STEPS``; ``grow``, and others where it needs them) and
+    its entry in ``policy.KINDS``.
     """
 
-    KIND: ClassVar[int]
-    """Selects the policy's branch in the compiled calls of ``policy.py``."""
     source: ClassVar[str]
     """Publication of the defaults."""
     ordered: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of hyperparameters of which the first must be at most the second."""
+    state_size: ClassVar[int] = 0
+    """Numbers that the steps remember within a request."""
+    needs_prices: ClassVar[bool] = False
+    """Whether a search gives each tree its ``prices``, from a cost table, and its ``calibration``, from a trace."""
+    template_sizes: ClassVar[Mapping[str, int]] = {}
+    """The dimensions by which a search chooses among trees that it computes from the acceptance of ranks (Sequoia), each with
+    its largest value; empty: a search chooses the hyperparameters.
+    """
+    as_chain: ClassVar[Mapping[str, Any] | None] = None
+    """Values of hyperparameters with which all trees are chains, None for the default; None: there are none."""
+
+    policy: str = ""
+    """The name of the kind."""
 
     @model_validator(mode="after")
     def _pairs_are_ordered(self) -> Self:
@@ -88,9 +99,23 @@ class BasePolicy(Document):
                 raise ValueError(f"{low} must be at most {high}, which is {limit}")
         return self
 
+    @classmethod
+    def name(cls) -> str:
+        return str(cls.model_fields["policy"].default)
+
+    @classmethod
+    def is_template(cls) -> bool:
+        """Whether a search computes the trees, in place of choosing hyperparameters."""
+        return bool(cls.template_sizes)
+
+    @classmethod
+    def largest(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Hyperparameters of the largest tree of a search whose dimensions end at these values."""
+        return dict(values)
+
     @property
     @abstractmethod
-    def limits(self) -> Limits:
+    def size(self) -> TreeSize:
         """How large the policy's trees can become."""
 
     @property
@@ -112,19 +137,19 @@ class BasePolicy(Document):
 
     @property
     def max_depth(self) -> int:
-        return self.limits.depth
+        return self.size.depth
 
     @property
     def max_nodes(self) -> int:
-        return self.limits.nodes
+        return self.size.nodes
 
     @property
     def max_grown(self) -> int:
-        return self.limits.grown
+        return self.size.grown
 
     @property
     def max_width(self) -> int:
-        return self.limits.width
+        return self.size.width
 
     @property
     def max_step(self) -> int:
@@ -133,7 +158,7 @@ class BasePolicy(Document):
 
     @property
     def num_proposals(self) -> int:
-        return self.limits.proposals
+        return self.size.proposals
 
     @property
     def forest_bounds(self) -> ForestBounds:
@@ -160,10 +185,10 @@ class BasePolicy(Document):
     def label(self) -> str:
         """Short description for tables, as ``sage(d_max=12, lower=1.50)``."""
         words = [f"{n}={v:.2f}" if isinstance(v, float) else f"{n}={v}" for n, v in self.changed.items()]
-        return f"{type(self).model_fields['policy'].default}({', '.join(words)})"
+        return f"{self.policy}({', '.join(words)})"
 
 
-def bounds_for(policies: Iterable[BasePolicy]) -> ForestBounds:
+def bounds_for(policies: Iterable[TreePolicy]) -> ForestBounds:
     """The bounds of a trace in which replays of all these policies, and of smaller ones, miss next to nothing."""
     bounds = [policy.forest_bounds for policy in policies]
     largest = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from autotune.trees.base import BasePolicy, Limits
+from autotune.trees.base import TreePolicy, TreeSize
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_DEPTH, Floats
 from autotune.trees.tree import Proposals, Tree, Workspace, add_child
@@ -15,7 +16,7 @@ from autotune.trees.tree import Proposals, Tree, Workspace, add_child
 _DEPTH, _P_MIN, _N_MIN = range(3)  # params
 
 
-class ChainPolicy(BasePolicy):
+class ChainPolicy(TreePolicy):
     """Hyperparameters of ``chain``.
 
     ``p_min`` and ``n_min`` are those of llama.cpp's ``--spec-draft-p-min`` and ``--spec-draft-n-min``, but that llama.cpp takes
@@ -24,9 +25,9 @@ class ChainPolicy(BasePolicy):
     threshold changes with the acceptance of earlier rounds where scikit-learn is installed.
     """
 
-    KIND: ClassVar[int] = 0
     source: ClassVar[str] = "vLLM and SGLang, defaults of their speculative decoding"
     ordered: ClassVar[tuple[tuple[str, str], ...]] = (("n_min", "depth"),)
+    as_chain: ClassVar[Mapping[str, Any] | None] = {}
 
     policy: Literal["chain"] = "chain"
     depth: int = Field(default=5, ge=1, le=MAX_DEPTH)
@@ -36,8 +37,8 @@ class ChainPolicy(BasePolicy):
     """A draft with fewer tokens is not verified: the round is a plain step that has run the draft."""
 
     @property
-    def limits(self) -> Limits:
-        return Limits(depth=self.depth, nodes=self.depth, grown=self.depth, width=1, proposals=1)
+    def size(self) -> TreeSize:
+        return TreeSize(depth=self.depth, nodes=self.depth, grown=self.depth, width=1, proposals=1)
 
     @property
     def ordered_paths(self) -> list[tuple[int, ...]]:

@@ -7,9 +7,10 @@ calls; directories of other versions are deleted.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,23 @@ def _cached_jit(**options: Any) -> Callable[[Any], Any]:
 compiled = _cached_jit()
 # For calls made on every level: an ordinary call passes on the hundred numbers that describe a tree's arrays.
 inlined = _cached_jit(inline="always")
+
+
+def dispatcher(
+    name: str, arguments: Sequence[str], steps: Sequence[Any], *, default: str = "None", decorate: Any = compiled
+) -> Any:
+    """The compiled function ``name(kind, *arguments)``, which calls step number ``kind`` with those of the arguments that the
+    step's parameters name; ``default``: the value where the step is None.
+
+    numba inlines and types only functions that it knows, so that the branches are written as source code.
+    """
+    branches = [
+        f"    if kind == {number}:\n        return step_{number}({', '.join(inspect.signature(step).parameters)})\n"
+        for number, step in enumerate(steps)
+        if step is not None
+    ]
+    source = f"def {name}({', '.join(['kind', *arguments])}):\n{''.join(branches)}    return {default}\n"
+    # numba caches functions of files and of named modules; this file's name serves.
+    namespace = {"__name__": __name__} | {f"step_{number}": step for number, step in enumerate(steps)}
+    exec(compile(source, __file__, "exec"), namespace)
+    return decorate(namespace[name])

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from autotune.trees.base import BasePolicy, ForestBounds, Limits
+from autotune.trees.base import ForestBounds, TreePolicy, TreeSize
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
 from autotune.trees.tree import Proposals, Tree, Workspace, add_child, keep_marked
@@ -23,10 +23,9 @@ from autotune.trees.tree import Proposals, Tree, Workspace, add_child, keep_mark
 _DEPTH, _K, _BUDGET, _LOG_FLOOR = range(4)  # params
 
 
-class Eagle2Policy(BasePolicy):
+class Eagle2Policy(TreePolicy):
     """Hyperparameters of ``eagle2``."""
 
-    KIND: ClassVar[int] = 2
     source: ClassVar[str] = "SpecVLM, section 4.1, after EAGLE-2: 60 tokens, depth 7, top-k 10"
 
     policy: Literal["eagle2"] = "eagle2"
@@ -40,9 +39,9 @@ class Eagle2Policy(BasePolicy):
     """Least cumulative probability of a candidate, so that drafting ends where the draft is unsure. EAGLE-2 has none."""
 
     @property
-    def limits(self) -> Limits:
+    def size(self) -> TreeSize:
         grown = self.k + (self.depth - 1) * self.k**2
-        return Limits(self.depth, nodes=min(self.budget, grown), grown=grown, width=self.k, proposals=self.k)
+        return TreeSize(self.depth, nodes=min(self.budget, grown), grown=grown, width=self.k, proposals=self.k)
 
     @property
     def forest_bounds(self) -> ForestBounds:

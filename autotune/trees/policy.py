@@ -1,37 +1,47 @@
-"""The tree policies by name, and the compiled calls through which the runtime and replay drive any of them.
+"""The table of tree policies, and the compiled calls through which the runtime and replay drive any of them.
 
-Both drive the same code and differ only in where the proposals come from, so replay predicts rounds exactly. To add a
-policy: a file such as ``sage.py``, a name in ``Policy``, and a branch in each of the calls that concern it.
+Both drive the same code and differ only in where the proposals come from, so replay predicts rounds exactly. A policy is one
+file of this package and its entry in ``KINDS`` (``docs/adding-a-policy.md``).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from autotune.files import parse_kind
-from autotune.trees import chain, eagle2, priced, sage, static, wetap
+from autotune.trees.base import TreePolicy
 from autotune.trees.chain import ChainPolicy
-from autotune.trees.compilation import compiled, inlined
+from autotune.trees.compilation import compiled, dispatcher, inlined
 from autotune.trees.eagle2 import Eagle2Policy
 from autotune.trees.limits import MAX_RETRIEVED, Floats, Ints
 from autotune.trees.priced import PricedPolicy
 from autotune.trees.sage import SagePolicy
 from autotune.trees.static import StaticPolicy
-from autotune.trees.tree import CHILD, ROOT, Proposals, Retrieved, Tree, Workspace, new_tree, new_workspace, plant
+from autotune.trees.tree import CHILD, ROOT, Proposals, Retrieved, Tree, Workspace, new_tree, new_workspace, set_root
 from autotune.trees.wetap import WetapPolicy
 
-Policy = ChainPolicy | SagePolicy | Eagle2Policy | WetapPolicy | StaticPolicy | PricedPolicy
-TreePolicy = Annotated[Policy, Field(discriminator="policy")]
-POLICIES: dict[str, type[Policy]] = {kind.model_fields["policy"].default: kind for kind in get_args(Policy)}
+KINDS: tuple[type[TreePolicy], ...] = (
+    # In the order in which messages name them.
+    ChainPolicy,
+    SagePolicy,
+    Eagle2Policy,
+    WetapPolicy,
+    StaticPolicy,
+    PricedPolicy,
+)
+if TYPE_CHECKING:
+    Policy = TreePolicy
+else:  # so that a document reads a policy by its name
+    Policy = Annotated[Union[KINDS], Field(discriminator="policy")]  # noqa: UP007
+POLICIES: dict[str, type[TreePolicy]] = {kind.name(): kind for kind in KINDS}
 NOTHING = Retrieved(np.full(MAX_RETRIEVED, -1), 0)
-STATE_SIZE = max(sage.STATE_SIZE, wetap.STATE_SIZE, priced.STATE_SIZE)
-
-_CHAIN, _SAGE, _EAGLE2, _WETAP = ChainPolicy.KIND, SagePolicy.KIND, Eagle2Policy.KIND, WetapPolicy.KIND
-_PRICED = PricedPolicy.KIND
+STATE_SIZE = max(kind.state_size for kind in KINDS)
 
 
 def parse_policy(tree: Any, *, source: str = "tree") -> Policy:
@@ -40,88 +50,66 @@ def parse_policy(tree: Any, *, source: str = "tree") -> Policy:
     Raises:
         UserError: an unknown policy or hyperparameter, or a value out of range.
     """
-    if isinstance(tree, Policy):
+    if isinstance(tree, TreePolicy):
         return tree
     return parse_kind(tree, POLICIES, key="policy", what="tree policy", source=source)
 
 
-@compiled
-def reset(kind: int, params: Floats, state: Floats) -> None:
-    """Begin a request: forget earlier rounds."""
-    if kind == _SAGE:
-        sage.reset(params, state)
-    elif kind == _PRICED:
-        priced.reset(params, state)
+def kind_number(policy: Policy) -> int:
+    """The policy's index in ``KINDS``, by which the compiled calls choose its steps."""
+    return KINDS.index(type(policy))
 
 
-@compiled
-def begin_round(kind: int, params: Floats, state: Floats, context_tokens: int, match_length: int) -> None:
-    """Begin a round of a request with so many tokens in the target's KV cache, the last of which were matched."""
-    if kind == _PRICED:
-        priced.begin_round(params, state, context_tokens, match_length)
+# The compiled steps: functions of these names in a policy's file, which take those of the arguments that they need. Only
+# ``grow`` is required.
+STEPS: dict[str, tuple[str, ...]] = {
+    "reset": ("params", "state"),
+    "begin_round": ("params", "state", "context_tokens", "match_length"),
+    "drafts": ("params", "state"),
+    "grow": ("params", "state", "tree", "work", "num_frontier", "proposals"),
+    "add_retrieved": ("params", "state", "tree", "work", "tokens"),
+    "prune": ("params", "state", "tree", "work"),
+    "update": ("params", "state", "accepted", "is_retrieved"),
+}
 
 
-@compiled
-def drafts(kind: int, params: Floats, state: Floats) -> bool:
-    """Whether the draft is asked in this round."""
-    return kind != _PRICED or priced.drafts(params, state)
+def _call(name: str, *, default: str = "None", decorate: Any = compiled) -> Any:
+    steps = [getattr(sys.modules[kind.__module__], name, None) for kind in KINDS]
+    return dispatcher(name, STEPS[name], steps, default=default, decorate=decorate)
 
 
-@inlined
-def grow(
-    kind: int, params: Floats, state: Floats, tree: Tree, work: Workspace, num_frontier: int, proposals: Proposals
-) -> int:
-    """Grow one level from the proposals of the frontier's nodes, which are in the rows ``tree.row``.
+reset: Callable[[int, Floats, Floats], None] = _call("reset")
+"""Begin a request: forget earlier rounds."""
 
-    Writes the nodes to expand next to the frontier and returns their number; 0 ends the tree.
-    """
-    if kind == _CHAIN:
-        return chain.grow(params, tree, work, proposals)
-    if kind == _SAGE:
-        return sage.grow(params, state, tree, work, num_frontier, proposals)
-    if kind == _EAGLE2:
-        return eagle2.grow(params, tree, work, num_frontier, proposals)
-    if kind == _WETAP:
-        return wetap.grow(params, state, tree, work, num_frontier, proposals)
-    if kind == _PRICED:
-        return priced.grow(params, state, tree, work, num_frontier, proposals)
-    return static.grow(params, tree, work, proposals)
+begin_round: Callable[[int, Floats, Floats, int, int], None] = _call("begin_round")
+"""Begin a round of a request with so many tokens in the target's KV cache, the last of which were matched."""
 
+drafts: Callable[[int, Floats, Floats], bool] = _call("drafts", default="True")
+"""Whether the draft is asked in this round."""
 
-@compiled
-def graft(kind: int, params: Floats, state: Floats, tree: Tree, work: Workspace, tokens: Ints) -> None:
-    """Add the tokens that were retrieved to the grown tree."""
-    if kind == _PRICED:
-        priced.graft(params, state, tree, work, tokens)
+grow: Callable[[int, Floats, Floats, Tree, Workspace, int, Proposals], int] = _call(
+    "grow", default="0", decorate=inlined
+)
+"""Grow one level from the proposals of the frontier's nodes, which are in the rows ``tree.row``.
 
+Writes the nodes to expand next to the frontier and returns their number; 0 ends the tree.
+"""
 
-@compiled
-def prune(kind: int, params: Floats, state: Floats, tree: Tree, work: Workspace) -> None:
-    """Prune the draft tree to the verification budget."""
-    if kind == _CHAIN:
-        chain.prune(params, tree)
-    elif kind == _EAGLE2:
-        eagle2.prune(params, tree, work)
-    elif kind == _WETAP:
-        wetap.prune(params, tree, work)
-    elif kind == _PRICED:
-        priced.prune(params, state, tree, work)
+add_retrieved: Callable[[int, Floats, Floats, Tree, Workspace, Ints], None] = _call("add_retrieved")
+"""Add the tokens that were retrieved to the grown tree."""
 
+prune: Callable[[int, Floats, Floats, Tree, Workspace], None] = _call("prune")
+"""Prune the draft tree to the verification budget."""
 
-@compiled
-def update(kind: int, params: Floats, state: Floats, accepted: int, is_retrieved: bool) -> None:
-    """End a round with its accepted length; ``is_retrieved``: whether its first token is the first one that was retrieved."""
-    if kind == _SAGE:
-        sage.update(params, state, accepted)
-    elif kind == _PRICED:
-        priced.update(params, state, accepted, is_retrieved)
+update: Callable[[int, Floats, Floats, int, bool], None] = _call("update")
+"""End a round with its accepted length; ``is_retrieved``: whether its first token is the first one that was retrieved."""
 
 
 class TreeGrower:
     """Grows one tree at a time from proposals that arrive level by level.
 
-    A round is ``plant``, then ``grow`` until ``frontier`` is empty, which it may be at once, then ``prune``, and ``update`` with
-    the accepted length.
+    A round is ``set_root``, then ``grow`` until ``frontier`` is empty, which it may be at once, then ``prune``, and ``update``
+    with the accepted length.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -129,6 +117,7 @@ class TreeGrower:
         self.tree = new_tree(policy.max_grown)
         self.frontier: Ints = np.zeros(0, np.int64)
         """Nodes whose children ``grow`` takes next."""
+        self._kind = kind_number(policy)
         self._params = policy.encode()
         self._state = np.zeros(STATE_SIZE)
         self._work = new_workspace(policy.max_grown)
@@ -139,15 +128,15 @@ class TreeGrower:
 
     def reset(self) -> None:
         """Begin a request."""
-        reset(self.policy.KIND, self._params, self._state)
+        reset(self._kind, self._params, self._state)
 
-    def plant(self, token: int, context_tokens: int = 0, retrieved: Retrieved = NOTHING) -> None:
+    def set_root(self, token: int, context_tokens: int = 0, retrieved: Retrieved = NOTHING) -> None:
         """Begin a round at the last committed token, with so many tokens before it."""
         self._retrieved = retrieved.tokens
-        begin_round(self.policy.KIND, self._params, self._state, context_tokens, retrieved.match_length)
-        plant(self.tree, token, -1)
+        begin_round(self._kind, self._params, self._state, context_tokens, retrieved.match_length)
+        set_root(self.tree, token, -1)
         self._work.frontier[0] = ROOT
-        self.frontier = self._work.frontier[: int(drafts(self.policy.KIND, self._params, self._state))]
+        self.frontier = self._work.frontier[: int(drafts(self._kind, self._params, self._state))]
 
     def grow(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
         """Add a level from the proposals [frontier, proposals] of the frontier's nodes."""
@@ -155,16 +144,15 @@ class TreeGrower:
         self.tree.row[self.frontier] = np.arange(count)
         proposals = self._proposals[:count]
         proposals["token"], proposals["logprob"], proposals["probability"] = tokens, logprobs, np.exp(logprobs)
-        count = grow(self.policy.KIND, self._params, self._state, self.tree, self._work, count, proposals)
+        count = grow(self._kind, self._params, self._state, self.tree, self._work, count, proposals)
         self.frontier = self._work.frontier[:count]
 
     def prune(self) -> None:
         """Add the retrieved tokens, and prune the tree to the verification budget."""
-        kind, params, state = self.policy.KIND, self._params, self._state
-        graft(kind, params, state, self.tree, self._work, self._retrieved)
-        prune(kind, params, state, self.tree, self._work)
+        add_retrieved(self._kind, self._params, self._state, self.tree, self._work, self._retrieved)
+        prune(self._kind, self._params, self._state, self.tree, self._work)
 
     def update(self, accepted: int, first_token: int = -1) -> None:
         """End the round with its accepted length and the first token that it emits."""
         is_retrieved = bool(self._retrieved[0] == first_token)
-        update(self.policy.KIND, self._params, self._state, accepted, is_retrieved)
+        update(self._kind, self._params, self._state, accepted, is_retrieved)

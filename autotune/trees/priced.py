@@ -5,14 +5,14 @@ Costs and gains are in plain decoding steps. A node is worth its *survival*, the
 accepts it, times ``worth``. For a rate, tokens over time, the ``worth`` that maximises it is the time of a token under the
 policy itself (Dinkelbach 1967, "On nonlinear fractional programming"), the inverse of its speedup.
 
-* A level expands the m most probable new nodes, for the m that maximises ``worth`` times ``lookahead`` times their survivals
+* A level expands the m most probable new nodes, for the m that maximises ``worth`` times ``level_value`` times their survivals
   minus the price of a level of m nodes and of m more nodes verified; drafting ends where no m gains anything.
 * The n most probable nodes are verified, for the n that maximises ``worth`` times their survivals minus the price of a
   verification of n nodes.
 
-With ``retrieval``, what followed the longest match of the context (``drafters/retrieval.py``) is a second source: a branch from
+With ``retrieval``, what followed the longest match of the context (``drafters/retrieval.py``) is added as a branch from
 the root whose survival is calibrated by the length of the match. It competes with the draft's nodes in the verification. A
-round whose first retrieved token survives with at least ``draft_free`` asks the draft for nothing.
+round whose first retrieved token survives with at least ``skip_draft_above`` asks the draft for nothing.
 
 Prices are those of the cost table at the request's context length, with the steps of kernels and capture sizes, so a
 larger n may be better than n + 1. A node's survival is at most its parent's, so the most probable nodes are a tree.
@@ -20,26 +20,26 @@ larger n may be better than n + 1. A node's survival is at most its parent's, so
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from autotune.files import Document
-from autotune.trees.base import BasePolicy, ForestBounds, Limits
+from autotune.trees.base import ForestBounds, TreePolicy, TreeSize
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats, Ints
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_child, best_first, keep_marked
 from autotune.trees.verification import find_child
 
 # params: hyperparameters, sizes, the index of the retrieved curves; then contexts, levels, verifications, curves
-_WORTH, _LOOKAHEAD, _DEPTH, _WIDTH, _K, _BUDGET, _RATE, _RETRIEVES, _DRAFT_FREE = range(9)
+_WORTH, _LEVEL_VALUE, _DEPTH, _WIDTH, _K, _BUDGET, _RATE, _RETRIEVES, _SKIP_DRAFT_ABOVE = range(9)
 _NUM_CONTEXTS, _NUM_WIDTHS, _NUM_SIZES = range(9, 12)
 _NUM_RANKS, _NUM_DEPTHS, _RETRIEVED, _NUM_HEADER = range(12, 16)
 # state: index of the prices' context, length of the match (0: nothing was retrieved), accepted tokens expected, and the
 # adaptations of the draft's and of retrieved survivals
 _CONTEXT, _MATCH, _EXPECTED, _LOG_EXPONENT, _LOG_EXPONENT_RETRIEVED = range(5)
-STATE_SIZE = 5
 
 MAX_LOGIT, LOGIT_STEP = 10.0, 0.5  # of the grid of calibration curves
 GRID = np.arange(-MAX_LOGIT, MAX_LOGIT + LOGIT_STEP, LOGIT_STEP)
@@ -117,16 +117,18 @@ class Calibration(Document):
         return self
 
 
-class PricedPolicy(BasePolicy):
+class PricedPolicy(TreePolicy):
     """Hyperparameters of ``priced``."""
 
-    KIND: ClassVar[int] = 5
     source: ClassVar[str] = "autotune"
+    state_size: ClassVar[int] = 5
+    needs_prices: ClassVar[bool] = True
+    as_chain: ClassVar[Mapping[str, Any] | None] = {"width": 1, "k": 1, "retrieval": False, "skip_draft_above": None}
 
     policy: Literal["priced"] = "priced"
     worth: float = Field(default=0.6, gt=0)
     """Plain steps that an accepted token is worth."""
-    lookahead: float = Field(default=1.0, gt=0)
+    level_value: float = Field(default=1.0, gt=0)
     """Tokens that an accepted node is expected to gain by being expanded."""
     depth: int = Field(default=10, ge=1, le=MAX_DEPTH)
     """Limit on the draft levels."""
@@ -140,16 +142,16 @@ class PricedPolicy(BasePolicy):
     """How fast survivals adapt to the lengths that are accepted in a request; 0: not at all."""
     retrieval: bool = False
     """Whether what followed an earlier occurrence of the context competes with the draft."""
-    draft_free: float = Field(default=1.0, gt=0, le=1)
+    skip_draft_above: float = Field(default=1.0, gt=0, le=1)
     """Survival of the first retrieved token from which a round drafts nothing; 1: every round drafts."""
     prices: TreePrices = TreePrices()
     calibration: Calibration | None = None
     """None: the draft's own probabilities."""
 
     @property
-    def limits(self) -> Limits:
+    def size(self) -> TreeSize:
         grown = self.k + (self.depth - 1) * self.width * self.k + self.retrieval * self.depth
-        return Limits(self.depth, nodes=min(self.budget, grown), grown=grown, width=self.width, proposals=self.k)
+        return TreeSize(self.depth, nodes=min(self.budget, grown), grown=grown, width=self.width, proposals=self.k)
 
     @property
     def uses_retrieval(self) -> bool:
@@ -244,11 +246,11 @@ def drafts(params: Floats, state: Floats) -> bool:
     if state[_MATCH] == 0:
         return True
     survival = _retrieved_survival(params, state, 0)
-    return bool(_adapted(survival, np.exp(state[_LOG_EXPONENT_RETRIEVED])) < params[_DRAFT_FREE])
+    return bool(_adapted(survival, np.exp(state[_LOG_EXPONENT_RETRIEVED])) < params[_SKIP_DRAFT_ABOVE])
 
 
 @compiled
-def graft(params: Floats, state: Floats, tree: Tree, work: Workspace, tokens: Ints) -> None:
+def add_retrieved(params: Floats, state: Floats, tree: Tree, work: Workspace, tokens: Ints) -> None:
     """Add the retrieved tokens to the grown tree as a path from the root, which it shares with the draft's nodes as far as they
     have the same tokens. A negative token ends it.
     """
@@ -330,7 +332,7 @@ def _choose_frontier(
     expanded = int(work.mark[0]) if depth > 1 else 0
     value = best_value = 0.0
     best_width = 0
-    gain = params[_WORTH] * params[_LOOKAHEAD]
+    gain = params[_WORTH] * params[_LEVEL_VALUE]
     before = _verify_price(params, state, expanded)
     for m in range(width):
         survival = work.logprob[work.order[m]]

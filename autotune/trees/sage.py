@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, ValidationError, field_validator
 
-from autotune.trees.base import BasePolicy, ForestBounds, Limits
+from autotune.trees.base import ForestBounds, TreePolicy, TreeSize
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
 from autotune.trees.static import NO_TOKEN, StaticPolicy
@@ -46,13 +46,11 @@ _ROUNDINGS = {"nearest": 0, "floor": 1, "ceil": 2}
 # it has none), rounds begun, accepted lengths, log-probabilities of the last root's candidates
 _LIMIT, _CONFIDENCE, _DEPTH, _WIDTH, _NUM_NODES, _NUM_ROUNDS, _NUM_SEEN, _FIRST_LENGTH = range(8)
 _LAST_ROOT = _FIRST_LENGTH + MAX_WINDOW
-STATE_SIZE = _LAST_ROOT + MAX_CHILDREN
 
 
-class SagePolicy(BasePolicy):
+class SagePolicy(TreePolicy):
     """Hyperparameters of ``sage``."""
 
-    KIND: ClassVar[int] = 1
     source: ClassVar[str] = "SAGE, section 5.1"
     ordered: ClassVar[tuple[tuple[str, str], ...]] = (
         ("d_min", "d_max"),
@@ -60,6 +58,7 @@ class SagePolicy(BasePolicy):
         ("w_min", "w_max"),
         ("lower", "upper"),
     )
+    state_size: ClassVar[int] = _LAST_ROOT + MAX_CHILDREN
 
     policy: Literal["sage"] = "sage"
     d_min: int = Field(default=3, ge=1, le=MAX_DEPTH)
@@ -112,12 +111,12 @@ class SagePolicy(BasePolicy):
         return self.plan == "previous"
 
     @property
-    def limits(self) -> Limits:
+    def size(self) -> TreeSize:
         depth, nodes, proposals = max(self.d_max, self.depth_cap or 0), self.n_max, self.k
         if self.first_paths is not None:
             depth, nodes = max(depth, *map(len, self.first_paths)), max(nodes, len(self.first_paths))
             proposals = max(proposals, 1 + max(map(max, self.first_paths)))
-        return Limits(depth=depth, nodes=nodes, grown=nodes, width=nodes, proposals=proposals)
+        return TreeSize(depth=depth, nodes=nodes, grown=nodes, width=nodes, proposals=proposals)
 
     @property
     def forest_bounds(self) -> ForestBounds:

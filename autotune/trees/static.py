@@ -5,12 +5,13 @@ child of the root. ``search/sequoia.py`` computes the best one.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from autotune.trees.base import BasePolicy, ForestBounds, Limits
+from autotune.trees.base import ForestBounds, TreePolicy, TreeSize
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, Floats
 from autotune.trees.tree import Proposals, Tree, Workspace, add_child
@@ -19,11 +20,11 @@ MAX_RANK = MAX_CHILDREN - 1
 NO_TOKEN = -1  # equals no target token; a model reads 0 in its place
 
 
-class StaticPolicy(BasePolicy):
+class StaticPolicy(TreePolicy):
     """The rank paths of ``static``, in any order; the default is the default of ``chain``."""
 
-    KIND: ClassVar[int] = 4
     source: ClassVar[str] = "Sequoia, optimal tree topology by dynamic programming"
+    template_sizes: ClassVar[Mapping[str, int]] = {"budget": MAX_NODES, "depth": MAX_DEPTH}
 
     policy: Literal["static"] = "static"
     paths: tuple[tuple[int, ...], ...] = Field(
@@ -50,6 +51,12 @@ class StaticPolicy(BasePolicy):
                 raise ValueError(f"path {list(path)} needs its parent {list(path[:-1])}; add it")
         return self
 
+    @classmethod
+    def largest(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The deepest chain, and then children of the root."""
+        chain = [(0,) * depth for depth in range(1, min(values["depth"], values["budget"]) + 1)]
+        return {"paths": chain + [(rank,) for rank in range(1, min(10, 1 + values["budget"] - len(chain)))]}
+
     @property
     def ordered_paths(self) -> list[tuple[int, ...]]:
         """The paths level by level, each level in the order of parents, then of ranks."""
@@ -60,9 +67,9 @@ class StaticPolicy(BasePolicy):
         return True
 
     @property
-    def limits(self) -> Limits:
+    def size(self) -> TreeSize:
         parents_by_level = Counter(len(parent) for parent in {path[:-1] for path in self.paths})
-        return Limits(
+        return TreeSize(
             depth=max(map(len, self.paths)),
             nodes=len(self.paths),
             grown=len(self.paths),

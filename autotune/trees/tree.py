@@ -71,7 +71,7 @@ class Workspace(NamedTuple):
 
 
 def new_tree(num_nodes: int) -> Tree:
-    """An empty tree with room for a root, which ``plant`` sets, and ``num_nodes`` draft nodes."""
+    """An empty tree with room for a root, which ``set_root`` sets, and ``num_nodes`` draft nodes."""
     ints, floats = np.zeros((6, num_nodes + 1), np.int64), np.zeros((2, num_nodes + 1))
     return Tree(ints[0], ints[1], ints[2], floats[0], floats[1], ints[3], ints[4], ints[5], np.zeros(1, np.int64))
 
@@ -83,7 +83,7 @@ def new_workspace(num_nodes: int) -> Workspace:
 
 
 @compiled
-def plant(tree: Tree, token: int, row: int) -> None:
+def set_root(tree: Tree, token: int, row: int) -> None:
     """Reset the tree to its root."""
     tree.token[0], tree.parent[0], tree.depth[0], tree.rank[0] = token, -1, 0, -1
     tree.path_logprob[0], tree.path_probability[0] = 0.0, 1.0

@@ -16,23 +16,22 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from autotune.trees.base import BasePolicy, ForestBounds, Limits
+from autotune.trees.base import ForestBounds, TreePolicy, TreeSize
 from autotune.trees.compilation import compiled
 from autotune.trees.limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, MAX_WIDTH, Floats
 from autotune.trees.tree import ROOT, Proposals, Tree, Workspace, add_best_children, best_first, keep_marked
 
 _LENGTH, _W_MIN, _W_MAX, _GAMMA, _ALPHA, _BUDGET, _TOP_K, _TOP_P, _IS_RENORMALISED = range(9)  # params
 _WIDTH = 0  # state: width of the next level
-STATE_SIZE = 1
 EPSILON = 1e-12  # eq. 7
 
 
-class WetapPolicy(BasePolicy):
+class WetapPolicy(TreePolicy):
     """Hyperparameters of ``wetap``."""
 
-    KIND: ClassVar[int] = 3
     source: ClassVar[str] = "WETAP, appendix B.4 and sections 4.4.1 to 4.4.3"
     ordered: ClassVar[tuple[tuple[str, str], ...]] = (("w_min", "w_max"),)
+    state_size: ClassVar[int] = 1
 
     policy: Literal["wetap"] = "wetap"
     length: int = Field(default=8, ge=1, le=MAX_DEPTH)
@@ -53,9 +52,9 @@ class WetapPolicy(BasePolicy):
     """
 
     @property
-    def limits(self) -> Limits:
+    def size(self) -> TreeSize:
         grown = min(self.w_min, self.top_k) + (self.length - 1) * self.w_max
-        return Limits(self.length, nodes=min(self.budget, grown), grown=grown, width=self.w_max, proposals=self.top_k)
+        return TreeSize(self.length, nodes=min(self.budget, grown), grown=grown, width=self.w_max, proposals=self.top_k)
 
     def encode(self) -> Floats:
         numbers = self.hyperparameters | {"nucleus": self.nucleus == "top_k"}

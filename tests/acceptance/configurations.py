@@ -46,9 +46,9 @@ def random_tree_policy(name: str, rng: random.Random, sizes: Sizes) -> dict[str,
         levels = [0.0, *np.cumsum([rng.choice([0.0, 0.05, 0.2]) for _ in range(4)]).tolist()]
         rows = np.cumsum([1.0, *(rng.choice([0.0, 0.01, 0.1]) for _ in range(12))]).tolist()
         prices = {"contexts": [10, 40], "level": [levels, levels[::-1]], "verify": [rows, rows]}
-        tree = {"worth": rng.uniform(0.3, 1.5), "lookahead": rng.uniform(0.4, 1.4), "rate": rng.choice([0.0, 0.1])}
+        tree = {"worth": rng.uniform(0.3, 1.5), "level_value": rng.uniform(0.4, 1.4), "rate": rng.choice([0.0, 0.1])}
         tree |= {"depth": rng.randint(1, sizes.depth), "width": rng.randint(1, 6), "k": rng.randint(1, sizes.k)}
-        tree |= {"retrieval": rng.random() < 0.6, "draft_free": rng.choice([0.5, 0.8, 1.0])}
+        tree |= {"retrieval": rng.random() < 0.6, "skip_draft_above": rng.choice([0.5, 0.8, 1.0])}
         retrieved = np.linspace(0.2, 0.9, MAX_MATCH).tolist()
         calibration = {"curves": identity_curves().tolist(), "retrieved": [retrieved, retrieved], "num_tokens": 1}
         calibration |= {"draft": "", "draft_sha256": "", "workload_sha256": "", "log_loss": 0.1, "raw_log_loss": 0.1}

@@ -158,7 +158,13 @@ def test_replay_counts_the_rounds_of_deep_trees_with_a_second_source(
     sizes = SIZES._replace(k=1)
     for seed in range(6):
         tree = random_tree_policy("priced", random.Random(seed), sizes)
-        tree |= {"depth": MAX_DEPTH, "budget": 64, "worth": 2.0, "retrieval": True, "draft_free": 0.2 + 0.1 * seed}
+        tree |= {
+            "depth": MAX_DEPTH,
+            "budget": 64,
+            "worth": 2.0,
+            "retrieval": True,
+            "skip_draft_above": 0.2 + 0.1 * seed,
+        }
         configuration = Configuration(tree=tree)
         assert_rounds_are_the_decoders(trace, configuration, Decoder(target, draft), workload, processor)
     longest = (trace.forest.retrieved >= 0).sum(1).max()

@@ -29,7 +29,7 @@ from autotune.errors import UserError
 from autotune.modeling.loading import RETRIEVAL, load_processor, reference
 from autotune.modeling.target import Target
 from autotune.runtime.decoder import Decoder
-from autotune.trees.tree import ROOT, new_tree, plant
+from autotune.trees.tree import ROOT, new_tree, set_root
 from autotune.workloads.workload import Workload, load_workload
 from tests.sample_documents import write_image, write_workload
 from tests.tiny_models import NUM_VISUAL_TOKENS, Pair
@@ -304,7 +304,7 @@ def test_a_timed_lookup_finds_matches(pair: Pair) -> None:
     draft = RetrievalDraft()
     draft.attach(Target(pair.target))
     tree = new_tree(3)
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     for kv_length in (200, 100, 300):
         draft.prepare_step(kv_length)
         assert draft.length == kv_length

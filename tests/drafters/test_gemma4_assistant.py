@@ -163,7 +163,7 @@ def test_rounds_without_the_draft_are_committed(text: Member) -> None:
     """The second time, a prompt is answered by rounds that retrieve its answer and ask the assistant for nothing."""
     found = {"curves": identity_curves().tolist(), "retrieved": [[0.9] * MAX_MATCH] * 2, "num_tokens": 1}
     found |= {"draft": "", "draft_sha256": "", "workload_sha256": "", "log_loss": 0.1, "raw_log_loss": 0.1}
-    tree = {"policy": "priced", "retrieval": True, "draft_free": 0.8, "calibration": found}
+    tree = {"policy": "priced", "retrieval": True, "skip_draft_above": 0.8, "calibration": found}
     target, forwards = Target(text.model), []
     draft = agreeing_assistant(target, [text.prompts["None"]], 12)
     decoder = Decoder(target, draft, tree=tree, corpus_tokens=500)

@@ -14,7 +14,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from autotune.drafters.draft import Proposals, num_kept, top_proposals
 from autotune.drafters.independent import IndependentDraft
 from autotune.errors import UserError
-from autotune.trees.tree import ROOT, Tree, new_tree, plant
+from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 from tests.obvious import add_node, ancestors_of, children_of, logits_after, tokens_to
 from tests.tiny_models import NUM_VISUAL_TOKENS, Inputs, Pair, new_llama
 
@@ -31,7 +31,7 @@ def explore(
     A random part of each level is expanded, in random order, because a draft may rely only on one level at a time.
     """
     tree, proposals, frontier = new_tree(200), {}, np.array([ROOT])
-    plant(tree, root_token, -1)
+    set_root(tree, root_token, -1)
     for _ in range(num_levels):
         tokens, logprobs = draft.propose(tree, frontier, NUM_PROPOSALS)
         added = []
@@ -113,7 +113,7 @@ def test_a_commit_leaves_exactly_the_committed_tokens(pair: Pair, prompts: dict[
     fresh.append(77)
 
     root = new_tree(1)
-    plant(root, 77, -1)
+    set_root(root, 77, -1)
     actual, expected = (each.propose(root, np.array([ROOT]), NUM_PROPOSALS) for each in (draft, fresh))
     assert actual[0].tolist() == expected[0].tolist()
     np.testing.assert_allclose(actual[1], expected[1], atol=1e-5, rtol=1e-5)
@@ -195,7 +195,7 @@ def test_pruning_does_not_affect_the_next_request(pair: Pair, prompts: dict[str,
     draft.prefill(draft.prompts(prompts["text"])[0], None, capacity=CAPACITY)
     draft.append(FIRST_TOKEN)
     tree = new_tree(1)
-    plant(tree, FIRST_TOKEN, -1)
+    set_root(tree, FIRST_TOKEN, -1)
     assert_same_proposals(
         draft.propose(tree, np.array([ROOT]), NUM_PROPOSALS),
         logits_after(pair.draft, prompts["text"], [FIRST_TOKEN])[-1],

@@ -340,7 +340,7 @@ def test_a_corpus_serves_as_the_second_source_of_a_tree(pair: Pair, prompts: dic
     """The second time, a prompt is answered by rounds that ask the draft for nothing."""
     found = {"curves": identity_curves().tolist(), "retrieved": [[0.9] * MAX_MATCH] * 2, "num_tokens": 1}
     found |= {"draft": "", "draft_sha256": "", "workload_sha256": "", "log_loss": 0.1, "raw_log_loss": 0.1}
-    tree = {"policy": "priced", "retrieval": True, "draft_free": 0.8, "calibration": found}
+    tree = {"policy": "priced", "retrieval": True, "skip_draft_above": 0.8, "calibration": found}
     plain = Decoder(pair.target)
     decoder = Decoder(pair.target, pair.draft, tree=tree, corpus_tokens=500)
     forwards = []

@@ -93,7 +93,7 @@ def test_wetap_takes_the_candidates_that_transformers_warpers_leave() -> None:
         top_k, top_p = int(torch.randint(1, 17, ())), float(torch.rand(()).clamp(0.05, 0.95))
         kept = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logprobs[None])) > -torch.inf
         grower = TreeGrower(WetapPolicy(length=1, w_min=16, w_max=16, top_k=top_k, top_p=top_p))
-        grower.plant(0)
+        grower.set_root(0)
         grower.grow(np.arange(top_k, dtype=np.int32)[None], logprobs[None, :top_k].numpy())
         assert int(grower.tree.size[0]) - 1 == int(kept.sum()), number
 

@@ -40,7 +40,7 @@ class TreeSession:
     def grow(self, draft: Draft, context_tokens: int = 0, retrieved: Retrieved = NOTHING) -> list[Ranks]:
         """The tree of one round, in the order of its nodes."""
         self.expanded = []
-        self.grower.plant(-1, context_tokens, retrieved)
+        self.grower.set_root(-1, context_tokens, retrieved)
         while len(self.grower.frontier):
             frontier = [path_of(self.tree, int(node)) for node in self.grower.frontier]
             self.expanded.append(frontier)

@@ -13,25 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 Node = tuple[int, ...]
 Draft = Callable[[Node], list[tuple[float, float]]]
 
-# ----------------------------------------------------------------------------------------------------- chain and static
-
-
-def chain(draft: Draft, depth: int) -> list[Node]:
-    """The most probable candidate, ``depth`` times; a chain ends where the draft proposes nothing."""
-    path: Node = ()
-    while len(path) < depth and draft(path):
-        path = (*path, 0)
-    return [path[:length] for length in range(1, len(path) + 1)]
-
-
-def static(paths: Iterable[Node]) -> list[Node]:
-    """Sequoia: a shape that does not depend on the draft, level by level."""
-    levels: dict[int, list[Node]] = {}
-    for path in paths:
-        levels.setdefault(len(path), []).append(path)
-    return [path for length in sorted(levels) for path in sorted(levels[length])]
-
-
 # -------------------------------------------------------------------------------------------------------------- EAGLE-2
 
 
@@ -160,21 +141,3 @@ def wetap_pruned(
         steps.add("least probable")
         kept = set(sorted([n for n in nodes if n in kept], key=lambda node: -logprob[node])[:budget])
     return [node for node in nodes if node in kept], steps
-
-
-def wetap_accepted(nodes: list[Node], p: Mapping[Node, float], q: Mapping[Node, float], log_threshold: float) -> Node:
-    """Algorithm 1, lines 27 to 46, with eq. 9: from the deepest level up, the first level with an accepted node ends the
-    search, and its node most probable to the target is taken. ``p`` and ``q`` are the log-probabilities of single tokens;
-    the empty path accepts nothing.
-    """
-    for level in range(max(map(len, nodes), default=0), 0, -1):
-        best, best_p = (), -math.inf
-        for node in nodes:
-            if len(node) == level:
-                path_p = sum((p[node[:end]] for end in range(1, level + 1)), 0.0)
-                path_q = sum((q[node[:end]] for end in range(1, level + 1)), 0.0)
-                if path_q > -math.inf and path_p - path_q >= log_threshold and path_p > best_p:
-                    best, best_p = node, path_p
-        if best:
-            return best
-    return ()

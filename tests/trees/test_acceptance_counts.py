@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from autotune.trees.acceptance_counts import AcceptanceCounts
-from autotune.trees.tree import ROOT, Tree, new_tree, plant
+from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 from tests.obvious import add_node, children_of, random_tree
 
 
@@ -16,7 +16,7 @@ def small_tree() -> Tree:
     pruned trees.
     """
     tree = new_tree(7)
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     for parent, rank in ((ROOT, 0), (ROOT, 2), (1, 0), (1, 1), (1, 3), (2, 0), (4, 0)):
         add_node(tree, parent, 10 + rank, -1.0, rank, -1)
     return tree
@@ -73,7 +73,7 @@ def test_rounds_near_an_image_are_counted_apart() -> None:
 
 def test_a_root_alone_offers_nothing() -> None:
     counts, tree = AcceptanceCounts(), new_tree(1)
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     counts.observe(tree, np.zeros(0, np.int64), is_near_image=False)
     assert counts.is_empty
     assert counts.to_json() == {"text": NOTHING, "near_image": NOTHING}
@@ -120,7 +120,7 @@ def test_random_rounds_against_a_straightforward_count() -> None:
 
 def test_the_deepest_tree_and_the_last_rank_fit() -> None:
     tree = new_tree(24)
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     for parent in range(24):
         add_node(tree, parent, 0, -1.0, 15, -1)
     counts = AcceptanceCounts()

@@ -25,7 +25,7 @@ def grow_chain(depth: int) -> tuple[Tree, list[int]]:
     """A chain whose draft proposes 100 + the token before, with log-probability -0.5; and the nodes expanded."""
     grower, expanded = TreeGrower(parse_policy({"policy": "chain", "depth": depth})), []
     grower.reset()
-    grower.plant(7)
+    grower.set_root(7)
     while len(grower.frontier):
         (node,) = grower.frontier.tolist()
         expanded.append(node)

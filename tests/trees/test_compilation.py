@@ -15,7 +15,7 @@ SCRIPT = """
 import numpy as np
 from autotune.trees import chain, tree
 t, work = tree.new_tree(1), tree.new_workspace(1)
-tree.plant(t, 0, 0)
+tree.set_root(t, 0, 0)
 chain.grow(np.ones(1), t, work, np.zeros((1, 1), tree.CHILD))
 print(t.rank[1], sum(chain.grow.stats.cache_hits.values()))
 """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,10 @@ import pytest
 from autotune.acceptance.trace import pack
 from autotune.errors import UserError
 from autotune.trees import policy as policies
-from autotune.trees.policy import POLICIES, STATE_SIZE, TreeGrower, parse_policy
+from autotune.trees.policy import KINDS, POLICIES, STATE_SIZE, STEPS, TreeGrower, kind_number, parse_policy
 from autotune.trees.static import NO_TOKEN
-from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Tree, new_tree, new_workspace, plant
+from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Tree, new_tree, new_workspace, set_root
+from tests.imports import MODULES
 from tests.sample_documents import random_trace
 from tests.trees.drafts import Draft, Ranks, TreeSession, assert_is_tree, path_logprob, same_everywhere
 
@@ -41,12 +45,38 @@ def test_a_name_alone_takes_the_defaults_and_round_trips() -> None:
 
 
 def test_a_policy_states_its_facts() -> None:
-    """Branches of the compiled calls, sources of the defaults, and ordered pairs that are hyperparameters."""
-    assert len({kind.KIND for kind in POLICIES.values()}) == len(POLICIES)
-    for kind in POLICIES.values():
+    """Its step ``grow``, the source of its defaults, and hyperparameters that it names."""
+    assert list(POLICIES.values()) == list(KINDS)
+    for number, kind in enumerate(KINDS):
+        assert kind_number(kind()) == number and callable(vars(sys.modules[kind.__module__])["grow"])
+        assert set(kind.as_chain or {}) <= set(kind.model_fields)
+        assert kind.is_template() or kind.largest(kind().hyperparameters) == kind().hyperparameters
         assert kind.source
         assert {name for pair in kind.ordered for name in pair} <= set(kind().hyperparameters)
         assert kind().forest_bounds.depth == kind().max_depth
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_call_gives_a_policy_the_arguments_that_its_steps_name(name: str) -> None:
+    """Every function of a policy's file that has the name of a step is one, and takes some of the arguments of the call."""
+    module = vars(sys.modules[POLICIES[name].__module__])
+    for step, arguments in STEPS.items():
+        if step in module:
+            assert set(inspect.signature(module[step]).parameters) <= set(arguments)
+
+
+def test_no_module_outside_trees_asks_for_a_policy_by_name() -> None:
+    """Attributes of its class say what a policy is; a comparison with a name would leave out policies to come."""
+    asked = [
+        f"{module}:{node.lineno}"
+        for module, path in MODULES.items()
+        if module.startswith("autotune.") and not module.startswith("autotune.trees.")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare | ast.match_case)
+        for part in ast.walk(node.pattern if isinstance(node, ast.match_case) else node)
+        if getattr(part, "value", None) in POLICIES or getattr(part, "attr", None) == "KIND"
+    ]
+    assert not asked, "ask an attribute of the policy's class"
 
 
 def test_a_label_has_what_differs_from_the_defaults() -> None:
@@ -152,7 +182,7 @@ def test_kv_slots_survive_pruning(name: str) -> None:
     """The draft sets the slot when it reads a node, and compacts its cache by it after verification."""
     session = TreeSession(name, **({"budget": 10} if name in PRUNES else {}))
     grower = session.grower
-    grower.plant(0)
+    grower.set_root(0)
     slots: dict[Ranks, int] = {}
     while len(grower.frontier):
         paths = session.paths
@@ -178,24 +208,24 @@ def test_replay_and_the_runtime_grow_the_same_tree(name: str) -> None:
     tree = new_tree(policy.max_grown)
     work = new_workspace(policy.max_grown)
     state, params, grower = np.zeros(STATE_SIZE), policy.encode(), TreeGrower(policy)
-    policies.reset(policy.KIND, params, state)
+    policies.reset(kind_number(policy), params, state)
     grower.reset()
     for turn, row in enumerate(packed.root_row):
-        plant(tree, 0, row)
+        set_root(tree, 0, row)
         work.frontier[0], count = ROOT, 1
-        grower.plant(0)
+        grower.set_root(0)
         rows = np.array([row])
         while count:
             assert len(grower.frontier) == count
             frontier = grower.frontier
             rows = np.array([tree.row[node] for node in frontier])
-            count = policies.grow(policy.KIND, params, state, tree, work, count, proposals)
+            count = policies.grow(kind_number(policy), params, state, tree, work, count, proposals)
             grower.grow(*(proposals[part][rows, : policy.num_proposals] for part in ("token", "logprob")))
-        policies.prune(policy.KIND, params, state, tree, work)
+        policies.prune(kind_number(policy), params, state, tree, work)
         grower.prune()
         for replayed, live in zip(fields(tree), fields(grower.tree), strict=True):
             assert np.array_equal(replayed, live)
-        policies.update(policy.KIND, params, state, turn % 5, False)
+        policies.update(kind_number(policy), params, state, turn % 5, False)
         grower.update(turn % 5)
 
 

@@ -70,7 +70,7 @@ class Reference:
         match_length = min(retrieved.match_length, priced.MAX_MATCH) if policy.retrieval else 0
         adaptation = np.exp(self.log_exponent_retrieved)
         self.first_retrieved = self.of_retrieved(match_length, 0) ** adaptation if match_length else None
-        is_drafting = self.first_retrieved is None or self.first_retrieved < policy.draft_free
+        is_drafting = self.first_retrieved is None or self.first_retrieved < policy.skip_draft_above
         frontier: list[Ranks] = [()] if is_drafting else []
         num_expanded = 0
         for depth in range(1, policy.depth + 1):
@@ -87,7 +87,7 @@ class Reference:
             ranked = sorted(likely, key=lambda node: -survival[node])[: policy.width]
             gains = [0.0]
             for m in range(1, len(ranked) + 1):
-                worth = sum(policy.worth * policy.lookahead * survival[node] ** exponent for node in ranked[:m])
+                worth = sum(policy.worth * policy.level_value * survival[node] ** exponent for node in ranked[:m])
                 rows = verify[num_expanded + m] - verify[num_expanded]
                 gains.append(worth - self.price("level", m, context_tokens) - rows)
             frontier = ranked[: int(np.argmax(gains))] if depth < policy.depth else []
@@ -124,7 +124,7 @@ def random_policy(rng: np.random.Generator) -> dict[str, Any]:
     sizes = 1 + np.cumsum(rng.choice([0.0, 0.005, 0.1], (len(contexts), 21), p=[0.3, 0.6, 0.1]), 1)
     tree = {
         "worth": float(rng.uniform(0.02, 1.5)),
-        "lookahead": float(rng.uniform(0.4, 1.5)),
+        "level_value": float(rng.uniform(0.4, 1.5)),
         "depth": int(rng.integers(1, 8)),
         "width": int(rng.integers(1, 7)),
         "k": int(rng.integers(1, 7)),
@@ -136,7 +136,7 @@ def random_policy(rng: np.random.Generator) -> dict[str, Any]:
         shape = (rng.integers(1, 3), rng.integers(1, 4), len(GRID))
         retrieved = np.sort(rng.random((2, priced.MAX_MATCH))) if rng.random() < 0.8 else None
         tree["calibration"] = calibration(np.sort(rng.random(shape), axis=-1), retrieved).model_dump()
-        tree |= {"retrieval": bool(rng.random() < 0.7), "draft_free": float(rng.choice([0.4, 0.8, 1.0]))}
+        tree |= {"retrieval": bool(rng.random() < 0.7), "skip_draft_above": float(rng.choice([0.4, 0.8, 1.0]))}
     return tree
 
 
@@ -171,9 +171,9 @@ def test_trees_are_the_references_in_two_thousand_rounds() -> None:
 
 
 def test_nodes_grow_while_they_pay() -> None:
-    """A chain of probability 0.9 a token: a level pays while ``worth * lookahead * survival`` exceeds its price."""
+    """A chain of probability 0.9 a token: a level pays while ``worth * level_value * survival`` exceeds its price."""
     prices = TreePrices(level=((0.0, 0.3),), verify=((1.0, 1.0),)).model_dump()
-    session = TreeSession("priced", worth=0.5, lookahead=1.0, width=1, k=1, depth=20, prices=prices)
+    session = TreeSession("priced", worth=0.5, level_value=1.0, width=1, k=1, depth=20, prices=prices)
     paths = session.grow(same_everywhere(0.9))
     # 0.5 * 0.9 ** 4 = 0.33 pays for a level of 0.3; 0.5 * 0.9 ** 5 = 0.295 does not.
     assert len(session.expanded) == 5 and [len(path) for path in paths] == [1, 2, 3, 4, 5]
@@ -182,7 +182,7 @@ def test_nodes_grow_while_they_pay() -> None:
 def test_a_level_that_pays_only_when_wide_is_wide() -> None:
     """Two nodes cost what one does, and one alone does not pay."""
     prices = TreePrices(level=((0.0, 0.4, 0.4),), verify=((1.0, 1.0),)).model_dump()
-    tree = {"worth": 1.0, "lookahead": 1.0, "k": 2, "depth": 2, "prices": prices}
+    tree = {"worth": 1.0, "level_value": 1.0, "k": 2, "depth": 2, "prices": prices}
     assert len(TreeSession("priced", width=1, **tree).grow(same_everywhere(0.3, 0.3))) == 2
     assert len(TreeSession("priced", width=2, **tree).grow(same_everywhere(0.3, 0.3))) == 6
 
@@ -238,7 +238,7 @@ def test_a_long_match_drafts_nothing_and_a_short_one_competes() -> None:
     found = calibration(priced.identity_curves(), retrieved).model_dump()
     prices = TreePrices(level=((0.0, 5.0),), verify=((1.0, 1.3, 1.35, 1.4, 1.45, 1.5),)).model_dump()
     tree = {"worth": 1.0, "k": 1, "depth": 3, "budget": 4, "prices": prices, "calibration": found}
-    session = TreeSession("priced", retrieval=True, draft_free=0.7, **tree)
+    session = TreeSession("priced", retrieval=True, skip_draft_above=0.7, **tree)
     draft = same_everywhere(0.6)
     tokens = np.array([5, 6, 7])
     assert session.grow(draft, 0, Retrieved(tokens, 8)) == [(5,), (5, 6), (5, 6, 7)]

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.random import Generator
 
 from autotune.trees.policy import parse_policy
-from autotune.trees.sage import SagePolicy, root_confidence
-from autotune.trees.tree import CHILD, Tree
-from tests.obvious import ancestors_of, children_of
-from tests.trees.drafts import (
-    Draft,
-    Ranks,
-    TreeSession,
-    assert_is_tree,
-    assert_refused,
-    path_of,
-    random_draft,
-    root_and_below,
-    same_everywhere,
-)
+from autotune.trees.sage import root_confidence
+from autotune.trees.tree import CHILD
+from tests.trees.drafts import Ranks, TreeSession, assert_refused, root_and_below, same_everywhere
 
 
 def sage(**tree: Any) -> TreeSession:
@@ -330,143 +317,6 @@ def test_a_full_tree_asks_for_no_more_proposals() -> None:
     session = sage(n_max=4)
     session.grow(same_everywhere(0.4, 0.3, 0.2, 0.1))
     assert session.expanded == [[()]]
-
-
-# ---------------------------------------------------------------------------------------------------------- properties
-
-
-def random_hyperparameters(rng: Generator) -> dict[str, Any]:
-    d_min, w_min = int(rng.integers(1, 6)), int(rng.integers(1, 5))
-    return {
-        "d_min": d_min,
-        "d_max": d_min + int(rng.integers(0, 7)),
-        "w_min": w_min,
-        "w_max": w_min + int(rng.integers(0, 9)),
-        "k": int(rng.integers(2, 17)),
-        "n_max": int(rng.choice([1, 3, 8, 16, 32, 64, 128])),
-        "confidence": str(rng.choice(["previous", "current"])),
-    }
-
-
-def depth_and_width(policy: SagePolicy, confidence: float) -> tuple[int, int]:
-    """Equations 10 and 11, rounded to the nearest."""
-    depth = policy.d_min + confidence * (policy.d_max - policy.d_min)
-    width = policy.w_min + (1 - confidence) * (policy.w_max - policy.w_min)
-    return math.floor(depth + 0.5), math.floor(width + 0.5)
-
-
-def confidence_of(probabilities: list[float]) -> float:
-    """Equations 7 to 9."""
-    p = np.array(probabilities) / np.sum(probabilities)
-    return float(1 + (p * np.log(p)).sum() / np.log(len(p)))
-
-
-def most_children(policy: SagePolicy, width: int, level: int, parent_probability: float) -> int:
-    """Equation 12, rounded, at least 1; level 1 is W wide."""
-    children = width if level == 1 else max(1, math.floor(width / level * (0.5 + parent_probability) + 0.5))
-    return min(children, policy.k)
-
-
-def probability_of(draft: Draft, path: Ranks) -> float:
-    """The cumulative probability of a path."""
-    return math.prod(draft(path[:level])[rank] for level, rank in enumerate(path))
-
-
-def paper_tree(
-    policy: SagePolicy, draft: Draft, confidence: float, path: Ranks = (), probability: float = 1.0
-) -> set[Ranks]:
-    """The recursion of section 3.2, without a budget."""
-    depth, width = depth_and_width(policy, confidence)
-    level = len(path) + 1
-    paths: set[Ranks] = set()
-    if level > depth:
-        return paths
-    for rank in range(most_children(policy, width, level, probability)):
-        child_probability = probability * draft(path)[rank]
-        if child_probability > 0.1 * level / depth:
-            child = (*path, rank)
-            paths |= {child} | paper_tree(policy, draft, confidence, child, child_probability)
-    return paths
-
-
-def random_rounds(num_sessions: int) -> list[tuple[SagePolicy, Draft, float, Tree, list[Ranks]]]:
-    """Policy, draft, confidence in force, tree and its paths, of two rounds of each of many random sessions."""
-    rng, rounds = np.random.default_rng(12), []
-    for seed in range(num_sessions):
-        session = sage(**random_hyperparameters(rng))
-        policy, confidence = session.policy, 0.5
-        for turn in range(2):
-            draft = random_draft(2 * seed + turn, sharpness=float(rng.choice([0.03, 0.1, 0.3])))
-            own = confidence_of(draft(())[: policy.k])
-            in_force = own if policy.confidence == "current" else confidence
-            paths = session.grow(draft)
-            tree = Tree(*(array.copy() for array in session.tree))
-            rounds.append((policy, draft, in_force, tree, paths))
-            confidence = own
-    return rounds
-
-
-@pytest.fixture(scope="module")
-def rounds() -> list[tuple[SagePolicy, Draft, float, Tree, list[Ranks]]]:
-    return random_rounds(150)
-
-
-def test_random_trees_equal_the_recursion_of_the_paper_within_the_budget(rounds: Any) -> None:
-    compared = 0
-    for policy, draft, confidence, _, paths in rounds:
-        expected = paper_tree(policy, draft, confidence)
-        if len(expected) <= policy.n_max:
-            assert set(paths) == expected
-            compared += len(expected) > 3
-    assert compared > 50, "the random trees are too small"
-
-
-def test_random_trees_stay_within_the_budget_and_spend_it_on_the_most_probable(rounds: Any) -> None:
-    """Nodes of the paper's tree are missing only because of the budget, from the last level, the least probable first."""
-    num_full = 0
-    for policy, draft, confidence, _, paths in rounds:
-        expected, kept = paper_tree(policy, draft, confidence), set(paths)
-        assert len(paths) == min(policy.n_max, len(expected))
-        assert kept <= expected
-        if len(expected) > policy.n_max:
-            last = max(len(path) for path in kept)
-            left_out = {path for path in expected - kept if len(path) <= last}
-            assert all(len(path) == last for path in left_out)
-            least = min(probability_of(draft, path) for path in kept if len(path) == last)
-            assert all(probability_of(draft, path) <= least * (1 + 1e-6) for path in left_out)
-            num_full += 1
-    assert num_full > 20, "the random budgets no longer bind"
-
-
-def test_random_trees_are_trees(rounds: Any) -> None:
-    for policy, _, _, tree, paths in rounds:
-        assert_is_tree(tree)
-        assert max(map(len, paths), default=0) <= policy.max_depth
-
-
-def test_random_nodes_exceed_their_threshold(rounds: Any) -> None:
-    for policy, draft, confidence, tree, _ in rounds:
-        depth, _ = depth_and_width(policy, confidence)
-        for node in range(1, int(tree.size[0])):
-            path = path_of(tree, node)
-            probability = probability_of(draft, path)
-            assert probability > 0.1 * len(path) / depth
-            assert tree.path_logprob[node] == pytest.approx(math.log(probability), abs=1e-4)
-
-
-def test_random_nodes_have_no_more_children_than_equation_12(rounds: Any) -> None:
-    for policy, _, confidence, tree, _ in rounds:
-        _, width = depth_and_width(policy, confidence)
-        for node in range(int(tree.size[0])):
-            probability = math.exp(tree.path_logprob[node])
-            ranks = sorted(int(tree.token[child]) for child in children_of(tree, node))
-            assert len(ranks) <= most_children(policy, width, len(ancestors_of(tree, node)), probability)
-            assert ranks == list(range(len(ranks))), "a node has its best candidates, without a gap"
-
-
-def test_random_trees_are_deterministic(rounds: Any) -> None:
-    for (*_, first), (*_, second) in zip(rounds, random_rounds(20), strict=False):
-        assert first == second
 
 
 # ---------------------------------------------------------------------------------------------------------- validation

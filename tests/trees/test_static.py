@@ -46,7 +46,7 @@ def test_a_path_names_ranks_and_not_tokens() -> None:
     """The draft's tokens are 100 per level plus 10 per rank, so [1, 0] is 110, then 200."""
     grower = TreeGrower(parse_policy({"policy": "static", "paths": [[0], [1], [1, 0]]}))
     grower.reset()
-    grower.plant(7)
+    grower.set_root(7)
     for level in (1, 2):
         tokens = np.tile(np.array([100 * level, 100 * level + 10], np.int32), (len(grower.frontier), 1))
         grower.grow(tokens, np.log(np.tile(np.array([0.75, 0.25], np.float32), (len(grower.frontier), 1))))

@@ -15,7 +15,7 @@ from autotune.trees.tree import (
     keep_marked,
     new_tree,
     new_workspace,
-    plant,
+    set_root,
     write_frontier_mask,
     write_tree_mask,
 )
@@ -57,10 +57,10 @@ def test_the_frontier_mask_shows_a_node_its_own_slot_and_those_of_its_ancestors(
         assert np.array_equal(mask[:, num_nodes:], before), "columns beyond the slots in use stay unchanged"
 
 
-def test_planting_clears_the_tree() -> None:
+def test_a_new_root_clears_the_tree() -> None:
     tree = random_tree(np.random.default_rng(2), 20, num_tokens=1000)
     tree.kv_slot[:21] = 9
-    plant(tree, 5, 3)
+    set_root(tree, 5, 3)
     node = add_node(tree, ROOT, 6, -0.25, 2, 4)
     assert (node, int(tree.size[0])) == (1, 2)
     assert [int(array[0]) for array in tree] == [5, -1, 0, 0, 1, -1, 3, -1, 2]
@@ -82,7 +82,7 @@ def test_a_workspace_has_room_for_the_nodes() -> None:
 def test_a_child_has_the_fields_of_its_proposal() -> None:
     tree, proposals = new_tree(3), np.zeros((3, 2), CHILD)
     proposals[2, 1] = (-0.5, 0.6, 44, 7)
-    plant(tree, 5, 2)
+    set_root(tree, 5, 2)
     first = add_child(tree, ROOT, 1, proposals)
     tree.row[first] = 2
     second = add_child(tree, first, 1, proposals)
@@ -100,7 +100,7 @@ def test_the_best_children_are_those_of_a_stable_sort_over_all() -> None:
         proposals["logprob"] = -np.sort(rng.integers(0, 5, proposals.shape)).astype(np.float32)
         proposals["token"] = np.arange(proposals.size).reshape(proposals.shape)
         tree, work = new_tree(200), new_workspace(200)
-        plant(tree, 0, 0)
+        set_root(tree, 0, 0)
         parents = [add_child(tree, ROOT, rank, proposals) for rank in range(num_parents)]
         tree.row[parents] = 1 + np.arange(num_parents)
         order = rng.permutation(parents)

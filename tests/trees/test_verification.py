@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Floats, Ints, Tree, new_tree, plant
+from autotune.trees.tree import MAX_LEVELS, MAX_STEP, ROOT, Floats, Ints, Tree, new_tree, set_root
 from autotune.trees.verification import (
     LosslessVerification,
     Verification,
@@ -41,14 +41,14 @@ def test_the_accepted_path_of_random_trees() -> None:
 
 def test_nothing_is_accepted_from_a_root_alone() -> None:
     tree = new_tree(5)
-    plant(tree, 3, -1)
+    set_root(tree, 3, -1)
     assert accept_path(tree, np.zeros(MAX_STEP, np.int64), np.zeros(MAX_STEP, np.int64)) == 0
 
 
 def test_a_token_elsewhere_in_the_tree_is_not_accepted() -> None:
     """Node 2 holds the target's token after the root, but it is not the root's child."""
     tree = new_tree(5)
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     add_node(tree, ROOT, 1, -0.1, 0, -1)
     add_node(tree, 1, 2, -0.2, 0, -1)
     target_token = np.full(MAX_STEP, 2)
@@ -60,9 +60,9 @@ def test_a_token_elsewhere_in_the_tree_is_not_accepted() -> None:
 def test_nodes_of_an_earlier_tree_are_not_found() -> None:
     """Planting only resets the size; entries beyond it are stale."""
     tree = new_tree(5)
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     add_node(tree, ROOT, 1, -0.1, 0, -1)
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     assert find_child(tree, ROOT, 1) == -1
 
 
@@ -93,7 +93,7 @@ def ratio_path(tree: Tree, target_logprob: Floats, threshold: float) -> list[int
 def tree_of(*nodes: tuple[int, float]) -> Tree:
     """A tree of nodes (parent, the draft's probability after the parent)."""
     tree = new_tree(len(nodes))
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     for token, (parent, probability) in enumerate(nodes, start=1):
         logprob = float(tree.path_logprob[parent] + (np.log(probability) if probability else -np.inf))
         add_node(tree, parent, token, logprob, len(children_of(tree, parent)), -1)
@@ -165,7 +165,7 @@ def test_nodes_of_draft_probability_0_are_not_accepted() -> None:
 def test_acceptance_by_ratio_on_random_trees() -> None:
     """The target agrees with the draft up to noise; in every other tree probabilities are powers of two, with many ties."""
     rng, lengths, num_tied = np.random.default_rng(5), [], 0
-    for turn in range(300):
+    for turn in range(1000):
         tree = random_tree(rng, int(rng.integers(0, 60)), num_tokens=8)
         size = int(tree.size[0])
         if turn % 2:

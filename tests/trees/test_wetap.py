@@ -9,7 +9,7 @@ import pytest
 from numpy.random import Generator
 
 from autotune.trees.policy import parse_policy
-from autotune.trees.tree import ROOT, Tree, new_tree, plant
+from autotune.trees.tree import ROOT, Tree, new_tree, set_root
 from autotune.trees.wetap import next_width
 from tests.obvious import add_node
 from tests.trees.drafts import (
@@ -41,7 +41,7 @@ def width_after(*probabilities: float, **hyperparameters: Any) -> int:
 def level_of(probabilities: np.ndarray) -> Tree:
     """A tree whose last level, from node 3 on, has these cumulative probabilities."""
     tree = new_tree(2 + len(probabilities))
-    plant(tree, 0, -1)
+    set_root(tree, 0, -1)
     for logprob in (-0.1, -0.2, *np.log(probabilities)):
         add_node(tree, ROOT, 0, float(logprob), 0, -1)
     return tree
