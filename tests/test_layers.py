@@ -39,7 +39,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 TORCH_FREE = (
     "acceptance.replay",
     "acceptance.rounds",
-    "acceptance.speculation_profile",
     "acceptance.trace",
     "check.baseline",
     "check.counts",
@@ -68,7 +67,6 @@ TORCH_FREE = (
     "files",
     "modeling.loading",
     "report",
-    "search.chain_predictions",
     "search.evaluator",
     "search.operating_points",
     "search.point_selection",

@@ -9,7 +9,6 @@ import click
 
 from autotune.cli import options
 from autotune.errors import UserError
-from autotune.files import require_writable
 from autotune.search.settings import SearchSettings
 from autotune.workloads.formats import Format
 
@@ -103,7 +102,6 @@ if TYPE_CHECKING:
     default=None,
     help="With --engine vllm: time its rounds with 0, 1, 2, 4 and 8 draft tokens instead, and write them for autotune export --prices.",
 )
-@options.speculation_profile("Write the acceptance of the profile's draft as NVIDIA's specdec_bench does.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed of the order of the runs.")
 @options.device
 @options.settings_options(SearchSettings, "wait_until_quiet_s")
@@ -128,7 +126,6 @@ def command(
     export_folder: Path | None,
     requests_at_once: tuple[int, ...],
     prices: Path | None,
-    speculation_profile: Path | None,
     seed: int,
     device: str,
     wait_until_quiet_s: float | None,
@@ -140,8 +137,6 @@ def command(
 
     arms = None if against is None else [name.strip() for name in against.split(",") if name.strip()]
     require_arms(arms or ())
-    if speculation_profile is not None:
-        require_writable(speculation_profile, "--speculation-profile")
     chosen = workload_for(profile, workload, workload_format)
     if engine is not None:
         of_arms = {
@@ -149,7 +144,6 @@ def command(
             "--draft": draft,
             "--lossy-sweep": lossy_sweep,
             "--uncoupled": uncoupled,
-            "--speculation-profile": speculation_profile,
             "--wait-until-quiet": wait_until_quiet_s,
             "--table": table,
         }
@@ -203,7 +197,6 @@ def command(
         workload_format=workload_format,
         is_whole=is_whole,
         max_new_tokens=max_new_tokens,
-        speculation_profile=speculation_profile,
         wait_until_quiet_s=wait_until_quiet_s,
     )
     if table is not None:

@@ -160,10 +160,6 @@ def output(default: str | None, help_text: str) -> Decorator:
     )
 
 
-def speculation_profile(help_text: str) -> Decorator:
-    return click.option("--speculation-profile", type=click.Path(path_type=Path), default=None, help=help_text)
-
-
 def table(contents: str) -> Decorator:
     return click.option("--table", type=TableFile(), default=None, help=f"Write {contents} to a .csv or .parquet file.")
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.acceptance.speculation_profile import save as save_speculation
 from autotune.console import Console
 from autotune.contention import ContentionMonitor, wait_until_quiet
 from autotune.device import fingerprint
@@ -40,7 +39,6 @@ from autotune.evaluation.bench_tables import (
 )
 from autotune.evaluation.runner import DISTURBED, STALLED, ArmRunner
 from autotune.evaluation.runs import time_shares
-from autotune.evaluation.speculation import profile_of_runs
 from autotune.evaluation.summary import summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
 from autotune.runtime.load import load
@@ -81,7 +79,6 @@ def run_bench(
     workload_format: Format | None = None,
     is_whole: bool = False,
     max_new_tokens: int | None = None,
-    speculation_profile: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the arms and print tables; returns the figures as JSON.
 
@@ -95,7 +92,6 @@ def run_bench(
         workload_format: of the workload's file; None finds it out.
         is_whole: decode the prompts of both splits.
         max_new_tokens: limit of all answers; None: that of each prompt.
-        speculation_profile: file for the acceptance of the profile, as NVIDIA's specdec_bench writes it.
 
     Raises:
         UserError: an arm does not exist, or the profile or workload cannot be read.
@@ -115,10 +111,6 @@ def run_bench(
         raise UserError(
             "this profile decodes without a draft, so trees cannot be compared with it; "
             f"bench it --against {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
-        )
-    if decoder.draft is None and speculation_profile is not None:
-        raise UserError(
-            "--speculation-profile: this profile decodes without a draft, so nothing is accepted; leave the option out"
         )
     other = None if draft is None else load_draft(draft, decoder.target)
     assert decoder.profile is not None
@@ -163,11 +155,6 @@ def run_bench(
     counts = {name: pool_counts(arm_runs) for name, arm_runs in runs.items()}
     if TUNED in counts:
         print_acceptance(TUNED, counts[TUNED], console)
-    if speculation_profile is not None and decoder.draft is not None:
-        kind = decoder.draft.kind
-        found = profile_of_runs(runs[TUNED], counts[TUNED], decoder.profile, kind=kind, workload=prompts.name)
-        save_speculation(speculation_profile, found)
-        console.say(f"speculation profile written to {speculation_profile}")
     return {
         "provenance": stamp(monitor.contention).model_dump(mode="json"),
         "hardware": fingerprint(str(decoder.target.device)).model_dump(mode="json"),

@@ -190,14 +190,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "unknown format": (["run", "profile.json", "--format", "mtbench"], "'mtbench' is not one of 'autotune', 'mt-bench'"),
     "file on the Hub": ([*SEARCH, "--workload", "hf://datasets/o/n/x.jsonl"], r"x\.jsonl: cannot be downloaded"),
-    "speculation profile of several traces": (
-        ["record", "PAIR", "--workload", "workload.jsonl", "--visual-keep", "1", "--visual-keep", "0.5", "--speculation-profile", "s.json"],
-        "--speculation-profile is of one trace; got options for 2; name one --draft, one --visual-keep",
-    ),
-    "speculation profile without a measurement": (
-        ["profile", "PAIR", "--workload", "workload.jsonl", "-o", "new.json", "--speculation-profile", "typo.json"],
-        "typo.json: key 'schema_version' is required and missing",
-    ),
     "no budget": ([*SEARCH, "--budget", "0"], "--budget: input should be greater than 0; got 0.0"),
     "negative budget": ([*SEARCH, "--budget", "-3m"], "--budget: input should be greater than 0; got -180.0"),
     "no trials": ([*SEARCH, "--trials", "0"], "--trials: input should be greater than or equal to 1; got 0"),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from pandas import DataFrame
 
-from autotune.acceptance import speculation_profile
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition, Range
@@ -35,7 +34,6 @@ from autotune.evaluation.bench_tables import (
     speedups_by_task,
 )
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.speculation import drafted_lengths
 from autotune.evaluation.summary import summarize
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
@@ -443,24 +441,3 @@ def test_acceptance_counts_are_pooled_over_prompts(
     printed = capsys.readouterr().err
     assert AR not in found["acceptance_counts"] and "accepted of offered" in printed
     assert {arm["perplexity"] for arm in found["arms"]} == {None} and "perplexity" not in printed
-
-
-def test_speculation_profile_of_the_tuned_arm(world: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its rates are those of the rounds that drafted. A profile without a draft has none."""
-    path = tmp_path / "speculation_profile.json"
-    result = run_in(world, "tree.json", [HF], monkeypatch, speculation_profile=path)
-    runs = result["runs"][TUNED]
-    num_rounds = sum(one["rounds"] - one["plain_steps"] for one in runs)
-    found = json.loads(path.read_text())
-    assert sum(found["acceptance_length_histogram"].values()) == num_rounds > 0
-    accepted = sum(sum(one["accepted_lengths"]) for one in runs)
-    assert found["mean_accept_length"] == pytest.approx(1 + accepted / num_rounds, abs=1e-6)
-    assert found["validation"]["mean_consistency"]["passed"] and set(found["per_category"]) == {"count", "read"}
-    assert speculation_profile.read(path).num_speculative_tokens == len(found["conditional_accept_rates"])
-    with pytest.raises(UserError, match="--speculation-profile: this profile decodes without a draft"):
-        run_in(world, "plain.json", [HF], monkeypatch, speculation_profile=path)
-
-
-def test_plain_steps_are_no_rounds_that_drafted() -> None:
-    one = run(10.0, rounds=5).model_copy(update={"accepted_lengths": [0, 2, 0, 0, 1], "plain_steps": 2})
-    assert sorted(drafted_lengths(one)) == [0, 1, 2]
