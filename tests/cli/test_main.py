@@ -263,7 +263,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         r"file/junit\.xml: cannot be written .* with --junit",
     ),
     "missing profile, export": (["export", "nowhere.json", "--to", "vllm"], r"nowhere\.json: no such file; check the path"),
-    "no engine": (["export", "profile.json"], "Missing option '--to'. Choose from: vllm, sglang, tensorrt-llm, llama.cpp, transformers"),
+    "no engine": (["export", "profile.json"], "Missing option '--to'. Choose from: vllm, sglang, llama.cpp, transformers"),
     "export without a study": (["export", "profile.json", "--to", "vllm"], "give the study's folder with --study, or run autotune search"),
     "export below a file": (["export", "profile.json", "--to", "vllm", "-o", "file"], r"file/export\.json: cannot be written"),
     "missing recipe": (["train", "gone.yaml"], r"gone\.yaml: no such file"),
