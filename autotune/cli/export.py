@@ -38,7 +38,7 @@ EXPORT_ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")
     "--prices",
     type=click.Path(path_type=Path),
     default=None,
-    help="Prices that autotune bench --engine vllm --prices measured in the engine, in place of the search's cost table.",
+    help="Prices that autotune bench-server --prices measured in the engine, instead of the search's cost table.",
 )
 @options.output(None, "Folder to write.  [default: exports/ENGINE]")
 @options.as_json

@@ -15,7 +15,20 @@ from autotune.errors import UserError, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
-VERBS = ("devices", "doctor", "profile", "record", "search", "run", "bench", "check", "report", "export", "train")
+VERBS = (
+    "devices",
+    "doctor",
+    "profile",
+    "record",
+    "search",
+    "run",
+    "bench",
+    "bench-server",
+    "check",
+    "report",
+    "export",
+    "train",
+)
 
 
 class Verbs(click.Group):
@@ -29,7 +42,7 @@ class Verbs(click.Group):
             return None
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
-        command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name.replace('-', '_')}").command
         command.name = cmd_name
         return command
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autotune.documents.configuration import Configuration
+from autotune.documents.decoding_profile import AR, HF
 from autotune.documents.subnet import Subnet
 from autotune.trees.verification import WetapVerification
 
@@ -106,3 +107,11 @@ ABLATIONS: dict[str, Published] = {
 
 NAMED: dict[str, Configuration] = {name: found.configuration for name, found in {**DEFAULTS, **ABLATIONS}.items()}
 """Every configuration that ``autotune bench --against`` knows by name."""
+
+HF_ASSISTED, PROMPT_LOOKUP = "hf-assisted", "prompt_lookup"
+ARM_NAMES = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *NAMED)
+"""Every arm of ``autotune bench --against``."""
+COMPARED = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS)
+"""The arms that a profile is compared with unasked: all of them keep the target's own output."""
+LOSSY_SWEEP = ("wetap", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1")
+"""WETAP with lossless verification, and with its own at falling thresholds."""

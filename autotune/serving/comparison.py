@@ -1,4 +1,4 @@
-"""``autotune bench --engine``: a serving engine with exported settings, against the prediction of the export, prompt by prompt."""
+"""``autotune bench-server``: a serving engine with exported settings, against the prediction of the export, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class PromptComparison:
 
 def bench_running(
     profile: Path,
-    client: EngineClient,
     workload: Workload,
     device: str,
     console: Console,
     *,
+    client: EngineClient,
     folder: Path | None = None,
     requests_at_once: Sequence[int] = (1,),
 ) -> dict[str, Any]:

@@ -62,13 +62,6 @@ def test_help_fits_120_columns_and_has_no_former_names() -> None:
     assert all(f"[default: {value}]" in page for value in ("5%", "8m", "0"))
 
 
-def test_arms_are_those_of_bench() -> None:
-    from autotune.cli import preflight
-    from autotune.evaluation import bench
-
-    assert tuple(bench.ARMS) == preflight.ARMS
-
-
 def test_former_option_names_are_accepted_with_a_notice() -> None:
     for command, notices in (
         (["--runner", "graph"], ["--runner is now --mode", "--mode graph is now --mode cuda-graph"]),
@@ -89,7 +82,6 @@ INSTANT = {
     "run missing.json": "no such file",
     "check missing.json": "no such file",
     "bench missing.json": "no such file",
-    "bench missing.json --against ar,chian": "did you mean 'chain'",
     "export missing.json --to vllm": "no such file",
     "export missing.json --to vlm": "did you mean|not one of",
     "train missing.yaml": "no such file",

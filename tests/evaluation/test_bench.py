@@ -14,14 +14,14 @@ from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition, Range
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
-from autotune.documents.published_defaults import COMPARED_DEFAULTS
+from autotune.documents.published_defaults import ARM_NAMES, COMPARED_DEFAULTS, HF_ASSISTED, LOSSY_SWEEP, PROMPT_LOOKUP
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.evaluation import arms
-from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, HuggingFaceArm
-from autotune.evaluation.bench import assistant_of, choose_arms, run_bench
+from autotune.evaluation.arms import HuggingFaceArm
+from autotune.evaluation.bench import ARMS, assistant_of, choose_arms, run_bench
+from autotune.evaluation.bench_settings import BenchSettings, EvaluationPrompts
 from autotune.evaluation.bench_tables import (
-    LOSSY_SWEEP,
     benchmark_results,
     gain_by_length,
     geomeans,
@@ -73,10 +73,13 @@ def run_in(
     monkeypatch: pytest.MonkeyPatch,
     *,
     num_prompts: int = 3,
+    temperature: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     monkeypatch.chdir(world)
-    return run_bench(Path(profile), "workload.jsonl", against, num_prompts, 0, "cpu", Console(), **options)
+    prompts = EvaluationPrompts("workload.jsonl", num_prompts=num_prompts, temperature=temperature)
+    names = None if against is None else tuple(against)
+    return run_bench(Path(profile), BenchSettings(prompts, names, device="cpu", **options), Console())
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -177,7 +180,7 @@ def test_requested_arms_run_once_after_ar(world: Path, monkeypatch: pytest.Monke
 
 def test_an_unknown_arm_is_refused_before_anything_is_read() -> None:
     with pytest.raises(UserError, match="--against prompt_lokup: no such arm; did you mean 'prompt_lookup'"):
-        run_bench(Path("nowhere.json"), "nowhere.jsonl", [AR, "prompt_lokup"], 1, 0, "cpu", Console())
+        BenchSettings(EvaluationPrompts("nowhere.jsonl"), (AR, "prompt_lokup"))
 
 
 def test_requested_trees_need_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,9 +334,8 @@ def test_a_public_benchmark_is_reported_in_its_own_terms(
     ]
     write_workload(world, rows, name="question.jsonl")
     monkeypatch.chdir(world)
-    result = run_bench(
-        Path("tree.json"), "question.jsonl", [HF], 6, 0, "cpu", Console(), max_new_tokens=10, is_whole=True
-    )
+    prompts = EvaluationPrompts("question.jsonl", num_prompts=6, max_new_tokens=10, is_whole=True)
+    result = run_bench(Path("tree.json"), BenchSettings(prompts, (HF,), device="cpu"), Console())
     assert all(arm["identical_outputs"] == arm["num_prompts"] == 6 for arm in result["arms"]), (
         "hf decodes the same chats"
     )
@@ -441,3 +443,7 @@ def test_acceptance_counts_are_pooled_over_prompts(
     printed = capsys.readouterr().err
     assert AR not in found["acceptance_counts"] and "accepted of offered" in printed
     assert {arm["perplexity"] for arm in found["arms"]} == {None} and "perplexity" not in printed
+
+
+def test_every_named_arm_can_be_made() -> None:
+    assert tuple(ARMS) == ARM_NAMES
