@@ -11,7 +11,7 @@ from autotune.cli import options
 from autotune.search.settings import SearchSettings
 
 
-@click.command(cls=options.Verb, short_help="Compare a profile with plain decoding and other configurations.")
+@click.command(cls=options.Verb, short_help="Compare a profile with other ways to decode.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options.evaluation_prompts
 @click.option(

@@ -15,20 +15,9 @@ from autotune.errors import UserError, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
-VERBS = (
-    "devices",
-    "doctor",
-    "profile",
-    "record",
-    "search",
-    "run",
-    "bench",
-    "bench-server",
-    "check",
-    "report",
-    "export",
-    "train",
-)
+VERBS = ("doctor", "profile", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
+
+HIDDEN = ("devices",)  # known, and not listed
 
 
 class Verbs(click.Group):
@@ -38,7 +27,7 @@ class Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
+        if cmd_name not in (*VERBS, *HIDDEN):
             return None
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -49,7 +38,7 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
+        if args and args[0] not in (*VERBS, *HIDDEN) and not args[0].startswith("-"):
             raise click.UsageError(f"no such command {args[0]!r}; {nearest(args[0], VERBS)}")
         return super().resolve_command(ctx, args)
 

@@ -12,7 +12,7 @@ from autotune.search.settings import SearchSettings
 from autotune.workloads.formats import Format
 
 
-@click.command(cls=options.Verb, short_help="Measure a cost table: latencies of target and drafts on a device.")
+@click.command(cls=options.Verb, short_help="Measure a cost table: latencies of models on a device.")
 @options.settings_options(SearchSettings, "target", "drafts")
 @click.option(
     "--heads", type=float, multiple=True, help="Share of attention heads kept; star has quarters. Repeatable."
