@@ -142,7 +142,7 @@ def _measure(
 
 
 class BenchResults:
-    """What the runs of a bench add up to."""
+    """Tables that sum up the runs of a bench."""
 
     def __init__(self, runs: Mapping[str, list[Run]], prompts: Workload, seed: int) -> None:
         """

@@ -41,7 +41,7 @@ class EvaluationPrompts:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What a profile is compared with, and how.
+    """Arms that a profile is compared with, and how they are measured.
 
     Raises:
         UserError: an arm does not exist.
