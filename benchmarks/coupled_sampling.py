@@ -21,9 +21,10 @@ from autotune.acceptance.answers import Answer, AnswerRecorder
 from autotune.acceptance.recorder import read_target
 from autotune.console import Console
 from autotune.documents.configuration import Configuration
+from autotune.documents.published_defaults import HF_ASSISTED
 from autotune.drafters.checkpoint import LoadedDraft, load_draft
 from autotune.drafters.independent import IndependentDraft
-from autotune.evaluation.arms import HF_ASSISTED, Arm, HuggingFaceArm
+from autotune.evaluation.arms import Arm, HuggingFaceArm
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.summary import summarize
 from autotune.modeling.loading import BUNDLED_TARGET, load_model, load_processor

@@ -1,10 +1,10 @@
 """Measures every draft length from 0 to 8 in vLLM, all servers in turns, beside the lengths that an export chooses at the engine's prices.
 
-Needs the folder of ``autotune export PROFILE --to vllm`` and the file of ``autotune bench PROFILE --engine vllm --prices``. Prints, by the number of
+Needs the folder of ``autotune export PROFILE --to vllm`` and the file of ``autotune bench-server PROFILE --prices``. Prints, by the number of
 requests at once, the time of all prompts over that of the fastest length, prefills included, medians of the passes. The nine servers take about 2 GB each,
 and 6 minutes to start on two cores; a pass over 16 prompts takes 3 minutes.
 
-    python benchmarks/engine_lengths.py PROFILE [--export exports/vllm] [--engine-executable vllm] [--engine-arguments '--gpu-memory-utilization 0.04']
+    python benchmarks/engine_lengths.py PROFILE [--export exports/vllm] [--executable vllm] [--arguments '--gpu-memory-utilization 0.04']
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from autotune.workloads.workload import load_workload
 @click.command()
 @click.argument("profile", type=click.Path(path_type=Path, exists=True))
 @click.option("--export", "folder", type=click.Path(path_type=Path), default=Path("exports/vllm"), show_default=True)
-@click.option("--engine-executable", envvar=EXECUTABLE_VARIABLE)
-@click.option("--engine-arguments", default="")
+@click.option("--executable", envvar=EXECUTABLE_VARIABLE)
+@click.option("--arguments", default="")
 @click.option("--longest", default=8, show_default=True, help="Largest draft length.")
 @click.option("--prompts", default=16, show_default=True)
 @click.option("--tokens", default=48, show_default=True, help="Longest answer.")

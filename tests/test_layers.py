@@ -39,7 +39,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 TORCH_FREE = (
     "acceptance.replay",
     "acceptance.rounds",
-    "acceptance.speculation_profile",
     "acceptance.trace",
     "check.counts",
     "check.output",
@@ -67,7 +66,6 @@ TORCH_FREE = (
     "files",
     "modeling.loading",
     "report",
-    "search.chain_predictions",
     "search.evaluator",
     "search.operating_points",
     "search.sequoia",

@@ -9,7 +9,7 @@ import click
 
 from autotune.cli import options
 
-EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
+EXPORT_ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")
 
 
 @click.command(short_help="Write the nearest configuration of a serving engine.")
@@ -38,12 +38,7 @@ EXPORT_ENGINES = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
     "--prices",
     type=click.Path(path_type=Path),
     default=None,
-    help="Prices that autotune bench --engine vllm --prices measured in the engine, in place of the search's cost table.",
-)
-@click.option(
-    "--engine-version",
-    default=None,
-    help="Version of the engine whose rules hold; 1.2.1 for an older tensorrt-llm.  [default: the one that was checked]",
+    help="Prices that autotune bench-server --prices measured in the engine, instead of the search's cost table.",
 )
 @options.output(None, "Folder to write.  [default: exports/ENGINE]")
 @options.as_json

@@ -15,8 +15,8 @@ from autotune.errors import UserError, nearest
 
 # Loggers of packages that transformers imports; they report on the packages' own state.
 CHATTY = ("bitsandbytes", "torchao", "torch.utils._pytree")
-VERBS = ("devices", "doctor", "measure", "record", "search", "run", "bench", "check", "report", "export", "train")
-ALIASES = {"profile": "measure"}  # not listed
+VERBS = ("doctor", "measure", "record", "search", "run", "bench", "bench-server", "check", "report", "export", "train")
+ALIASES = {"profile": "measure", "devices": "devices"}  # known, and not listed
 
 
 class Verbs(click.Group):
@@ -27,11 +27,11 @@ class Verbs(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         cmd_name = ALIASES.get(cmd_name, cmd_name)
-        if cmd_name not in VERBS:
+        if cmd_name not in (*VERBS, *ALIASES):
             return None
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
-        command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"autotune.cli.{cmd_name.replace('-', '_')}").command
         command.name = cmd_name
         return command
 

@@ -12,7 +12,7 @@ from autotune.search.settings import SearchSettings
 from autotune.workloads.formats import Format
 
 
-@click.command(short_help="Measure a cost table: latencies of target and drafts on a device.")
+@click.command(short_help="Measure a cost table: latencies of models on a device.")
 @options.settings_options(SearchSettings, "target", "drafts")
 @click.option(
     "--heads", type=float, multiple=True, help="Share of attention heads kept; star has quarters. Repeatable."
@@ -28,9 +28,6 @@ from autotune.workloads.formats import Format
 @options.settings_options(SearchSettings, "wait_until_quiet_s", "capture_sizes", "mode")
 @options.output("pair.cost.json", "Cost table to write.")
 @options.table("a row for every measured point")
-@options.speculation_profile(
-    "Predict the speed of chains at the acceptance in this file, as NVIDIA's specdec_bench writes it."
-)
 @options.as_json
 def command(
     target: str,
@@ -41,7 +38,6 @@ def command(
     random_weights: bool,
     output: Path,
     as_json: bool,
-    speculation_profile: Path | None,
     **choices: Any,
 ) -> None:
     """Measure a cost table: the latency of the forward passes of target and drafts on a device."""
@@ -52,10 +48,6 @@ def command(
     require_writable(output)
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload, workload_format)
-    if speculation_profile is not None:
-        from autotune.acceptance import speculation_profile as speculation
-
-        acceptance = speculation.read(speculation_profile)
 
     from autotune.console import Console
     from autotune.contention import wait_until_quiet
@@ -81,10 +73,6 @@ def command(
     if choices["table"] is not None:
         write_table(choices["table"], table.to_dataframe())
     print_table(table, console)
-    if speculation_profile is not None:
-        from autotune.search.chain_predictions import predict_chains, print_predictions
-
-        print_predictions(predict_chains(acceptance, table), console)
     console.say(f"cost table written to {output}")
     if as_json:
         click.echo(table.dump())

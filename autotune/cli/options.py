@@ -130,8 +130,38 @@ def output(default: str | None, help_text: str) -> Decorator:
     )
 
 
-def speculation_profile(help_text: str) -> Decorator:
-    return click.option("--speculation-profile", type=click.Path(path_type=Path), default=None, help=help_text)
+PROMPT_CHOICES = ("num_prompts", "is_whole", "max_new_tokens", "temperature")
+
+
+def evaluation_prompts(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of the prompts that a profile is measured on: ``PROMPT_CHOICES``, workload and format."""
+    for option in (
+        click.option(
+            "--temperature",
+            type=click.FloatRange(0),
+            default=None,
+            show_default="of each prompt",
+            help="Temperature of all prompts, which are sampled with their numbers as seeds.",
+        ),
+        click.option(
+            "--max-new-tokens",
+            type=click.IntRange(min=1),
+            default=None,
+            show_default="of each prompt",
+            help="Longest answer.",
+        ),
+        click.option(
+            "--whole",
+            "is_whole",
+            is_flag=True,
+            help="Decode the prompts of both splits: for a workload that the profile was not tuned on.",
+        ),
+        num_prompts(32),
+        workload_format,
+        workload,
+    ):
+        command = option(command)
+    return command
 
 
 def table(contents: str) -> Decorator:

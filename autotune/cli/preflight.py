@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from autotune.documents.published_settings import ABLATIONS, DEFAULTS
-from autotune.errors import UserError, nearest
+from autotune.cli.options import PROMPT_CHOICES
 from autotune.files import read_json
 
 if TYPE_CHECKING:
+    from autotune.evaluation.bench_settings import EvaluationPrompts
     from autotune.workloads.formats import Format
-
-# The arms of autotune bench; a test compares them with those of evaluation/bench.py.
-ARMS = ("ar", "hf", "hf-assisted", "prompt_lookup", *DEFAULTS, *ABLATIONS)
 
 
 def require_profile(path: Path) -> None:
@@ -59,12 +55,18 @@ def require_workload(name: str, format: Format | None = None) -> None:
         read_prompts(local_file(name), format)
 
 
-def require_arms(names: Sequence[str]) -> None:
-    """Check the names of arms.
+def evaluation_prompts(profile: Path, choices: dict[str, Any]) -> tuple[EvaluationPrompts, dict[str, Any]]:
+    """The prompts that the options of ``options.evaluation_prompts`` choose for a profile, and the other choices.
 
     Raises:
-        UserError: an unknown arm.
+        UserError: see ``workload_for``.
     """
-    for name in names:
-        if name not in ARMS:
-            raise UserError(f"--against {name}: no such arm; {nearest(name, ARMS)}")
+    workload = workload_for(profile, choices["workload"], choices["workload_format"])
+
+    from autotune.evaluation.bench_settings import EvaluationPrompts
+
+    others = {
+        name: value for name, value in choices.items() if name not in (*PROMPT_CHOICES, "workload", "workload_format")
+    }
+    chosen = {name: choices[name] for name in PROMPT_CHOICES}
+    return EvaluationPrompts(workload, choices["workload_format"], **chosen), others

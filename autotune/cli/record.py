@@ -9,9 +9,7 @@ import click
 
 from autotune.cli import options
 from autotune.documents.subnet import VISUAL_INPUTS, VISUAL_RANKINGS
-from autotune.errors import UserError
 from autotune.search.settings import SearchSettings
-from autotune.trees.base import ForestBounds
 from autotune.workloads.formats import Format
 
 SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "vocabulary")
@@ -47,16 +45,6 @@ SUBNET_OPTIONS = ("heads", "injection_layer", "operator", "operator_ratio", "voc
 )
 @options.num_prompts(64)
 @options.output("traces", "Folder to write.")
-@options.speculation_profile(
-    "Write the acceptance of chains along the trace as NVIDIA's specdec_bench does; of one draft."
-)
-@click.option(
-    "--draft-tokens",
-    type=click.IntRange(min=1, max=ForestBounds().depth),
-    default=5,
-    show_default=True,
-    help="Length of these chains.",
-)
 @options.as_json
 def command(
     target: str,
@@ -65,8 +53,6 @@ def command(
     workload_format: Format | None,
     device: str,
     output: Path,
-    speculation_profile: Path | None,
-    draft_tokens: int,
     as_json: bool,
     **choices: Any,
 ) -> None:
@@ -78,14 +64,7 @@ def command(
     require_writable(output / "keep-1.trace.json")
     drafts, workload = drafts or default_drafts(target), workload or default_workload(target)
     require_workload(workload, workload_format)
-    if speculation_profile is not None:
-        require_writable(speculation_profile, "--speculation-profile")
-        if (number := len(drafts) * len(choices["visual_keep"]) * len(choices["visual_ranking"])) > 1:
-            raise UserError(
-                f"--speculation-profile is of one trace; got options for {number}; name one --draft, one --visual-keep"
-            )
 
-    from autotune.acceptance.speculation_profile import METHODS, of_trace, save
     from autotune.console import Console
     from autotune.device import choose_device
     from autotune.documents.subnet import Subnet
@@ -109,11 +88,6 @@ def command(
     ]
     traces = record_traces(model_pool, variants, prompts, output, console, visual_input=choices["visual_input"])
     print_agreement(traces, console)
-    if speculation_profile is not None:
-        kind = model_pool.kind(traces[0].header.draft.id)
-        content = of_trace(traces[0], depth=draft_tokens, method=METHODS.get(kind, kind))
-        save(speculation_profile, content)
-        console.say(f"speculation profile written to {speculation_profile}")
     if as_json:
         agreements = [trace.agreement().pivot(index="rank", columns="task", values="share") for trace in traces]
         headers = [trace.header for trace in traces]

@@ -12,7 +12,7 @@ from autotune.search.settings import SearchSettings
 from autotune.settings import make_settings
 
 
-@click.command(short_help="Find the fastest draft and token tree; write a decoding profile.")
+@click.command(short_help="Find the fastest draft and token tree; write a profile.")
 @options.settings_options(SearchSettings)
 @options.as_json
 def command(as_json: bool, **values: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from autotune.console import Console
+from autotune.cost.roofline import datasheets, load_limits
+from autotune.cost.table import shipped_tables
 from autotune.device import gib
 from autotune.doctor.diagnosis import Diagnosis, TargetFound
 
 
 def print_diagnosis(found: Diagnosis, console: Console) -> None:
-    """Print devices, attention kernels and times of forward passes."""
+    """Print devices, those of other machines, attention kernels and times of forward passes."""
     rows = [
         [
             one.device,
@@ -22,8 +24,29 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
         for one in found.devices
     ]
     console.table("Devices", ["device", "name", "model", "driver", "free memory", "datasheet", "copy"], rows)
+    print_other_devices(console)
     if found.target is not None:
         _print_target(found.target, console)
+
+
+def measured_pairs() -> dict[str, list[str]]:
+    """Names of the pairs with a shipped cost table, by device."""
+    return {name: [path.name.removesuffix(".cost.json") for path in paths] for name, paths in shipped_tables().items()}
+
+
+def print_other_devices(console: Console) -> None:
+    """Print the devices that searches can be made for without having them."""
+    measured, limits = measured_pairs(), {name: load_limits(name) for name in datasheets()}
+    rows = [
+        [
+            name,
+            limits[name].model if name in limits else "-",
+            f"{limits[name].memory_gb_per_second:.0f} GB/s" if name in limits else "-",
+            ", ".join(measured.get(name, [])) or "none: estimated from the datasheet",
+        ]
+        for name in sorted({*limits, *measured})
+    ]
+    console.table("Other devices (--gpu NAME)", ["name", "model", "bandwidth", "measured pairs"], rows)
 
 
 def _print_target(target: TargetFound, console: Console) -> None:

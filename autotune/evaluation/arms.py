@@ -17,7 +17,6 @@ from autotune.workloads.prompt import Prompt
 from autotune.workloads.workload import WARM_UP_TOKENS
 
 WARM_UP_S = 1.0
-HF_ASSISTED, PROMPT_LOOKUP = "hf-assisted", "prompt_lookup"
 UNCOUPLED = "-uncoupled"  # ends the names of arms without coupled sampling
 
 

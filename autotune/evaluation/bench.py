@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autotune.acceptance.speculation_profile import save as save_speculation
 from autotune.console import Console
 from autotune.contention import ContentionMonitor, wait_until_quiet
 from autotune.device import fingerprint
+from autotune.documents.contention import Contention
 from autotune.documents.decoding_profile import AR, HF, TUNED
 from autotune.documents.provenance import stamp
-from autotune.documents.published_defaults import COMPARED_DEFAULTS, NAMED
+from autotune.documents.published_defaults import HF_ASSISTED, NAMED, PROMPT_LOOKUP
 from autotune.drafters.checkpoint import load_draft
 from autotune.drafters.gemma4_assistant import Gemma4AssistantDraft
 from autotune.drafters.independent import IndependentDraft
-from autotune.errors import UserError, nearest
-from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
+from autotune.errors import UserError
+from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
+from autotune.evaluation.bench_settings import BenchSettings
 from autotune.evaluation.bench_tables import (
-    LOSSY_SWEEP,
     benchmark_results,
     gain_by_length,
     geomeans,
@@ -39,18 +39,15 @@ from autotune.evaluation.bench_tables import (
     speedups_by_task,
 )
 from autotune.evaluation.runner import DISTURBED, STALLED, ArmRunner
-from autotune.evaluation.runs import time_shares
-from autotune.evaluation.speculation import profile_of_runs
+from autotune.evaluation.runs import Run, time_shares
 from autotune.evaluation.summary import summarize
 from autotune.modeling.vision_timing import timed_vision, vision_parts
+from autotune.runtime.decoder import Decoder
 from autotune.runtime.load import load
 from autotune.trees.policy import parse_policy
-from autotune.workloads.formats import OWN, Format
+from autotune.workloads.formats import OWN
 from autotune.workloads.prompt import WorkloadPrompt
-from autotune.workloads.workload import Workload, load_workload
-
-if TYPE_CHECKING:
-    pass
+from autotune.workloads.workload import Workload
 
 ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
     AR: lambda runner: runner.plain,
@@ -59,135 +56,133 @@ ARMS: dict[str, Callable[[ArmRunner], Arm]] = {
     PROMPT_LOOKUP: ArmRunner.prompt_lookup_arm,
     **{name: partial(ArmRunner.arm, name=name, configuration=tree) for name, tree in NAMED.items()},
 }
-"""Arms that a profile can be compared with."""
-COMPARED = (AR, HF, HF_ASSISTED, PROMPT_LOOKUP, *COMPARED_DEFAULTS)
-"""The arms that a profile is compared with unasked: all of them keep the target's own output."""
+"""Makers of the arms that a profile can be compared with: those of ``ARM_NAMES``."""
 
 
-def run_bench(
-    profile: Path,
-    workload: str,
-    against: list[str] | None,
-    num_prompts: int,
-    seed: int,
-    device: str,
-    console: Console,
-    *,
-    draft: str | None = None,
-    lossy_sweep: bool = False,
-    temperature: float | None = None,
-    uncoupled: bool = False,
-    wait_until_quiet_s: float | None = None,
-    workload_format: Format | None = None,
-    is_whole: bool = False,
-    max_new_tokens: int | None = None,
-    speculation_profile: Path | None = None,
-) -> dict[str, Any]:
+def run_bench(profile: Path, settings: BenchSettings, console: Console) -> dict[str, Any]:
     """Measure the arms and print tables; returns the figures as JSON.
 
-    Args:
-        against: names in ``ARMS``; None compares with those of ``COMPARED`` that can run.
-        draft: drafts for published configurations in place of the profile's draft.
-        lossy_sweep: also measure ``LOSSY_SWEEP``; without ``against``, nothing else.
-        temperature: of all prompts; None: that of each.
-        uncoupled: also measure every arm that drafts without coupled sampling.
-        wait_until_quiet_s: the longest time to wait until the machine is quiet, in seconds; None: do not wait.
-        workload_format: of the workload's file; None finds it out.
-        is_whole: decode the prompts of both splits.
-        max_new_tokens: limit of all answers; None: that of each prompt.
-        speculation_profile: file for the acceptance of the profile, as NVIDIA's specdec_bench writes it.
-
     Raises:
-        UserError: an arm does not exist, or the profile or workload cannot be read.
+        UserError: the profile or workload cannot be read, or an arm needs a draft and there is none.
     """
-    for name in against or ():
-        if name not in ARMS:
-            raise UserError(f"--against {name}: no such arm; {nearest(name, ARMS)}")
-    if lossy_sweep:
-        against = [*(against or ()), *LOSSY_SWEEP]
-    prompts = load_workload(
-        workload, "evaluate", num_prompts=num_prompts, format=workload_format, is_whole=is_whole
-    ).cut(num_prompts, max_new_tokens)
-    if temperature is not None:
-        prompts = prompts.sampled(temperature)
-    decoder = load(profile, device=device, context_tokens=0)  # warm-ups capture
-    if decoder.draft is None and draft is None and any(name in NAMED for name in against or ()):
-        raise UserError(
-            "this profile decodes without a draft, so trees cannot be compared with it; "
-            f"bench it --against {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
-        )
-    if decoder.draft is None and speculation_profile is not None:
-        raise UserError(
-            "--speculation-profile: this profile decodes without a draft, so nothing is accepted; leave the option out"
-        )
-    other = None if draft is None else load_draft(draft, decoder.target)
-    assert decoder.profile is not None
-    points = decoder.profile.points
-    is_lossy = any(map(is_lossy_arm, against or ())) or not all(point.lossless for point in points)
-    draft_of = None if other is None else lambda configuration: other
-    runner = ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy, draft_of=draft_of)
-    names = COMPARED if against is None else against
-    chosen = choose_arms([AR, *names], runner, prompts)
-    arms = [*chosen.arms, DecoderArm(TUNED, decoder)] if decoder.draft is not None else chosen.arms
-    if uncoupled:
-        drafting = [arm for arm in arms if isinstance(arm, DecoderArm) and arm.decoder.draft is not None]
-        arms = [*arms, *(runner.uncoupled_arm(arm) for arm in drafting if not is_lossy_arm(arm.name))]
-    for name, reason in chosen.unavailable.items():
-        console.say(f"{name} is left out: {reason}")
-    for name, note in chosen.notes.items():
-        console.say(f"{name}: {note}")
-    if wait_until_quiet_s is not None:
-        wait_until_quiet(wait_until_quiet_s, str(decoder.target.device), console)
-    with console.stage("bench") as update, ContentionMonitor(str(decoder.target.device)) as monitor:
-        runs = runner.compare(arms, prompts, seed=seed, report=lambda done, of: update(done, of, ""))
-    console.say(monitor.contention.describe("while runs were timed"))
-    summaries = [summarize(arm.name, runs[arm.name], runs[AR], seed=seed) for arm in arms]
+    prompts = settings.prompts.load()
+    decoder = load(profile, device=settings.device, context_tokens=0)  # warm-ups capture
+    runner = _runner(decoder, settings)
+    chosen = choose_arms(settings.arms, runner, prompts)
+    _print_choice(chosen, console)
+    runs, contention = _measure(runner, _all_arms(chosen, runner, settings), prompts, settings, console)
     if runner.num_disturbed:
         console.say(
             f"{runner.num_disturbed} disturbed runs were measured again: their prefill took {DISTURBED:g} times the "
             f"median, or a forward {STALLED:g} times the shortest"
         )
-    if len(points) > 1:
+    if decoder.profile is not None and len(decoder.profile.points) > 1:
         console.say(f"{TUNED}: {points_used(decoder.profile, runs[TUNED])}")
-    by_task, by_length = speedups_by_task(runs), gain_by_length(runs)
-    shares = {name: found for name, arm_runs in runs.items() if (found := time_shares(arm_runs))}
-    print_arms(summaries, console)
-    print_tasks(by_task, console)
-    results = benchmark_results(runs, prompts.prompts)
-    if prompts.format != OWN:
-        print_benchmark(prompts.format, results, console)
-    if lossy_sweep:
-        print_lossy_sweep(summaries, console)
-    print_lengths(by_length, console)
-    print_time_shares(shares, console)
-    counts = {name: pool_counts(arm_runs) for name, arm_runs in runs.items()}
-    if TUNED in counts:
-        print_acceptance(TUNED, counts[TUNED], console)
-    if speculation_profile is not None and decoder.draft is not None:
-        kind = decoder.draft.kind
-        found = profile_of_runs(runs[TUNED], counts[TUNED], decoder.profile, kind=kind, workload=prompts.name)
-        save_speculation(speculation_profile, found)
-        console.say(f"speculation profile written to {speculation_profile}")
+    found = BenchResults(runs, prompts, settings.seed)
+    found.print(console, lossy_sweep=settings.lossy_sweep)
     return {
-        "provenance": stamp(monitor.contention).model_dump(mode="json"),
+        "provenance": stamp(contention).model_dump(mode="json"),
         "hardware": fingerprint(str(decoder.target.device)).model_dump(mode="json"),
         "profile": str(profile),
-        "workload": workload,
+        "workload": settings.prompts.workload,
         "workload_sha256": prompts.sha256,
-        "seed": seed,
-        "arms": [asdict(summary) for summary in summaries],
-        "lossy_arms": [summary.name for summary in summaries if is_lossy_arm(summary.name)],
+        "seed": settings.seed,
         "unavailable": chosen.unavailable,
         "notes": chosen.notes,
-        "speedup_by_task": by_task.astype(object).where(by_task.notna(), None).to_dict("index"),
-        "speedup_geomean": geomeans(by_task).to_dict(),
-        "benchmark_results": json.loads(results.to_json(orient="records")),
-        "by_length": json.loads(by_length.to_json(orient="records")),
-        "time_shares": shares,
-        "acceptance_counts": {name: found.to_json() for name, found in counts.items() if not found.is_empty},
         "disturbed_runs": runner.num_disturbed,
-        "runs": {name: [run.model_dump(mode="json") for run in arm_runs] for name, arm_runs in runs.items()},
+        **found.to_json(),
     }
+
+
+def _runner(decoder: Decoder, settings: BenchSettings) -> ArmRunner:
+    """The runner of the arms, which computes perplexities where an arm or a point is lossy.
+
+    Raises:
+        UserError: a published configuration was asked for, and neither the profile nor the settings name a draft.
+    """
+    if decoder.draft is None and settings.draft is None and any(name in NAMED for name in settings.named):
+        raise UserError(
+            "this profile decodes without a draft, so trees cannot be compared with it; "
+            f"bench it --against {AR},{HF},{PROMPT_LOOKUP}, or name a --draft"
+        )
+    other = None if settings.draft is None else load_draft(settings.draft, decoder.target)
+    assert decoder.profile is not None
+    is_lossy = any(map(is_lossy_arm, settings.named)) or not all(point.lossless for point in decoder.profile.points)
+    draft_of = None if other is None else lambda configuration: other
+    return ArmRunner(decoder, decoder.processor, with_perplexity=is_lossy, draft_of=draft_of)
+
+
+def _all_arms(chosen: ChosenArms, runner: ArmRunner, settings: BenchSettings) -> list[Arm]:
+    """The chosen arms, the profile's own, and those without coupled sampling."""
+    arms = [*chosen.arms, DecoderArm(TUNED, runner.decoder)] if runner.decoder.draft is not None else chosen.arms
+    if not settings.uncoupled:
+        return arms
+    drafting = [arm for arm in arms if isinstance(arm, DecoderArm) and arm.decoder.draft is not None]
+    return [*arms, *(runner.uncoupled_arm(arm) for arm in drafting if not is_lossy_arm(arm.name))]
+
+
+def _print_choice(chosen: ChosenArms, console: Console) -> None:
+    for name, reason in chosen.unavailable.items():
+        console.say(f"{name} is left out: {reason}")
+    for name, note in chosen.notes.items():
+        console.say(f"{name}: {note}")
+
+
+def _measure(
+    runner: ArmRunner, arms: Sequence[Arm], prompts: Workload, settings: BenchSettings, console: Console
+) -> tuple[dict[str, list[Run]], Contention]:
+    """The runs by arm, and what other processes took of the machine meanwhile."""
+    device = str(runner.decoder.target.device)
+    if settings.wait_until_quiet_s is not None:
+        wait_until_quiet(settings.wait_until_quiet_s, device, console)
+    with console.stage("bench") as update, ContentionMonitor(device) as monitor:
+        runs = runner.compare(arms, prompts, seed=settings.seed, report=lambda done, of: update(done, of, ""))
+    console.say(monitor.contention.describe("while runs were timed"))
+    return runs, monitor.contention
+
+
+class BenchResults:
+    """Tables that sum up the runs of a bench."""
+
+    def __init__(self, runs: Mapping[str, list[Run]], prompts: Workload, seed: int) -> None:
+        """
+        Args:
+            runs: by arm, those of plain decoding (``ar``) among them.
+            prompts: those of the runs, in their order.
+            seed: of bootstrap intervals.
+        """
+        self.runs, self.format = dict(runs), prompts.format
+        self.summaries = [summarize(name, of_arm, runs[AR], seed=seed) for name, of_arm in runs.items()]
+        self.by_task, self.by_length = speedups_by_task(self.runs), gain_by_length(self.runs)
+        self.benchmark = benchmark_results(self.runs, prompts.prompts)
+        self.time_shares = {name: found for name, of_arm in runs.items() if (found := time_shares(of_arm))}
+        self.counts = {name: pool_counts(of_arm) for name, of_arm in runs.items()}
+
+    def print(self, console: Console, *, lossy_sweep: bool) -> None:
+        """Print the tables; ``lossy_sweep`` adds that of ``LOSSY_SWEEP``."""
+        print_arms(self.summaries, console)
+        print_tasks(self.by_task, console)
+        if self.format != OWN:
+            print_benchmark(self.format, self.benchmark, console)
+        if lossy_sweep:
+            print_lossy_sweep(self.summaries, console)
+        print_lengths(self.by_length, console)
+        print_time_shares(self.time_shares, console)
+        if TUNED in self.counts:
+            print_acceptance(TUNED, self.counts[TUNED], console)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "arms": [asdict(summary) for summary in self.summaries],
+            "lossy_arms": [summary.name for summary in self.summaries if is_lossy_arm(summary.name)],
+            "speedup_by_task": self.by_task.astype(object).where(self.by_task.notna(), None).to_dict("index"),
+            "speedup_geomean": geomeans(self.by_task).to_dict(),
+            "benchmark_results": json.loads(self.benchmark.to_json(orient="records")),
+            "by_length": json.loads(self.by_length.to_json(orient="records")),
+            "time_shares": self.time_shares,
+            "acceptance_counts": {name: found.to_json() for name, found in self.counts.items() if not found.is_empty},
+            "runs": {name: [run.model_dump(mode="json") for run in of_arm] for name, of_arm in self.runs.items()},
+        }
 
 
 # ----------------------------------------------------------------------------------------------------------------- arms

@@ -11,7 +11,7 @@ import numpy as np
 
 from autotune.console import Console
 from autotune.documents.decoding_profile import AR, TUNED, DecodingProfile
-from autotune.documents.published_defaults import NAMED
+from autotune.documents.published_defaults import LOSSY_SWEEP, NAMED
 from autotune.evaluation.runs import Run, length_bands, runs_dataframe
 from autotune.evaluation.summary import Summary, speedup
 from autotune.trees.acceptance_counts import AcceptanceCounts
@@ -20,9 +20,6 @@ from autotune.workloads.prompt import WorkloadPrompt
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
-
-LOSSY_SWEEP = ("wetap", "wetap-lossy", "wetap-lossy-0.5", "wetap-lossy-0.1")
-"""WETAP with lossless verification, and with its own at falling thresholds."""
 
 
 def points_used(profile: DecodingProfile, runs: Sequence[Run]) -> str:

@@ -7,21 +7,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from autotune.documents.decoding_profile import Predicted
-from autotune.errors import UserError
 from autotune.export.document import BatchPrediction
 from autotune.export.engine_replay import EngineReplay, EngineTree
 from autotune.export.model_files import Conversion, ModelFiles
-from autotune.files import Document, describe, read_text, read_yaml, write_bytes
+from autotune.files import Document, write_bytes
 from autotune.trees.chain import ChainPolicy
 from autotune.trees.eagle2 import Eagle2Policy
-
-S = TypeVar("S", bound=BaseModel)
 
 SAMPLING = (
     "at temperature 0 these are the target's own tokens, except for near ties in reduced precision; above 0 the sampled tokens "
@@ -70,34 +66,24 @@ class Candidate:
 
 
 class Engine(ABC):
-    """Translates trees into one engine's settings: a ``Document`` with the engine's own field names that refuses what the
-    engine would refuse.
-    """
+    """Translates trees into one engine's settings: a ``Document`` with the engine's own field names."""
 
     name: ClassVar[str]
-    version: str
+    version: ClassVar[str]
     """The version whose rules these settings were checked against."""
     methods: ClassVar[Mapping[str, str]]
     """The engine's speculation method for each draft kind that it serves."""
-    settings_type: type[Document]
+    settings_type: ClassVar[type[Document]]
     settings_file: ClassVar[str] = "{variant}.json"
     """Name of the settings file; the variant is the name of a candidate."""
     vision: ClassVar[Mapping[str, Vision]]
     """The form in which the engine shows an image to a draft, by draft kind."""
     lossless: ClassVar[str]
     """Which settings keep the output lossless."""
-    notes: Sequence[str]
+    notes: ClassVar[Sequence[str]]
     """Limitations of the engine that the user should know."""
     floor_note: ClassVar[str | None] = "the engine has no such setting"
     """Why a chain's ``p_min`` and ``n_min`` are not exported; None if they are."""
-
-    def of_version(self, version: str | None) -> Engine:
-        """The engine with the rules of a version; None: of the version that was checked.
-
-        Raises:
-            UserError: a version that was not checked.
-        """
-        return of_version((self,), version)
 
     def refusal(self, pair: Pair) -> str | None:
         """Why the engine would refuse the pair, by the files of the two models, as far as they are on this machine; or None."""
@@ -154,22 +140,6 @@ class Engine(ABC):
         """The command that starts the engine with these settings, which are in ``path``."""
 
 
-def of_version(engines: Sequence[Engine], version: str | None) -> Engine:
-    """The engine of a version; None: the first one.
-
-    Raises:
-        UserError: a version that was not checked.
-    """
-    for engine in engines:
-        if version in (None, engine.version):
-            return engine
-    known = " or ".join(engine.version for engine in engines)
-    raise UserError(
-        f"--engine-version {version}: settings for {engines[0].name} were checked against {known}; give one of them, or leave the "
-        "option out and compare the notes with your version"
-    )
-
-
 def unequal_vocabularies(pair: Pair, *, with_tokens: bool = False) -> str | None:
     """How the vocabularies of an independent draft and its target differ: in size, or with ``with_tokens`` in the ids of their
     tokens. None if they do not, or are not known.
@@ -188,21 +158,5 @@ def unequal_vocabularies(pair: Pair, *, with_tokens: bool = False) -> str | None
 
 
 def write_settings(path: Path, settings: BaseModel) -> None:
-    """Write settings as JSON or YAML, by the suffix, without the fields that are None."""
-    content = settings.model_dump(exclude_none=True)
-    text = yaml.safe_dump(content, sort_keys=False) if path.suffix == ".yaml" else json.dumps(content, indent=1) + "\n"
-    write_bytes(path, text.encode())
-
-
-def read_settings(settings_type: type[S], path: Path) -> S:
-    """Read and check a settings file.
-
-    Raises:
-        UserError: the file breaks one of the engine's rules.
-    """
-    try:
-        if path.suffix == ".yaml":
-            return settings_type.model_validate(read_yaml(path))
-        return settings_type.model_validate_json(read_text(path))
-    except ValidationError as error:
-        raise UserError(f"{path}: {describe(error, settings_type)}") from None
+    """Write settings as JSON, without the fields that are None."""
+    write_bytes(path, (json.dumps(settings.model_dump(exclude_none=True), indent=1) + "\n").encode())

@@ -26,7 +26,7 @@ class RoundTimes(Document):
     prefill_ms: list[float] = Field(min_length=1)
 
 
-class EnginePrices(Document, kind="engine-prices", made_by="autotune bench --engine vllm --prices FILE"):
+class EnginePrices(Document, kind="engine-prices", made_by="autotune bench-server --prices FILE"):
     """Prices of one engine, target and draft on one machine."""
 
     provenance: Provenance
@@ -104,5 +104,5 @@ class EnginePrices(Document, kind="engine-prices", made_by="autotune bench --eng
             if not is_same:
                 raise UserError(
                     f"{source}: prices are valid for the {what} that they were measured with; these are of {own}, not of {other} with "
-                    "these weights; measure them again with autotune bench --engine vllm --prices"
+                    "these weights; measure them again with autotune bench-server --prices"
                 )

@@ -17,8 +17,14 @@ from autotune.export.llama_replay import NUM_CANDIDATES, LlamaReplay, ModelDraft
 from autotune.files import Document
 from autotune.trees.chain import ChainPolicy
 
-DRAFTS = ("draft-simple", "draft-eagle3")
 SIMPLE, MOD = "ngram-simple", "ngram-mod"
+PREFIXES = {
+    "draft-simple": "spec_draft_",
+    "draft-eagle3": "spec_draft_",
+    SIMPLE: "spec_ngram_simple_",
+    MOD: "spec_ngram_mod_",
+}
+"""Names of the flags that a type of speculation takes."""
 MAX_VOCABULARY_DIFFERENCE, FIRST_COMPARED_TOKEN = 128, 5
 """Vocabularies may differ by this many tokens, and in the tokens before this one."""
 
@@ -42,32 +48,21 @@ class LlamaCppSettings(Document):
 
     @model_validator(mode="after")
     def _rules(self) -> LlamaCppSettings:
+        """Each type takes all of its own flags, and no others are given; bounds that drop every draft are refused."""
         types = self.spec_type.split(",")
-        of_draft, of_ngram = ([name for name in types if name in known] for known in (DRAFTS, (SIMPLE, MOD)))
-        if len(of_draft) > 1 or len(of_ngram) > 1 or len(of_draft) + len(of_ngram) < len(types):
-            raise ValueError(
-                f"spec_type is {' or '.join(DRAFTS)}, {SIMPLE} or {MOD}, or one of each with a comma between; got {self.spec_type!r}"
-            )
-        draft = (self.spec_draft_model, self.spec_draft_n_max, self.spec_draft_n_min, self.spec_draft_p_min)
-        self._require_all("spec_draft_*", draft, is_used=bool(of_draft))
-        sizes = (self.spec_ngram_simple_size_n, self.spec_ngram_simple_size_m)
-        self._require_all("spec_ngram_simple_*", sizes, is_used=SIMPLE in types)
-        mod = (self.spec_ngram_mod_n_match, self.spec_ngram_mod_n_min, self.spec_ngram_mod_n_max)
-        self._require_all("spec_ngram_mod_*", mod, is_used=MOD in types)
+        fields = self.model_dump(exclude={"model", "spec_type"})
+        used = tuple(PREFIXES[name] for name in types)
+        if any((value is not None) != name.startswith(used) for name, value in fields.items()):
+            raise ValueError(f"spec_type {self.spec_type} takes all flags of {', '.join(used)} and no others")
         for smaller, larger in (
-            ("spec_draft_n_min", "spec_draft_n_max"),
-            ("spec_ngram_simple_size_n", "spec_ngram_simple_size_m"),
-            ("spec_ngram_mod_n_min", "spec_ngram_mod_n_max"),
+            ("draft_n_min", "draft_n_max"),
+            ("ngram_simple_size_n", "ngram_simple_size_m"),
+            ("ngram_mod_n_min", "ngram_mod_n_max"),
         ):
-            low, high = getattr(self, smaller), getattr(self, larger)
+            low, high = fields[f"spec_{smaller}"], fields[f"spec_{larger}"]
             if low is not None and low > high:
-                raise ValueError(f"{smaller} {low} above {larger} {high} drops every draft")
+                raise ValueError(f"spec_{smaller} {low} above spec_{larger} {high} drops every draft")
         return self
-
-    def _require_all(self, names: str, values: Sequence[object], *, is_used: bool) -> None:
-        if any((value is not None) != is_used for value in values):
-            need = "takes all of" if is_used else "takes none of"
-            raise ValueError(f"spec_type {self.spec_type} {need} {names}")
 
 
 class LlamaCpp(Engine):

@@ -65,19 +65,6 @@ class ModelFiles:
         return any(isinstance(found, dict) and "mrope_section" in found for found in settings)
 
     @property
-    def has_sliding_window(self) -> bool:
-        text = self.text_config
-        layers = text.get("layer_types")
-        if isinstance(layers, list):
-            return "sliding_attention" in layers
-        return text.get("sliding_window") is not None and text.get("use_sliding_window", True) is not False
-
-    @property
-    def has_latent_attention(self) -> bool:
-        """Whether keys and values are compressed (multi-head latent attention)."""
-        return self.text_config.get("kv_lora_rank") is not None
-
-    @property
     def has_weights(self) -> bool:
         return any(self.folder.glob(WEIGHTS))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, Field, RootModel, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, RootModel, model_validator
 
 from autotune.export.document import BatchPrediction
 from autotune.export.engine import SAMPLING, Candidate, Engine, Pair, unequal_vocabularies
@@ -16,8 +16,6 @@ from autotune.files import Document
 from autotune.trees.eagle2 import Eagle2Policy
 
 ADAPTIVE_FILE = "adaptive.json"
-TREE_BACKENDS_WITH_PAGES = ("flashinfer", "fa3", "triton")
-"""Attention backends that run trees with pages of more than one token."""
 
 
 class SglangSettings(Document):
@@ -30,82 +28,39 @@ class SglangSettings(Document):
 
     speculative_algorithm: Literal["EAGLE3", "STANDALONE"]
     speculative_draft_model_path: str = Field(min_length=1)
-    speculative_num_steps: int | None = Field(default=None, ge=1)
-    speculative_eagle_topk: int | None = Field(default=None, ge=1)
-    speculative_num_draft_tokens: int | None = Field(default=None, ge=2)
+    speculative_num_steps: int = Field(ge=1)
+    speculative_eagle_topk: int = Field(ge=1)
+    speculative_num_draft_tokens: int = Field(ge=2)
     speculative_adaptive: Literal[True] | None = None
     """Choose the steps of a chain by the batch size."""
     speculative_adaptive_config: str | None = None
     """Path of an ``AdaptiveSteps``, which has to hold ``speculative_num_steps``."""
-    attention_backend: str | None = None
-    page_size: int | None = Field(default=None, ge=1)
-    speculative_use_rejection_sampling: Literal[True] | None = None
 
     @model_validator(mode="after")
     def _rules(self) -> SglangSettings:
-        steps, topk, tokens = sizes = (
-            self.speculative_num_steps,
-            self.speculative_eagle_topk,
-            self.speculative_num_draft_tokens,
-        )
+        steps, topk = self.speculative_num_steps, self.speculative_eagle_topk
+        drafted, grown = self.speculative_num_draft_tokens - 1, topk + (steps - 1) * topk**2
+        if drafted > grown or (topk == 1 and drafted != steps):
+            raise ValueError(
+                f"{steps} steps of top-k {topk} draft at most {grown} tokens plus the root, and a chain all of them; got "
+                f"{drafted + 1} in all"
+            )
         if self.speculative_adaptive and (self.speculative_algorithm != "EAGLE3" or topk != 1):
             raise ValueError("speculative_adaptive takes EAGLE3 with eagle_topk 1")
-        if self.speculative_adaptive_config is not None and not self.speculative_adaptive:
-            raise ValueError("speculative_adaptive_config requires speculative_adaptive")
-        if self.speculative_use_rejection_sampling and self.speculative_algorithm != "EAGLE3":
-            raise ValueError("speculative_use_rejection_sampling takes EAGLE3")
-        if topk is not None and topk > 1:
-            self._require_trees()
-        if steps is None or topk is None or tokens is None:
-            if sizes != (None, None, None):
-                raise ValueError(
-                    "SGLang takes num_steps, eagle_topk and num_draft_tokens together; set all three, or none"
-                )
-            return self
-        if topk == 1 and tokens != steps + 1:
-            raise ValueError(f"a chain of {steps} steps has {steps + 1} draft tokens with its root; got {tokens}")
-        if tokens - 1 > (grown := topk + (steps - 1) * topk**2):
-            raise ValueError(
-                f"{steps} steps of top-k {topk} draft at most {grown} tokens plus the root; got {tokens} in all"
-            )
         return self
-
-    def _require_trees(self) -> None:
-        """Check the options that exclude trees; backend and page size may be SGLang's own choice, which is not known here."""
-        backend = self.attention_backend
-        if backend == "trtllm_mha":
-            raise ValueError("attention_backend trtllm_mha takes eagle_topk 1 only")
-        if (self.page_size or 1) > 1 and backend not in TREE_BACKENDS_WITH_PAGES:
-            raise ValueError(
-                f"eagle_topk above 1 with page_size {self.page_size} takes attention_backend {', '.join(TREE_BACKENDS_WITH_PAGES)}"
-            )
-        if self.speculative_use_rejection_sampling:
-            raise ValueError("speculative_use_rejection_sampling takes eagle_topk 1 only")
 
 
 class AdaptiveSlot(Document):
     """The steps for one range of batch sizes."""
 
-    candidate_steps: list[int] = Field(min_length=1)
+    candidate_steps: list[NonNegativeInt] = Field(min_length=1)
     """Numbers of draft levels among which SGLang chooses by the accepted lengths; 0 drafts nothing."""
-
-    @model_validator(mode="after")
-    def _rules(self) -> AdaptiveSlot:
-        if min(self.candidate_steps) < 0:
-            raise ValueError(f"candidate_steps are at least 0; got {self.candidate_steps}")
-        return self
 
 
 class AdaptiveSteps(RootModel[dict[str, AdaptiveSlot]]):
     """The file of ``speculative_adaptive_config``: steps by the smallest batch size that uses them, after SGLang has rounded the
-    batch up to one of its CUDA graphs. SGLang ignores keys that are not numbers; here they are refused.
+    batch up to one of its CUDA graphs.
     """
-
-    @model_validator(mode="after")
-    def _rules(self) -> AdaptiveSteps:
-        if not self.root or not all(key.isdecimal() and int(key) > 0 for key in self.root):
-            raise ValueError(f"the keys are batch sizes of at least 1; got {list(self.root)}")
-        return self
 
 
 class Sglang(Engine):
@@ -123,7 +78,7 @@ class Sglang(Engine):
     )
     notes = (
         "trees (eagle_topk above 1) are refused with attention_backend trtllm_mha, with speculative_use_rejection_sampling, and with "
-        f"a page_size above 1 unless attention_backend is {', '.join(TREE_BACKENDS_WITH_PAGES)}: use the chain there",
+        "a page_size above 1 unless attention_backend is flashinfer, fa3, triton: use the chain there",
     )
 
     def refusal(self, pair: Pair) -> str | None:

@@ -22,8 +22,8 @@ class TransformersSettings(Document):
     """
 
     num_assistant_tokens: int = Field(ge=1)
-    num_assistant_tokens_schedule: Literal["constant", "heuristic", "heuristic_transient"] = "constant"
-    assistant_confidence_threshold: float = Field(default=0.0, ge=0, lt=1)
+    num_assistant_tokens_schedule: Literal["constant"] = "constant"
+    assistant_confidence_threshold: float = 0.0
 
 
 class Transformers(Engine):

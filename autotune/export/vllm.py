@@ -31,49 +31,19 @@ class VllmSettings(Document):
     num_speculative_tokens: int = Field(ge=1)
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     """(first batch size, last batch size, k): inclusive ranges in ascending order from 1; k = 0 drafts nothing."""
-    draft_tensor_parallel_size: Literal[1] | None = None
-    """vLLM takes 1 or the target's size, and the exported command leaves that at 1."""
-    quantization: str | None = None
-    rejection_sample_method: Literal["standard", "synthetic", "block"] = "standard"
-    """``block`` needs the V2 model runner."""
-    synthetic_acceptance_rates: list[float] | None = None
-    """For each of the num_speculative_tokens positions."""
-    synthetic_acceptance_length: float | None = None
+    rejection_sample_method: Literal["standard"] = "standard"
 
     @model_validator(mode="after")
-    def _rules(self) -> VllmSettings:
+    def _schedule_is_in_order(self) -> VllmSettings:
         last = 0
         for start, end, draft_tokens in self.num_speculative_tokens_per_batch_size or ():
-            if not (start == 1 if last == 0 else start > last) or end < start:
-                raise ValueError(f"batch sizes ascend from 1 without overlap; {start} to {end} comes after {last}")
-            if not 0 <= draft_tokens <= self.num_speculative_tokens:
+            is_after = start > last if last else start == 1
+            if not (is_after and start <= end and 0 <= draft_tokens <= self.num_speculative_tokens):
                 raise ValueError(
-                    f"a schedule drafts at most num_speculative_tokens, {self.num_speculative_tokens}; "
-                    f"batch sizes {start} to {end} have {draft_tokens}"
+                    f"batch sizes ascend from 1 without overlap and draft at most num_speculative_tokens, {self.num_speculative_tokens}; "
+                    f"got {start} to {end} with {draft_tokens} after {last}"
                 )
             last = end
-        rates, length, longest = (
-            self.synthetic_acceptance_rates,
-            self.synthetic_acceptance_length,
-            self.num_speculative_tokens,
-        )
-        num_given = (rates is not None) + (length is not None)
-        if num_given != (self.rejection_sample_method == "synthetic"):
-            raise ValueError(
-                "rejection_sample_method synthetic takes synthetic_acceptance_rates or synthetic_acceptance_length, and no other "
-                "method takes them; set the method and one of the two, or none"
-            )
-        if length is not None and not 1 <= length <= longest + 1:
-            raise ValueError(
-                f"synthetic_acceptance_length is from 1 to num_speculative_tokens + 1, {longest + 1}; got {length}"
-            )
-        if rates is not None and not (
-            len(rates) == longest and min(rates) >= 0 and max(rates) <= 1 and rates == sorted(rates, reverse=True)
-        ):
-            raise ValueError(
-                f"synthetic_acceptance_rates are num_speculative_tokens, {longest}, numbers from 0 to 1 that do not increase; "
-                f"got {rates}"
-            )
         return self
 
 

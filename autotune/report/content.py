@@ -12,9 +12,7 @@ from autotune.report.ablation import ablations, cumulative_ablation, policies
 from autotune.report.acceptance import acceptance
 from autotune.report.analysis import fastest_by_size, fastest_by_variant, importance, pareto_front, subnet_grids
 from autotune.report.cost_curves import cost_curves, limits_of, middle_kv_length
-from autotune.report.decoding_figures import decoding_figures
 from autotune.report.examples import examples
-from autotune.report.flops import subnet_flops
 from autotune.report.points import EvaluationArms, PointSummary
 from autotune.report.prompts import TokenTexts, find_prompts
 from autotune.report.sources import Sources
@@ -47,8 +45,6 @@ class Content:
         self.policies = policies(sources)
         self.importance = importance(sources.trials)
         self.acceptance = acceptance(sources)
-        self.figures = decoding_figures(sources)
-        self.flops = subnet_flops(sources)
         tokens = TokenTexts(self.target.id if self.target else "")
         self.examples = examples(sources, find_prompts(sources, workload), tokens)
         self.has_tokenizer = tokens.has_tokenizer

@@ -105,9 +105,8 @@ def lines(
     is_log: bool = False,
     dotted_line: float | None = None,
     height: float = 3.2,
-    is_signed: bool = False,
 ) -> Figure:
-    """Lines with a marker at every point, from zero, or with a line at zero if values may be negative. Ticks of ``x`` are whole
+    """Lines with a marker at every point, from zero. Ticks of ``x`` are whole
     numbers, or powers of 2 on a log scale.
     """
     figure, axes = _new_figure(height)
@@ -122,11 +121,7 @@ def lines(
         axes.minorticks_off()
     ticks = [2**i for i in range(9) if 2**i <= 1.05 * max_x] if is_log else [*range(1, max_x + 1)]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    lowest = min(min(line.y) for line in series) if is_signed else 0.0
-    highest = max(max(line.y) for line in series)
-    axes.set_ylim(1.07 * min(0.0, lowest), 1.07 * max(0.0, highest))
-    if is_signed:
-        axes.axhline(0.0, color=INK, linewidth=0.9)
+    axes.set_ylim(0.0, 1.07 * max(max(line.y) for line in series))
     axes.set(xlabel=x, ylabel=y)
     if len(series) > 1:
         _legend(figure, axes)
@@ -140,18 +135,6 @@ def front(clouds: Sequence[Line], best: Line, *, x: str, y: str) -> Figure:
     for number, (label, xs, ys) in enumerate(clouds):
         marker, colour = MARKERS[number % len(MARKERS)], SERIES[number % len(SERIES)]
         axes.plot(xs, ys, marker, color=colour, markersize=4.5, label=label, zorder=2)
-    axes.set(xlabel=x, ylabel=y)
-    _legend(figure, axes)
-    return figure
-
-
-def fronts(series: Sequence[Line], *, x: str, y: str) -> Figure:
-    """A stepped line with markers for each Pareto front of a cost and a gain."""
-    figure, axes = _new_figure(3.2)
-    for number, (label, xs, ys) in enumerate(series):
-        colour, marker, dash = (styles[number % len(styles)] for styles in (SERIES, MARKERS, DASHES))
-        axes.step(xs, ys, where="post", color=colour, linestyle=dash, linewidth=1.2)
-        axes.plot(xs, ys, marker, label=label, color=colour, markersize=4.5)
     axes.set(xlabel=x, ylabel=y)
     _legend(figure, axes)
     return figure

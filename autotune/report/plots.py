@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LINES = 6
-FRONT_DEVICES = ("t4", "rtx4090", "a100", "h100", "mi300x")  # beside the search's own
 Plots = Iterator[tuple[str, str, "Figure"]]
 
 
@@ -22,7 +21,7 @@ def all_plots(content: Content) -> dict[str, str]:
     """Every plot for which there are numbers, as SVG by name."""
     import matplotlib as mpl
 
-    sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _decoding, _costs, _flops)
+    sections = (_evaluation, _predictions, _fronts, _ablation, _importance, _acceptance, _costs)
     found = (plot for section in sections for plot in section(content))
     with mpl.rc_context(STYLE):  # colours are taken when an element is created
         return {name: to_svg(figure, name, description) for name, description, figure in found}
@@ -125,41 +124,6 @@ def _acceptance(content: Content) -> Plots:
                 description = f"Accepted share of offered tokens by {kind}, {series[0].label}, in per cent: {values}."
                 figure = figures.lines(series, x=axes[kind], y="accepted, % of offered", height=2.4)
                 yield f"{kind}-{point.number}", description, figure
-
-
-def _decoding(content: Content) -> Plots:
-    for one in content.figures:
-        found = one.autocorrelation
-        if len(found):
-            series = [Line("correlation", found.index.tolist(), found.correlation.tolist())]
-            values = ", ".join(f"{value:.2f}" for value in found.correlation)
-            description = f"Correlation of the root's entropy with that of later rounds, by lag: {values}."
-            figure = figures.lines(series, x="lag, rounds", y="correlation of entropy", height=2.4, is_signed=True)
-            yield f"autocorrelation-{one.number}", description, figure
-        if len(one.lengths) > 1:
-            shown = one.lengths.rename(columns={"tokens_per_round": "M", "speedup": "predicted speedup"})
-            shown = shown[["M", "predicted speedup"]].dropna(axis="columns")
-            description = "Tokens per round by the length of the answer; the table has the numbers."
-            yield (
-                f"lengths-{one.number}",
-                description,
-                figures.bars(shown, "by the number of tokens of the answer", value_format="{:.2f}"),
-            )
-
-
-def _flops(content: Content) -> Plots:
-    for number, (draft, rows) in enumerate(content.flops.groupby("draft", sort=False)):
-        if rows.mflops_per_token.nunique() < 2:
-            continue
-        series = []
-        shown = rows.device.isin([rows.device.iloc[0], *FRONT_DEVICES])
-        for device, found in rows[rows.is_on_front & shown].groupby("device", sort=False):
-            front = found.sort_values("mflops_per_token")
-            label = f"{device}, estimated" if front.estimated.all() else str(device)
-            series.append(Line(label, front.mflops_per_token.tolist(), front.speedup.tolist()))
-        description = f"Fronts of speedup against operations of {draft} on {len(series)} devices; the table has the numbers of all."
-        figure = figures.fronts(series[:MAX_LINES], x="draft operations per token, MFLOPs", y="predicted speedup")
-        yield f"flops-{number}", description, figure
 
 
 def _costs(content: Content) -> Plots:

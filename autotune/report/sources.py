@@ -128,27 +128,7 @@ def find_sources(given: Path, *, study: Path | None = None, storage: str | None 
 
 
 def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path, storage: str | None) -> Sources:
-    notes = []
-    study = load_study(folder)
-    if study is None:
-        notes.append(
-            f"The study has no {STUDY}, which lists the records of a search, so no records are shown. Running the same "
-            "autotune search again writes it without repeating any work."
-        )
-    elif profile is not None and study.tune_sha256 != profile.workload.tune_sha256:
-        notes.append(
-            f"The study's {STUDY} belongs to another search with another workload, so its records are not shown."
-        )
-        study = None
-    headers = load_headers(folder)  # may include those of earlier searches with other workloads
-    workload_sha256 = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
-    if workload_sha256 is None and headers:
-        workload_sha256 = [*headers.values()][-1].workload_sha256
-    traces = [
-        load_trace(path)
-        for path, header in headers.items()
-        if header.workload_sha256 == workload_sha256 and header.visual_input == "features"
-    ]
+    study, notes = _study_document(profile, folder)
     ledger = Ledger(storage) if storage is not None else None
     if ledger is None and (folder / LEDGER).exists():
         ledger = Ledger(folder / LEDGER)
@@ -168,13 +148,41 @@ def _read_study(profile: DecodingProfile | None, path: Path | None, folder: Path
         folder=folder,
         study=study,
         table=_cost_table(folder, study, profile),
-        traces=traces,
+        traces=_traces(folder, study, profile),
         screened=list({s.variant: s for s in subnets}.values()),  # a measured record follows its prediction
         candidates=sorted({c.key: c for c in candidates}.values(), key=lambda c: c.rank),
         trials=_trials(ledger, study),
         runs=read_lines(folder / RUNS),
         notes=notes,
     )
+
+
+def _study_document(profile: DecodingProfile | None, folder: Path) -> tuple[StudyDocument | None, list[str]]:
+    """The study document of a profile's search, and remarks where there is none."""
+    study = load_study(folder)
+    if study is None:
+        return None, [
+            f"The study has no {STUDY}, which lists the records of a search, so no records are shown. Running the same "
+            "autotune search again writes it without repeating any work."
+        ]
+    if profile is not None and study.tune_sha256 != profile.workload.tune_sha256:
+        return None, [
+            f"The study's {STUDY} belongs to another search with another workload, so its records are not shown."
+        ]
+    return study, []
+
+
+def _traces(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> list[Trace]:
+    """The traces of the search's tuning prompts; without a study document and a profile, those of the newest trace's prompts."""
+    headers = load_headers(folder)  # may include those of earlier searches with other workloads
+    workload_sha256 = study.tune_sha256 if study else profile.workload.tune_sha256 if profile else None
+    if workload_sha256 is None and headers:
+        workload_sha256 = [*headers.values()][-1].workload_sha256
+    return [
+        load_trace(path)
+        for path, header in headers.items()
+        if header.workload_sha256 == workload_sha256 and header.visual_input == "features"
+    ]
 
 
 def _cost_table(folder: Path, study: StudyDocument | None, profile: DecodingProfile | None) -> CostTable | None:

@@ -1,4 +1,4 @@
-"""``autotune bench --engine``: a serving engine with exported settings, against the prediction of the export, prompt by prompt."""
+"""``autotune bench-server``: a serving engine with exported settings, against the prediction of the export, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class PromptComparison:
 
 def bench_running(
     profile: Path,
-    client: EngineClient,
     workload: Workload,
     device: str,
     console: Console,
     *,
+    client: EngineClient,
     folder: Path | None = None,
     requests_at_once: Sequence[int] = (1,),
 ) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def compare(
     compared = [_comparison(*pair) for pair in zip(predicted, runs.prompts, strict=True)]
     shares = _acceptance(runs, variant)
     speeds = [speed for one in measured.values() for speed in one.speeds]
-    print_comparison(export, compared, console)
+    print_rounds(export, compared, console)
     print_throughput(export, variant, speeds, console)
     assert variant.tree is not None
     return {
@@ -237,7 +237,7 @@ def _comparison(one: PredictedPrompt, run: PromptRun) -> PromptComparison:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
-def print_comparison(export: Export, compared: Sequence[PromptComparison], console: Console) -> None:
+def print_rounds(export: Export, compared: Sequence[PromptComparison], console: Console) -> None:
     """Print a row for the prompts without an image and one for those with an image, and name answers that differ."""
     rows = []
     for label, has_image in (("without image", False), ("with image", True)):

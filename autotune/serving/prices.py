@@ -1,4 +1,4 @@
-"""``autotune bench --engine vllm --prices``: the engine's own times of rounds, by draft length and number of requests at a time.
+"""``autotune bench-server --prices``: the engine's own times of rounds, by draft length and number of requests at a time.
 
 They are measured with real drafts: the time of a round does not depend on how many of its tokens are accepted, and vLLM's sampler
 for CPUs has no synthetic acceptance.

@@ -53,7 +53,7 @@ def find_executable(given: str | None) -> str:
     if found is None:
         where = "is not on the PATH" if given is None else f"is no executable: {given!r}"
         raise UserError(
-            f"--engine vllm: vllm {where}; install vLLM, or name its executable with --engine-executable or {EXECUTABLE_VARIABLE}"
+            f"--engine vllm: vllm {where}; install vLLM, or name its executable with --executable or {EXECUTABLE_VARIABLE}"
         )
     return found
 

@@ -61,11 +61,6 @@ def test_help_fits_120_columns() -> None:
     assert all(f"[default: {value}]" in page for value in ("5%", "8m", "0"))
 
 
-def test_arms_are_those_of_bench() -> None:
-    from autotune.cli import preflight
-    from autotune.evaluation import bench
-
-    assert tuple(bench.ARMS) == preflight.ARMS
 
 
 # --------------------------------------------------------------------------------------------------- the first second
@@ -75,7 +70,6 @@ INSTANT = {
     "run missing.json": "no such file",
     "check missing.json": "no such file",
     "bench missing.json": "no such file",
-    "bench missing.json --against ar,chian": "did you mean 'chain'",
     "export missing.json --to vllm": "no such file",
     "export missing.json --to vlm": "did you mean|not one of",
     "train missing.yaml": "no such file",
@@ -179,14 +173,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "unknown format": (["run", "profile.json", "--format", "mtbench"], "'mtbench' is not one of 'autotune', 'mt-bench'"),
     "file on the Hub": ([*SEARCH, "--workload", "hf://datasets/o/n/x.jsonl"], r"x\.jsonl: cannot be downloaded"),
-    "speculation profile of several traces": (
-        ["record", "PAIR", "--workload", "workload.jsonl", "--visual-keep", "1", "--visual-keep", "0.5", "--speculation-profile", "s.json"],
-        "--speculation-profile is of one trace; got options for 2; name one --draft, one --visual-keep",
-    ),
-    "speculation profile without a measurement": (
-        ["measure", "PAIR", "--workload", "workload.jsonl", "-o", "new.json", "--speculation-profile", "typo.json"],
-        "typo.json: key 'schema_version' is required and missing",
-    ),
     "no budget": ([*SEARCH, "--budget", "0"], "--budget: input should be greater than 0; got 0.0"),
     "negative budget": ([*SEARCH, "--budget", "-3m"], "--budget: input should be greater than 0; got -180.0"),
     "no trials": ([*SEARCH, "--trials", "0"], "--trials: input should be greater than or equal to 1; got 0"),
@@ -260,7 +246,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         r"file/junit\.xml: cannot be written .* with --junit",
     ),
     "missing profile, export": (["export", "nowhere.json", "--to", "vllm"], r"nowhere\.json: no such file; check the path"),
-    "no engine": (["export", "profile.json"], "Missing option '--to'. Choose from: vllm, sglang, tensorrt-llm, llama.cpp, transformers"),
+    "no engine": (["export", "profile.json"], "Missing option '--to'. Choose from: vllm, sglang, llama.cpp, transformers"),
     "export without a study": (["export", "profile.json", "--to", "vllm"], "give the study's folder with --study, or run autotune search"),
     "export below a file": (["export", "profile.json", "--to", "vllm", "-o", "file"], r"file/export\.json: cannot be written"),
     "missing recipe": (["train", "gone.yaml"], r"gone\.yaml: no such file"),

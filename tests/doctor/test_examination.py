@@ -127,7 +127,8 @@ def test_the_command_examines_machine_and_target(
     monkeypatch.setattr("autotune.doctor.target.compare_tree_decoding", lambda model: (9.0, 1e-6))
     printed = CliRunner().invoke(main, command)
     assert printed.exit_code == 1 and "DEFECT: a tree's logits differ" in printed.stderr
-    assert "Attention" in printed.stderr and "tokens per round" in printed.stderr and printed.stdout == ""
+    for text in ("Attention", "tokens per round", "Other devices (--gpu NAME)"):
+        assert text in printed.stderr and printed.stdout == ""
 
 
 def without_schema(text: str) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import pytest
 from autotune.documents.condition import Condition
 from autotune.documents.configuration import Configuration
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
+from autotune.documents.published_defaults import HF_ASSISTED, PROMPT_LOOKUP
 from autotune.documents.subnet import Subnet
-from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, Arm, DecoderArm, HuggingFaceArm
+from autotune.evaluation.arms import Arm, DecoderArm, HuggingFaceArm
 from autotune.evaluation.bench_tables import points_used
 from autotune.evaluation.runner import PROMPT_LOOKUP_CHAIN, ArmRunner
 from autotune.runtime.decoder import Decoder

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 from pandas import DataFrame
 
-from autotune.acceptance import speculation_profile
 from autotune.console import Console
 from autotune.device import fingerprint
 from autotune.documents.condition import Condition, Range
 from autotune.documents.decoding_profile import AR, HF, TUNED, DecodingProfile
-from autotune.documents.published_defaults import COMPARED_DEFAULTS
+from autotune.documents.published_defaults import ARM_NAMES, COMPARED_DEFAULTS, HF_ASSISTED, LOSSY_SWEEP, PROMPT_LOOKUP
 from autotune.drafters.retrieval import RetrievalDraft
 from autotune.errors import UserError
 from autotune.evaluation import arms
-from autotune.evaluation.arms import HF_ASSISTED, PROMPT_LOOKUP, HuggingFaceArm
-from autotune.evaluation.bench import assistant_of, choose_arms, run_bench
+from autotune.evaluation.arms import HuggingFaceArm
+from autotune.evaluation.bench import ARMS, assistant_of, choose_arms, run_bench
+from autotune.evaluation.bench_settings import BenchSettings, EvaluationPrompts
 from autotune.evaluation.bench_tables import (
-    LOSSY_SWEEP,
     benchmark_results,
     gain_by_length,
     geomeans,
@@ -35,7 +34,6 @@ from autotune.evaluation.bench_tables import (
     speedups_by_task,
 )
 from autotune.evaluation.runner import ArmRunner
-from autotune.evaluation.speculation import drafted_lengths
 from autotune.evaluation.summary import summarize
 from autotune.modeling.loading import reference
 from autotune.modeling.target import Target
@@ -75,10 +73,13 @@ def run_in(
     monkeypatch: pytest.MonkeyPatch,
     *,
     num_prompts: int = 3,
+    temperature: float | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     monkeypatch.chdir(world)
-    return run_bench(Path(profile), "workload.jsonl", against, num_prompts, 0, "cpu", Console(), **options)
+    prompts = EvaluationPrompts("workload.jsonl", num_prompts=num_prompts, temperature=temperature)
+    names = None if against is None else tuple(against)
+    return run_bench(Path(profile), BenchSettings(prompts, names, device="cpu", **options), Console())
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -178,7 +179,7 @@ def test_requested_arms_run_once_after_ar(world: Path, monkeypatch: pytest.Monke
 
 def test_an_unknown_arm_is_refused_before_anything_is_read() -> None:
     with pytest.raises(UserError, match="--against prompt_lokup: no such arm; did you mean 'prompt_lookup'"):
-        run_bench(Path("nowhere.json"), "nowhere.jsonl", [AR, "prompt_lokup"], 1, 0, "cpu", Console())
+        BenchSettings(EvaluationPrompts("nowhere.jsonl"), (AR, "prompt_lokup"))
 
 
 def test_requested_trees_need_a_draft(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,9 +333,8 @@ def test_a_public_benchmark_is_reported_in_its_own_terms(
     ]
     write_workload(world, rows, name="question.jsonl")
     monkeypatch.chdir(world)
-    result = run_bench(
-        Path("tree.json"), "question.jsonl", [HF], 6, 0, "cpu", Console(), max_new_tokens=10, is_whole=True
-    )
+    prompts = EvaluationPrompts("question.jsonl", num_prompts=6, max_new_tokens=10, is_whole=True)
+    result = run_bench(Path("tree.json"), BenchSettings(prompts, (HF,), device="cpu"), Console())
     assert all(arm["identical_outputs"] == arm["num_prompts"] == 6 for arm in result["arms"]), (
         "hf decodes the same chats"
     )
@@ -444,22 +444,5 @@ def test_acceptance_counts_are_pooled_over_prompts(
     assert {arm["perplexity"] for arm in found["arms"]} == {None} and "perplexity" not in printed
 
 
-def test_speculation_profile_of_the_tuned_arm(world: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its rates are those of the rounds that drafted. A profile without a draft has none."""
-    path = tmp_path / "speculation_profile.json"
-    result = run_in(world, "tree.json", [HF], monkeypatch, speculation_profile=path)
-    runs = result["runs"][TUNED]
-    num_rounds = sum(one["rounds"] - one["plain_steps"] for one in runs)
-    found = json.loads(path.read_text())
-    assert sum(found["acceptance_length_histogram"].values()) == num_rounds > 0
-    accepted = sum(sum(one["accepted_lengths"]) for one in runs)
-    assert found["mean_accept_length"] == pytest.approx(1 + accepted / num_rounds, abs=1e-6)
-    assert found["validation"]["mean_consistency"]["passed"] and set(found["per_category"]) == {"count", "read"}
-    assert speculation_profile.read(path).num_speculative_tokens == len(found["conditional_accept_rates"])
-    with pytest.raises(UserError, match="--speculation-profile: this profile decodes without a draft"):
-        run_in(world, "plain.json", [HF], monkeypatch, speculation_profile=path)
-
-
-def test_plain_steps_are_no_rounds_that_drafted() -> None:
-    one = run(10.0, rounds=5).model_copy(update={"accepted_lengths": [0, 2, 0, 0, 1], "plain_steps": 2})
-    assert sorted(drafted_lengths(one)) == [0, 1, 2]
+def test_every_named_arm_can_be_made() -> None:
+    assert tuple(ARMS) == ARM_NAMES

@@ -23,7 +23,6 @@ from autotune.export.model_files import (
     with_long_vision_names,
 )
 from autotune.modeling.loading import BUNDLED_DRAFT, BUNDLED_TARGET
-from autotune.trees.eagle2 import Eagle2Policy
 
 
 def bundled(name: str) -> ModelFiles:
@@ -126,11 +125,6 @@ def test_what_configs_say() -> None:
     mrope = {"rope_type": "default", "mrope_section": [16, 24, 24]}
     assert model(text_config={"rope_parameters": mrope}).has_mrope and model(rope_scaling=mrope).has_mrope
     assert not model(rope_parameters={"rope_type": "default"}).has_mrope
-    assert model(layer_types=["full_attention", "sliding_attention"], sliding_window=9).has_sliding_window
-    assert not model(layer_types=["full_attention"], sliding_window=9).has_sliding_window
-    assert model(sliding_window=9).has_sliding_window
-    assert not model(sliding_window=9, use_sliding_window=False).has_sliding_window
-    assert model(kv_lora_rank=512).has_latent_attention and not model().has_latent_attention
     assert model(text_config={"vocab_size": 7}).vocab_size == 7 and model().vocab_size is None
 
 
@@ -182,13 +176,3 @@ def test_mrope_drafts_are_refused_by_vllm_and_mrope_targets_noted() -> None:
     assert ENGINES["vllm"].refusal(Pair("t", "d", "eagle3", model(), mrope)) is None
     notes = [ENGINES["vllm"].caveats(Pair("t", "d", "independent", target, model())) for target in (model(), mrope)]
     assert len(notes[1]) == len(notes[0]) + 1 and "first axis" in notes[1][-1]
-
-
-def test_dynamic_trees_of_tensorrt_llm_exclude_windows_and_latent_attention() -> None:
-    tree, engine = Eagle2Policy(depth=3, k=2, budget=6), ENGINES["tensorrt-llm"]
-    for config, is_supported in (({}, True), ({"sliding_window": 9}, False), ({"kv_lora_rank": 9}, False)):
-        pair = Pair("t", "d", "eagle3", model(**config))
-        assert engine.supports_tree(pair, tree) == is_supported
-        assert bool(engine.caveats(pair)) != is_supported
-    assert engine.supports_tree(Pair("t", "d", "eagle3"), tree), "not known: the note says when it holds"
-    assert not engine.of_version("1.2.1").supports_tree(Pair("t", "d", "eagle3"), tree)

@@ -1,4 +1,4 @@
-"""``autotune bench --engine`` against a small engine with real speculative rounds, and every error message."""
+"""``autotune bench-server`` against a small engine with real speculative rounds, and every error message."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def bench(world: Path, url: str, *options: object, workload: str = "workload.jso
     words = [world / "profile.json", "--engine", url, "--export", world / "exports" / "vllm", *options]
     if "--workload" not in words:
         words += ["--workload", world / workload]
-    return CliRunner().invoke(main, ["bench", *map(str, words)])
+    return CliRunner().invoke(main, ["bench-server", *map(str, words)])
 
 
 def assert_refused(result: Result, *messages: str) -> None:
@@ -157,13 +157,13 @@ def test_an_engine_of_sglang_is_known_by_its_metrics(world: Path, pair: Pair, tm
         "--json",
     ]
     with running(engine_of(pair, name="sglang", **settings | {"version": "0.5.23"})) as url:
-        result = CliRunner().invoke(main, ["bench", *words, "--engine", url])
+        result = CliRunner().invoke(main, ["bench-server", *words, "--engine", url])
     assert result.exit_code == 0, result.output
     prompts = json.loads(result.stdout)["prompts"]
     assert len(prompts) == 3 and all(one["rounds"] == one["predicted_rounds"] for one in prompts)
     others = settings | {"speculative_num_steps": 1, "version": "0.5.23"}
     with running(engine_of(pair, name="sglang", **others)) as url:
-        result = CliRunner().invoke(main, ["bench", *words, "--engine", url])
+        result = CliRunner().invoke(main, ["bench-server", *words, "--engine", url])
     assert_refused(result, f"the engine runs none of the exported settings; start it with: {COMMAND}")
 
 
@@ -193,7 +193,7 @@ def test_vllm_is_compared_with_itself_without_speculation(world: Path, commands:
     """One after the other, or interleaved."""
     for options in ((), ("--interleaved",)):
         commands.clear()
-        result = bench(world, "vllm", "--engine-executable", "sh", "--json", "--requests-at-once", 2, *options)
+        result = bench(world, "vllm", "--executable", "sh", "--json", "--requests-at-once", 2, *options)
         assert result.exit_code == 0, result.output
         assert commands == [COMMAND, "vllm serve served"]
         found = json.loads(result.stdout)
@@ -206,9 +206,7 @@ def test_vllm_is_compared_with_itself_without_speculation(world: Path, commands:
 
 def test_prices_are_measured_at_every_draft_length(world: Path, commands: list[str], tmp_path: Path) -> None:
     path = tmp_path / "prices.json"
-    result = bench(
-        world, "vllm", "--engine-executable", "sh", "--prices", path, "--requests-at-once", 2, "--prompts", 2
-    )
+    result = bench(world, "vllm", "--executable", "sh", "--prices", path, "--requests-at-once", 2, "--prompts", 2)
     assert result.exit_code == 0, result.output
     lengths = [json.loads(shlex.split(one)[-1])["num_speculative_tokens"] for one in commands[1:]]
     assert commands[0] == "vllm serve served" and lengths == [1, 2, 4, 8]
@@ -269,7 +267,14 @@ def test_profiles_and_exports_that_do_not_fit(world: Path, address: str, tmp_pat
     assert point.draft is not None
     star = point.model_copy(update={"draft": point.draft.model_copy(update={"kind": "star", "id": "a/star"})})
     profile.model_copy(update={"points": [star]}).save(tmp_path / "profile.json")
-    words = ["bench", str(tmp_path / "profile.json"), "--engine", address, "--workload", str(world / "workload.jsonl")]
+    words = [
+        "bench-server",
+        str(tmp_path / "profile.json"),
+        "--engine",
+        address,
+        "--workload",
+        str(world / "workload.jsonl"),
+    ]
     result = CliRunner().invoke(main, [*words, "--export", str(tmp_path)])
     assert_refused(
         result, "vllm serves drafts of kind independent or eagle3, and", "has a/star, of kind star; export another"
@@ -291,21 +296,8 @@ def test_options_and_prompts_that_cannot_be_compared(world: Path, address: str) 
     assert_refused(
         bench(world, address, "--prices", "p.json"), "--prices: a server runs one draft length; give --engine vllm"
     )
-    result = CliRunner().invoke(
-        main, ["bench", str(world / "profile.json"), "--workload", "code", "--prices", "p.json"]
-    )
-    assert_refused(result, "--prices: prices are measured in an engine; give --engine vllm")
-    options = ["--interleaved", "--requests-at-once", "4"]
-    result = CliRunner().invoke(main, ["bench", str(world / "profile.json"), "--workload", "code", *options])
-    assert_refused(
-        result, "--interleaved and --requests-at-once: for a serving engine only; give --engine, or leave them out"
-    )
-    missing = bench(world, "vllm", "--engine-executable", "no/such")
+    missing = bench(world, "vllm", "--executable", "no/such")
     assert_refused(missing, "vllm is no executable: 'no/such'; install vLLM, or name its executable with")
-    assert_refused(
-        bench(world, address, "--against", "hf", "--uncoupled"),
-        "--engine compares an engine with its export alone; leave --against and --uncoupled out",
-    )
     assert_refused(
         bench(world, address, workload="sampled.jsonl"), "engines are compared at temperature 0", "--temperature 0"
     )

@@ -93,8 +93,8 @@ def test_vllm_makes_the_predicted_rounds(vllm: str, workload: str, num_prompts: 
     decoding_profile(target, draft).save(tmp_path / "profile.json")
     command = engine.command(pair, settings, tmp_path / engine.settings_file)
     write_export(tmp_path, "vllm", target, draft, settings.model_dump(exclude_none=True), command=command)
-    words = ["bench", tmp_path / "profile.json", "--engine", "vllm", "--engine-executable", vllm, "--export", tmp_path]
-    words += ["--engine-arguments", "--enforce-eager --gpu-memory-utilization 0.1", "--workload", workload]
+    words = ["bench-server", tmp_path / "profile.json", "--engine", "vllm", "--executable", vllm, "--export", tmp_path]
+    words += ["--arguments", "--enforce-eager --gpu-memory-utilization 0.1", "--workload", workload]
     words += ["--prompts", num_prompts, "--max-new-tokens", 48, "--json"]
     result = CliRunner().invoke(main, [*map(str, words)])
     assert result.exit_code == 0, result.output

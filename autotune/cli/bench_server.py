@@ -1,0 +1,116 @@
+"""``autotune bench-server``."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autotune.cli import options
+from autotune.errors import UserError
+from autotune.files import require_writable
+
+
+@click.command(short_help="Compare a serving engine with the prediction of its export.")
+@click.argument("profile", type=click.Path(path_type=Path))
+@options.evaluation_prompts
+@click.option(
+    "--engine",
+    default="vllm",
+    show_default=True,
+    help="Address of an engine that runs the exported settings, http://HOST:PORT, or 'vllm' to start vLLM with them and without "
+    "speculation.",
+)
+@click.option(
+    "--export",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Folder of the export that the engine runs.  [default: exports/ENGINE]",
+)
+@click.option(
+    "--requests-at-once",
+    type=click.IntRange(min=1),
+    multiple=True,
+    show_default="1; with --prices 1, 4 and 16",
+    help="Also time the engine with this many requests at a time; may be repeated.",
+)
+@click.option(
+    "--prices",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Time vLLM's rounds with 0, 1, 2, 4 and 8 draft tokens instead, and write them for autotune export --prices.",
+)
+@click.option(
+    "--executable",
+    envvar="AUTOTUNE_VLLM",
+    show_envvar=True,
+    default=None,
+    help="Executable of --engine vllm.  [default: vllm on the PATH]",
+)
+@click.option(
+    "--arguments",
+    default="",
+    help="Further arguments of --engine vllm, in one word, such as '--gpu-memory-utilization 0.4'.",
+)
+@click.option(
+    "--interleaved",
+    is_flag=True,
+    help="Run the servers that are started at the same time, taking turns prompt by prompt; each needs its share of the memory.",
+)
+@options.device
+@options.as_json
+def command(
+    profile: Path,
+    engine: str,
+    folder: Path | None,
+    requests_at_once: tuple[int, ...],
+    prices: Path | None,
+    executable: str | None,
+    arguments: str,
+    interleaved: bool,
+    device: str,
+    as_json: bool,
+    **choices: Any,
+) -> None:
+    """Send prompts to a serving engine that runs exported settings, and compare its answers, rounds and speed with the prediction
+    of the export.
+    """
+    from autotune.cli.preflight import evaluation_prompts
+    from autotune.serving.client import EngineClient
+    from autotune.serving.server import ServerOptions, find_executable
+
+    chosen, _ = evaluation_prompts(profile, choices)
+    is_started = engine == "vllm"
+    if prices is not None:
+        if not is_started:
+            raise UserError(
+                "--prices: a server runs one draft length; give --engine vllm, which starts a server for each"
+            )
+        require_writable(prices, "--prices")
+    servers = (
+        ServerOptions(find_executable(executable), tuple(shlex.split(arguments)), interleaved) if is_started else None
+    )
+    client = None if is_started else EngineClient(engine)
+    prompts = chosen.load()
+
+    from autotune.console import Console
+    from autotune.device import choose_device
+    from autotune.serving.comparison import bench_running, bench_started
+    from autotune.serving.prices import PRICED_BATCHES, measure_prices
+
+    what = (profile, prompts, choose_device(device), Console())
+    if prices is not None and servers is not None:
+        sizes = requests_at_once or PRICED_BATCHES
+        measured = measure_prices(*what, options=servers, folder=folder, requests_at_once=sizes)
+        measured.save(prices)
+        result = measured.model_dump(mode="json")
+    elif servers is not None:
+        result = bench_started(*what, options=servers, folder=folder, requests_at_once=requests_at_once or (1,))
+    else:
+        assert client is not None
+        result = bench_running(*what, client=client, folder=folder, requests_at_once=requests_at_once or (1,))
+    if as_json:
+        options.print_json(result)

@@ -1,0 +1,78 @@
+"""Settings of ``autotune bench``. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.documents.decoding_profile import AR
+from autotune.documents.published_defaults import ARM_NAMES, COMPARED, LOSSY_SWEEP
+from autotune.errors import UserError, nearest
+from autotune.workloads.formats import Format
+from autotune.workloads.workload import Workload, load_workload
+
+
+@dataclass(frozen=True)
+class EvaluationPrompts:
+    """The prompts of a workload that are decoded."""
+
+    workload: str
+    """Name or file."""
+    format: Format | None = None
+    """Format of the file; None finds it out."""
+    num_prompts: int = 32
+    is_whole: bool = False
+    """Decode the prompts of both splits."""
+    max_new_tokens: int | None = None
+    """Limit of all answers; None: that of each prompt."""
+    temperature: float | None = None
+    """Temperature of all prompts; None: that of each."""
+
+    def load(self) -> Workload:
+        """Load the prompts.
+
+        Raises:
+            UserError: the workload cannot be read.
+        """
+        found = load_workload(
+            self.workload, "evaluate", num_prompts=self.num_prompts, format=self.format, is_whole=self.is_whole
+        ).cut(self.num_prompts, self.max_new_tokens)
+        return found if self.temperature is None else found.sampled(self.temperature)
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """Arms that a profile is compared with, and how they are measured.
+
+    Raises:
+        UserError: an arm does not exist.
+    """
+
+    prompts: EvaluationPrompts
+    against: tuple[str, ...] | None = None
+    """Names in ``ARM_NAMES``; None compares with those of ``COMPARED`` that can run."""
+    draft: str | None = None
+    """Draft of the published configurations; None: the profile's."""
+    lossy_sweep: bool = False
+    """Also measure ``LOSSY_SWEEP``; without ``against``, nothing else."""
+    uncoupled: bool = False
+    """Also measure every arm that drafts without coupled sampling."""
+    seed: int = 0
+    """Seed of the order of the runs."""
+    device: str = "auto"
+    wait_until_quiet_s: float | None = None
+    """The longest time to wait until the machine is quiet, in seconds; None: do not wait."""
+
+    def __post_init__(self) -> None:
+        for name in self.against or ():
+            if name not in ARM_NAMES:
+                raise UserError(f"--against {name}: no such arm; {nearest(name, ARM_NAMES)}")
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The arms that were asked for."""
+        return (*(self.against or ()), *(LOSSY_SWEEP if self.lossy_sweep else ()))
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Names of all arms beside the profile's own, plain decoding first."""
+        return (AR, *(COMPARED if self.against is None and not self.lossy_sweep else self.named))
