@@ -38,8 +38,8 @@ from autotune.documents.provenance import ModelReference
 from autotune.documents.subnet import Subnet
 from autotune.execution import capture_sizes_for
 from autotune.search.model_pool import ModelPool
+from autotune.search.prices import TreePricing, tree_prices
 from autotune.search.traces import record_traces
-from autotune.search.tree_prices import TreePricing, tree_prices
 from autotune.trees.policy import Policy
 from autotune.trees.priced import PricedPolicy
 from autotune.workloads.workload import load_workload

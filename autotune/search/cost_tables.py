@@ -22,14 +22,14 @@ from autotune.files import content_key
 from autotune.modeling.graph_memory import graph_memory
 from autotune.modeling.graph_runner import check_mode
 from autotune.search.model_pool import ModelPool
+from autotune.search.thresholds import MAX_PRICED
 from autotune.study.ledger import Ledger, Record
 from autotune.workloads.workload import Workload
 
-MAX_PRICED = 8  # choices of heads of one draft that are all measured
 PRINTED_SIZES = (1, 4, 8, 16, 32, 64)  # tokens
 
 
-def foreign_table(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVariant], mode: str = AUTO) -> CostTable:
+def table_for_gpu(gpu: str, model_pool: ModelPool, variants: Sequence[DraftVariant], mode: str = AUTO) -> CostTable:
     """The table of another device: its shipped measurement of these models, or an estimate from its datasheet and its
     measurements of other models.
 

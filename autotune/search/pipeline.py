@@ -22,23 +22,22 @@ from autotune.documents.subnet import Subnet
 from autotune.errors import UserError
 from autotune.execution import EAGER
 from autotune.files import content_key, write_table
-from autotune.search.cost_tables import foreign_table, local_table, priced_variants, print_table
-from autotune.search.evaluator import Constraints, Evaluator
+from autotune.search.cost_tables import local_table, priced_variants, print_table, table_for_gpu
+from autotune.search.evaluator import Evaluator, TuningPrompts
 from autotune.search.model_pool import ModelPool
-from autotune.search.plan import STAGES, UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
+from autotune.search.plan import UNTIMED_STAGES, Plan, SearchSize, StageClock, make_plan, measure_rates
+from autotune.search.prices import Constraints
 from autotune.search.profile_selection import ProfileSelection
 from autotune.search.screening import measure, print_screened, screen, survivors
 from autotune.search.settings import SearchSettings, check_settings, device_for
 from autotune.search.space import SearchSpace, largest_policies, load_space
+from autotune.search.thresholds import CONFIRMING, MIN_TREE_SEARCH_S, STAGES
 from autotune.search.traces import print_agreement, record_traces
 from autotune.search.tree_search import TreeSearchResult, print_calibrations, search_trees
-from autotune.search.tuning_prompts import CONFIRMING, TuningPrompts
 from autotune.study.document import LEDGER, PROFILE, STUDY, StudyDocument, StudyDraft
 from autotune.study.frames import Study
 from autotune.study.ledger import Ledger, Record
 from autotune.workloads.workload import Workload, load_workload
-
-MIN_TREE_SEARCH_S = 5.0  # even past the deadline
 
 
 def search(settings: SearchSettings, console: Console, *, started: float | None = None) -> DecodingProfile:
@@ -158,9 +157,9 @@ class _SearchRun:
             return make_plan(size, rates, seconds=settings.budget_s, spent_s=spent_s).model_dump(mode="json")
 
         documents = [pool.key, settings.budget_s, self.tune.sha256, self.evaluate.sha256, asdict(size)]
-        self.plan = Plan.model_validate(self.decided("plan", documents, make), strict=False)
+        self.plan = Plan.model_validate(self.shared_decision("plan", documents, make), strict=False)
         self.console.say(self.plan.describe(size))
-        self.clock.give("screening", self.plan.screening_share)
+        self.clock.set_share("screening", self.plan.screening_share)
         self.tune, self.evaluate = self.plan.apply(self.tune, self.evaluate)
         self.tune = pool.recorder(self.folder).follow(
             self.tune
@@ -170,7 +169,7 @@ class _SearchRun:
         """The device's cost table, and the study document."""
         settings, priced = self.settings, priced_variants(self.variants)
         if self.device is None:
-            table = foreign_table(settings.gpu, self.model_pool, priced, settings.mode)
+            table = table_for_gpu(settings.gpu, self.model_pool, priced, settings.mode)
             table.save(self.folder / f"{table.device.name}.cost.json")
         else:
             # Not the deadline of the stage: the limit is part of the table's key.
@@ -216,7 +215,7 @@ class _SearchRun:
         ]
         chosen = [
             (draft, Subnet.model_validate(subnet, strict=False))
-            for draft, subnet in self.decided(
+            for draft, subnet in self.shared_decision(
                 "survivors",
                 documents,
                 lambda: [[d, s.model_dump(mode="json")] for d, s in survivors(screened, self.space.survivors)],
@@ -225,7 +224,7 @@ class _SearchRun:
         print_screened(screened, chosen, console)
         return chosen
 
-    def decided(self, what: str, documents: object, decide: Callable[[], Any]) -> Any:
+    def shared_decision(self, what: str, documents: object, decide: Callable[[], Any]) -> Any:
         """A decision that depends on how much was done in time. It is a record: workers that share a ledger agree on it, and
         the same command continues with it.
         """
@@ -251,7 +250,7 @@ class _SearchRun:
         traces = record(self.tune, self.clock.deadline_of("traces"))
         described = [[draft, subnet.model_dump(mode="json")] for draft, subnet in variants]
         documents = [pool.key, described, self.tune.sha256, self.bounds.model_dump(), settings.budget_s]
-        num_prompts = self.decided("num_prompts", documents, lambda: traces[0].num_prompts)
+        num_prompts = self.shared_decision("num_prompts", documents, lambda: traces[0].num_prompts)
         self.tune = self.tune.cut(num_prompts)
         if (
             traces[0].num_prompts != num_prompts
@@ -290,7 +289,7 @@ class _SearchRun:
 
     def select_profile(self, prompts: TuningPrompts, trees: TreeSearchResult) -> DecodingProfile:
         """Measure finalists, operating points and the profile; on another device, predict them."""
-        settings, table, plan = self.settings, prompts.every.table, self.plan
+        settings, table, plan = self.settings, prompts.full.table, self.plan
         assert plan is not None and self.study is not None
         selection = ProfileSelection(
             trees, self.model_pool, prompts, self.folder, self.evaluate, settings.seed, self.clock, self.console
@@ -306,8 +305,8 @@ class _SearchRun:
             )
             units = {key: lambda: selection.measured_profile().model_dump(mode="json")}
             profile = DecodingProfile.model_validate(self.ledger.work("profile", units)[key], strict=False)
-        if (measured := selection.measured) is not None:
-            update = {"finalists": measured.finalists, "defaults": measured.defaults}
+        if (finalists := selection.finalists) is not None:
+            update = {"finalists": finalists.finalists, "defaults": finalists.defaults}
             self.study = self.study.model_copy(update=update)
         changed = {
             "max_new_tokens": plan.max_new_tokens or settings.max_new_tokens,

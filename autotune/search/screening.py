@@ -26,6 +26,7 @@ from autotune.files import content_key
 from autotune.search.evaluator import Evaluator
 from autotune.search.finalists import NAMES, print_labels
 from autotune.search.model_pool import ModelPool
+from autotune.search.thresholds import LEAST_SHARE
 from autotune.search.traces import record_trace
 from autotune.study.ledger import Ledger, Record
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
@@ -38,10 +39,6 @@ NUM_TOKENS = 64  # of each answer, the same for all subnets
 BOUNDS = bounds_for([ChainPolicy(depth=DEPTHS[-1])]).model_copy(update={"answer_tokens": NUM_TOKENS})
 NUM_MEASURED_PROMPTS = 8
 ORDER_SEED = 0
-LEAST_SHARE = 0.75
-"""Share of the fastest chain's speedup below which a draft does not survive: its trees would have to gain a third more over
-its chains than those of the fastest draft.
-"""
 
 
 def screen(
@@ -221,9 +218,9 @@ def survivors(screened: Sequence[ScreenedSubnet], count: int) -> list[DraftVaria
         screened: the fastest first.
     """
     best_of_draft = {subnet.draft: subnet for subnet in reversed(screened)}
-    least = LEAST_SHARE * screened[0].judged_speedup
+    least = LEAST_SHARE * screened[0].adjusted_speedup
     chosen = sorted(
-        (one for one in best_of_draft.values() if one.judged_speedup >= least), key=lambda subnet: subnet.rank
+        (one for one in best_of_draft.values() if one.adjusted_speedup >= least), key=lambda subnet: subnet.rank
     )
     num_drafts = len(chosen)
     chosen += [subnet for subnet in screened if subnet not in chosen]
@@ -243,7 +240,7 @@ def print_screened(screened: Sequence[ScreenedSubnet], chosen: Sequence[DraftVar
         ]
         for name, subnet in named.items()
     ]
-    speedups = [subnet.judged_speedup for subnet in screened]
+    speedups = [subnet.adjusted_speedup for subnet in screened]
     console.table(
         f"{len(screened)} subnets screened ({min(speedups):.2f}x to {max(speedups):.2f}x), {len(chosen)} survivors",
         ["survivor", "best chain's depth", "M", "predicted", "measured"],
@@ -258,7 +255,7 @@ def _print_equal_shares(screened: Sequence[ScreenedSubnet], console: Console) ->
     """Compare a draft's best subnet with the best of those that keep one share of heads in all blocks, fastest first."""
     equal = [one for one in screened if len(set(one.subnet.head_shares)) == 1]
     if 0 < len(equal) < len(screened):
-        best, best_equal = (one[0].judged_speedup for one in (screened, equal))
+        best, best_equal = (one[0].adjusted_speedup for one in (screened, equal))
         console.say(
             f"{screened[0].draft}: best of {len(screened)} subnets {best:.3f}x ({screened[0].subnet.label}, "
             f"M {screened[0].tokens_per_round:.2f}); best of the {len(equal)} with one share of heads in all blocks "

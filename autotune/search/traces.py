@@ -14,11 +14,10 @@ from autotune.console import Console
 from autotune.documents.configuration import DraftVariant
 from autotune.documents.subnet import VisualInput
 from autotune.search.model_pool import ModelPool
+from autotune.search.thresholds import ANSWERS_SHARE, MIN_TRACED_PROMPTS
 from autotune.workloads.workload import Workload
 
 PROMPTS_AT_ONCE = 2  # of each process, between two looks at the clock
-MIN_PROMPTS = 6  # even past the deadline
-ANSWERS_SHARE = 0.5  # of the time, for answers
 
 
 def record_traces(
@@ -36,7 +35,7 @@ def record_traces(
     """Record the target's answers, then a trace of every variant, and save them under ``folder``.
 
     Where that takes long, ``jobs`` processes share the work (None: one per core). Past ``deadline``, of
-    ``time.monotonic``, no more than ``MIN_PROMPTS`` prompts are recorded: the traces are of the first prompts of the
+    ``time.monotonic``, no more than ``MIN_TRACED_PROMPTS`` prompts are recorded: the traces are of the first prompts of the
     workload, the same for all variants.
     """
     bounds = bounds or ForestBounds()
@@ -141,7 +140,7 @@ class _RecordingWork:
             if report is not None:
                 report(end, total)
             now = time.monotonic()
-            if end >= MIN_PROMPTS and now + (now - began) > deadline:
+            if end >= MIN_TRACED_PROMPTS and now + (now - began) > deadline:
                 return end
         return total
 

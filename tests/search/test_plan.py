@@ -9,17 +9,8 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.search import plan as plans
-from autotune.search.plan import (
-    LEAST_PROMPTS,
-    LEAST_TOKENS,
-    MAX_SCREENING_SHARE,
-    STAGES,
-    Plan,
-    Rates,
-    SearchSize,
-    StageClock,
-    make_plan,
-)
+from autotune.search.plan import Plan, Rates, SearchSize, StageClock, make_plan
+from autotune.search.thresholds import LEAST_PROMPTS, LEAST_TOKENS, MAX_SCREENING_SHARE, STAGES
 from autotune.workloads.workload import load_workload
 
 DIGITS = SearchSize(
@@ -106,7 +97,7 @@ def test_time_that_a_stage_leaves_goes_to_later_ones(monkeypatch: pytest.MonkeyP
 def test_a_stage_may_get_another_share_of_the_budget() -> None:
     now = time.monotonic()
     clock = StageClock(now + 100, ("screening", "traces", "evaluation"))
-    clock.give("screening", 0.6)
+    clock.set_share("screening", 0.6)
     assert clock.deadline_of("screening") == pytest.approx(now + 60, abs=0.5)
     traces, evaluation = (STAGES[name] for name in ("traces", "evaluation"))
     assert clock.deadline_of("traces") == pytest.approx(now + 100 * traces / (traces + evaluation), abs=0.5)

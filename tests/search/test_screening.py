@@ -30,7 +30,8 @@ from autotune.search.model_pool import ModelPool
 from autotune.search.model_pool import _run_task as run_worker
 from autotune.search.screening import DEPTHS, measure, print_screened, screen, survivors
 from autotune.search.space import SearchSpace, load_space
-from autotune.search.traces import MIN_PROMPTS, _RecordingWork, record_trace, record_traces
+from autotune.search.thresholds import MIN_TRACED_PROMPTS
+from autotune.search.traces import _RecordingWork, record_trace, record_traces
 from autotune.search.worker_pool import MAX_WORKERS
 from autotune.study.ledger import Ledger
 from autotune.study.records import ScreenedSubnet, record_of, screened_in
@@ -243,7 +244,7 @@ def test_traces_end_at_their_deadline(
     many = Workload("x", "tune", tuple(replace(p, name=f"{n}") for n in range(8) for p in workload.prompts))
     late = record_traces(model_pool, variants, many, tmp_path, Console(), jobs=1, deadline=time.monotonic() - 1)
     count = late[0].num_prompts
-    assert [trace.num_prompts for trace in late] == [count] * 2 and MIN_PROMPTS <= count < len(many.prompts)
+    assert [trace.num_prompts for trace in late] == [count] * 2 and MIN_TRACED_PROMPTS <= count < len(many.prompts)
     assert f"{count} of {len(many.prompts)} prompts were recorded" in capsys.readouterr().err
     for trace, whole in zip(
         late, record_traces(model_pool, variants, many.cut(count), tmp_path, Console()), strict=True
