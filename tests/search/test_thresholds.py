@@ -12,21 +12,14 @@ from tests.imports import MODULES
 PAGE = Path(__file__).parents[2] / "docs" / "search.md"
 
 
-def table_of(source: str) -> dict[str, tuple[object, str]]:
-    """Value and docstring of every constant of the module, by name."""
-    body = ast.parse(source).body
-    targets = [node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None) for node in body]
-    return {
-        target.id: (getattr(thresholds, target.id), ast.unparse(docstring).strip("'\""))
-        for target, docstring in zip(targets, body[1:], strict=False)
-        if isinstance(target, ast.Name)
-    }
-
-
 def test_the_table_of_the_documentation_is_that_of_the_module() -> None:
+    """Name, value and comment of every constant."""
+    source = MODULES["autotune.search.thresholds"].read_text()
+    constants = [node for node in ast.parse(source).body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    comments = [source.splitlines()[node.end_lineno - 1].partition("  # ")[2] for node in constants]
+    names = [ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) for node in constants]
     shown = re.findall(r"^\| `([A-Z_]+)` \| `(.+?)` \| (.+) \|$", PAGE.read_text(), flags=re.M)
-    known = table_of(MODULES["autotune.search.thresholds"].read_text())
-    assert len(known) > 20
+    assert len(names) > 20 and all(comments)
     assert [(name, ast.literal_eval(value), text) for name, value, text in shown] == [
-        (name, value, text) for name, (value, text) in known.items()
+        (name, getattr(thresholds, name), text) for name, text in zip(names, comments, strict=True)
     ]
