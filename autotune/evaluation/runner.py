@@ -106,39 +106,21 @@ class ArmRunner:
 
     def _arm(self, name: str, key: str, points: Sequence[tuple[Condition, Configuration]]) -> DecoderArm:
         if key not in self._decoders:
-            drafts = [self.draft_of(one) if self.draft_of else self.decoder.draft for _, one in points]
-            self._decoders[key] = self._configured_decoder(
-                [(*point, draft) for point, draft in zip(points, drafts, strict=True)]
+            self._decoders[key] = self._decoder(
+                [_loaded(c, self.draft_of(c) if self.draft_of else self.decoder.draft, when) for when, c in points]
             )
         return DecoderArm(name, self._decoders[key], key=key)
 
     def prompt_lookup_arm(self) -> DecoderArm:
         """Drafts by n-grams of the prompt and the answer."""
         draft = RetrievalDraft(max_match=PROMPT_LOOKUP_MATCH)
-        decoder = self._configured_decoder([(Condition(), PROMPT_LOOKUP_CHAIN, draft)])
+        decoder = self._decoder([_loaded(PROMPT_LOOKUP_CHAIN, draft)])
         return DecoderArm(PROMPT_LOOKUP, decoder, key=f"{PROMPT_LOOKUP}-{PROMPT_LOOKUP_CHAIN.key}")
 
     def uncoupled_arm(self, arm: DecoderArm) -> DecoderArm:
         """Decodes as ``arm`` does, without coupled sampling."""
         points = [point.uncoupled() for point in arm.decoder.points]
         return DecoderArm(arm.name + UNCOUPLED, self._decoder(points), key=arm.key + UNCOUPLED)
-
-    def _configured_decoder(self, points: Sequence[tuple[Condition, Configuration, Any]]) -> Decoder:
-        """A decoder by condition, configuration and draft of each of its points."""
-        return self._decoder(
-            [
-                LoadedPoint(
-                    draft,
-                    tree=configuration.tree,
-                    visual_keep=configuration.visual_keep,
-                    visual_ranking=configuration.subnet.visual_ranking,
-                    verification=configuration.verification,
-                    fallback=configuration.fallback,
-                    when=when,
-                )
-                for when, configuration, draft in points
-            ]
-        )
 
     def _decoder(self, points: Sequence[LoadedPoint]) -> Decoder:
         """A decoder like the runner's own, with other points."""
@@ -188,12 +170,12 @@ class ArmRunner:
             is_late = deadline is not None and now + (now - started) / max(1, number) > deadline
             if number >= min_prompts and is_late:
                 break
-            found = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
-            if len(found) < len(arms):  # all arms of an interrupted prompt are measured again
-                found = self._run_prompt(arms, prompt, order)
-                self._write(comparison, found.values())
-            for arm in arms:
-                runs[arm.name].append(found[arm.name])
+            prompt_runs = {arm.name: known[arm.key, prompt.sha256] for arm in arms if (arm.key, prompt.sha256) in known}
+            if len(prompt_runs) < len(arms):  # all arms of an interrupted prompt are measured again
+                prompt_runs = self._run_prompt(arms, prompt, order)
+                self._write(comparison, prompt_runs.values())
+            for name, run in prompt_runs.items():
+                runs[name].append(run)
             if report is not None:
                 report(number + 1, len(workload.prompts))
         return runs
@@ -285,6 +267,19 @@ class ArmRunner:
     def _write(self, comparison: str, runs: Iterable[Run]) -> None:
         if self.ledger is not None:
             append_line(self.ledger, *({"comparison": comparison, **run.model_dump()} for run in runs))
+
+
+def _loaded(configuration: Configuration, draft: Any, when: Condition | None = None) -> LoadedPoint:
+    """The operating point of a configuration, for requests that meet a condition (None: all)."""
+    return LoadedPoint(
+        draft,
+        tree=configuration.tree,
+        visual_keep=configuration.visual_keep,
+        visual_ranking=configuration.subnet.visual_ranking,
+        verification=configuration.verification,
+        fallback=configuration.fallback,
+        when=when,
+    )
 
 
 def _histories(arm: Arm) -> list[RequestHistory]:

@@ -142,8 +142,8 @@ def bootstrap_ratio(
     """
     from scipy.stats import bootstrap  # takes a second to import
 
-    one = np.ones_like(above)
-    data = (above, below, one if above_units is None else above_units, one if below_units is None else below_units)
+    ones = np.ones_like(above)
+    data = (above, below, ones if above_units is None else above_units, ones if below_units is None else below_units)
 
     def ratio(
         a: NDArray[np.float64], b: NDArray[np.float64], p: NDArray[np.float64], q: NDArray[np.float64], axis: int
@@ -152,7 +152,7 @@ def bootstrap_ratio(
 
     if len(above) == 1:  # scipy refuses a single pair
         return (only := float(ratio(*data, axis=-1))), only
-    found = bootstrap(
+    interval = bootstrap(
         data, ratio, paired=True, vectorized=True, n_resamples=num_resamples, method="percentile", rng=seed
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    ).confidence_interval
+    return float(interval.low), float(interval.high)

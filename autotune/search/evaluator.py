@@ -108,7 +108,7 @@ class Evaluator:
     def _prices_of(self, trace: Trace, *, on_device: bool = False) -> DensePrices:
         draft, subnet = trace.header.draft, trace.header.subnet
         *costs, _ = self.table.costs_around(draft, subnet)
-        largest_level = min(one.draft_level.max_tokens for one in costs)
+        largest_level = min(draft_costs.draft_level.max_tokens for draft_costs in costs)
         max_tokens = min(MAX_STEP, self.table.verify.max_tokens, largest_level)
         return self.table.prices(
             draft, max_tokens=max_tokens, max_kv_length=self.max_kv_length, subnet=subnet, on_device=on_device
@@ -176,7 +176,7 @@ class Evaluator:
         header = self.traces[variant].header
         *costs, weight = self.table.costs_around(header.draft, header.subnet)
         num_tokens = self.max_kv_length + policy.max_grown
-        low, high = (memory_mib(one, self.table.precision, num_tokens) for one in costs)
+        low, high = (memory_mib(draft_costs, self.table.precision, num_tokens) for draft_costs in costs)
         return None if low is None or high is None else (1 - weight) * low + weight * high
 
     def is_feasible(self, variant: DraftVariant, tree: Tree) -> bool:
@@ -228,7 +228,7 @@ class Evaluator:
         for trace in self.traces.values():
             _ = trace.packed  # computed once, before the threads need it
         with ThreadPoolExecutor(self.jobs) as pool:
-            return list(pool.map(lambda one: self.replay(one, prompts, context_boundaries), configurations))
+            return list(pool.map(lambda c: self.replay(c, prompts, context_boundaries), configurations))
 
     def prompt_ms(self, configurations: Sequence[Configuration]) -> Floats:
         """Predicted decoding times [configurations, prompts]."""
@@ -341,7 +341,7 @@ def speedup_interval(
     if other_prompts:
         variance += _prompts_variance(evaluator.ar_ms, result.decode_ms)
     speedup = float(evaluator.ar_ms.sum() / result.decode_ms.sum())
-    return _interval(speedup, variance)
+    return _interval_around(speedup, variance)
 
 
 def ratio_interval(evaluator: Evaluator, configuration: Configuration, to: Configuration) -> tuple[float, float]:
@@ -351,10 +351,10 @@ def ratio_interval(evaluator: Evaluator, configuration: Configuration, to: Confi
     shares, to_shares = _shares(evaluator, configuration, result), _shares(evaluator, to, to_result)
     differences = {part: shares.get(part, 0.0) - to_shares.get(part, 0.0) for part in shares | to_shares}
     variance = _table_variance(evaluator, differences) + _prompts_variance(result.decode_ms, to_result.decode_ms)
-    return _interval(float(result.decode_ms.sum() / to_result.decode_ms.sum()), variance)
+    return _interval_around(float(result.decode_ms.sum() / to_result.decode_ms.sum()), variance)
 
 
-def _interval(ratio: float, variance: float) -> tuple[float, float]:
+def _interval_around(ratio: float, variance: float) -> tuple[float, float]:
     half_width = DEVIATIONS * math.sqrt(variance)
     return ratio * math.exp(-half_width), ratio * math.exp(half_width)
 

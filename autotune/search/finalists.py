@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from autotune.documents.subnet import Subnet
 from autotune.evaluation.race import Race, race
 from autotune.evaluation.runner import ArmRunner
 from autotune.evaluation.runs import Run
-from autotune.evaluation.summary import Summary, ms_per_token, speedup, summarize, time_ratio
+from autotune.evaluation.summary import ms_per_token, speedup, summarize, time_ratio
 from autotune.search.evaluator import Candidate, Evaluator, TuningPrompts, ratio_interval, speedup_interval
 from autotune.search.model_pool import ModelPool
 from autotune.search.thresholds import (
@@ -154,13 +155,10 @@ def measure_finalists(
             deadline=deadline,
             report=lambda done, of: update(done, of, ""),
         )
-    results = {
-        name: _finalist(candidate, _against_plain(name, measured), name not in measured.remaining, confirming)
-        for name, candidate in fitting.items()
-    }
+    results = {name: _finalist(name, candidate, measured, confirming) for name, candidate in fitting.items()}
     default_results = [
-        _measured_default(default, _against_plain(name, measured), name not in measured.remaining_defaults)
-        for name, default in fitting_defaults.items()
+        MeasuredDefault(name=name, **_measurement(name, configuration, measured))
+        for name, configuration in fitting_defaults.items()
     ]
     print_finalists([*results.values()], default_results, confirming, console)
     plain = measured.runs[AR]
@@ -203,38 +201,28 @@ def predicted_speedup(configuration: Configuration, evaluator: Evaluator) -> flo
     return evaluator.evaluate(configuration).speedup if evaluator.can_replay(configuration) else 1.0
 
 
-def _against_plain(name: str, measured: Race) -> Summary:
+def _measurement(name: str, configuration: Configuration, measured: Race) -> dict[str, Any]:
+    """The fields of a document on an arm of the race."""
     runs = measured.runs[name]
-    return summarize(name, runs, measured.runs[AR][: len(runs)])
+    summary = summarize(name, runs, measured.runs[AR][: len(runs)])
+    return {
+        "configuration": configuration,
+        "speedup": summary.speedup,
+        "ci95": summary.ci95,
+        "num_runs": len(runs),
+        "is_eliminated": name not in {*measured.remaining, *measured.remaining_defaults},
+    }
 
 
-def _finalist(candidate: Candidate, summary: Summary, is_eliminated: bool, evaluator: Evaluator) -> Finalist:
+def _finalist(name: str, candidate: Candidate, measured: Race, evaluator: Evaluator) -> Finalist:
     """A finalist's result, with its prediction for the prompts that were run, over and over.
 
     Predicted speedups, not times: a machine that has become slower since its cost table was measured is slower with and
     without a draft.
     """
-    predicted, interval90 = _prediction(evaluator, candidate.configuration, summary.num_prompts)
-    return Finalist(
-        configuration=candidate.configuration,
-        predicted_speedup=predicted,
-        interval90=interval90,
-        speedup=summary.speedup,
-        ci95=summary.ci95,
-        num_runs=summary.num_prompts,
-        is_eliminated=is_eliminated,
-    )
-
-
-def _measured_default(configuration: Configuration, summary: Summary, is_eliminated: bool) -> MeasuredDefault:
-    return MeasuredDefault(
-        name=summary.name,
-        configuration=configuration,
-        speedup=summary.speedup,
-        ci95=summary.ci95,
-        num_runs=summary.num_prompts,
-        is_eliminated=is_eliminated,
-    )
+    predicted, interval90 = _prediction(evaluator, candidate.configuration, len(measured.runs[name]))
+    measurement = _measurement(name, candidate.configuration, measured)
+    return Finalist(predicted_speedup=predicted, interval90=interval90, **measurement)
 
 
 def _prediction(evaluator: Evaluator, configuration: Configuration, num_runs: int) -> tuple[float, tuple[float, float]]:
@@ -294,42 +282,28 @@ def print_finalists(
     finalists: Sequence[Finalist], defaults: Sequence[MeasuredDefault], evaluator: Evaluator, console: Console
 ) -> None:
     """Print predicted and measured speedups, and the configurations below the table."""
-    named = dict(zip(NAMES, finalists, strict=False))
-    rows = [
-        [
-            name,
-            f"{finalist.predicted_speedup:.2f}x",
-            _interval(finalist.interval90),
-            f"{finalist.speedup:.2f}x",
-            _interval(finalist.ci95),
-            f"{100 * finalist.prediction_error:+.1f} %",
-            f"{finalist.num_runs}" + (", eliminated" if finalist.is_eliminated else ""),
-        ]
-        for name, finalist in named.items()
-    ]
-    for default in defaults:
-        predicted, interval90 = None, None
-        if evaluator.can_replay(default.configuration):
-            predicted, interval90 = _prediction(evaluator, default.configuration, default.num_runs)
+    arms: dict[str, Finalist | MeasuredDefault] = dict(zip(NAMES, finalists, strict=False))
+    arms |= {default.name: default for default in defaults}
+    rows = []
+    for name, measured in arms.items():
+        prediction = ["-", "-", "-"]
+        if evaluator.can_replay(measured.configuration):
+            predicted, (low, high) = _prediction(evaluator, measured.configuration, measured.num_runs)
+            error = f"{100 * (predicted / measured.speedup - 1):+.1f} %"
+            prediction = [f"{predicted:.2f}x", f"{low:.2f}-{high:.2f}", error]
         rows.append(
             [
-                default.name,
-                "-" if predicted is None else f"{predicted:.2f}x",
-                _interval(interval90),
-                f"{default.speedup:.2f}x",
-                _interval(default.ci95),
-                "-" if predicted is None else f"{100 * (predicted / default.speedup - 1):+.1f} %",
-                f"{default.num_runs}" + (", eliminated" if default.is_eliminated else ""),
+                name,
+                *prediction[:2],
+                f"{measured.speedup:.2f}x",
+                f"{measured.ci95[0]:.2f}-{measured.ci95[1]:.2f}",
+                prediction[2],
+                f"{measured.num_runs}" + (", eliminated" if measured.is_eliminated else ""),
             ]
         )
     columns = ["finalist or default", "predicted", "90 % interval", "measured", "95 % CI", "prediction error", "runs"]
     console.table("Finalists and published defaults on tuning prompts", columns, rows)
-    labels = {name: finalist.configuration.label for name, finalist in named.items()}
-    print_labels(labels | {default.name: default.configuration.label for default in defaults}, console)
-
-
-def _interval(ends: tuple[float, float] | None) -> str:
-    return "-" if ends is None else f"{ends[0]:.2f}-{ends[1]:.2f}"
+    print_labels({name: measured.configuration.label for name, measured in arms.items()}, console)
 
 
 def print_labels(labels: Mapping[str, str], console: Console) -> None:

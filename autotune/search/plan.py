@@ -150,9 +150,9 @@ class Plan(Document):
         if self.num_tune_prompts < num_prompts:
             cuts.append(f"{self.num_tune_prompts} of {num_prompts} tuning prompts")
         if self.max_new_tokens is not None:
-            cuts.append(f"answers of at most {self.max_new_tokens} tokens in place of {longest}")
+            cuts.append(f"answers of at most {self.max_new_tokens} tokens instead of {longest}")
         speed = f"prefill {1e3 * self.rates.prefill_s:.0f} ms, plain step {1e3 * self.rates.step_s:.1f} ms"
-        fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their whole answers"
+        fits = ", ".join(cuts) or f"all {num_prompts} tuning prompts and their full answers"
         if self.full_s > self.seconds:
             fits += f"; a search that cuts nothing would take about {self.full_s / 60:.0f} min"
         return f"plan for {self.seconds:.0f} s ({speed}): {fits}"

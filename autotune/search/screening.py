@@ -75,7 +75,7 @@ def screen(
     """Predict the speed of every variant with its best chain; returns the fastest first.
 
     Every variant is a record of the ledger. Where that takes long, ``jobs`` processes share the work (None: one per core).
-    No variant is begun after ``deadline``, of ``time.monotonic``, but the whole subnet of every draft.
+    No variant is begun after ``deadline``, of ``time.monotonic``, but the full subnet of every draft.
     """
     work = ScreeningWork(variants, table, workload, folder, ledger.storage, deadline)
     with console.stage("screening") as update, model_pool.worker_pool(jobs, screen_in_worker, work) as workers:
@@ -167,7 +167,7 @@ def measure(
     ledger: Ledger,
     console: Console,
 ) -> list[ScreenedSubnet]:
-    """Run screened subnets with their best chains beside plain decoding, as STAR does; returns the fastest first.
+    """Run screened subnets with their best chains next to plain decoding, as STAR does; returns the fastest first.
 
     Every variant is a record of the ledger.
     """

@@ -32,7 +32,7 @@ TEXTS = SearchSize(
 def test_a_fast_target_needs_no_cuts() -> None:
     plan = make_plan(DIGITS, FAST, seconds=300, spent_s=10)
     assert (plan.num_tune_prompts, plan.num_evaluate_prompts, plan.max_new_tokens) == (48, 64, None)
-    assert "all 48 tuning prompts and their whole answers" in plan.describe(DIGITS)
+    assert "all 48 tuning prompts and their full answers" in plan.describe(DIGITS)
 
 
 def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
@@ -44,7 +44,7 @@ def test_a_slow_target_gets_fewer_and_shorter_answers() -> None:
     assert answers_s <= STAGES["traces"] * 240
     text = plan.describe(TEXTS)
     assert f"{plan.num_tune_prompts} of 40 tuning prompts" in text
-    assert f"answers of at most {plan.max_new_tokens} tokens in place of 256" in text
+    assert f"answers of at most {plan.max_new_tokens} tokens instead of 256" in text
     assert f"would take about {plan.full_s / 60:.0f} min" in text and plan.full_s > 1200
 
 
